@@ -1,0 +1,173 @@
+"""What can go wrong, one class per cause and one exit code per class of remedy.
+
+    CkptmanError                       1   something that has no better name
+    ├── ConfigError (ValueError)       2   wrong usage or configuration
+    │   ├── UnknownKeyError            2   a configuration key that does not exist; the known ones are listed
+    │   └── IntervalError              2   an interval, count or factor that cannot be (negative, zero, NaN)
+    ├── NotFoundError (FileNotFoundError)  3   no such root, step or path
+    ├── CorruptError                   4   bytes, sizes or a manifest are not what was saved
+    ├── ExistsError (FileExistsError)  5   something is already there and is not overwritten
+    ├── CommitError                    6   a save did not become durable; names the rank and its cause
+    ├── MismatchError                  7   the checkpoint does not fit the model, or does not reshard
+    ├── SchedulerError                 8   Slurm or the local scheduler refused
+    ├── FormatVersionError             9   written by a newer ckptman
+    ├── RootError (OSError)           10   the root is no folder, or cannot be read or written
+    └── BusyError                     11   another run that is alive writes to this root
+
+Two codes are no errors: 75 (EX_TEMPFAIL) means saved, run me again; 128 + n means killed by signal n.
+Every class pickles, because errors cross ranks, and carries its data as attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+EXIT_OK = 0
+EXIT_AGAIN = 75
+"""EX_TEMPFAIL of sysexits.h: the run saved, and wants to be started again."""
+
+
+class CkptmanError(Exception):
+    """The root of every error that ckptman raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(CkptmanError, ValueError):
+    """Wrong usage or configuration."""
+
+    exit_code = 2
+
+
+class UnknownKeyError(ConfigError):
+    """A configuration key that does not exist.
+
+    Attributes: `key` as the user wrote it (dotted), `known` the keys allowed in its place.
+    """
+
+    def __init__(self, key: str, known: Sequence[str], where: str = "") -> None:
+        self.key, self.known, self.where = key, tuple(known), where
+        place = f" in {where}" if where else ""
+        super().__init__(f"unknown key {key!r}{place}; known keys: {', '.join(sorted(self.known))}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.key, self.known, self.where)
+
+
+class IntervalError(ConfigError):
+    """An interval, a count or a factor that cannot be: negative, zero or not a number."""
+
+
+class NotFoundError(CkptmanError, FileNotFoundError):
+    """No such root, step or path."""
+
+    exit_code = 3
+
+
+class CorruptError(CkptmanError):
+    """Bytes, sizes or a manifest are not what was saved."""
+
+    exit_code = 4
+
+
+class ExistsError(CkptmanError, FileExistsError):
+    """Something is already there, and ckptman does not overwrite it."""
+
+    exit_code = 5
+
+
+class CommitError(CkptmanError):
+    """A save did not become durable. What was committed before is untouched, and the run can save again.
+
+    Attributes: `step`; `rank` whose failure it was (-1: not known); `cause`, its error as text.
+    """
+
+    exit_code = 6
+
+    def __init__(self, step: int, rank: int, cause: str) -> None:
+        self.step, self.rank, self.cause = step, rank, cause
+        who = f"rank {rank}" if rank >= 0 else "a rank that cannot be named"
+        super().__init__(
+            f"the save of step {step} failed on {who}: {cause}. Earlier checkpoints are untouched; "
+            f"remove the cause (disk full? quota? a dead node?) and the next save starts afresh."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.step, self.rank, self.cause)
+
+
+class MismatchError(CkptmanError):
+    """The checkpoint does not fit what it is to be loaded into.
+
+    Attributes: `missing` (wanted, not saved), `unexpected` (saved, not wanted), and `mismatched`, lines that hold
+    both shapes or types side by side. Raised before any byte is copied.
+    """
+
+    exit_code = 7
+
+    def __init__(
+        self, where: str, missing: Sequence[str] = (), unexpected: Sequence[str] = (), mismatched: Sequence[str] = ()
+    ) -> None:
+        self.where = where
+        self.missing, self.unexpected, self.mismatched = tuple(missing), tuple(unexpected), tuple(mismatched)
+        lines = [f"{where} does not fit this run; nothing was loaded"]
+        for title, names in (
+            ("missing in the checkpoint", self.missing),
+            ("unexpected in the checkpoint", self.unexpected),
+            ("different", self.mismatched),
+        ):
+            if names:
+                lines.append(f"  {title} ({len(names)}):")
+                lines += [f"    {name}" for name in names]
+        lines.append(
+            "  Build the model as it was saved, or restore another checkpoint (ckptman show lists its tensors)."
+        )
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.where, self.missing, self.unexpected, self.mismatched)
+
+
+class SchedulerError(CkptmanError):
+    """Slurm or the local scheduler refused, or cannot be reached."""
+
+    exit_code = 8
+
+
+class FormatVersionError(CkptmanError):
+    """Written by a newer ckptman. Attributes: `where`, `found`, `known` (the newest version this ckptman reads)."""
+
+    exit_code = 9
+
+    def __init__(self, where: str, found: object, known: int) -> None:
+        self.where, self.found, self.known = where, found, known
+        super().__init__(
+            f"{where} has format version {found}, and this ckptman reads up to {known}: "
+            f"upgrade ckptman (pip install -U ckptman), or name an older step"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.where, self.found, self.known)
+
+
+class RootError(CkptmanError, OSError):
+    """The checkpoint root is no folder, or cannot be read or written. Never read as "no checkpoints yet"."""
+
+    exit_code = 10
+
+
+class BusyError(CkptmanError):
+    """Another run that is alive writes to this root. Attributes: `host`, `pid`, `job_id` of that run."""
+
+    exit_code = 11
+
+    def __init__(self, root: str, host: str, pid: int, job_id: str | None) -> None:
+        self.root, self.host, self.pid, self.job_id = root, host, pid, job_id
+        job = f", job {job_id}" if job_id else ""
+        super().__init__(
+            f"{root} is being written to by another run (host {host}, pid {pid}{job}): "
+            f"stop that one first, or give this run a root of its own"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.root, self.host, self.pid, self.job_id)
