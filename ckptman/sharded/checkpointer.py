@@ -1,0 +1,398 @@
+"""The Checkpointer: what a training loop talks to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from ckptman.errors import (
+    EXIT_AGAIN,
+    EXIT_OK,
+    CkptmanError,
+    CommitError,
+    ConfigError,
+)
+from ckptman.lifecycle.deadline import deadline_from_environment
+from ckptman.lifecycle.signals import SignalHandler
+from ckptman.policy.retention import RetentionPolicy
+from ckptman.policy.saving import BeforeDeadline, Decision, InitTimeInterval, OnStop, SavePolicy
+from ckptman.sharded.attempt import Attempt
+from ckptman.sharded.pace import Pace
+from ckptman.sharded.ranks import Channel, Exchange, RankFailed
+from ckptman.sharded.restore import Restorer
+from ckptman.sharded.save import Saver
+from ckptman.sharded.state import Snapshot, mesh_of, snapshot
+from ckptman.sharded.storage import SaveInfo
+from ckptman.store.durable import DISK, Disk
+from ckptman.store.place import FolderPlace
+
+T = TypeVar("T")
+
+_STOP, _SAVE, _FAILED, _STEP, _MINUS_STEP = range(5)
+_RANKS = 1 << 32
+"""A stop flag is signal number x this + rank, so that the largest flag names a signal and one rank that got it."""
+
+
+class Checkpointer:
+    """Saves and restores a training run, and says when to stop.
+
+        with (
+            ckptman.SignalHandler() as signals,
+            ckptman.Checkpointer(
+                "runs/italia-9b/checkpoints",
+                {"model": model, "optimizer": optimizer, "data": loader, "rng": ckptman.RNGState()},
+                save_policy=ckptman.InitTimeInterval(factor=4) | ckptman.OnStop() | ckptman.BeforeDeadline(),
+                retention=ckptman.KeepLast(3) | ckptman.KeepBest("loss", count=2),
+                signals=signals,
+            ) as checkpointer,
+        ):
+            start = checkpointer.restore()
+            for step in range(start + 1, total_steps + 1):
+                loss = train_step(next(batches))
+                checkpointer.step(step, metrics={"loss": loss})
+                if checkpointer.should_stop():
+                    break
+        sys.exit(checkpointer.exit_code)
+
+    Args:
+        root: folder of the checkpoints of one run; made where it is missing.
+        state: what to save, by name: modules, optimizers, LR schedulers, anything with `state_dict` and
+            `load_state_dict`, nested dicts, plain values. A plain value is replaced in this mapping by `restore`.
+        save_policy, retention: see `ckptman.policy`; retention None keeps every checkpoint.
+        signals: a SignalHandler that is entered, or None not to listen.
+        deadline: when the job ends, in unix seconds; "auto" asks Slurm; None: never.
+        async_save: copy to host memory, then write behind the training; False: training waits until it is durable.
+        timeout_seconds: for how long a rank waits for the others before it gives up.
+
+    Every rank makes one and calls the same methods in the same order. Raises: BusyError (another run writes to the
+    root), RootError, ConfigError. A failed save, also one in the background, is raised by the next call of `step`,
+    `save`, `wait` or the end of the `with` block, on every rank, as CommitError; after it the run can save again.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        state: MutableMapping[str, Any],
+        *,
+        save_policy: SavePolicy | None = None,
+        retention: RetentionPolicy | None = None,
+        signals: SignalHandler | None = None,
+        deadline: float | Literal["auto"] | None = "auto",
+        async_save: bool = True,
+        timeout_seconds: float = 1800.0,
+        run_id: str | None = None,
+        disk: Disk = DISK,
+    ) -> None:
+        self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
+        _check(root, state, self._policy, retention, timeout_seconds)
+        self.root, self.state = Path(root), state
+        self._signals = signals
+        self._talk = Channel(timeout_seconds)
+        self._place = FolderPlace(self.root, disk)
+        try:
+            self._attempt = Attempt.open(self._talk, self._place, run_id, disk)
+            end = self._talk.ask_leader(lambda: _deadline(deadline))
+        except RankFailed as failed:
+            raise failed.as_ckptman_error() from failed
+        self._behind = Channel(timeout_seconds)
+        self._saver = Saver(
+            self._place,
+            self._behind,
+            self._attempt.journal,
+            self._attempt.claim,
+            retention,
+            background=async_save,
+            disk=disk,
+        )
+        self._pace = Pace(_process_started(), end)
+        self._exchange = Exchange(self._talk, 5)
+        self._expected_step = -1
+        self._planned: Decision | CkptmanError | None = None
+        self._restored_from: int | None = None
+        self._last: tuple[int, Mapping[str, Any] | None] | None = None
+        self._stop: str | None = None
+        self._closed = False
+
+    # ---- what a loop calls -------------------------------------------------------------------------------------
+
+    def restore(self, step: int | None = None, *, path: str | os.PathLike[str] | None = None) -> int:
+        """Load the newest good checkpoint into `state`, on any number of ranks, and return its step; 0 on a fresh run.
+
+        A damaged or incomplete one is passed over with a warning and the one before is used; there is no way from
+        damaged checkpoints to a fresh start. `step` names one of this root; `path` any checkpoint folder, also one that
+        plain `dcp.save` wrote (the run then starts at its step, or at 0 where it has none).
+
+        Raises: NotFoundError (no such step or path), CorruptError (nothing good is left), FormatVersionError,
+        MismatchError (names and shapes that differ, before a byte is copied), RootError; SystemExit(75) if a signal
+        asked to stop meanwhile: there is nothing to save yet. Every rank calls it, once, before the first step.
+        """
+        self._leave_if_asked()
+        restorer = Restorer(self._talk, self._place, self._attempt)
+        try:
+            found = restorer.best(self.state, step) if path is None else restorer.at(self.state, Path(path))
+        except RankFailed as failed:
+            raise failed.as_ckptman_error() from failed
+        self._restored_from = found
+        self._pace.start(found or 0, restored=found is not None)
+        self._leave_if_asked()
+        return found or 0
+
+    def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> str | None:
+        """Tell that optimizer step `step` has ended; save if it is time. Returns why it saved, or None.
+
+        On a step without a save this costs one small exchange between the ranks that is not waited for: what a rank
+        wants (a signal came, a save failed, the leader's policy is due) is known to all at the end of the next step.
+        `metrics` are looked at only when it saves, so a loss may stay on its device.
+
+        Raises: CommitError (this save or the one before failed), ConfigError. Every rank calls it after every step.
+        """
+        if self._pace.step_ended():
+            self._attempt.note("pace_changed", step=step, step_seconds=self._pace.facts(step, ahead=False).step_seconds)
+        report = self._saver.poll()
+        if report is not None:
+            self._pace.save_ended(report)
+        if self._exchange.flying and step == self._expected_step:
+            flags = self._exchange.collect()
+        else:
+            flags = self._ask_now(step)
+        if flags[_STEP] != -flags[_MINUS_STEP]:
+            raise ConfigError(f"the ranks are at different steps, from {-flags[_MINUS_STEP]} to {flags[_STEP]}")
+        self._last = (step, metrics)
+        reason = None
+        if flags[_STOP] or flags[_SAVE] or flags[_FAILED]:
+            reason = self._act(step, metrics, flags)
+        stride = max(1, step - self._pace.previous_step)
+        self._pace.step_begins(after=step)
+        if self._stop is None:
+            self._ask_ahead(step + stride)
+        return reason
+
+    def save(self, step: int, metrics: Mapping[str, Any] | None = None, *, reason: str = "asked for") -> None:
+        """Save now, whatever the policy says. Every rank calls it. Raises: CommitError, ConfigError."""
+        self._save(step, metrics, reason)
+
+    def wait(self) -> None:
+        """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
+        try:
+            report = self._saver.wait()
+        except CommitError:
+            self._pace.save_failed()
+            raise
+        if report is not None:
+            self._pace.save_ended(report)
+
+    def should_stop(self) -> bool:
+        """Whether `step` agreed to stop: the same on every rank. The state is durable then, if the policy saves."""
+        return self._stop is not None
+
+    @property
+    def exit_code(self) -> int:
+        """What to exit with: 0, the run is finished; 75, it saved and wants to be started again."""
+        return EXIT_OK if self._stop is None else EXIT_AGAIN
+
+    # ---- the block ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._closed:
+            return
+        stopped_early = isinstance(error, SystemExit) and self._stop is not None
+        if error is None or stopped_early:
+            try:
+                self.close()
+            except BaseException as late:
+                self._fail(late)
+                raise
+        else:
+            self._fail(error)
+
+    def close(self) -> None:
+        """End the run's block: save the last step if it is not saved, wait until it is durable, write the outcome.
+
+        The end of the `with` block calls it. Every rank calls it. Raises: CommitError.
+        """
+        if self._closed:
+            return
+        if self._exchange.flying:
+            self._exchange.collect()
+        if self._last is not None and self._stop is None and self._last[0] != self._pace.saved_step:
+            self._save(*self._last, "the run ended")
+        self.wait()
+        self._closed = True
+        state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
+        self._attempt.end(state, self._pace.previous_step, self._stop or "the run ended", self.exit_code)
+        self._saver.close()
+        # Nobody leaves before the outcome is on disk: a launcher may kill the others when the first one exits.
+        self._talk.tell(None)
+        self._attempt.release()
+        self._talk.close()
+        self._behind.close()
+
+    # ---- deciding ----------------------------------------------------------------------------------------------
+
+    def _flags(self, step: int, *, ahead: bool) -> list[int]:
+        if self._talk.is_leader:
+            # A policy that raises must not leave the other ranks waiting: the error travels as a decision.
+            try:
+                self._planned = self._policy.decide(self._pace.facts(step, ahead=ahead))
+            except Exception as error:  # noqa: BLE001 a user's own policy may raise anything
+                self._planned = ConfigError(f"the save policy failed: {type(error).__name__}: {error}")
+        received = self._signals.received if self._signals is not None else None
+        stop = 0 if received is None else int(received) * _RANKS + self._talk.rank
+        return [stop, int(self._planned is not None), int(self._saver.failed), step, -step]
+
+    def _ask_ahead(self, step: int) -> None:
+        self._expected_step = step
+        self._exchange.launch(self._flags(step, ahead=True))
+
+    def _ask_now(self, step: int) -> list[int]:
+        if self._exchange.flying:
+            self._exchange.collect()
+        self._exchange.launch(self._flags(step, ahead=False))
+        return self._exchange.collect()
+
+    def _act(self, step: int, metrics: Mapping[str, Any] | None, flags: list[int]) -> str | None:
+        asked = _stop_text(flags[_STOP])
+        if flags[_FAILED]:
+            self._surface_failure(step, go_on=asked is not None)
+        decision = self._together(lambda: self._decision(step, asked))
+        if decision is not None:
+            self._save(step, metrics, decision.reason)
+        if asked is not None or (decision is not None and decision.stop):
+            why = asked or (decision.reason if decision is not None else "")
+            self._attempt.note("stop_asked", step=step, reason=why)
+            self.wait()
+            self._stop = why
+        return decision.reason if decision is not None else None
+
+    def _decision(self, step: int, asked: str | None) -> Decision | None:
+        if isinstance(self._planned, CkptmanError):
+            raise self._planned
+        if asked is not None:
+            return self._policy.decide(self._pace.facts(step, ahead=False, stop=asked))
+        return self._planned
+
+    def _surface_failure(self, step: int, go_on: bool) -> None:
+        try:
+            self.wait()
+            error = CommitError(step, -1, "another rank reports that its part of the save failed")
+        except CommitError as own:
+            error = own
+        self._pace.save_failed()
+        if not go_on:
+            raise error
+        # The last chance to save is now: the failure is told, and the save is tried once more.
+        warnings.warn(f"{error} Saving once more before stopping.", RuntimeWarning, stacklevel=4)
+
+    def _leave_if_asked(self) -> None:
+        asked = _stop_text(self._ask_now(0)[_STOP])
+        if asked is not None:
+            self._stop = asked
+            self._attempt.note("stop_asked", step=self._pace.previous_step, reason=asked)
+            raise SystemExit(EXIT_AGAIN)
+
+    # ---- saving and restoring ----------------------------------------------------------------------------------
+
+    def _save(self, step: int, metrics: Mapping[str, Any] | None, reason: str) -> None:
+        self.wait()
+        shots: list[Snapshot] = []
+        try:
+            # Agreed before anything is written: a value that one rank cannot save must not leave the others waiting.
+            self._talk.everywhere(lambda: shots.append(snapshot(self.state, self._talk.rank)))
+            numbers = self._talk.ask_leader(lambda: _numbers(metrics))
+        except RankFailed as failed:
+            raise failed.as_ckptman_error() from failed
+        info = SaveInfo(
+            step=step,
+            reason=reason,
+            world_size=self._talk.world_size,
+            mesh=mesh_of(shots[0].tensors),
+            run_id=self._attempt.run_id,
+            job_id=self._attempt.job_id,
+            attempt=self._attempt.number,
+            restored_from=self._restored_from,
+            metrics=numbers,
+        )
+        self._pace.save_begins(step)
+        try:
+            report = self._saver.save(shots[0], info)
+        except CommitError:
+            self._pace.save_failed()
+            raise
+        if report is not None:
+            self._pace.save_ended(report)
+
+    # ---- closing -----------------------------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException) -> None:
+        """The block ends with an error: nothing that needs the other ranks, who may be gone."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            # A save that runs may be a second from durable, and is bounded by its own timeout.
+            self._saver.wait()
+        except CommitError as failed:
+            warnings.warn(str(failed), RuntimeWarning, stacklevel=3)
+        code = getattr(error, "exit_code", 1)
+        self._attempt.end("failed", self._pace.previous_step, f"{type(error).__name__}: {error}", code)
+        self._saver.close()
+        self._attempt.release()
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Do `work` on the leader and hand its result to all. Raises on every rank the error it raised there."""
+        try:
+            return self._talk.ask_leader(work)
+        except RankFailed as failed:
+            raise failed.as_ckptman_error() from failed
+
+
+def _check(root: object, state: object, policy: object, retention: object, timeout_seconds: float) -> None:
+    if not isinstance(root, str | os.PathLike) or not str(root):
+        raise ConfigError(f"root is the path of a folder, not {root!r}")
+    if not isinstance(state, MutableMapping) or not state:
+        raise ConfigError("state is a dict of what to save by name, such as {'model': model, 'optimizer': optimizer}")
+    if not isinstance(policy, SavePolicy):
+        raise ConfigError(f"save_policy is a policy such as EverySteps(100) | OnStop(), not {policy!r}")
+    if retention is not None and not isinstance(retention, RetentionPolicy):
+        raise ConfigError(f"retention is a policy such as KeepLast(3), or None to keep all, not {retention!r}")
+    if not timeout_seconds > 0:
+        raise ConfigError(f"timeout_seconds is a positive number of seconds, not {timeout_seconds!r}")
+
+
+def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    try:
+        return {
+            str(name): float(value.detach() if isinstance(value, torch.Tensor) else value)
+            for name, value in (metrics or {}).items()
+        }
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"metrics are numbers by name: {error}") from error
+
+
+def _stop_text(flag: int) -> str | None:
+    if not flag:
+        return None
+    number, rank = divmod(flag, _RANKS)
+    return f"{signal.Signals(number).name} on rank {rank}"
+
+
+def _deadline(deadline: float | Literal["auto"] | None) -> float | None:
+    return deadline_from_environment(os.environ) if deadline == "auto" else deadline
+
+
+def _process_started() -> float:
+    import psutil
+
+    return psutil.Process().create_time()

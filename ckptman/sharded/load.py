@@ -1,0 +1,177 @@
+"""Loading a checkpoint into an application: first see on all ranks whether it fits, then fill, then hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ckptman.errors import CorruptError, MismatchError
+from ckptman.sharded.planner import TargetPlanner
+from ckptman.sharded.ranks import Channel, RankFailed
+from ckptman.sharded.saved import SavedState, resolve
+from ckptman.sharded.state import nested, put_back, rank_key, refs_in, replace_refs, snapshot_of
+from ckptman.sharded.storage import StorageReader
+from ckptman.store.plain import TensorRef
+
+T = TypeVar("T")
+State = MutableMapping[str, Any]
+
+
+def load(channel: Channel, state: State, folder: Path) -> None:
+    """Load a checkpoint whose bytes were checked into an application's state, in place. Every rank calls it.
+
+    Raises on every rank alike: MismatchError before anything is copied; CorruptError if a rank cannot read it.
+    """
+    fits: list[_Fit] = []
+    reports = all_or_corrupt(channel, lambda: _take_measure(state, folder, channel.rank, fits), folder)
+    fit = fits[0]
+    wanted = {name for report in reports for name in report.wanted}
+    missing = sorted({name for report in reports for name in report.missing})
+    mismatched = sorted({line for report in reports for line in report.mismatched})
+    unexpected = sorted(fit.strictly_saved - wanted)
+    if missing or mismatched or unexpected:
+        raise MismatchError(str(folder), missing, unexpected, mismatched)
+
+    def fill() -> None:
+        reader, planner = StorageReader(folder, verify=False), TargetPlanner()
+        planner.set_up_planner(fit.targets, fit.saved.metadata, channel.is_leader)
+        reader.set_up_storage_reader(fit.saved.metadata, channel.is_leader)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+        for name, values in fit.values.items():
+            fit.values[name] = replace_refs(resolve(values), lambda ref: fit.targets[ref.name])
+
+    def hand_over() -> None:
+        for name, values in fit.values.items():
+            put_back(state, name, values, channel.rank, name in fit.from_other_rank)
+
+    all_or_corrupt(channel, fill, folder)
+    try:
+        channel.everywhere(hand_over)
+    except RankFailed as failed:  # an object refused its state: no older checkpoint would help
+        raise failed.as_ckptman_error() from failed
+
+
+def all_or_corrupt(channel: Channel, work: Callable[[], T], folder: Path) -> list[T]:
+    """Do `work` on all ranks. What one rank cannot read counts as corrupt on all; our own errors stay what they are."""
+    try:
+        return channel.everywhere(work)
+    except RankFailed as failed:
+        if failed.failure.error is not None:
+            raise failed.failure.error from failed
+        raise CorruptError(f"{folder} cannot be read on rank {failed.failure.rank}: {failed.failure.text}") from failed
+
+
+@dataclass
+class _Report:
+    """What one rank tells the others about how a checkpoint fits."""
+
+    wanted: set[str] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Fit:
+    """What is to be loaded on this rank: tensors to fill by flat name, and for each object its saved values.
+
+    `strictly_saved`: what some rank must want, the names in modules and optimizers and the keys of all other state.
+    """
+
+    saved: SavedState
+    targets: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    strictly_saved: set[str] = field(default_factory=set)
+    from_other_rank: set[str] = field(default_factory=set)
+
+
+def _take_measure(state: State, folder: Path, rank: int, out: list[_Fit]) -> _Report:
+    saved = SavedState.read(folder)
+    fit, report = _Fit(saved), _Report()
+    live = nested(state, rank)
+    for name, target in state.items():
+        report.wanted.add(name)
+        if name not in saved.values:
+            if live[name] != {}:  # an object without state leaves no trace in a checkpoint
+                report.missing.append(name)
+        elif isinstance(target, torch.nn.Module | torch.optim.Optimizer):
+            _measure_named(name, target, live[name], fit, report)
+        elif getattr(target, "per_rank", False):
+            _measure_per_rank(name, rank, fit)
+        else:
+            _measure_free(name, saved.values[name], live[name], fit)
+    for name, values in saved.values.items():
+        if isinstance(state.get(name), torch.nn.Module | torch.optim.Optimizer):
+            named = flat_optimizer(values) if isinstance(state[name], torch.optim.Optimizer) else values
+            fit.strictly_saved |= {f"{name}.{entry}" for entry in named}
+        else:
+            fit.strictly_saved.add(name)
+    out.append(fit)
+    return report
+
+
+def _measure_named(name: str, target: object, live: dict[str, Any], fit: _Fit, report: _Report) -> None:
+    """Modules and optimizers: exactly the names, shapes and dtypes that were saved."""
+    saved = fit.saved.values[name]
+    if isinstance(target, torch.optim.Optimizer):
+        saved = flat_optimizer(saved)
+    fit.values[name] = {entry: saved[entry] for entry in live if entry in saved}
+    for entry, value in live.items():
+        full = f"{name}.{entry}"
+        report.wanted.add(full)
+        if entry not in saved:
+            report.missing.append(full)
+        elif isinstance(value, torch.Tensor) != isinstance(saved[entry], TensorRef):
+            here, there_ = (
+                ("a tensor", "a plain value") if isinstance(value, torch.Tensor) else ("a plain value", "a tensor")
+            )
+            report.mismatched.append(f"{full}: checkpoint {there_}, this run {here}")
+        elif isinstance(value, torch.Tensor):
+            there = fit.saved.tensor(saved[entry].name)
+            if (there.size, there.properties.dtype) != (value.size(), value.dtype):
+                report.mismatched.append(
+                    f"{full}: checkpoint {_look(there.size, there.properties.dtype)}, "
+                    f"this run {_look(value.size(), value.dtype)}"
+                )
+            fit.targets[saved[entry].name] = value
+
+
+def _measure_per_rank(name: str, rank: int, fit: _Fit) -> None:
+    saved = fit.saved.values[name]
+    mine = rank_key(rank)
+    if mine not in saved:
+        fit.from_other_rank.add(name)
+        mine = rank_key(rank % len(saved))
+    fit.values[name] = saved[mine]
+
+
+def _measure_free(name: str, saved: Any, live: Any, fit: _Fit) -> None:
+    """Stateful objects, dicts and values decide themselves what fits; their sharded tensors are filled in place."""
+    there = snapshot_of({name: live}).tensors
+    for ref in refs_in(saved):
+        described = fit.saved.tensor(ref.name)
+        target = there.get(ref.name)
+        if target is None or (target.size(), target.dtype) != (described.size, described.properties.dtype):
+            target = torch.empty(described.size, dtype=described.properties.dtype)
+        fit.targets[ref.name] = target
+    fit.values[name] = saved
+
+
+def flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's saved state under flat names, also where plain DCP was given one that was not flattened."""
+    if not isinstance(values.get("state", {}), dict) or "param_groups" not in values:
+        return values
+    flat: dict[str, Any] = {}
+    for parameter, entries in values.get("state", {}).items():
+        flat |= {f"state.{parameter}.{key}": each for key, each in entries.items()}
+    for group in resolve(values["param_groups"]):
+        for parameter in group["params"]:
+            flat |= {f"param_groups.{parameter}.{key}": each for key, each in group.items() if key != "params"}
+    return flat
+
+
+def _look(size: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(size)} {str(dtype).removeprefix('torch.')}"

@@ -1,0 +1,93 @@
+"""What a run measures about itself: how long its start, its steps and its saves take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ckptman.policy.saving import Facts
+from ckptman.policy.timing import StepMeter
+from ckptman.sharded.save import SaveReport
+
+
+class Pace:
+    """Turns what happens into the facts that policies decide on. All times in seconds; `deadline` is unix time."""
+
+    def __init__(
+        self,
+        process_started: float,
+        deadline: float | None,
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.deadline = deadline
+        self._process_started, self._monotonic, self._wall = process_started, monotonic, wall
+        self._meter = StepMeter()
+        self._init_seconds: float | None = None
+        self._stall_seconds: float | None = None
+        self._durable_seconds: float | None = None
+        self._start_step = self._previous_step = 0
+        self._step_began = monotonic()
+        # What a crash now would fall back to: (step or None, when its save began), and the same before a running save.
+        self._saved: tuple[int | None, float] = (None, monotonic())
+        self._committed: tuple[int | None, float] = self._saved
+
+    @property
+    def saved_step(self) -> int | None:
+        """The last step saved, being saved, or restored from."""
+        return self._saved[0]
+
+    @property
+    def previous_step(self) -> int:
+        """The last step that ended; before the first, the one training starts from."""
+        return self._previous_step
+
+    def start(self, step: int, restored: bool) -> None:
+        """Training starts after `step`."""
+        self._start_step = self._previous_step = step
+        self._step_began = self._monotonic()
+        self._saved = (step if restored else None, self._step_began)
+        self._committed = self._saved
+
+    def step_ended(self) -> bool:
+        """A step has ended. True when steps have become so much slower or faster that intervals were derived anew."""
+        if self._init_seconds is None:
+            self._init_seconds = self._wall() - self._process_started
+        return self._meter.observe(max(0.0, self._monotonic() - self._step_began))
+
+    def step_begins(self, after: int) -> None:
+        """The step after `after` begins: what was spent since `step_ended` is not counted as its time."""
+        self._previous_step = after
+        self._step_began = self._monotonic()
+
+    def save_begins(self, step: int) -> None:
+        """A save of `step` begins."""
+        self._saved = (step, self._monotonic())
+
+    def save_ended(self, report: SaveReport) -> None:
+        """A save is durable."""
+        self._stall_seconds, self._durable_seconds = report.stall_seconds, report.durable_seconds
+        self._committed = self._saved
+
+    def save_failed(self) -> None:
+        """The running save failed: what was committed before it is what counts."""
+        self._saved = self._committed
+
+    def facts(self, step: int, *, ahead: bool, stop: str | None = None) -> Facts:
+        """The facts at the end of `step`; `ahead`: it is the next one, so one step's time is added to now."""
+        step_seconds = self._meter.step_seconds
+        later = step_seconds or 0.0 if ahead else 0.0
+        left = None if self.deadline is None else self.deadline - self._wall() - later
+        return Facts(
+            step,
+            self._previous_step,
+            self._saved[0],
+            self._start_step,
+            self._monotonic() - self._saved[1] + later,
+            self._init_seconds,
+            step_seconds,
+            self._stall_seconds,
+            self._durable_seconds,
+            left,
+            stop,
+        )

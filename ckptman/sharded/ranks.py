@@ -1,0 +1,168 @@
+"""The ranks of a run and how they talk: two process groups of their own, so that nothing of ours meets a training step.
+
+One is for the decisions of the training thread, one for saves in the background. Both are gloo, on the CPU: nothing
+here touches a device, and a collective of a save can never interleave with one of the training step.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckptman.errors import CkptmanError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on a rank, in a form that crosses ranks. `error` only if it is one of ours (they all pickle)."""
+
+    rank: int
+    text: str
+    error: CkptmanError | None
+
+
+class RankFailed(Exception):
+    """A step that all ranks took together failed on one of them; every rank raises it."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(f"rank {failure.rank}: {failure.text}")
+
+    def as_ckptman_error(self) -> CkptmanError:
+        """The error of the rank that failed if it is one of ours, else one that names rank and cause."""
+        return self.failure.error or CkptmanError(f"rank {self.failure.rank} failed: {self.failure.text}")
+
+
+class Channel:
+    """Object collectives over one group of all ranks. Without torch.distributed: a world of one rank."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self.distributed else 0
+        self.world_size = dist.get_world_size() if self.distributed else 1
+        self.is_leader = self.rank == 0
+        self.group: dist.ProcessGroup | None = None
+        if self.distributed:
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    def close(self) -> None:
+        """Free the group. Only where all ranks get here."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
+
+    def tell(self, value: T | None) -> T:
+        """The leader's value, on every rank."""
+        box = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return cast(T, box[0])
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, on every rank, in order of rank."""
+        if self.group is None:
+            return [value]
+        box: list[Any] = [None] * self.world_size
+        dist.all_gather_object(box, value, group=self.group)
+        return box
+
+    def ask_leader(self, work: Callable[[], T]) -> T:
+        """Do `work` on the leader and hand its result to all. Raises: RankFailed on every rank if it failed there."""
+        mine: T | Failure | None = self._attempt(work) if self.is_leader else None
+        result = self.tell(mine)
+        if isinstance(result, Failure):
+            raise RankFailed(result)
+        return cast(T, result)
+
+    def through_leader(self, local: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
+        """Bring each rank's value to the leader, combine them there, and give each rank its part of the result.
+
+        Raises: RankFailed on every rank if `local` failed on any, or `combine` on the leader.
+        """
+        mine = self._attempt(local)
+        if self.group is None:
+            return cast(R, self._parts([mine], combine)[0])
+        gathered: list[Any] | None = [None] * self.world_size if self.is_leader else None
+        dist.gather_object(mine, gathered, dst=0, group=self.group)
+        parts = self._parts(gathered, combine, tell=True) if gathered is not None else None
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, parts, src=0, group=self.group)
+        if isinstance(box[0], Failure):
+            raise RankFailed(box[0])
+        return cast(R, box[0])
+
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        """Do `work` on each rank and hand all results to all. Raises: RankFailed on every rank if one failed."""
+        results = self.gather(self._attempt(work))
+        for result in results:
+            if isinstance(result, Failure):
+                raise RankFailed(result)
+        return results  # type: ignore[return-value]
+
+    def _parts(self, values: list[Any], combine: Callable[[list[T]], Sequence[R]], tell: bool = False) -> list[Any]:
+        failure = next((each for each in values if isinstance(each, Failure)), None)
+        if failure is None:
+            result = self._attempt(lambda: list(combine(values)))
+            if not isinstance(result, Failure):
+                return result
+            failure = result
+        if tell:
+            return [failure] * self.world_size
+        raise RankFailed(failure)
+
+    def _attempt(self, work: Callable[[], T]) -> T | Failure:
+        # CheckpointException of torch is a BaseException; a rank that dies of one without telling hangs the others.
+        try:
+            return work()
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 every rank must hear of it
+            return failure_of(self.rank, error)
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """An exception in a form that crosses ranks."""
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    return Failure(rank, text, error if isinstance(error, CkptmanError) else None)
+
+
+class Exchange:
+    """One small all-reduce in flight while the training step runs: each rank's flags go in, the maxima come out.
+
+    It is launched at the end of a step and collected at the end of the next one, so that nobody waits for it.
+    """
+
+    def __init__(self, channel: Channel, size: int) -> None:
+        self._channel = channel
+        self._buffer = torch.zeros(size, dtype=torch.int64)
+        self._work: Any = None
+        self._flying = False
+
+    @property
+    def flying(self) -> bool:
+        """Whether an exchange was launched and not collected."""
+        return self._flying
+
+    def launch(self, flags: Sequence[int]) -> None:
+        """Send this rank's flags. Every rank must; none blocks."""
+        for place, flag in enumerate(flags):
+            self._buffer[place] = flag
+        if self._channel.group is not None:
+            self._work = dist.all_reduce(self._buffer, op=dist.ReduceOp.MAX, group=self._channel.group, async_op=True)
+        self._flying = True
+
+    def collect(self) -> list[int]:
+        """The maxima over all ranks of what was launched."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._flying = False
+        return self._buffer.tolist()

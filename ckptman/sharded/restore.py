@@ -1,0 +1,109 @@
+"""Restoring: the newest good checkpoint, checked before a byte is copied, on any number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from ckptman.errors import CorruptError, NotFoundError
+from ckptman.sharded.attempt import Attempt
+from ckptman.sharded.load import State, all_or_corrupt, load
+from ckptman.sharded.ranks import Channel
+from ckptman.store.catalogue import Entry
+from ckptman.store.manifest import read_manifest
+from ckptman.store.names import MANIFEST
+from ckptman.store.place import FolderPlace
+from ckptman.store.verify import verify_files
+
+
+def choose(entries: list[Entry], step: int | None) -> list[Entry]:
+    """The entries to try, best first: the step asked for, or all complete ones from the last committed on.
+
+    Raises: FormatVersionError if the newest is from a newer ckptman: that is a good checkpoint, and going back behind
+    it would lose its steps silently. CorruptError if there are entries and none is complete.
+    """
+    if step is not None:
+        entry = next(each for each in entries if each.step == step)
+        entry.require_manifest()
+        return [entry]
+    for entry in reversed(entries):
+        if entry.newer_format is not None:
+            raise entry.newer_format
+        if entry.complete:
+            break
+    good = [entry for entry in reversed(entries) if entry.complete]
+    if entries and not good:
+        raise CorruptError(
+            f"{entries[-1].path.parent} holds {len(entries)} checkpoints and none of them is complete: "
+            + "; ".join(f"step {entry.step}: {entry.problem}" for entry in entries[-3:])
+            + ". Nothing is started over them: move them away to begin afresh"
+        )
+    return good
+
+
+def check_bytes(channel: Channel, entry: Entry) -> None:
+    """Check every byte of an entry, each file by one rank. Raises: RankFailed, CorruptError, on every rank alike."""
+
+    def check() -> tuple[str, ...]:
+        names = sorted(entry.require_manifest().files)[channel.rank :: channel.world_size]
+        return verify_files(entry, names, threads=1).problems
+
+    problems = [problem for each in all_or_corrupt(channel, check, entry.path) for problem in each]
+    if problems:
+        raise CorruptError(f"{entry.path}: " + "; ".join(problems))
+
+
+class Restorer:
+    """Finds the checkpoint to start from and loads it. Every rank has one and calls it alike."""
+
+    def __init__(self, talk: Channel, place: FolderPlace, attempt: Attempt) -> None:
+        self._talk, self._place, self._attempt = talk, place, attempt
+
+    def best(self, state: State, step: int | None) -> int | None:
+        """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
+        refused: list[str] = []
+        for entry in self._talk.ask_leader(lambda: self._candidates(step)):
+            try:
+                check_bytes(self._talk, entry)
+                load(self._talk, state, entry.path)
+            except CorruptError as error:
+                if step is not None:
+                    raise
+                refused.append(str(error))
+                self._pass_over(entry, error)
+                continue
+            self._attempt.note("restored", step=entry.step, path=str(entry.path))
+            return entry.step
+        if refused:
+            raise CorruptError(f"{self._place.root}: no checkpoint is good. " + " ".join(refused))
+        return None
+
+    def at(self, state: State, folder: Path) -> int:
+        """Load the checkpoint in `folder`, whoever wrote it, and return its step; 0 where it does not say."""
+
+        def look() -> Entry | None:
+            return Entry(0, folder, read_manifest(folder)) if (folder / MANIFEST).exists() else None
+
+        entry = self._talk.ask_leader(look)
+        if entry is not None:
+            check_bytes(self._talk, entry)
+        load(self._talk, state, folder)
+        step = entry.require_manifest().step if entry is not None else 0
+        self._attempt.note("restored", step=step, path=str(folder))
+        return step
+
+    def _candidates(self, step: int | None) -> list[Entry]:
+        entries = self._place.list()
+        if step is not None and all(entry.step != step for entry in entries):
+            known = ", ".join(str(entry.step) for entry in entries[-10:]) or "none"
+            raise NotFoundError(f"{self._place.root} has no checkpoint of step {step}; the latest there are: {known}")
+        for entry in entries:
+            if not entry.complete and entry.newer_format is None and step is None:
+                self._pass_over(entry, CorruptError(entry.problem))
+        return choose(entries, step)
+
+    def _pass_over(self, entry: Entry, why: Exception) -> None:
+        self._attempt.note("restore_refused", step=entry.step, reason=str(why))
+        if self._talk.is_leader:
+            text = f"the checkpoint of step {entry.step} is passed over: {why}"
+            warnings.warn(text, RuntimeWarning, stacklevel=5)

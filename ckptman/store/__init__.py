@@ -1,0 +1,1 @@
+"""What is on disk: names, manifest, durable file operations, commit, catalogue, deletion. No torch."""

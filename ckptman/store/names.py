@@ -1,0 +1,72 @@
+"""Names under a checkpoint root, in one place. Patterns are anchored: a name that only resembles one is not ours.
+
+step-0000000100              a committed checkpoint
+step-0000000100.tmp-X        being written; X tells whose (see `owner`)
+step-0000000100.old-X        stood aside while a new save of the same step takes its name (see `place.commit`)
+step-0000000100.trash-X      deleted, being removed
+.ckptman/                    the run's own files: journal, outcome, owner
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal, NamedTuple, cast
+
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+"""torch's own description of the checkpoint (a pickle): written for others, never read in our own checkpoints."""
+DOT = ".ckptman"
+
+Kind = Literal["step", "tmp", "old", "trash"]
+_STEP = re.compile(r"step-(?P<step>[0-9]{10})(?:\.(?P<kind>tmp|old|trash)-(?P<tag>[0-9A-Za-z_-]+))?", re.ASCII)
+MAX_STEP = 10**10 - 1
+
+
+class StepName(NamedTuple):
+    """A parsed folder name."""
+
+    step: int
+    kind: Kind
+    tag: str
+
+
+def step_folder(step: int, kind: Kind = "step", tag: str = "") -> str:
+    """The folder name of a step: `step-0000000100`, or `step-0000000100.tmp-tag`."""
+    if not 0 <= step <= MAX_STEP:
+        raise ValueError(f"a step is a number from 0 to {MAX_STEP}, not {step}")
+    return f"step-{step:010d}" + ("" if kind == "step" else f".{kind}-{tag}")
+
+
+def parse_step(name: str) -> StepName | None:
+    """What a folder name says, or None if the name is not one of ours."""
+    match = _STEP.fullmatch(name)
+    if match is None:
+        return None
+    kind = cast(Kind, match["kind"] or "step")
+    return StepName(int(match["step"]), kind, match["tag"] or "")
+
+
+def index_name(rank: int) -> str:
+    """The file that says where each tensor of one rank lies."""
+    return f"index-{rank:05d}.json"
+
+
+def run_folder(root: Path) -> Path:
+    """Where a run keeps what is not a checkpoint."""
+    return root / DOT
+
+
+def journal_path(root: Path) -> Path:
+    """The run journal, one JSON object per line."""
+    return root / DOT / "journal.jsonl"
+
+
+def outcome_path(root: Path) -> Path:
+    """How the last attempt ended."""
+    return root / DOT / "outcome.json"
+
+
+def owner_path(root: Path) -> Path:
+    """Who writes to this root."""
+    return root / DOT / "owner.json"

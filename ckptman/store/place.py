@@ -1,0 +1,124 @@
+"""A place that holds checkpoints, and how a save becomes visible in it: the commit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from ckptman.errors import RootError
+from ckptman.store.catalogue import Catalogue, Entry
+from ckptman.store.durable import DISK, Disk
+from ckptman.store.manifest import Manifest
+from ckptman.store.names import MANIFEST, step_folder
+
+
+class Place(Protocol):
+    """Somewhere checkpoints live. No wider than a save, a restore and a prune need.
+
+    The file system is the first; object stores and the memory of other nodes can follow, so nothing above asks for
+    more than this. Only the leader of a run calls `begin`, `commit`, `abandon` and `delete`; every rank may `open`.
+    """
+
+    def begin(self, name: str, tag: str) -> str:
+        """Make room for a save that nobody sees yet, and say where the ranks write it. `tag`: never used before."""
+
+    def commit(self, draft: str, manifest: Manifest) -> Entry:
+        """Make a draft whose files are all durable the checkpoint of its name: all of it at once, durably."""
+
+    def abandon(self, draft: str) -> None:
+        """Give up a draft. Never raises: what cannot be removed is a leftover."""
+
+    def list(self) -> list[Entry]:
+        """All entries, oldest commit first."""
+
+    def open(self, entry: Entry, name: str) -> BinaryIO:
+        """Read one file of an entry."""
+
+    def delete(self, entry: Entry, tag: str) -> None:
+        """Make an entry invisible at once, then remove it."""
+
+
+class FolderPlace:
+    """Checkpoints in a folder of a local or parallel file system."""
+
+    def __init__(self, root: str | os.PathLike[str], disk: Disk = DISK) -> None:
+        self.root = Path(root)
+        self._disk = disk
+
+    def make(self) -> None:
+        """Make the root where it is missing. Raises: RootError (a file is in the way, or it is not ours to write)."""
+        try:
+            self._disk.make_folders(self.root)
+        except OSError as error:
+            raise RootError(
+                error.errno or errno.EIO,
+                f"the checkpoint root {self.root} cannot be made ({error.strerror}): name another root",
+            ) from error
+        if not self.root.is_dir():
+            raise RootError(
+                errno.ENOTDIR, f"the checkpoint root {self.root} is a file, not a folder: name another root"
+            )
+
+    def begin(self, name: str, tag: str) -> str:
+        draft = self.root / f"{name}.tmp-{tag}"
+        self._disk.make_folder(draft)
+        return str(draft)
+
+    def commit(self, draft: str, manifest: Manifest) -> Entry:
+        source = Path(draft)
+        name, _, tag = source.name.partition(".tmp-")
+        final = self.root / name
+        self._disk.write_file(source / MANIFEST, manifest.to_json())
+        self._disk.sync_folder(source)
+        aside = None
+        if os.path.lexists(final):
+            # An earlier save of this step stands aside under a name that still counts until the new one is there.
+            aside = self.root / f"{name}.old-{tag}"
+            self._disk.rename(final, aside)
+        try:
+            self._disk.rename(source, final)
+        except OSError:
+            if aside is not None:
+                self._disk.rename(aside, final)
+            raise
+        self._disk.sync_folder(self.root)
+        if aside is not None:
+            self._discard(aside, self.root / f"{name}.trash-{tag}")
+        return Entry(manifest.step, final, manifest)
+
+    def abandon(self, draft: str) -> None:
+        try:
+            self._disk.remove_tree(Path(draft))
+        except OSError as error:
+            warnings.warn(f"{draft} could not be removed ({error}); ckptman prune will", RuntimeWarning, stacklevel=2)
+
+    def list(self) -> list[Entry]:
+        return Catalogue(self.root).scan()
+
+    def open(self, entry: Entry, name: str) -> BinaryIO:
+        return (entry.path / name).open("rb")
+
+    def delete(self, entry: Entry, tag: str) -> None:
+        self.remove(entry.path, entry.step, tag)
+
+    def remove(self, path: Path, step: int, tag: str) -> None:
+        """Rename a folder of this root to a trash name, then remove it. Gone already: no error."""
+        trash = self.root / step_folder(step, "trash", tag)
+        if path != trash:
+            try:
+                self._disk.rename(path, trash)
+            except FileNotFoundError:
+                return
+            self._disk.sync_folder(self.root)
+        self._disk.remove_tree(trash)
+
+    def _discard(self, aside: Path, trash: Path) -> None:
+        # The new checkpoint is committed: trouble with the old one must not fail the save.
+        try:
+            self._disk.rename(aside, trash)
+            self._disk.remove_tree(trash)
+        except OSError as error:
+            warnings.warn(f"{aside} could not be removed ({error}); ckptman prune will", RuntimeWarning, stacklevel=3)
