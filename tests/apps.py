@@ -31,7 +31,7 @@ class Position:
 
 
 class App:
-    """A model whose rows divide by no world size, AdamW with moments, a schedule, a data position and random numbers."""
+    """A model whose rows divide by no world size, AdamW, a schedule, a data position and random numbers."""
 
     def __init__(self, mesh: Mesh | None = None, width: int = 7, seed: int = 0) -> None:
         torch.manual_seed(seed)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401
+import torch.distributed.tensor
 
 import ckptman.sharded.checkpointer  # noqa: F401
 

@@ -19,18 +19,16 @@ from ckptman.store.verify import verify_files
 def choose(entries: list[Entry], step: int | None) -> list[Entry]:
     """The entries to try, best first: the step asked for, or all complete ones from the last committed on.
 
-    Raises: FormatVersionError if the newest is from a newer ckptman: that is a good checkpoint, and going back behind
-    it would lose its steps silently. CorruptError if there are entries and none is complete.
+    Raises: FormatVersionError if a newer ckptman wrote one of them: it may well be the newest good one, and going back
+    behind it would lose its steps silently. CorruptError if there are entries and none is complete.
     """
     if step is not None:
         entry = next(each for each in entries if each.step == step)
         entry.require_manifest()
         return [entry]
-    for entry in reversed(entries):
+    for entry in entries:
         if entry.newer_format is not None:
             raise entry.newer_format
-        if entry.complete:
-            break
     good = [entry for entry in reversed(entries) if entry.complete]
     if entries and not good:
         raise CorruptError(

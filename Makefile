@@ -1,0 +1,51 @@
+# Each target sets up what it needs: `make demo` or `make test` can be the first command typed.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+SOURCE := ckptman tests examples benchmarks
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test check format campaign bench clean
+
+help:
+	@echo "make setup     a virtual environment in $(VENV) with ckptman and what it needs"
+	@echo "make demo      train, be killed, go on, be verified: in under 4 minutes"
+	@echo "make test      the fast tests and the short versions of the long ones"
+	@echo "make check     ruff, formatting, mypy --strict, the layers"
+	@echo "make campaign  the long versions: 50 kills and more"
+	@echo "make bench     what a step and a listing cost"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("ckptman needs Python 3.10 or newer: make setup PYTHON=python3.11") if sys.version_info < (3, 10) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/python -m pytest -m "not campaign"
+
+check: setup
+	$(BIN)/ruff check $(SOURCE)
+	$(BIN)/ruff format --check $(SOURCE)
+	$(BIN)/mypy --strict
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+format: setup
+	$(BIN)/ruff check --fix $(SOURCE)
+	$(BIN)/ruff format $(SOURCE)
+
+campaign: setup
+	$(BIN)/python -m pytest -m campaign
+
+bench: setup
+	$(BIN)/python benchmarks/step_cost.py
+	$(BIN)/python benchmarks/list_1000.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -1,0 +1,127 @@
+"""Plain DCP reads what ckptman wrote, and ckptman restores what plain DCP wrote."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+import ckptman
+from ckptman.sharded.foreign import read_foreign_metadata
+from tests.apps import App
+from tests.ranks import run_ranks
+
+
+def save_with_ckptman(root: str, mesh: tuple[int, ...]) -> dict[str, str]:
+    app = App(mesh)
+    with ckptman.Checkpointer(root, app.state, save_policy=ckptman.EverySteps(2), deadline=None) as checkpointer:
+        for step in (1, 2):
+            app.train_step()
+            checkpointer.step(step)
+    return app.digests()
+
+
+def nested_state(app: App, flat: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    return {
+        "model": get_model_state_dict(app.model),
+        "optimizer": get_optimizer_state_dict(app.model, app.optimizer, options=options),
+        "scheduler": {"last_epoch": app.scheduler.last_epoch},
+        "data": app.position.state_dict(),
+        "epoch": app.state["epoch"],
+    }
+
+
+def load_with_dcp(path: str, mesh: tuple[int, ...]) -> dict[str, str]:
+    """Everything by torch alone; values come back in the nested dict that was given."""
+    app = App(mesh, seed=1)
+    state = nested_state(app, flat=True)
+    dcp.load(state, checkpoint_id=path)
+    app.scheduler.last_epoch = state["scheduler"]["last_epoch"]
+    app.position.load_state_dict(state["data"])
+    app.state["epoch"] = state["epoch"]
+    return {name: text for name, text in app.digests().items() if not name.startswith("scheduler.")}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (3,)), ((3,), (2,))])
+def test_plain_dcp_load_reads_our_checkpoints(tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...]) -> None:
+    root = tmp_path / "run"
+    ours = run_ranks(4 if len(saved) == 2 else saved[0], save_with_ckptman, str(root), saved)[0]
+    theirs = run_ranks(loaded[0], load_with_dcp, str(root / "step-0000000002"), loaded)[0]
+    assert theirs == {name: text for name, text in ours.items() if not name.startswith("scheduler.")}
+
+
+def save_with_dcp(path: str, mesh: tuple[int, ...], flat: bool) -> dict[str, str]:
+    app = App(mesh)
+    app.train_step()
+    app.train_step()
+    state = nested_state(app, flat)
+    state["scheduler"] = app.scheduler.state_dict()
+    dcp.save(state, checkpoint_id=path)
+    return app.digests()
+
+
+def restore_with_ckptman(root: str, path: str, mesh: tuple[int, ...]) -> dict[str, str]:
+    app = App(mesh, seed=1)
+    del app.state["rng"]
+    with ckptman.Checkpointer(root, app.state, deadline=None) as checkpointer:
+        assert checkpointer.restore(path=path) == 0
+        return app.digests()
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_restore_reads_what_plain_dcp_saved(tmp_path: Path, flat: bool) -> None:
+    path = str(tmp_path / "plain")
+    saved = run_ranks(2, save_with_dcp, path, (2,), flat)[0]
+    restored = run_ranks(3, restore_with_ckptman, str(tmp_path / "run"), path, (3,))[0]
+    # DCP turns the integer keys of the schedule's milestones into texts; everything else is what was saved.
+    differ = {name for name in saved if saved[name] != restored.get(name)}
+    assert all(name.startswith("scheduler.milestones") for name in differ), differ
+
+
+def save_with_writer(path: str) -> None:
+    state = {"weights": torch.arange(10.0) + 0 * dist.get_rank(), "step": 3, "nested": {"lr": [0.1, 0.2]}}
+    dcp.save(state, storage_writer=ckptman.StorageWriter(path))
+    fresh = {"weights": torch.zeros(10), "step": 0, "nested": {"lr": []}}
+    dcp.load(fresh, storage_reader=ckptman.StorageReader(path))
+    assert fresh["step"] == 3
+    assert fresh["nested"] == {"lr": [0.1, 0.2]}
+    assert torch.equal(fresh["weights"], state["weights"])
+    with pytest.raises(dcp.api.CheckpointException, match="exists already"):
+        dcp.save(state, storage_writer=ckptman.StorageWriter(path))
+
+
+def test_writer_and_reader_stand_alone_in_dcp_save_and_load(tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    run_ranks(2, save_with_writer, str(path))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["mine"]
+    data = path / "__0_0.distcp"
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
+    state = {"weights": torch.zeros(10)}
+    with (
+        pytest.warns(UserWarning, match="single process"),
+        pytest.raises(dcp.api.CheckpointException, match="does not match its digest"),
+    ):
+        dcp.load(state, storage_reader=ckptman.StorageReader(path))
+    assert not state["weights"].any()
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, (99,)
+
+
+def test_a_hostile_metadata_pickle_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ckptman.CorruptError, match=r"sys\.exit"):
+        read_foreign_metadata(path)

@@ -1,0 +1,273 @@
+"""What goes wrong is said on every rank, and nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckptman
+from ckptman.store.durable import Disk
+from tests.apps import App
+from tests.ranks import run_ranks, say, start_ranks
+
+
+def open_run(root: Path | str, app: App, **options: Any) -> ckptman.Checkpointer:
+    options.setdefault("save_policy", ckptman.EverySteps(1))
+    return ckptman.Checkpointer(root, app.state, deadline=None, timeout_seconds=20, **options)
+
+
+def save_steps(root: Path | str, steps: int, app: App | None = None) -> App:
+    app = app or App()
+    with open_run(root, app) as checkpointer:
+        for step in range(checkpointer.restore() + 1, steps + 1):
+            app.train_step()
+            checkpointer.step(step)
+    return app
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+class FullDisk(Disk):
+    """Refuses to flush data files while `full`, on this rank alone."""
+
+    full = False
+
+    def sync_file(self, fd: int) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().sync_file(fd)
+
+
+def fail_once(root: str, async_save: bool) -> list[str]:
+    rank, app, disk, events = dist.get_rank(), App((2,)), FullDisk(), []
+    with open_run(root, app, async_save=async_save, disk=disk) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 6):
+            disk.full = rank == 1 and step == 2
+            app.train_step()
+            try:
+                reason = checkpointer.step(step)
+                checkpointer.wait()
+                events.append(f"{step} {reason}")
+            except ckptman.CommitError as error:
+                assert error.rank == 1
+                assert "No space left" in error.cause
+                events.append(f"{step} failed on rank {error.rank}")
+    return events
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_failed_save_names_rank_and_cause_on_all_ranks_and_the_run_saves_again(
+    tmp_path: Path, async_save: bool
+) -> None:
+    first, second = run_ranks(2, fail_once, str(tmp_path), async_save)
+    assert first == second
+    assert first[1] == "2 failed on rank 1"
+    assert first[4].startswith("5 every step")
+    assert sorted(each.name for each in tmp_path.glob("step-*")) == [f"step-000000000{n}" for n in (1, 3, 4, 5)]
+
+
+def fail_in_the_background(root: str) -> list[str]:
+    """The loop never waits: the failure comes up in a later `step`, on all ranks in the same one."""
+    rank, app, disk, events = dist.get_rank(), App((2,)), FullDisk(), []
+    with open_run(root, app, disk=disk, save_policy=ckptman.AtStep(2, 6)) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 9):
+            disk.full = rank == 1 and step <= 2
+            app.train_step()
+            try:
+                checkpointer.step(step)
+                if step == 2:
+                    checkpointer._saver._running.exception()  # type: ignore[union-attr] # only to make the order certain
+            except ckptman.CommitError as error:
+                events.append(f"step {step}: save of {error.step} failed on rank {error.rank}")
+    return events
+
+
+def test_a_background_failure_surfaces_in_the_same_step_everywhere(tmp_path: Path) -> None:
+    first, second = run_ranks(2, fail_in_the_background, str(tmp_path))
+    assert first == second
+    assert len(first) == 1
+    assert "save of 2 failed on rank 1" in first[0]
+    assert (tmp_path / "step-0000000008").is_dir()
+
+
+def test_a_damaged_newest_is_passed_over_with_a_warning(tmp_path: Path) -> None:
+    save_steps(tmp_path, 3)
+    damage(tmp_path / "step-0000000003" / "__0_0.distcp")
+    (tmp_path / "step-0000000002" / "manifest.json").unlink()
+    app = App(seed=3)
+    with pytest.warns(RuntimeWarning) as warned, open_run(tmp_path, app) as checkpointer:
+        assert checkpointer.restore() == 1
+    texts = [str(each.message) for each in warned]
+    assert any("step 3" in text and "__0_0.distcp does not match its digest" in text for text in texts)
+    assert any("step 2" in text and "no manifest.json" in text for text in texts)
+    journal = (tmp_path / ".ckptman" / "journal.jsonl").read_text()
+    assert journal.count("restore_refused") == 2
+
+
+def test_when_nothing_is_good_the_run_does_not_start_afresh(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    for folder in tmp_path.glob("step-*"):
+        damage(folder / "__0_0.distcp")
+    app = App(seed=3)
+    before = app.digests()
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(ckptman.CorruptError, match="no checkpoint is good"),
+        open_run(tmp_path, app) as checkpointer,
+    ):
+        checkpointer.restore()
+    assert {k: v for k, v in app.digests().items() if k in before} == before
+
+
+def test_a_step_that_does_not_exist(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    with (
+        pytest.raises(ckptman.NotFoundError, match="no checkpoint of step 7; the latest there are: 1, 2"),
+        open_run(tmp_path, App()) as checkpointer,
+    ):
+        checkpointer.restore(step=7)
+
+
+def test_a_newer_format_is_never_passed_over(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    manifest = tmp_path / "step-0000000002" / "manifest.json"
+    manifest.write_text(json.dumps({"format_version": 9, "something": "new"}))
+    with (
+        pytest.raises(ckptman.FormatVersionError, match="format version 9"),
+        open_run(tmp_path, App()) as checkpointer,
+    ):
+        checkpointer.restore()
+
+
+def test_a_root_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.write_text("something else")
+    with pytest.raises(ckptman.RootError, match="is a file"):
+        open_run(path, App())
+    assert path.read_text() == "something else"
+
+
+def test_an_unreadable_root_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(tmp_path, 1)
+
+    def refuse(path: Any) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(ckptman.RootError, match="cannot be read"):
+        open_run(tmp_path, App())
+
+
+def restore_other_shape(root: str, mesh: tuple[int, ...]) -> tuple[str, bool]:
+    app = App(mesh, width=6, seed=4)
+    app.model.register_buffer("extra", torch.zeros(2))
+    before = app.digests()
+    try:
+        with open_run(root, app) as checkpointer:
+            checkpointer.restore()
+    except ckptman.MismatchError as error:
+        after = app.digests()
+        return str(error), all(after[name] == text for name, text in before.items())
+    return "", False
+
+
+def test_a_model_that_differs_is_told_with_every_name_before_a_byte_is_copied(tmp_path: Path) -> None:
+    app = save_steps(tmp_path, 1)
+    del app
+    (text, untouched), (other, _) = run_ranks(2, restore_other_shape, str(tmp_path), (2,))
+    assert text == other
+    assert untouched
+    assert "missing in the checkpoint (1):\n    model.extra" in text
+    assert "model.0.weight: checkpoint [7, 5] float32, this run [6, 5] float32" in text
+    assert "optimizer.state.2.weight.exp_avg: checkpoint [3, 7] float32, this run [3, 6] float32" in text
+
+
+def test_state_that_is_gone_from_the_run_is_told(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    app = App()
+    del app.state["scheduler"]
+    app.state["ema"] = {"decay": 0.9}
+    with pytest.raises(ckptman.MismatchError) as caught, open_run(tmp_path, app) as checkpointer:
+        checkpointer.restore()
+    assert caught.value.missing == ("ema",)
+    assert caught.value.unexpected == ("scheduler",)
+
+
+def test_a_value_that_cannot_be_saved_is_named_and_the_run_can_go_on(tmp_path: Path) -> None:
+    app = App()
+    with open_run(tmp_path, app) as checkpointer:
+        app.train_step()
+        app.state["data"].next_sample = object()
+        with pytest.raises(ckptman.ConfigError, match=r"data\.next_sample is a builtins\.object"):
+            checkpointer.step(1)
+        app.state["data"].next_sample = 12
+        app.train_step()
+        checkpointer.step(2)
+    assert [each.name for each in sorted(tmp_path.glob("step-*"))] == ["step-0000000002"]
+
+
+def hold_root(root: str) -> None:
+    with open_run(root, App()):
+        say("mine")
+        while True:
+            dist.barrier()
+
+
+def test_a_second_run_on_one_root_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+    with start_ranks(1, hold_root, str(tmp_path)) as world:
+        world.await_message(0, "mine")
+        with pytest.raises(ckptman.BusyError) as caught:
+            open_run(tmp_path, App())
+        assert caught.value.pid == world.processes[0].pid
+        world.kill(0)
+        world.join()
+        with open_run(tmp_path, App()) as checkpointer:
+            assert checkpointer.restore() == 0
+
+
+class Broken(ckptman.SavePolicy):
+    def decide(self, facts: Any) -> None:
+        raise ZeroDivisionError("division by zero")
+
+
+def use_broken_policy(root: str) -> str:
+    app = App((2,))
+    try:
+        with open_run(root, app, save_policy=Broken()) as checkpointer:
+            app.train_step()
+            checkpointer.step(1)
+    except ckptman.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_policy_that_raises_does_so_on_every_rank(tmp_path: Path) -> None:
+    texts = run_ranks(2, use_broken_policy, str(tmp_path))
+    assert texts == ["the save policy failed: ZeroDivisionError: division by zero"] * 2
+
+
+def be_out_of_step(root: str) -> str:
+    app = App((2,))
+    try:
+        with open_run(root, app) as checkpointer:
+            checkpointer.step(1 + dist.get_rank())
+    except ckptman.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_are_out_of_step_are_told(tmp_path: Path) -> None:
+    assert run_ranks(2, be_out_of_step, str(tmp_path)) == ["the ranks are at different steps, from 1 to 2"] * 2
