@@ -1,0 +1,1 @@
+"""The bundled training loop: config, data, model, parallelism, loop."""

@@ -1,0 +1,276 @@
+"""The configuration of the bundled loop: one TOML file, checked as a whole before any process group is made.
+
+Every key is in the models below, in the order of the file; `examples/run.toml` shows them with their defaults. A key
+that does not exist, a value of the wrong kind and values that do not fit together are all found by `load_config`, and
+all of them are told at once. No torch here: a login node can check a configuration.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from ckptman.errors import ConfigError, NotFoundError, UnknownKeyError
+from ckptman.policy.retention import KeepBest, KeepEvery, KeepLast, RetentionPolicy
+from ckptman.policy.saving import (
+    BeforeDeadline,
+    DalyInterval,
+    EverySeconds,
+    EverySteps,
+    InitTimeInterval,
+    OnStop,
+    SavePolicy,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class Section(BaseModel):
+    """A table of the file. Keys that are not named here are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """A Llama-style decoder. `vocab_size` is that of the tokens unless given; it may be larger, not smaller."""
+
+    dim: int = Field(default=256, gt=0)
+    layers: int = Field(default=4, gt=0)
+    heads: int = Field(default=8, gt=0)
+    kv_heads: int = Field(default=4, gt=0)
+    ffn_dim: int | None = Field(default=None, gt=0)
+    vocab_size: int | None = Field(default=None, gt=0)
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0)
+    tied: bool = True
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of the SwiGLU: `ffn_dim`, or 8/3 of `dim` rounded up to a multiple of 64 (as in Llama)."""
+        return self.ffn_dim or -(-self.dim * 8 // (3 * 64)) * 64
+
+
+class DataConfig(Section):
+    """A folder made by `python -m ckptman.train.tokenize`, and how it is cut. One sample is `sequence_tokens` long."""
+
+    path: Path
+    sequence_tokens: int = Field(default=512, gt=0)
+    global_batch: int = Field(default=32, gt=0)
+    micro_batch: int = Field(default=4, gt=0)
+
+
+class OptimizerConfig(Section):
+    """AdamW (decay on matrices only), cosine schedule with linear warm-up, global gradient clipping."""
+
+    learning_rate: float = Field(default=3e-4, gt=0)
+    final_fraction: float = Field(default=0.1, ge=0, le=1)
+    warmup_steps: int = Field(default=100, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+
+
+class ParallelConfig(Section):
+    """Hybrid sharding: shard over `shard_ranks` neighbours (a node's worth unless given), replicate over the rest."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    shard_ranks: int | None = Field(default=None, gt=0)
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    activation_checkpointing: bool = False
+
+
+class RunConfig(Section):
+    """How long, how random, how loud. `peak_tflops` (of one GPU, dense) overrides the table that MFU is taken from."""
+
+    steps: int = Field(gt=0)
+    seed: int = Field(default=1, ge=0, lt=2**31)
+    deterministic: bool = True
+    log: Path | None = None
+    log_every: int = Field(default=10, gt=0)
+    peak_tflops: float | None = Field(default=None, gt=0)
+    time_limit_seconds: float | None = Field(default=None, gt=0)
+    timeout_seconds: float = Field(default=1800, gt=0)
+
+
+class CheckpointConfig(Section):
+    """When to save and what to keep.
+
+    A stop signal and the deadline always save. Of the intervals, those that are given are combined; with none given
+    it is `save_factor = 4`: four times the measured initialisation. With no keep rule every checkpoint is kept.
+    """
+
+    root: Path
+    async_save: bool = True
+    save_factor: float | None = Field(default=None, gt=0)
+    min_seconds: float = Field(default=0, ge=0)
+    max_seconds: float = Field(default=900, gt=0)
+    every_steps: int | None = Field(default=None, gt=0)
+    every_seconds: float | None = Field(default=None, gt=0)
+    mtbf_seconds: float | None = Field(default=None, gt=0)
+    margin_seconds: float = Field(default=30, ge=0)
+    keep_last: int | None = Field(default=None, gt=0)
+    keep_every: int | None = Field(default=None, gt=0)
+    keep_best: int | None = Field(default=None, gt=0)
+
+    def save_policy(self) -> SavePolicy:
+        """The policy these keys mean. Raises IntervalError."""
+        intervals: list[SavePolicy] = []
+        if self.every_steps is not None:
+            intervals.append(EverySteps(self.every_steps))
+        if self.every_seconds is not None:
+            intervals.append(EverySeconds(self.every_seconds))
+        if self.mtbf_seconds is not None:
+            intervals.append(
+                DalyInterval(mtbf_seconds=self.mtbf_seconds, min_seconds=self.min_seconds, max_seconds=self.max_seconds)
+            )
+        if self.save_factor is not None or not intervals:
+            intervals.append(
+                InitTimeInterval(
+                    factor=self.save_factor or 4, min_seconds=self.min_seconds, max_seconds=self.max_seconds
+                )
+            )
+        policy = OnStop() | BeforeDeadline(margin_seconds=self.margin_seconds)
+        for interval in intervals:
+            policy = policy | interval
+        return policy
+
+    def retention(self) -> RetentionPolicy | None:
+        """The union of the keep rules; None keeps all. `keep_best` ranks by the loss, smallest first."""
+        rules: list[RetentionPolicy] = []
+        if self.keep_last is not None:
+            rules.append(KeepLast(self.keep_last))
+        if self.keep_every is not None:
+            rules.append(KeepEvery(steps=self.keep_every))
+        if self.keep_best is not None:
+            rules.append(KeepBest("loss", count=self.keep_best))
+        policy: RetentionPolicy | None = None
+        for rule in rules:
+            policy = rule if policy is None else policy | rule
+        return policy
+
+
+class Config(Section):
+    """The whole file."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    run: RunConfig
+    checkpoint: CheckpointConfig
+
+
+def load_config(path: Path, changes: Sequence[str] = ()) -> Config:
+    """Read and check a TOML file, with `section.key=value` changes on top. Called by every rank.
+
+    Raises NotFoundError for a missing file, UnknownKeyError, and ConfigError with one line per wrong value.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise NotFoundError(f"no configuration file {path}: give the path of a TOML file to --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    for change in changes:
+        _apply(document, change)
+    return check_config(document)
+
+
+def check_config(document: Mapping[str, Any]) -> Config:
+    """A checked Config from a mapping of sections. Raises as `load_config` does."""
+    try:
+        config = Config.model_validate(document)
+    except pydantic.ValidationError as error:
+        raise _explain(error) from None
+    if problems := _misfits(config):
+        raise ConfigError(_as_lines(problems))
+    config.checkpoint.save_policy()
+    config.checkpoint.retention()
+    return config
+
+
+def _apply(document: dict[str, Any], change: str) -> None:
+    name, equals, text = change.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(f"--set {change}: write it as section.key=value, for example --set run.steps=300")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string, so that paths need no quotes inside the shell's quotes
+    table = document.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"--set {change}: [{section}] is not a table in the configuration file")
+    table[key] = value
+
+
+def _misfits(config: Config) -> list[str]:
+    """What is wrong between values that are each right."""
+    model, checkpoint = config.model, config.checkpoint
+    problems = []
+    if model.dim % model.heads:
+        problems.append(f"model.dim: {model.dim} is no multiple of model.heads ({model.heads})")
+    elif model.head_dim % 2:
+        problems.append(f"model.heads: heads are {model.head_dim} wide; rotary embeddings need an even width")
+    if model.heads % model.kv_heads:
+        problems.append(f"model.kv_heads: {model.kv_heads} does not divide model.heads ({model.heads})")
+    if checkpoint.min_seconds > checkpoint.max_seconds:
+        problems.append(
+            f"checkpoint.min_seconds: {checkpoint.min_seconds:g} is more than checkpoint.max_seconds "
+            f"({checkpoint.max_seconds:g})"
+        )
+    return problems
+
+
+def _explain(error: pydantic.ValidationError) -> ConfigError:
+    problems = []
+    for item in error.errors():
+        place = [str(part) for part in item["loc"]]
+        if item["type"] == "extra_forbidden":
+            return UnknownKeyError(
+                ".".join(place), _known_keys(place[:-1]), f"[{'.'.join(place[:-1])}]" * (len(place) > 1)
+            )
+        if item["type"] == "missing":
+            problems.append(f"{'.'.join(place)}: missing; the run cannot do without it")
+        elif item["type"] == "model_type":
+            problems.append(f"{'.'.join(place)}: must be a table, written [{'.'.join(place)}]")
+        else:
+            problems.append(f"{'.'.join(place)}: {item['msg'].lower()}, not {item['input']!r}")
+    return ConfigError(_as_lines(problems))
+
+
+def _known_keys(place: Sequence[str]) -> list[str]:
+    section: type[BaseModel] = Config
+    for name in place:
+        annotation = section.model_fields[name].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
+        section = annotation
+    return list(section.model_fields)
+
+
+def _as_lines(problems: Sequence[str]) -> str:
+    return (
+        problems[0]
+        if len(problems) == 1
+        else "\n".join(["the configuration has errors:", *(f"  {p}" for p in problems)])
+    )

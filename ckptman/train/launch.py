@@ -1,0 +1,84 @@
+"""Which rank of how many this process is, from the environment of its launcher; and the mesh that fits. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from ckptman.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process among all, and among those of its node. `alone`: no launcher, so the process is the whole world."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    alone: bool = True
+
+
+def launch_from_environment(environ: Mapping[str, str]) -> Launch:
+    """Understands torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE) and plain srun (SLURM_PROCID, ...).
+
+    Raises ConfigError when the environment is incomplete: a rank that takes itself for a world of its own would train
+    a second model.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+        local_rank = _number(environ, "LOCAL_RANK", default=rank if world_size == 1 else None)
+        local_size = _number(environ, "LOCAL_WORLD_SIZE", default=1 if world_size == 1 else None)
+    elif _number(environ, "SLURM_STEP_NUM_TASKS", default=1) > 1:  # srun sets it, the batch script does not have it
+        rank, world_size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
+        local_rank = _number(environ, "SLURM_LOCALID")
+        local_size = _smallest_task_count(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    else:
+        return Launch()
+    if not (0 <= rank < world_size and 0 <= local_rank < world_size and 1 <= local_size <= world_size):
+        raise ConfigError(
+            f"the launcher says rank {rank} of {world_size}, local rank {local_rank} of {local_size}, which cannot be; "
+            f"start the run with torchrun or srun, and do not set these variables by hand"
+        )
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in environ:
+            raise ConfigError(
+                f"{name} is not set, and {world_size} processes cannot find each other without it; start the run with "
+                f"torchrun, or export MASTER_ADDR (the first host) and MASTER_PORT (a free port) before srun"
+            )
+    return Launch(rank, world_size, local_rank, local_size, alone=False)
+
+
+def mesh_shape(world_size: int, local_world_sizes: Sequence[int], shard_ranks: int | None = None) -> tuple[int, int]:
+    """(replicate, shard) for hybrid sharding: neighbours shard, and what is left over replicates.
+
+    `shard_ranks` neighbours shard, a node's worth unless given; where that does not divide the world, or would let a
+    shard group straddle two nodes, it is the largest number below that does neither.
+    """
+    node = gcd(world_size, *local_world_sizes)
+    wanted = min(shard_ranks or node, world_size)
+    shard = max(
+        size for size in range(1, wanted + 1) if world_size % size == 0 and (node % size == 0 or size % node == 0)
+    )
+    return world_size // shard, shard
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        state = "not set" if text is None else f"{text!r}, not a number"
+        raise ConfigError(
+            f"the environment variable {name} is {state}; start the run with torchrun (or srun), or unset RANK and "
+            f"WORLD_SIZE to run a single process"
+        ) from None
+
+
+def _smallest_task_count(text: str) -> int:
+    """Slurm's "4(x2),3": four tasks on each of two nodes and three on the last."""
+    return min((int(count) for count in re.findall(r"(?:^|,)(\d+)", text)), default=1)

@@ -1,0 +1,277 @@
+"""Turn text files into a token file, as a CPU job of its own: `python -m ckptman.train.tokenize OUT SOURCES...`.
+
+A byte-level BPE is trained on the text (with the `tokenizers` library), then several processes encode the files.
+The result is the same for any number of processes: files are taken in sorted order, each is one document that ends with
+the end-of-text token, and the pieces that are encoded apart are cut by content. Everything is written under a temporary
+name next to OUT and renamed at the end, so that OUT is whole or not there. No torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptman.errors import CkptmanError, ConfigError, ExistsError, NotFoundError
+from ckptman.store.digest import BlockDigester
+from ckptman.store.durable import DISK
+from ckptman.train.tokenfile import META, TOKENIZER, TOKENS, TokenMeta, dtype_for
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCAB = 257
+"""256 bytes and the end-of-text token."""
+_PIECE_CHARACTERS = 1 << 20
+_BATCH_BYTES = 1 << 22
+
+
+def tokenize(
+    out: Path,
+    sources: Sequence[Path],
+    *,
+    vocab_size: int = 16_384,
+    workers: int | None = None,
+    glob: str = "*",
+    train_bytes: int = 64 << 20,
+    say: Callable[[str], None] = lambda line: None,
+) -> TokenMeta:
+    """Tokenise files, and all files below folders that match `glob`, into the new folder `out`.
+
+    The BPE is trained on every n-th file so that about `train_bytes` are read for it. `workers` processes encode; as
+    many as there are cores for this process unless given. Undecodable bytes become U+FFFD.
+    Raises ConfigError, NotFoundError (a source that is not there), ExistsError (`out` is there already).
+    """
+    if vocab_size < SMALLEST_VOCAB:
+        raise ConfigError(f"--vocab-size {vocab_size}: a byte-level vocabulary has at least {SMALLEST_VOCAB} tokens")
+    if workers is not None and workers < 1:
+        raise ConfigError(f"--workers {workers}: give at least 1, or leave it out for one per core")
+    if train_bytes < 1:
+        raise ConfigError(f"--train-bytes {train_bytes}: give at least 1")
+    if os.path.lexists(out):
+        raise ExistsError(f"{out} is there already and is not overwritten; remove it, or give another name")
+    files = find_files(sources, glob)
+    _require_tokenizers()
+    workers = workers or len(os.sched_getaffinity(0))
+    total_bytes = sum(file.stat().st_size for file in files)
+    say(f"{len(files)} files, {total_bytes / 1e6:.1f} MB; training a vocabulary of up to {vocab_size} tokens")
+    tokenizer = _train_bpe(files[:: max(1, -(-total_bytes // train_bytes))], vocab_size)
+
+    DISK.make_folders(out.absolute().parent)
+    temporary = out.absolute().with_name(f"{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
+    DISK.make_folder(temporary)
+    try:
+        say(f"encoding with {workers} processes")
+        dtype = dtype_for(tokenizer.get_vocab_size())
+        count, digest = _encode_files(files, tokenizer.to_str(), dtype, workers, temporary / TOKENS)
+        meta = TokenMeta(
+            dtype=dtype,
+            count=count,
+            vocab_size=tokenizer.get_vocab_size(),
+            eos_id=tokenizer.token_to_id(END_OF_TEXT),
+            sources=len(files),
+            digest=digest,
+        )
+        DISK.write_file(temporary / TOKENIZER, tokenizer.to_str(pretty=True).encode())
+        DISK.write_file(temporary / META, (meta.model_dump_json(indent=1) + "\n").encode())
+        DISK.sync_folder(temporary)
+        if os.path.lexists(out):
+            raise ExistsError(f"{out} was made by somebody else meanwhile and is not overwritten")
+        DISK.rename(temporary, out.absolute())
+        DISK.sync_folder(out.absolute().parent)
+    except BaseException:
+        DISK.remove_tree(temporary)
+        raise
+    return meta
+
+
+def find_files(sources: Sequence[Path], glob: str = "*") -> list[Path]:
+    """The files to tokenise: those named, and those below the named folders that match; sorted, each once, not empty.
+
+    Raises NotFoundError for a source that is not there, ConfigError when nothing is left.
+    """
+    found: set[Path] = set()  # of resolved paths: a file that is named twice is one document
+    for source in sources:
+        if source.is_dir():
+            found.update(path.resolve() for path in source.rglob(glob) if path.is_file())
+        elif source.is_file():
+            found.add(source.resolve())
+        else:
+            raise NotFoundError(f"no file or folder {source} to tokenise")
+    files = sorted(path for path in found if path.stat().st_size)
+    if not files:
+        seen = f"{len(found)} files, all of them empty" if found else f"no files that match {glob!r}"
+        raise ConfigError(
+            f"nothing to tokenise: {seen} in {', '.join(map(str, sources)) or 'an empty list of sources'}"
+        )
+    return files
+
+
+def read_pieces(file: Path) -> Iterator[str]:
+    """The text of a file in pieces that end at a line's end, so that a file of any size needs little memory."""
+    with file.open(encoding="utf-8", errors="replace", newline="") as text:
+        while piece := text.read(_PIECE_CHARACTERS):
+            yield piece + text.readline()
+
+
+def _require_tokenizers() -> None:
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"tokenising needs the tokenizers library ({error}); install it with: pip install 'ckptman[train]'"
+        ) from error
+
+
+def _train_bpe(files: Sequence[Path], vocab_size: int) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((piece for file in files for piece in read_pieces(file)), trainer)
+    return tokenizer
+
+
+def _encode_files(files: Sequence[Path], tokenizer: str, dtype: str, workers: int, target: Path) -> tuple[int, str]:
+    """Encode all files into `target`; returns the number of tokens and the digest of the bytes."""
+    batches = list(_batches(files))
+    parts = [target.with_name(f"part-{number}") for number in range(len(batches))]
+    digester, count = BlockDigester(), 0
+    others = set(multiprocessing.active_children())
+    # Spawned, not forked: the tokenizers library has threads, and a fork would copy their locks in any state.
+    with (
+        ProcessPoolExecutor(
+            min(workers, len(batches)), multiprocessing.get_context("spawn"), _start_worker, (tokenizer, dtype)
+        ) as pool,
+        target.open("wb") as out,
+    ):
+        try:
+            for part, part_count in zip(parts, pool.map(_encode_batch, batches, parts)):
+                with part.open("rb") as written:
+                    while block := written.read(1 << 22):
+                        digester.update(block)
+                        out.write(block)
+                DISK.remove_file(part)
+                count += part_count
+        except BrokenProcessPool:
+            raise CkptmanError(
+                "a tokenising process was killed from outside (out of memory?); nothing was written; "
+                "run it again, with fewer --workers if memory was short"
+            ) from None
+        except BaseException:
+            for child in set(multiprocessing.active_children()) - others:
+                child.terminate()  # the rest of the work has no use, and a job that was told to stop has little time
+            raise
+        out.flush()
+        DISK.sync_file(out.fileno())
+    return count, digester.finish()
+
+
+def _batches(files: Sequence[Path]) -> Iterator[list[Path]]:
+    """Neighbouring files together, up to a few MiB, so that a million small files are not a million tasks."""
+    batch: list[Path] = []
+    batch_bytes = 0
+    for file in files:
+        batch.append(file)
+        batch_bytes += file.stat().st_size
+        if batch_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, batch_bytes = [], 0
+    if batch:
+        yield batch
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(tokenizer: str, dtype: str) -> None:
+    """In each process of the pool, once."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    from tokenizers import Tokenizer
+
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def leave_with_parent() -> None:
+        parent.join()  # a pool whose parent was killed by SIGKILL would wait for work for ever
+        os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the pool
+    _worker["tokenizer"] = Tokenizer.from_str(tokenizer)
+    # Text that happens to contain "<|endoftext|>" must not end a document.
+    _worker["tokenizer"].encode_special_tokens = True
+    _worker["dtype"] = np.dtype(dtype).newbyteorder("<")
+
+
+def _encode_batch(files: Sequence[Path], part: Path) -> int:
+    tokenizer, dtype = _worker["tokenizer"], _worker["dtype"]
+    end = np.array([tokenizer.token_to_id(END_OF_TEXT)], dtype)
+    count = 0
+    with part.open("wb") as out:
+        for file in files:
+            for piece in read_pieces(file):
+                ids = np.array(tokenizer.encode(piece, add_special_tokens=False).ids, dtype)
+                out.write(ids.tobytes())
+                count += len(ids)
+            out.write(end.tobytes())
+            count += 1
+    return count
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ckptman.train.tokenize", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("out", type=Path, help="the folder to make")
+    parser.add_argument("sources", type=Path, nargs="+", help="text files, and folders that are searched for them")
+    parser.add_argument("--vocab-size", type=int, default=16_384, help="at most this many tokens (default 16384)")
+    parser.add_argument("--workers", type=int, default=None, help="processes (default: one per core)")
+    parser.add_argument("--glob", default="*", help="which files of a folder, for example '*.py' (default: all)")
+    parser.add_argument(
+        "--train-bytes", type=int, default=64 << 20, help="text the vocabulary is trained on, about (default 64 MiB)"
+    )
+    options = parser.parse_args(arguments)
+    # SIGTERM as an exception, so that the temporary folder is removed on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        meta = tokenize(
+            options.out,
+            options.sources,
+            vocab_size=options.vocab_size,
+            workers=options.workers,
+            glob=options.glob,
+            train_bytes=options.train_bytes,
+            say=print,
+        )
+    except CkptmanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(
+        f"{options.out}: {meta.count} tokens of {meta.sources} files, vocabulary {meta.vocab_size}, {meta.dtype}, "
+        f"{meta.count * meta.item_bytes / 1e6:.1f} MB"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Ranks and meshes from the environment of a launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptman.errors import ConfigError
+from ckptman.train.launch import Launch, launch_from_environment, mesh_shape
+
+MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+
+
+def test_no_launcher_is_a_world_of_one() -> None:
+    assert launch_from_environment({}) == Launch(0, 1, 0, 1, alone=True)
+    # in a batch script, outside srun, Slurm's variables describe the job, not this process
+    assert launch_from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).alone
+
+
+def test_torchrun() -> None:
+    environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **MASTER}
+    assert launch_from_environment(environ) == Launch(5, 8, 1, 4, alone=False)
+
+
+def test_srun() -> None:
+    environ = {
+        "SLURM_PROCID": "6",
+        "SLURM_STEP_NUM_TASKS": "11",
+        "SLURM_LOCALID": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    }
+    assert launch_from_environment({**environ, **MASTER}) == Launch(6, 11, 2, 3, alone=False)
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        launch_from_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE is not set"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one'"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK is not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **MASTER}, "cannot be"),
+    ],
+)
+def test_half_a_launcher_is_refused_rather_than_taken_for_none(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launch_from_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nodes", "shard_ranks", "expected"),
+    [
+        (1, [1], None, (1, 1)),
+        (8, [4, 4], None, (2, 4)),  # shard inside the node, replicate across
+        (4, [4], 2, (2, 2)),
+        (3, [3], 2, (3, 1)),  # 2 does not divide 3
+        (12, [4, 4, 4], 3, (6, 2)),  # 3 would straddle nodes
+        (8, [4, 4], 8, (1, 8)),  # whole nodes may be joined
+        (8, [4, 4], 6, (2, 4)),
+        (2, [2], 16, (1, 2)),
+        (7, [4, 3], None, (7, 1)),  # uneven nodes
+        (12, [4, 8], None, (3, 4)),
+    ],
+)
+def test_mesh(world_size: int, nodes: list[int], shard_ranks: int | None, expected: tuple[int, int]) -> None:
+    sizes = [size for size in nodes for _ in range(size)]
+    assert mesh_shape(world_size, sizes, shard_ranks) == expected
