@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptman.errors import ConfigError
 from ckptman.policy.checks import check_at_least, check_count, check_positive, check_range
 from ckptman.policy.timing import daly_interval_seconds, seconds_text
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """What is known about the end of step `step`, for which a decision is asked. Times in seconds.
 
     A save that is on its way counts as saved. When it fails, `saved_step` and `seconds_since_save` go back to the save
@@ -235,13 +235,11 @@ class DerivedInterval(SavePolicy):
 
     def interval_steps(self, facts: Facts) -> int | None:
         """As many steps as fit into the interval, and at least 1; None: not known yet."""
-        seconds = self.interval_seconds(facts)
-        if seconds is None or not facts.step_seconds:
-            return None
-        return max(1, int(seconds / facts.step_seconds))
+        return _in_steps(self.interval_seconds(facts), facts.step_seconds)
 
     def decide(self, facts: Facts) -> Decision | None:
-        seconds, steps = self.interval_seconds(facts), self.interval_steps(facts)
+        seconds = self.interval_seconds(facts)
+        steps = _in_steps(seconds, facts.step_seconds)
         steps_since_save = facts.step - facts.base_step
         if steps is not None and steps_since_save >= steps:
             passed = "1 step" if steps_since_save == 1 else f"{steps_since_save} steps"
@@ -338,3 +336,9 @@ class DalyInterval(DerivedInterval):
 def _last_chance(facts: Facts, seconds: float) -> bool:
     """Whether the step after this one would end later than `seconds` after the last save."""
     return facts.seconds_since_save >= seconds or facts.seconds_since_save + (facts.step_seconds or 0.0) > seconds
+
+
+def _in_steps(seconds: float | None, step_seconds: float | None) -> int | None:
+    if seconds is None or not step_seconds:
+        return None
+    return max(1, int(seconds / step_seconds))

@@ -10,13 +10,15 @@ from ckptman.policy.checks import check_at_least, check_positive
 
 WINDOW_STEPS = 20
 DRIFT = 0.20
+LOOK_EVERY_STEPS = 5
 
 
 class StepMeter:
     """The time a step takes, as a reference that is stable until the steps really change.
 
     While the first window of 20 steps fills, the reference is the median so far, which a slow first step (compilation,
-    warm-up) cannot spoil. Then it stays, until the median of the last 20 steps is more than 20 % away from it.
+    warm-up) cannot spoil. Then it stays, until the median of a window of 20 steps is more than 20 % away from it; that
+    is looked at every 5 steps, because this runs in every training step.
 
     The Checkpointer feeds it, once a step, with the seconds that step took, less what a save held it up.
     """
@@ -25,24 +27,27 @@ class StepMeter:
         self.step_seconds: float | None = None
         """The reference, in seconds a step; None before the first step was observed."""
         self._last: deque[float] = deque(maxlen=WINDOW_STEPS)
-        self._settled = False
+        self._observed = 0
 
     def observe(self, seconds: float) -> bool:
         """Take in one step of `seconds`. True when the steps drifted and the reference was derived again.
 
-        Raises IntervalError for a negative or infinite time or NaN.
+        Raises IntervalError for a time that is negative, infinite or not a number.
         """
-        check_at_least("StepMeter.observe", "seconds", seconds, 0)
+        if not 0.0 <= seconds < math.inf:
+            check_at_least("StepMeter.observe", "seconds", seconds, 0)
         self._last.append(seconds)
-        typical = median(self._last)
-        if self.step_seconds is None or not self._settled:
-            self.step_seconds = typical
-            self._settled = len(self._last) == WINDOW_STEPS
+        self._observed += 1
+        if self._observed <= WINDOW_STEPS:
+            self.step_seconds = median(self._last)
             return False
-        drifted = abs(typical - self.step_seconds) > DRIFT * self.step_seconds
-        if drifted:
-            self.step_seconds = typical
-        return drifted
+        if self._observed % LOOK_EVERY_STEPS:
+            return False
+        typical = median(self._last)
+        if self.step_seconds is not None and abs(typical - self.step_seconds) <= DRIFT * self.step_seconds:
+            return False
+        self.step_seconds = typical
+        return True
 
 
 def daly_interval_seconds(save_seconds: float, mtbf_seconds: float, restart_seconds: float) -> float:

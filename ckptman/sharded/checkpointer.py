@@ -24,6 +24,7 @@ from ckptman.lifecycle.signals import SignalHandler
 from ckptman.policy.retention import RetentionPolicy
 from ckptman.policy.saving import BeforeDeadline, Decision, InitTimeInterval, OnStop, SavePolicy
 from ckptman.sharded.attempt import Attempt
+from ckptman.sharded.foresight import Foresight
 from ckptman.sharded.pace import Pace
 from ckptman.sharded.ranks import Channel, Exchange, RankFailed
 from ckptman.sharded.restore import Restorer
@@ -112,6 +113,7 @@ class Checkpointer:
             disk=disk,
         )
         self._pace = Pace(_process_started(), end)
+        self._foresight = Foresight(self._policy, self._pace)
         self._exchange = Exchange(self._talk, 5)
         self._expected_step = -1
         self._planned: Decision | CkptmanError | None = None
@@ -245,7 +247,10 @@ class Checkpointer:
         if self._talk.is_leader:
             # A policy that raises must not leave the other ranks waiting: the error travels as a decision.
             try:
-                self._planned = self._policy.decide(self._pace.facts(step, ahead=ahead))
+                if ahead:
+                    self._planned = self._foresight.decide(step)
+                else:
+                    self._planned = self._policy.decide(self._pace.facts(step, ahead=False))
             except Exception as error:  # noqa: BLE001 a user's own policy may raise anything
                 self._planned = ConfigError(f"the save policy failed: {type(error).__name__}: {error}")
         received = self._signals.received if self._signals is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from ckptman.errors import CorruptError, MismatchError
 from ckptman.sharded.planner import TargetPlanner
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.saved import SavedState, resolve
-from ckptman.sharded.state import nested, put_back, rank_key, refs_in, replace_refs, snapshot_of
+from ckptman.sharded.state import is_named, nested, put_back, rank_key, refs_in, replace_refs, snapshot_of
 from ckptman.sharded.storage import StorageReader
 from ckptman.store.plain import TensorRef
 
@@ -36,23 +37,31 @@ def load(channel: Channel, state: State, folder: Path) -> None:
     if missing or mismatched or unexpected:
         raise MismatchError(str(folder), missing, unexpected, mismatched)
 
-    def fill() -> None:
-        reader, planner = StorageReader(folder, verify=False), TargetPlanner()
-        planner.set_up_planner(fit.targets, fit.saved.metadata, channel.is_leader)
-        reader.set_up_storage_reader(fit.saved.metadata, channel.is_leader)
-        reader.read_data(planner.create_local_plan(), planner).wait()
-        for name, values in fit.values.items():
-            fit.values[name] = replace_refs(resolve(values), lambda ref: fit.targets[ref.name])
+    # Objects that may refuse what they are given come first: then the model is as it was when one does.
+    for named in (False, True):
+        names = [name for name in fit.values if is_named(state[name]) == named]
+        all_or_corrupt(channel, partial(_fill, fit, names, channel.is_leader), folder)
+        try:
+            channel.everywhere(partial(_hand_over, state, fit, names, channel.rank))
+        except RankFailed as failed:  # an object refused its state: no older checkpoint would help
+            raise failed.as_ckptman_error() from failed
 
-    def hand_over() -> None:
-        for name, values in fit.values.items():
-            put_back(state, name, values, channel.rank, name in fit.from_other_rank)
 
-    all_or_corrupt(channel, fill, folder)
-    try:
-        channel.everywhere(hand_over)
-    except RankFailed as failed:  # an object refused its state: no older checkpoint would help
-        raise failed.as_ckptman_error() from failed
+def _fill(fit: _Fit, names: list[str], is_leader: bool) -> None:
+    """Read the tensors of these objects into place."""
+    wanted = {ref.name for name in names for ref in refs_in(fit.values[name])}
+    targets = {name: tensor for name, tensor in fit.targets.items() if name in wanted}
+    reader, planner = StorageReader(fit.saved.folder, verify=False), TargetPlanner()
+    planner.set_up_planner(targets, fit.saved.metadata, is_leader)
+    reader.set_up_storage_reader(fit.saved.metadata, is_leader)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    for name in names:
+        fit.values[name] = replace_refs(resolve(fit.values[name]), lambda ref: fit.targets[ref.name])
+
+
+def _hand_over(state: State, fit: _Fit, names: list[str], rank: int) -> None:
+    for name in names:
+        put_back(state, name, fit.values[name], rank, name in fit.from_other_rank)
 
 
 def all_or_corrupt(channel: Channel, work: Callable[[], T], folder: Path) -> list[T]:
@@ -97,14 +106,14 @@ def _take_measure(state: State, folder: Path, rank: int, out: list[_Fit]) -> _Re
         if name not in saved.values:
             if live[name] != {}:  # an object without state leaves no trace in a checkpoint
                 report.missing.append(name)
-        elif isinstance(target, torch.nn.Module | torch.optim.Optimizer):
+        elif is_named(target):
             _measure_named(name, target, live[name], fit, report)
         elif getattr(target, "per_rank", False):
             _measure_per_rank(name, rank, fit)
         else:
             _measure_free(name, saved.values[name], live[name], fit)
     for name, values in saved.values.items():
-        if isinstance(state.get(name), torch.nn.Module | torch.optim.Optimizer):
+        if is_named(state.get(name)):
             named = flat_optimizer(values) if isinstance(state[name], torch.optim.Optimizer) else values
             fit.strictly_saved |= {f"{name}.{entry}" for entry in named}
         else:

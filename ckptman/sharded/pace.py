@@ -21,6 +21,8 @@ class Pace:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.deadline = deadline
+        self.version = 0
+        """Counts what changes the facts besides the passing of steps and time."""
         self._process_started, self._monotonic, self._wall = process_started, monotonic, wall
         self._meter = StepMeter()
         self._init_seconds: float | None = None
@@ -31,6 +33,10 @@ class Pace:
         # What a crash now would fall back to: (step or None, when its save began), and the same before a running save.
         self._saved: tuple[int | None, float] = (None, monotonic())
         self._committed: tuple[int | None, float] = self._saved
+
+    def now(self) -> float:
+        """The clock that intervals are measured by, in seconds."""
+        return self._monotonic()
 
     @property
     def saved_step(self) -> int | None:
@@ -53,7 +59,10 @@ class Pace:
         """A step has ended. True when steps have become so much slower or faster that intervals were derived anew."""
         if self._init_seconds is None:
             self._init_seconds = self._wall() - self._process_started
-        return self._meter.observe(max(0.0, self._monotonic() - self._step_began))
+            self.version += 1
+        drifted = self._meter.observe(max(0.0, self._monotonic() - self._step_began))
+        self.version += drifted
+        return drifted
 
     def step_begins(self, after: int) -> None:
         """The step after `after` begins: what was spent since `step_ended` is not counted as its time."""
@@ -63,15 +72,18 @@ class Pace:
     def save_begins(self, step: int) -> None:
         """A save of `step` begins."""
         self._saved = (step, self._monotonic())
+        self.version += 1
 
     def save_ended(self, report: SaveReport) -> None:
         """A save is durable."""
         self._stall_seconds, self._durable_seconds = report.stall_seconds, report.durable_seconds
         self._committed = self._saved
+        self.version += 1
 
     def save_failed(self) -> None:
         """The running save failed: what was committed before it is what counts."""
         self._saved = self._committed
+        self.version += 1
 
     def facts(self, step: int, *, ahead: bool, stop: str | None = None) -> Facts:
         """The facts at the end of `step`; `ahead`: it is the next one, so one step's time is added to now."""

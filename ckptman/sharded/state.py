@@ -98,6 +98,11 @@ def nested(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return result
 
 
+def is_named(value: object) -> bool:
+    """Whether an object's state is tensors under fixed names, which a checkpoint must match: a module or optimizer."""
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+
+
 def is_stateful(value: object) -> bool:
     """Whether an object saves and loads itself."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
