@@ -1,0 +1,92 @@
+"""When the allocation of this job ends."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+
+SQUEUE_TIMEOUT_SECONDS = 10.0
+_NO_END = {"", "N/A", "NONE", "UNKNOWN", "UNLIMITED"}
+
+
+def run_command(command: Sequence[str]) -> str:
+    """The standard output of a command that must succeed in time. Raises: OSError, subprocess.SubprocessError."""
+    # SLURM_TIME_FORMAT of the user would change what squeue prints.
+    environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+    done = subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=SQUEUE_TIMEOUT_SECONDS,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+    )
+    return done.stdout
+
+
+def deadline_from_environment(
+    environ: Mapping[str, str], run: Callable[[Sequence[str]], str] = run_command
+) -> float | None:
+    """When the Slurm job described by `environ` ends, in unix seconds; None outside a job or with no time limit.
+
+    Taken from SLURM_JOB_END_TIME where this version of Slurm sets it (22.05 does not), else asked of `squeue` once.
+    If that fails: a RuntimeWarning, and None. Called at start by the leader only: a thousand ranks that ask at once
+    would hurt the controller.
+    """
+    given = _seconds(environ.get("SLURM_JOB_END_TIME", ""))
+    if given is not None:
+        return given
+    job_id = _job_id(environ)
+    if job_id is None:
+        return None
+    try:
+        answer = run(("squeue", "-h", "-j", job_id, "-o", "%e"))
+        times = [parse_end_time(line) for line in answer.splitlines()]
+    except subprocess.CalledProcessError as error:
+        _warn(job_id, f"squeue failed: {(error.stderr or '').strip() or f'exit code {error.returncode}'}")
+        return None
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        _warn(job_id, str(error))
+        return None
+    return min((each for each in times if each is not None), default=None)
+
+
+def parse_end_time(text: str) -> float | None:
+    """Unix seconds of what `squeue -o %e` prints: local time such as 2026-11-21T15:03:00; None if it names no time.
+
+    Raises: ValueError.
+    """
+    text = text.strip()
+    if text.upper() in _NO_END:
+        return None
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and value > 0 else None
+
+
+def _job_id(environ: Mapping[str, str]) -> str | None:
+    # The id of an array's last task is that of the whole array, and squeue would answer for every task of it.
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    return environ.get("SLURM_JOB_ID") or None
+
+
+def _warn(job_id: str, why: str) -> None:
+    warnings.warn(
+        f"it is not known when Slurm job {job_id} ends ({why}): no save is made ahead of its time limit. "
+        f"Pass deadline= (unix seconds), or set SLURM_JOB_END_TIME in the batch script",
+        RuntimeWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,139 @@
+"""Signals that ask a run to stop. The handler only sets a flag; the work is done at the next safe point of the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ckptman.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Previous = Callable[[int, FrameType | None], Any] | int | None
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
+
+
+class SignalHandler:
+    """Notes the signals that ask this process to stop, inside a `with` block.
+
+        with SignalHandler() as signals:
+            for batch in batches:
+                train_step(batch)
+                if signals.requested:
+                    break
+
+    The first signal sets `received`. A second identical one does what it would have done without this block: it kills,
+    raises KeyboardInterrupt, or calls the handler that was there before. An enclosing SignalHandler sees every signal
+    too. What was ignored before (`nohup`) stays ignored, and so does what a C library caught before Python started.
+    A process forked inside the block gets the handlers that were there before it: `multiprocessing.Pool.terminate()`
+    would wait for ever for workers that only note their SIGTERM.
+
+    Attributes: `signals` it listens to; `received`, the first one that came, or None, readable after the block too.
+    Raises: ConfigError (a signal that cannot be caught; not in the main thread; entered twice).
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
+        try:
+            self.signals = tuple(signal.Signals(each) for each in signals)
+        except ValueError as error:
+            raise ConfigError(f"{error}: name signals as signal.SIGTERM, signal.SIGUSR2, ...") from None
+        for each in self.signals:
+            if each in _UNCATCHABLE:
+                raise ConfigError(f"{each.name} cannot be caught by any process: leave it out of the signals")
+        self.received: signal.Signals | None = None
+        self._seen: set[signal.Signals] = set()
+        self._previous: dict[signal.Signals, Previous] = {}
+        self._restore: contextlib.ExitStack | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether a stop was asked for. Called once per step, on every rank."""
+        return self.received is not None
+
+    def __enter__(self) -> SignalHandler:
+        if self._restore is not None:
+            raise ConfigError("this SignalHandler is in use already: make a new one for an inner block")
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError(
+                "signal handlers can only be set in the main thread: enter SignalHandler there, "
+                "and hand it to the thread that trains (its flag can be read from any thread)"
+            )
+        _watch_forks()
+        self.received = None
+        self._seen.clear()
+        self._previous.clear()
+        with contextlib.ExitStack() as restore:
+            for number in self.signals:
+                previous = signal.getsignal(number)
+                if previous in (signal.SIG_IGN, None) or number in self._previous:
+                    continue
+                # Noted before the handler is in place: the signal may come between the two lines.
+                self._previous[number] = previous
+                restore.callback(signal.signal, number, previous)
+                signal.signal(number, self._on_signal)
+            self._restore = restore.pop_all()
+        _entered.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self in _entered:  # not in a forked child, where it is undone already
+            _entered.remove(self)
+            self._undo()
+
+    def _undo(self) -> None:
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore.close()
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        # Runs between any two bytecodes, perhaps inside a lock or a write: no logging, no I/O, nothing that can block.
+        number = signal.Signals(signum)
+        again = number in self._seen
+        self._seen.add(number)
+        if self.received is None:
+            self.received = number
+        previous = self._previous[number]
+        if callable(previous) and isinstance(getattr(previous, "__self__", None), SignalHandler):
+            previous(signum, frame)  # the enclosing block counts for itself
+        elif again:
+            signal.signal(number, previous)
+            if callable(previous):
+                previous(signum, frame)
+            else:
+                signal.raise_signal(number)
+
+
+_entered: list[SignalHandler] = []
+_forking = threading.local()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_undo_in_child)
+
+
+def _hold() -> None:
+    # Python forgets signals that reach a child before it has set itself up: they wait until the handlers are undone.
+    held = {number for each in _entered for number in each.signals}
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _undo_in_child() -> None:
+    while _entered:
+        _entered.pop()._undo()
+    _release()

@@ -1,0 +1,133 @@
+"""The run journal: one JSON object per line, appended, never changed. Every report is built from it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import numbers
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptman.errors import NotFoundError
+from ckptman.store.durable import DISK, Disk
+
+
+class Journal:
+    """Appends the events of a run to a file.
+
+    Each event is one `write` of one whole line to a file opened for appending: a kill leaves all of a line or none, a
+    power cut or a full disk at worst a torn last line, and the next event starts on a line of its own.
+    A journal that cannot be written warns once and never ends a run. Thread-safe. Written by the leader of a run;
+    nothing is opened before the first event.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.time, disk: Disk = DISK) -> None:
+        self.path = Path(path)
+        self._clock, self._disk = clock, disk
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        self._torn = False
+        self._warned = False
+        self._bound: dict[str, object] = {}
+
+    def bind(self, **fields: object) -> None:
+        """Add fields to each later line, such as `attempt=2`."""
+        with self._lock:
+            self._bound |= fields
+
+    def record(self, event: str, /, *, sync: bool = False, **fields: object) -> None:
+        """Append one event, with its time in unix seconds; with `sync`, flushed to storage before this returns.
+
+        Values that JSON does not know are written as their text, numbers that are not finite as "nan", "inf" and "-inf"
+        (`float()` reads them back).
+        """
+        with self._lock:
+            line: dict[str, object] = {"time": self._clock(), "event": event}
+            for name, value in {**self._bound, **fields}.items():
+                line.setdefault(name, _plain(value))
+            try:
+                self._append(json.dumps(line).encode("ascii") + b"\n", sync)
+            except OSError as error:
+                self._warn(error)
+
+    def close(self) -> None:
+        """Close the file. A later event opens it again."""
+        with self._lock:
+            fd, self._fd = self._fd, None
+            if fd is not None:
+                os.close(fd)
+
+    def _append(self, line: bytes, sync: bool) -> None:
+        fd = self._open()
+        data = b"\n" + line if self._torn else line
+        written = os.write(fd, data)
+        self._torn = written < len(data)
+        if self._torn:
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written")
+        if sync:
+            self._disk.sync_file(fd)
+
+    def _open(self) -> int:
+        if self._fd is None:
+            self._disk.make_folders(self.path.parent)
+            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            size = os.fstat(fd).st_size
+            self._torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+            self._fd = fd
+        return self._fd
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the journal {self.path} cannot be written ({error}): the run goes on, and reports will have a gap. "
+                f"Make room, or check permissions",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
+    """The events of a journal, oldest first, and how many torn lines were left out. Raises: NotFoundError."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except FileNotFoundError as error:
+        raise NotFoundError(f"there is no journal {os.fspath(path)}: no run has been started there") from error
+    events, torn = [], 0
+    for line in lines:
+        if not line:
+            continue
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if isinstance(event, dict) and "event" in event and "time" in event:
+            events.append(event)
+        else:
+            torn += 1
+    return events, torn
+
+
+def _plain(value: object) -> object:
+    """The same value in types that JSON knows."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        number = float(value)
+        return number if math.isfinite(number) else str(number)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 somebody else's __str__ must not end a run
+        return f"<{type(value).__name__}>"

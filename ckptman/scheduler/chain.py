@@ -1,0 +1,145 @@
+"""A chain: attempts one after another, until the run is finished."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, NotFoundError, RootError, SchedulerError
+from ckptman.lifecycle.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, read_outcome
+from ckptman.policy.resubmit import Attempt, decide
+from ckptman.scheduler.base import Say, Scheduler, patient
+from ckptman.store.durable import DISK
+
+Ending = Literal["finished", "stopped", "crashed"]
+
+
+def run_chain(
+    scheduler: Scheduler,
+    command: Sequence[str],
+    chain_dir: Path,
+    *,
+    say: Say,
+    crash_limit: int = 3,
+    max_attempts: int | None = None,
+    progress: Callable[[str], int] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> int:
+    """Run `command` again and again until it is finished. Exit code 0: finished; 75: asked to stop, run it again.
+
+    How an attempt ended is read from the outcome it wrote to `chain_dir`, and only without one from its exit code.
+    `progress` tells the newest commit sequence under a root, 0 if this chain committed nothing there (default:
+    `newest_sequence` since now). `say` hears one line per attempt. `environ` defaults to that of this process.
+
+    Raises: SchedulerError (`crash_limit` attempts in a row crashed with no new checkpoint, the last of `max_attempts`
+    crashed, or the command cannot be started), ExistsError (`chain_dir` belongs to an earlier chain).
+    Called by `ckptman submit --scheduler local`.
+    """
+    tell = patient(say)
+    progress = progress or partial(newest_sequence, since_seconds=time.time())
+    environ = os.environ if environ is None else environ
+    chain_dir = _fresh(chain_dir)
+    attempts: list[Attempt] = []
+    root = ""
+    with scheduler:
+        while (stop := scheduler.stop_asked()) is None:
+            number = len(attempts) + 1
+            outcome_file = chain_dir / f"outcome-{number}.json"
+            marks = {ATTEMPT_ENV: str(number), OUTCOME_ENV: str(outcome_file)}
+            returncode = scheduler.run_attempt(command, {**environ, **marks})
+            outcome = _outcome(outcome_file, tell)
+            ending, reason = judge(returncode, outcome)
+            root = outcome.root if outcome else root
+            before = attempts[-1].committed_sequence if attempts else 0
+            attempts.append(Attempt(number, ending, reason, _progress(progress, root, before, tell)))
+            following = decide(attempts, crash_limit, max_attempts)
+            tell(following.reason)
+            if ending == "finished":
+                return EXIT_OK
+            if not following.again and ending == "stopped":
+                return EXIT_AGAIN
+            if not following.again and scheduler.stop_asked() is None:
+                raise SchedulerError(f"the chain ends: {following.reason}. Remove the cause and submit again")
+    tell(f"the chain ends, because {stop.name} asked for it: submit again to go on from the newest checkpoint")
+    return EXIT_AGAIN
+
+
+def judge(returncode: int, outcome: Outcome | None) -> tuple[Ending, str]:
+    """How an attempt ended, and why. What it wrote wins over its exit code, which launchers and scripts swallow.
+
+    An outcome that still says "running" was left by an attempt that was killed: exit code 0 is then no proof of an end.
+    """
+    code = _describe(returncode)
+    if outcome is None:
+        known: dict[int, tuple[Ending, str]] = {EXIT_OK: ("finished", code), EXIT_AGAIN: ("stopped", code)}
+        return known.get(returncode, ("crashed", code))
+    if outcome.state == "finished":
+        return "finished", outcome.reason
+    if outcome.state == "stopped":
+        return "stopped", outcome.reason
+    if outcome.state == "failed":
+        return "crashed", f"{outcome.reason} ({code})"
+    if returncode == EXIT_AGAIN:
+        return "stopped", code
+    return "crashed", f"{code}, and the run did not say that it ended"
+
+
+def newest_sequence(root: str, since_seconds: float = 0.0) -> int:
+    """Commit sequence of the newest complete checkpoint under `root`; 0 if none was made since `since_seconds` (unix).
+
+    Raises: RootError.
+    """
+    from ckptman.store.catalogue import Catalogue
+
+    try:
+        complete = Catalogue(root).complete()
+    except NotFoundError:
+        return 0
+    newest = complete[-1].require_manifest() if complete else None
+    return newest.sequence if newest and newest.time_seconds >= since_seconds else 0
+
+
+def new_chain_dir(base: Path, now: time.struct_time, pid: int) -> Path:
+    """A name for the folder of a new chain: `<base>/ckptman-chains/20261121-150300-4711`."""
+    return base / "ckptman-chains" / f"{time.strftime('%Y%m%d-%H%M%S', now)}-{pid}"
+
+
+def _fresh(chain_dir: Path) -> Path:
+    chain_dir = Path(chain_dir).resolve()  # an attempt may change its working directory
+    DISK.make_folders(chain_dir)
+    # An outcome of an earlier chain would be read as that of an attempt that died before it wrote one.
+    if any(chain_dir.glob("outcome-*.json")):
+        raise ExistsError(f"{chain_dir} holds the outcomes of an earlier chain: name a new folder, or remove this one")
+    return chain_dir
+
+
+def _outcome(path: Path, tell: Say) -> Outcome | None:
+    try:
+        return read_outcome(path)
+    except CorruptError as error:
+        tell(f"{error}; going by the exit code")
+        return None
+
+
+def _progress(progress: Callable[[str], int], root: str, before: int, tell: Say) -> int:
+    if not root:
+        return before
+    try:
+        return progress(root)
+    except RootError as error:
+        tell(f"{error}; counted as no progress")
+        return before
+
+
+def _describe(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"

@@ -1,0 +1,124 @@
+"""All processes of one attempt: whoever it started, wherever they went."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
+
+ATTEMPT_ID_ENV = "CKPTMAN_ATTEMPT_ID"
+"""Marks the processes of an attempt. Ids of chains inside chains are joined by a colon."""
+KILL_SECONDS = 10.0
+
+
+class Family:
+    """The processes of an attempt.
+
+    A process belongs if it carries the attempt's id in its environment, if it is in the session of the first process,
+    if its parent belongs, or if it did at an earlier `look`. No one of these is enough: torchrun puts each worker in a
+    session of its own, an orphan has lost its parent, and a process that sets its title overwrites its environment.
+    `leader` must not have been reaped while this is used: its pid, and so its session's, could be given to a stranger.
+    """
+
+    def __init__(self, leader: int, attempt_id: str) -> None:
+        self._leader, self._id = leader, attempt_id.encode()
+        self._known: set[psutil.Process] = set()
+
+    def look(self) -> set[psutil.Process]:
+        """The members that are alive now; a zombie is not."""
+        import psutil
+
+        parents: dict[psutil.Process, int] = {}
+        for process in psutil.process_iter():
+            try:
+                if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                    parents[process] = process.ppid()
+            except psutil.Error:
+                continue
+        members = {process for process in parents if process in self._known or self._is_marked(process.pid)}
+        grew = True
+        while grew:
+            pids = {member.pid for member in members}
+            children = {process for process, parent in parents.items() if parent in pids}
+            grew = not children <= members
+            members |= children
+        self._known = members
+        return set(members)
+
+    def end(self, grace_seconds: float, hurry: Callable[[], bool]) -> None:
+        """Leave no member alive. They get SIGTERM and time to save, until `hurry` (it waits a moment) is true.
+
+        SIGTERM goes to the members whose parent is no member. The others hear of it from theirs, if it is meant for
+        them: a launcher passes it on to its workers, a training process not to its data loaders.
+        """
+        members = self.look()
+        pids = {member.pid for member in members}
+        _send([member for member in members if _parent(member) not in pids], signal.SIGTERM)
+        deadline = time.monotonic() + grace_seconds
+        while any(_lives(member) for member in members) and time.monotonic() < deadline and not hurry():
+            pass
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL every member, and look again until none is left: one may have forked while we looked.
+
+        A process that hangs in the kernel (a dead NFS) dies when it comes back from there; it is not waited for longer.
+        """
+        deadline = time.monotonic() + KILL_SECONDS
+        while (members := self.look()) and time.monotonic() < deadline:
+            _send(members, signal.SIGKILL)
+            time.sleep(0.01)
+
+    def _is_marked(self, pid: int) -> bool:
+        mark = ATTEMPT_ID_ENV.encode() + b"="
+        try:
+            if os.getsid(pid) == self._leader:
+                return True
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        return any(each.startswith(mark) and self._id in each for each in variables)
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal, or ignores it; False if that cannot be known."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigCgt:", "SigIgn:"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    import psutil
+
+    for process in processes:
+        try:
+            process.send_signal(number)  # psutil looks at the start time first: never somebody else with the same pid
+        except psutil.Error:
+            continue
+
+
+def _parent(process: psutil.Process) -> int | None:
+    import psutil
+
+    try:
+        return process.ppid()
+    except psutil.Error:
+        return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
