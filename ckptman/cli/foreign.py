@@ -1,0 +1,41 @@
+"""What plain DCP or torchtitan wrote, shown. Its description is a pickle, so this needs torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptman.cli import text
+from ckptman.cli.tensors import TensorFacts, tensor_facts
+
+
+def show_foreign(path: Path, as_json: bool) -> None:
+    """Show the tensors and the names of the plain values of a checkpoint without a manifest. Raises: CorruptError."""
+    from ckptman.cli.show import tensor_lines
+
+    tensors, values = _read(path)
+    if as_json:
+        facts: dict[str, Any] = {"path": str(path), "manifest": None, "tensors": [each.as_dict() for each in tensors]}
+        text.say_json({**facts, "values": values})
+        return
+    text.say(f"{text.plain(path)}: written by plain DCP; no manifest, so no step, no digests, no lineage")
+    text.say("\n".join(tensor_lines(tensors)))
+    if values:
+        text.say(f"\n{text.count(len(values), 'plain value')}: {', '.join(map(text.plain, values))}")
+
+
+def _read(path: Path) -> tuple[list[TensorFacts], list[str]]:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from ckptman.sharded.foreign import read_foreign_metadata
+    from ckptman.store.names import METADATA
+
+    tensors, values = [], []
+    for name, described in sorted(read_foreign_metadata(path / METADATA).state_dict_metadata.items()):
+        if isinstance(described, TensorStorageMetadata):
+            dtype = str(described.properties.dtype).removeprefix("torch.")
+            boxes = [(chunk.offsets, chunk.sizes) for chunk in described.chunks]
+            tensors.append(tensor_facts(name, described.size, dtype, boxes))
+        else:
+            values.append(name)
+    return tensors, values

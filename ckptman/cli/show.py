@@ -1,0 +1,114 @@
+"""`ckptman show PATH`: one checkpoint in full: where it comes from, its tensors, its plain values."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from ckptman.cli import text
+from ckptman.cli.list import AsJson, describe
+from ckptman.cli.target import PathOrRoot, Step, choose, is_foreign
+from ckptman.cli.tensors import TensorFacts, tensors_of
+
+if TYPE_CHECKING:
+    from ckptman.store.catalogue import Entry
+    from ckptman.store.index import Unit
+
+VALUES_SHOWN = 12
+"""Plain values shown of one object: an optimizer has a dozen for each parameter."""
+
+
+def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
+    """Show what one checkpoint holds.
+
+    Its origin, each tensor with shape, dtype and sharding, and its plain values.
+    """
+    if step is None and is_foreign(path):
+        from ckptman.cli.foreign import show_foreign
+
+        show_foreign(path, as_json)
+        return
+    from ckptman.store.index import read_index
+
+    (entry,) = choose(path, step)
+    manifest = entry.require_manifest()
+    index = read_index(entry.path, manifest)
+    tensors = tensors_of(index)
+    values = [unit for unit in index.units if not _is_tensor(unit.value)]
+    if as_json:
+        text.say_json(
+            {
+                **describe(entry),
+                "files": {name: record.model_dump() for name, record in sorted(manifest.files.items())},
+                "tensors": [tensor.as_dict() for tensor in tensors],
+                "values": [{"state": unit.state, "key": unit.key, "value": unit.value} for unit in values],
+            }
+        )
+        return
+    text.say("\n".join(_origin(entry, time.time())))
+    text.say("\n".join(tensor_lines(tensors)))
+    text.say("\n".join(_value_lines(values)))
+
+
+def tensor_lines(tensors: list[TensorFacts]) -> list[str]:
+    """The section about tensors, for people."""
+    title = f"{text.count(len(tensors), 'tensor')}, {text.size(sum(tensor.bytes for tensor in tensors))}"
+    rows = [
+        (text.plain(tensor.name), str(list(tensor.shape)), tensor.dtype, tensor.sharding, text.size(tensor.bytes))
+        for tensor in tensors
+    ]
+    return ["", title, *_indented(text.table(("name", "shape", "dtype", "sharding", "size"), rows))] if rows else []
+
+
+def short(value: object, limit: int = 88) -> str:
+    """A plain value on one line, cut where it gets long."""
+    written = text.plain(repr(value))
+    return written if len(written) <= limit else f"{written[: limit - 3]}..."
+
+
+def _origin(entry: Entry, now: float) -> list[str]:
+    manifest = entry.require_manifest()
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_seconds))
+    run = f"{text.plain(manifest.run_id) or '(no id)'}, attempt {manifest.attempt}"
+    came_from = "nothing: a fresh start" if manifest.restored_from is None else f"step {manifest.restored_from}"
+    rows = [
+        ("saved", f"{clock}, {text.age(now - manifest.time_seconds)} ago ({text.plain(manifest.reason)})"),
+        ("commit", f"number {manifest.sequence} of its root"),
+        ("size", f"{text.size(manifest.total_bytes)} in {text.count(len(manifest.files), 'file')}"),
+        ("ranks", f"{manifest.world_size}, mesh {text.mesh(manifest.mesh)}"),
+        ("metrics", text.metrics(manifest.metrics) or "-"),
+        ("run", run + (f", job {text.plain(manifest.job_id)}" if manifest.job_id else "")),
+        ("restored from", came_from),
+        (
+            "written by",
+            f"torch {text.plain(manifest.torch_version)}, ckptman {text.plain(manifest.ckptman_version)}, "
+            f"format {manifest.format_version}",
+        ),
+    ]
+    return [f"Step {entry.step}: {text.plain(entry.path)}", *_indented(text.table(("", ""), rows)[1:])]
+
+
+def _value_lines(units: list[Unit]) -> list[str]:
+    from ckptman.store.plain import decode
+
+    by_state: dict[str, list[Unit]] = {}
+    for unit in units:
+        by_state.setdefault(unit.state, []).append(unit)
+    rows = []
+    for state, group in by_state.items():
+        for unit in group[:VALUES_SHOWN]:
+            name = state if unit.whole else f"{state}.{decode(unit.key)}"
+            rows.append((text.plain(name), short(decode(unit.value))))
+        if len(group) > VALUES_SHOWN:
+            rows.append((f"{text.plain(state)}.*", f"... {len(group) - VALUES_SHOWN:,} more: --json shows all"))
+    if not rows:
+        return []
+    return ["", text.count(len(units), "plain value"), *_indented(text.table(("", ""), rows)[1:])]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("~") == "tensor"
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]

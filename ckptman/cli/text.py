@@ -1,0 +1,122 @@
+"""What people read: sizes, ages and aligned tables, with nothing in them that a terminal would obey."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ckptman.store.manifest import Mesh
+
+# Control characters, marks that change the direction of text, line separators, and bytes that are no text at all.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def plain(text: object) -> str:
+    """Text that came from a checkpoint or a path, with each unsafe character written as an escape such as `\\x1b`."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
+def say(text: str = "") -> None:
+    """Print to standard output. Ends the program quietly when nobody reads it any more (`| head`)."""
+    try:
+        typer.echo(text)
+    except BrokenPipeError:
+        raise typer.Exit(stop_writing()) from None
+
+
+def say_json(data: object) -> None:
+    """Print strict JSON: numbers that JSON has no name for become "NaN", "Infinity" and "-Infinity"."""
+    say(json.dumps(_strict(data), indent=1))
+
+
+def complain(message: str) -> None:
+    """Print an error message to standard error: the only one of a command that fails."""
+    lines = [plain(line) for line in message.split("\n")]
+    typer.echo("\n".join([f"{paint('Error:', 'red', sys.stderr)} {lines[0]}", *lines[1:]]), err=True)
+
+
+def stop_writing() -> int:
+    """Throw away all further output, and say the exit code: that of a program which SIGPIPE killed."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+    return 128 + signal.SIGPIPE
+
+
+def paint(text: str, colour: str, stream: Any = None) -> str:
+    """Coloured text where the output is a terminal and NO_COLOR (https://no-color.org) is not set."""
+    stream = stream or sys.stdout
+    if not stream.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return typer.style(text, fg=colour, bold=True)
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> list[str]:
+    """Lines of columns two spaces apart. Columns whose header is among the words of `right` end flush right."""
+    cells = [list(headers), *(list(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    to_right = [header in right.split() for header in headers]
+    widths[-1] = 0  # what follows the last column would be blanks
+    lines = []
+    for row in cells:
+        padded = (
+            cell.rjust(width) if flush else cell.ljust(width) for cell, width, flush in zip(row, widths, to_right)
+        )
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def size(count: int) -> str:
+    """Bytes for people: `512 B`, `1.2 GiB`."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{count} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def age(seconds: float) -> str:
+    """A length of time for people: `42 s`, `5 min`, `3 h`, `12 d`. A clock that is behind gives `0 s`."""
+    if seconds < 100:
+        return f"{max(0, seconds):.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.0f} h"
+    return f"{seconds / 86400:.0f} d"
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """`1 file`, `2,000 files`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def metrics(values: Mapping[str, float]) -> str:
+    """`loss=0.31 accuracy=0.5`, to four digits."""
+    return " ".join(f"{plain(name)}={value:.4g}" for name, value in values.items())
+
+
+def mesh(value: Mesh | None) -> str:
+    """`replicate 2 x shard 4`, outermost axis first; `-` where nothing is known."""
+    if value is None:
+        return "-"
+    return " x ".join(f"{plain(name)} {length}" for name, length in zip(value.names, value.shape))
+
+
+def _strict(data: Any) -> Any:
+    if isinstance(data, float) and not math.isfinite(data):
+        return "NaN" if math.isnan(data) else "Infinity" if data > 0 else "-Infinity"
+    if isinstance(data, Mapping):
+        return {key: _strict(each) for key, each in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_strict(each) for each in data]
+    return data

@@ -1,0 +1,101 @@
+"""Checkpoints made without torch, for tests of what only reads names, manifests, digests and indexes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptman.store.catalogue import Catalogue, Entry
+from ckptman.store.digest import BLOCK_BYTES, digest_bytes
+from ckptman.store.durable import Disk
+from ckptman.store.index import Chunk, Index, Location, TensorRecord, Unit
+from ckptman.store.manifest import FileRecord, Manifest, Mesh
+from ckptman.store.names import METADATA, index_name, step_folder
+from ckptman.store.place import FolderPlace
+from ckptman.store.plain import encode
+
+
+class QuickDisk(Disk):
+    """The same operations without waiting for storage: a test that makes a thousand checkpoints has no power cut."""
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+
+    def sync_folder(self, path: Path) -> None:
+        pass
+
+
+def commit(
+    root: Path,
+    step: int,
+    *,
+    ranks: int = 2,
+    rows: int = 8,
+    metrics: Mapping[str, float] | None = None,
+    values: Mapping[str, Any] | None = None,
+    time_seconds: float = 1_790_000_000.0,
+    sequence: int | None = None,
+    restored_from: int | None = None,
+    mesh: Mesh | None = None,
+) -> Entry:
+    """Commit a checkpoint of one tensor `model.weight` [rows, 4] in float32, sharded by rows over the ranks.
+
+    The bytes of a chunk are no container of torch's: digests hold, loading would not work. `values` are plain values.
+    """
+    place = FolderPlace(root, QuickDisk())
+    root.mkdir(parents=True, exist_ok=True)
+    draft = Path(place.begin(step_folder(step), os.urandom(4).hex()))
+    files: dict[str, bytes] = {METADATA: b"nothing that anybody should unpickle"}
+    share = -(-rows // ranks)
+    for rank in range(ranks):
+        first, last = min(rank * share, rows), min((rank + 1) * share, rows)
+        data, name = bytes([rank]) * ((last - first) * 16), f"__{rank}_0.distcp"
+        files[name] = data
+        chunk = Chunk(offsets=(first, 0), sizes=(last - first, 4), at=Location(file=name, offset=0, bytes=len(data)))
+        tensors = {"model.weight": TensorRecord(dtype="float32", shape=(rows, 4), chunks=[chunk])} if data else {}
+        units = _units(values or {}) if rank == 0 else []
+        files[index_name(rank)] = Index(tensors=tensors, units=units).to_json()
+    for name, data in files.items():
+        (draft / name).write_bytes(data)
+    manifest = Manifest(
+        step=step,
+        sequence=sequence or 1 + max((entry.sequence for entry in Catalogue(root).scan()), default=0),
+        time_seconds=time_seconds,
+        reason="every 100 steps",
+        world_size=ranks,
+        mesh=mesh or Mesh(names=("shard",), shape=(ranks,)),
+        torch_version="2.13.0",
+        ckptman_version="0.1.0",
+        run_id="run-of-a-test",
+        job_id="4711",
+        attempt=1,
+        restored_from=restored_from,
+        metrics=dict(metrics or {}),
+        block_bytes=BLOCK_BYTES,
+        files={name: FileRecord(bytes=len(data), digest=digest_bytes(data)) for name, data in files.items()},
+    )
+    return place.commit(str(draft), manifest)
+
+
+def flip_byte(path: Path) -> None:
+    """Damage a file as a bad disk does: one byte changes, the size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    path.write_bytes(data)
+
+
+def steps_of(entries: Sequence[Entry]) -> list[int]:
+    """The steps, in order."""
+    return [entry.step for entry in entries]
+
+
+def _units(values: Mapping[str, Any]) -> list[Unit]:
+    units = [Unit(state="model", key="weight", value={"~": "tensor", "v": "model.weight"})]
+    for name, value in values.items():
+        if isinstance(value, dict):
+            units += [Unit(state=name, key=encode(key, name), value=encode(each, name)) for key, each in value.items()]
+        else:
+            units.append(Unit(state=name, whole=True, value=encode(value, name)))
+    return units

@@ -1,0 +1,94 @@
+"""What scripts and cron jobs hold on to: verbs, options, exit codes of misuse, and that looking costs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from ckptman import __version__
+from ckptman.cli.app import app, main
+from tests.fake_checkpoint import commit
+
+VERBS = {
+    "list": ["ROOT", "--json"],
+    "show": ["PATH", "--step", "--json"],
+    "verify": ["PATH", "--step", "--all", "--world-size", "--threads", "--json"],
+    "prune": ["ROOT", "--keep-last", "--keep-every", "--keep-best", "--dry-run", "--json"],
+    "submit": ["-- COMMAND", "--scheduler", "--max-attempts", "--crash-limit", "--chain-dir"],
+}
+
+WITHOUT_TORCH = """
+import sys
+from ckptman.cli.app import main
+root = sys.argv[1]
+runs = (
+    ["--version"],
+    ["list", root],
+    ["show", root],
+    ["verify", root, "--all"],
+    ["prune", root, "--keep-last", "1", "--dry-run"],
+    ["submit", "--scheduler", "local", "--chain-dir", root + "/chain", "--", "true"],
+)
+codes = [main(run) for run in runs]
+heavy = sorted({"torch", "numpy", "rich", "pandas"} & set(sys.modules))
+print(codes, heavy)
+"""
+
+
+def test_verbs_and_options_are_those_that_users_hold() -> None:
+    command = typer.main.get_command(app)
+    found = {
+        name: [
+            each.opts[0] if each.param_type_name == "option" else (each.metavar or each.name)
+            for each in verb.params
+            if each.name != "help"
+        ]
+        for name, verb in command.commands.items()  # type: ignore[attr-defined]
+    }
+    assert found == VERBS
+
+
+def test_every_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in VERBS:
+        assert main([verb, "--help"]) == 0
+        assert f"Usage: ckptman {verb}" in capsys.readouterr().out
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ckptman {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list"],
+        ["list", "here", "there"],
+        ["list", ".", "--wat"],
+        ["lst", "."],
+        ["show", ".", "--step", "many"],
+        ["prune", ".", "--keep-last"],
+        ["submit", "--scheduler", "local"],
+        ["submit", "--", "true"],
+    ],
+)
+def test_wrong_usage_is_2_and_says_what_is_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "Error: " in told.err
+    assert "Traceback" not in told.err
+
+
+def test_looking_needs_no_torch_and_no_rich(tmp_path: Path) -> None:
+    commit(tmp_path, 1)
+    commit(tmp_path, 2)
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.splitlines()[-1] == "[0, 0, 0, 0, 0, 0] []"
+    assert ran.stderr == ""

@@ -1,0 +1,67 @@
+"""The chain is tested with its scheduler; here: what is written on the command line arrives, and what comes back."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptman.cli.app import main
+
+LINES = """
+import pathlib, sys
+seen = pathlib.Path(sys.argv[1])
+number = len(seen.read_text()) if seen.exists() else 0
+seen.write_text("x" * (number + 1))
+codes = [int(each) for each in sys.argv[2].split(",")]
+sys.exit(codes[min(number, len(codes) - 1)])
+"""
+
+
+def _submit(folder: Path, codes: str, *options: str) -> tuple[int, int]:
+    """Submit a command whose attempts end with these codes: the exit code, and how often it ran."""
+    seen = folder / "seen"
+    command = ["submit", "--scheduler", "local", "--chain-dir", str(folder / "chain"), *options]
+    code = main([*command, "--", sys.executable, "-S", "-c", LINES, str(seen), codes])
+    return code, len(seen.read_text()) if seen.exists() else 0
+
+
+def test_a_stop_and_a_crash_start_the_next_attempt_and_the_end_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _submit(tmp_path, "75,1,0") == (0, 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("ckptman: ") for line in lines)
+
+
+def test_a_crash_loop_ends_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _submit(tmp_path, "1", "--crash-limit", "2") == (8, 2)
+    told = capsys.readouterr().err
+    assert told.startswith("Error: the chain ends: 2 attempts in a row crashed")
+
+
+def test_no_more_attempts_than_were_allowed(tmp_path: Path) -> None:
+    assert _submit(tmp_path, "75", "--max-attempts", "2") == (75, 2)
+
+
+def test_options_behind_the_command_are_its_own(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    program = [sys.executable, "-S", "-c", "import sys; open(sys.argv[1], 'w').write(' '.join(sys.argv[2:]))"]
+    options = ["--scheduler", "local", "--chain-dir", str(tmp_path / "chain")]
+    code = main(["submit", *options, *program, str(seen), "--crash-limit", "x", "--", "y"])
+    assert code == 0
+    assert seen.read_text() == "--crash-limit x -- y"
+
+
+def test_the_chain_has_a_folder_of_its_own_unless_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", "--scheduler", "local", "--", "true"]) == 0
+    assert len(list((tmp_path / "ckptman-chains").iterdir())) == 1
+
+
+def test_a_command_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["submit", "--scheduler", "local", "--chain-dir", str(tmp_path / "chain"), "--", "no-such-program-here"]
+    assert main(arguments) == 8
+    assert "cannot start 'no-such-program-here'" in capsys.readouterr().err
