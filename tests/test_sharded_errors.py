@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +273,50 @@ def be_out_of_step(root: str) -> str:
 
 def test_ranks_that_are_out_of_step_are_told(tmp_path: Path) -> None:
     assert run_ranks(2, be_out_of_step, str(tmp_path)) == ["the ranks are at different steps, from 1 to 2"] * 2
+
+
+def be_told_once(root: str) -> list[str]:
+    """The loop hears of the failure by `wait`; a later `step` must not tell it again."""
+    app, disk, told = App((2,)), FullDisk(), []
+    with open_run(root, app, disk=disk, save_policy=ckptman.AtStep(2)) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 6):
+            disk.full = dist.get_rank() == 1 and step <= 3
+            app.train_step()
+            try:
+                checkpointer.step(step)
+                if step in (2, 3):
+                    with contextlib.suppress(Exception):
+                        checkpointer._saver._running.result()  # type: ignore[union-attr] # only for a certain order
+                if step == 3:
+                    checkpointer.wait()
+            except ckptman.CommitError:
+                told.append(f"at step {step}")
+    return told
+
+
+def test_each_failure_is_told_once(tmp_path: Path) -> None:
+    first, second = run_ranks(2, be_told_once, str(tmp_path))
+    assert first == second
+    assert len(first) in (1, 2)
+
+
+def fail_before_the_end(root: str) -> None:
+    app, disk = App((2,)), FullDisk()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with open_run(root, app, disk=disk, save_policy=ckptman.AtStep(3)) as checkpointer:
+            checkpointer.restore()
+            for step in range(1, 4):
+                disk.full = dist.get_rank() == 1 and step == 3
+                app.train_step()
+                checkpointer.step(step)
+            with contextlib.suppress(Exception):
+                checkpointer._saver._running.result()  # type: ignore[union-attr] # only for a certain order
+            disk.full = False
+    assert any("tried once more" in str(each.message) for each in warned)
+
+
+def test_a_failed_save_is_tried_once_more_at_the_end(tmp_path: Path) -> None:
+    run_ranks(2, fail_before_the_end, str(tmp_path))
+    assert (tmp_path / "step-0000000003" / "manifest.json").exists()

@@ -63,10 +63,11 @@ class Attempt:
             pid=os.getpid(),
             host=socket.gethostname(),
         )
+        # The chain's copy first: if the root's disk is full, whoever decides about the next attempt still learns why.
+        asked_for = os.environ.get(OUTCOME_ENV)
+        if asked_for:
+            write_outcome(Path(asked_for), outcome)
         write_outcome(outcome_path(self.root), outcome)
-        also = os.environ.get(OUTCOME_ENV)
-        if also:
-            write_outcome(Path(also), outcome)
 
     def end(self, state: Literal["finished", "stopped", "failed"], step: int, reason: str, exit_code: int) -> None:
         """Write outcome and last event. Trouble on the way is told and does not hide why the attempt ended."""

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 
@@ -167,11 +167,13 @@ class Checkpointer:
         if flags[_STEP] != -flags[_MINUS_STEP]:
             raise ConfigError(f"the ranks are at different steps, from {-flags[_MINUS_STEP]} to {flags[_STEP]}")
         self._last = (step, metrics)
-        reason = None
-        if flags[_STOP] or flags[_SAVE] or flags[_FAILED]:
-            reason = self._act(step, metrics, flags)
         stride = max(1, step - self._pace.previous_step)
-        self._pace.step_begins(after=step)
+        reason = None
+        try:
+            if flags[_STOP] or flags[_SAVE] or flags[_FAILED]:
+                reason = self._act(step, metrics, flags)
+        finally:
+            self._pace.step_begins(after=step)
         if self._stop is None:
             self._ask_ahead(step + stride)
         return reason
@@ -228,8 +230,10 @@ class Checkpointer:
             return
         if self._exchange.flying:
             self._exchange.collect()
-        if self._last is not None and self._stop is None and self._last[0] != self._pace.saved_step:
-            self._save(*self._last, "the run ended")
+        if self._stop is None:
+            self._settle()
+            if self._last is not None and self._last[0] != self._pace.saved_step:
+                self._save(*self._last, "the run ended")
         self.wait()
         self._closed = True
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
@@ -255,7 +259,7 @@ class Checkpointer:
                 self._planned = ConfigError(f"the save policy failed: {type(error).__name__}: {error}")
         received = self._signals.received if self._signals is not None else None
         stop = 0 if received is None else int(received) * _RANKS + self._talk.rank
-        return [stop, int(self._planned is not None), int(self._saver.failed), step, -step]
+        return [stop, int(self._planned is not None), self._saver.failed, step, -step]
 
     def _ask_ahead(self, step: int) -> None:
         self._expected_step = step
@@ -269,8 +273,10 @@ class Checkpointer:
 
     def _act(self, step: int, metrics: Mapping[str, Any] | None, flags: list[int]) -> str | None:
         asked = _stop_text(flags[_STOP])
-        if flags[_FAILED]:
-            self._surface_failure(step, go_on=asked is not None)
+        if asked is not None:
+            self._settle()
+        elif flags[_FAILED] > self._saver.told:
+            self._raise_failure(step, flags[_FAILED])
         decision = self._together(lambda: self._decision(step, asked))
         if decision is not None:
             self._save(step, metrics, decision.reason)
@@ -288,17 +294,19 @@ class Checkpointer:
             return self._policy.decide(self._pace.facts(step, ahead=False, stop=asked))
         return self._planned
 
-    def _surface_failure(self, step: int, go_on: bool) -> None:
+    def _raise_failure(self, step: int, number: int) -> NoReturn:
+        """Some rank knows that save `number` failed: wait until this one does too, and raise on all of them."""
+        self.wait()
+        self._saver.told = number
+        self._pace.save_failed()
+        raise CommitError(step, -1, "another rank reports that its part of the save failed")
+
+    def _settle(self) -> None:
+        """Wait for the running save; if it failed, say so and go on, because the last chance to save comes now."""
         try:
             self.wait()
-            error = CommitError(step, -1, "another rank reports that its part of the save failed")
-        except CommitError as own:
-            error = own
-        self._pace.save_failed()
-        if not go_on:
-            raise error
-        # The last chance to save is now: the failure is told, and the save is tried once more.
-        warnings.warn(f"{error} Saving once more before stopping.", RuntimeWarning, stacklevel=4)
+        except CommitError as error:
+            warnings.warn(f"{error} It is tried once more before the run ends.", RuntimeWarning, stacklevel=4)
 
     def _leave_if_asked(self) -> None:
         asked = _stop_text(self._ask_now(0)[_STOP])

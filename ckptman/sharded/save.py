@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,12 +55,15 @@ class Saver:
         self._stager = Stager() if background else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptman-save") if background else None
         self._running: Future[SaveReport] | None = None
-        self._failed = threading.Event()
+        self._number = 0
+        self._failed_number = 0
+        self.told = 0
+        """The number of the last save whose failure the training loop was told, counted from 1."""
 
     @property
-    def failed(self) -> bool:
-        """Whether the save in the background has failed and nobody was told yet."""
-        return self._failed.is_set()
+    def failed(self) -> int:
+        """The number of the save that has failed in the background without anybody being told; 0: none."""
+        return self._failed_number if self._failed_number > self.told else 0
 
     def save(self, snapshot: Snapshot, info: SaveInfo) -> SaveReport | None:
         """Save. In the background, returns None as soon as the private copy is made; `wait` gives the report.
@@ -69,6 +71,7 @@ class Saver:
         Raises: CommitError, on every rank alike. Called by every rank, with no save running.
         """
         begun = time.monotonic()
+        self._number += 1
         self._note("save_begun", step=info.step, reason=info.reason)
         if self._pool is None or self._stager is None:
             return self._write(snapshot, borrow(snapshot), info, begun, None)
@@ -86,8 +89,9 @@ class Saver:
             return None
         try:
             return running.result()
-        finally:
-            self._failed.clear()
+        except CommitError:
+            self.told = self._number
+            raise
 
     def poll(self) -> SaveReport | None:
         """The report of a save in the background that has succeeded, once."""
@@ -102,7 +106,7 @@ class Saver:
 
     def _look(self, future: Future[SaveReport]) -> None:
         if future.exception() is not None:
-            self._failed.set()
+            self._failed_number = self._number
 
     def _write(
         self, snapshot: Snapshot, staged: Mapping[str, Any], info: SaveInfo, begun: float, stall_seconds: float | None

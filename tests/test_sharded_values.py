@@ -1,0 +1,209 @@
+"""What goes in comes out: every kind of value, each rank's own generators, and the copy that training cannot touch."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ckptman
+from ckptman.store.catalogue import Catalogue
+from ckptman.store.durable import Disk
+from tests.apps import App
+from tests.ranks import run_ranks
+
+
+def round_trip(root: Path, state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+    with ckptman.Checkpointer(root, state, deadline=None) as checkpointer:
+        checkpointer.save(1)
+    with ckptman.Checkpointer(root, fresh, deadline=None) as checkpointer:
+        assert checkpointer.restore() == 1
+    return fresh
+
+
+def test_plain_values_keep_their_types(tmp_path: Path) -> None:
+    values = {
+        "text": "ünï\n",
+        "count": 2**70,
+        "tiny": 5e-324,
+        "nan": float("nan"),
+        "none": None,
+        "flag": True,
+        "pair": (1, [2.5, (3,)]),
+        "by_number": {30: 1, True: "yes", ("a", 1): b"\0\xff"},
+        "counter": Counter({3: 2}),
+        "ordered": OrderedDict(b=1, a=2),
+        "set": {1, 2},
+        "complex": 1 - 2j,
+        "numpy": numpy.arange(6, dtype=numpy.int16).reshape(2, 3),
+        "scalar": numpy.float32(0.1),
+        "empty": {"list": [], "dict": {}},
+        "tensors": [torch.tensor(1.5), {"x": torch.arange(3)}],
+    }
+    fresh = round_trip(tmp_path, {"all": values, "epoch": 7}, {"all": {}, "epoch": 0})
+    found = fresh["all"]
+    assert fresh["epoch"] == 7
+    assert list(found) == list(values)
+    for name in ("text", "count", "tiny", "none", "flag", "pair", "by_number", "set", "complex", "empty"):
+        assert found[name] == values[name]
+        assert type(found[name]) is type(values[name])
+    assert found["nan"] != found["nan"]
+    assert type(found["counter"]) is Counter
+    assert found["counter"][3] == 2
+    assert list(found["ordered"]) == ["b", "a"]
+    assert type(found["ordered"]) is OrderedDict
+    assert found["numpy"].dtype == numpy.int16
+    assert (found["numpy"] == values["numpy"]).all()
+    assert type(found["scalar"]) is numpy.float32
+    assert torch.equal(found["tensors"][0], torch.tensor(1.5))
+    assert torch.equal(found["tensors"][1]["x"], torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4).to(torch.bfloat16),
+        torch.randn(5).to(torch.float8_e4m3fn),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]),
+        torch.tensor(3),
+        torch.empty(0, 4),
+        torch.arange(12).reshape(3, 4).T,
+        torch.arange(100)[10:20],
+        torch.tensor([float("nan"), float("-inf"), -0.0]),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
+)
+def test_tensors_of_every_kind(tmp_path: Path, tensor: torch.Tensor) -> None:
+    fresh = round_trip(tmp_path, {"x": {"t": tensor}}, {"x": {"t": torch.empty(0)}})
+    found = fresh["x"]["t"]
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    as_bytes = [each.contiguous().reshape(-1).view(torch.uint8) for each in (found, tensor)]
+    assert torch.equal(as_bytes[0], as_bytes[1])
+
+
+class StalledDisk(Disk):
+    """Holds what the background thread flushes until it is let go."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def sync_file(self, fd: int) -> None:
+        if threading.current_thread().name.startswith("ckptman-save"):
+            self.gate.wait()
+        super().sync_file(fd)
+
+
+def test_training_goes_on_while_the_private_copy_is_written(tmp_path: Path) -> None:
+    app, disk = App(), StalledDisk()
+    with ckptman.Checkpointer(
+        tmp_path, app.state, save_policy=ckptman.AtStep(1), deadline=None, disk=disk
+    ) as checkpointer:
+        app.train_step()
+        assert checkpointer.step(1) == "at step 1"
+        saved = app.digests()
+        for step in range(2, 6):
+            app.train_step()
+            checkpointer.step(step)
+        assert app.digests() != saved
+        assert not list(tmp_path.glob("step-??????????"))
+        disk.gate.set()
+        checkpointer.wait()
+    fresh = App(seed=5)
+    with ckptman.Checkpointer(tmp_path, fresh.state, deadline=None) as checkpointer:
+        assert checkpointer.restore(step=1) == 1
+        assert fresh.digests() == saved
+
+
+def draw() -> list[float]:
+    return [random.random(), float(numpy.random.rand()), torch.rand(1).item()]
+
+
+def save_generators(root: str) -> list[float]:
+    rank = dist.get_rank()
+    random.seed(rank)
+    numpy.random.seed(rank)
+    torch.manual_seed(rank)
+    draw()
+    with ckptman.Checkpointer(root, {"rng": ckptman.RNGState()}, deadline=None) as checkpointer:
+        checkpointer.save(1)
+        return draw()
+
+
+def restore_generators(root: str) -> list[float]:
+    with ckptman.Checkpointer(root, {"rng": ckptman.RNGState()}, deadline=None) as checkpointer:
+        checkpointer.restore()
+        return draw()
+
+
+def test_each_rank_gets_its_own_generators_back_and_new_ranks_get_their_own(tmp_path: Path) -> None:
+    expected = run_ranks(2, save_generators, str(tmp_path))
+    assert run_ranks(2, restore_generators, str(tmp_path)) == expected
+    larger = run_ranks(4, restore_generators, str(tmp_path))
+    assert larger[:2] == expected
+    for source in range(3):
+        assert len({draws[source] for draws in larger}) == 4
+    assert run_ranks(4, restore_generators, str(tmp_path)) == larger
+
+
+def save_hsdp(root: str) -> None:
+    app = App((2, 2), width=16384)
+    with ckptman.Checkpointer(root, app.state, deadline=None) as checkpointer:
+        app.train_step()
+        checkpointer.save(1)
+
+
+def test_replicas_write_each_shard_once_and_share_the_work(tmp_path: Path) -> None:
+    run_ranks(4, save_hsdp, str(tmp_path))
+    manifest = Catalogue(tmp_path).entry(1).require_manifest()
+    sizes = [manifest.files[f"__{rank}_0.distcp"].bytes for rank in range(4)]
+    parameters = 16384 * 5 + 16384 + 3 * 16384
+    assert sum(sizes) < 1.25 * parameters * 4 * 3
+    assert min(sizes) > 0.1 * sum(sizes)
+    assert manifest.mesh is not None
+    assert (manifest.mesh.names, manifest.mesh.shape) == (("replicate", "shard"), (2, 2))
+
+
+def test_an_optimizer_without_its_module_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    state = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with (
+        pytest.raises(ckptman.ConfigError, match="not the module whose parameters it updates"),
+        ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+    ):
+        checkpointer.save(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save_policy": 5}, "save_policy is a policy"),
+        ({"retention": "all"}, "retention is a policy"),
+        ({"timeout_seconds": -1}, "timeout_seconds is a positive number"),
+        ({"state": {}}, "state is a dict"),
+        ({"root": ""}, "root is the path"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    root = arguments.pop("root", tmp_path / "run")
+    state = arguments.pop("state", {"epoch": 1})
+    with pytest.raises(ckptman.ConfigError, match=message):
+        ckptman.Checkpointer(root, state, **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_values_of_one_flat_name_are_refused(tmp_path: Path) -> None:
+    state = {"a": {"b.c": 1, "b": {"c": 2}}}
+    with (
+        pytest.raises(ckptman.ConfigError, match=r"flat name a\.b\.c"),
+        ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+    ):
+        checkpointer.save(1)
