@@ -24,9 +24,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptman
-from ckptman.sharded.ranks import Channel, Exchange
+from ckptman.sharded.agreement import Exchange
+from ckptman.sharded.ranks import Channel
 
 IDLE_SECONDS = 0.004
+LIMIT_SECONDS = 120
 
 
 def main() -> None:
@@ -37,14 +39,14 @@ def main() -> None:
     options = parser.parse_args()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        results = context.SimpleQueue()
+        results = context.Queue()
         ranks = [
-            context.Process(target=measure, args=(rank, options.ranks, options.steps, folder, results))
+            context.Process(target=measure, args=(rank, options.ranks, options.steps, folder, results), daemon=True)
             for rank in range(options.ranks)
         ]
         for each in ranks:
             each.start()
-        rows = results.get()
+        rows = results.get(timeout=LIMIT_SECONDS)
         for each in ranks:
             each.join()
     print(f"{options.ranks} ranks, {options.steps} steps of each kind, rank 0, microseconds")
@@ -66,7 +68,8 @@ def measure(rank: int, world: int, steps: int, folder: str, results: Any) -> Non
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     model = nn.Linear(64, 64)
     state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "rng": ckptman.RNGState()}
-    policy = ckptman.InitTimeInterval(factor=4) | ckptman.OnStop() | ckptman.BeforeDeadline()
+    # At least ten minutes, so that no save falls into the measurement however slow the machine is.
+    policy = ckptman.InitTimeInterval(factor=4, min_seconds=600) | ckptman.OnStop() | ckptman.BeforeDeadline()
     rows: dict[str, list[float]] = {
         f"{what}, {kind}": [] for what in ("Checkpointer.step", "exchange alone") for kind in ("wall", "CPU")
     }

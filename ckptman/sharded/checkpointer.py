@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
@@ -15,18 +14,17 @@ import torch
 from ckptman.errors import (
     EXIT_AGAIN,
     EXIT_OK,
-    CkptmanError,
     CommitError,
     ConfigError,
 )
 from ckptman.lifecycle.deadline import deadline_from_environment
 from ckptman.lifecycle.signals import SignalHandler
 from ckptman.policy.retention import RetentionPolicy
-from ckptman.policy.saving import BeforeDeadline, Decision, InitTimeInterval, OnStop, SavePolicy
+from ckptman.policy.saving import BeforeDeadline, InitTimeInterval, OnStop, SavePolicy
+from ckptman.sharded.agreement import Agreed, Agreement
 from ckptman.sharded.attempt import Attempt
-from ckptman.sharded.foresight import Foresight
 from ckptman.sharded.pace import Pace
-from ckptman.sharded.ranks import Channel, Exchange, RankFailed
+from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.restore import Restorer
 from ckptman.sharded.save import Saver
 from ckptman.sharded.state import Snapshot, mesh_of, snapshot
@@ -35,10 +33,6 @@ from ckptman.store.durable import DISK, Disk
 from ckptman.store.place import FolderPlace
 
 T = TypeVar("T")
-
-_STOP, _SAVE, _FAILED, _STEP, _MINUS_STEP = range(5)
-_RANKS = 1 << 32
-"""A stop flag is signal number x this + rank, so that the largest flag names a signal and one rank that got it."""
 
 
 class Checkpointer:
@@ -94,7 +88,6 @@ class Checkpointer:
         self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
         _check(root, state, self._policy, retention, timeout_seconds)
         self.root, self.state = Path(root), state
-        self._signals = signals
         self._talk = Channel(timeout_seconds)
         self._place = FolderPlace(self.root, disk)
         try:
@@ -113,10 +106,7 @@ class Checkpointer:
             disk=disk,
         )
         self._pace = Pace(_process_started(), end)
-        self._foresight = Foresight(self._policy, self._pace)
-        self._exchange = Exchange(self._talk, 5)
-        self._expected_step = -1
-        self._planned: Decision | CkptmanError | None = None
+        self._agreement = Agreement(self._talk, self._policy, self._pace, signals, self._saver)
         self._restored_from: int | None = None
         self._last: tuple[int, Mapping[str, Any] | None] | None = None
         self._stop: str | None = None
@@ -160,22 +150,17 @@ class Checkpointer:
         report = self._saver.poll()
         if report is not None:
             self._pace.save_ended(report)
-        if self._exchange.flying and step == self._expected_step:
-            flags = self._exchange.collect()
-        else:
-            flags = self._ask_now(step)
-        if flags[_STEP] != -flags[_MINUS_STEP]:
-            raise ConfigError(f"the ranks are at different steps, from {-flags[_MINUS_STEP]} to {flags[_STEP]}")
+        agreed = self._agreement.at(step)
         self._last = (step, metrics)
         stride = max(1, step - self._pace.previous_step)
         reason = None
         try:
-            if flags[_STOP] or flags[_SAVE] or flags[_FAILED]:
-                reason = self._act(step, metrics, flags)
+            if agreed is not None:
+                reason = self._act(step, metrics, agreed)
         finally:
             self._pace.step_begins(after=step)
         if self._stop is None:
-            self._ask_ahead(step + stride)
+            self._agreement.ahead(step + stride)
         return reason
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None, *, reason: str = "asked for") -> None:
@@ -228,8 +213,7 @@ class Checkpointer:
         """
         if self._closed:
             return
-        if self._exchange.flying:
-            self._exchange.collect()
+        self._agreement.drain()
         if self._stop is None:
             self._settle()
             if self._last is not None and self._last[0] != self._pace.saved_step:
@@ -247,52 +231,20 @@ class Checkpointer:
 
     # ---- deciding ----------------------------------------------------------------------------------------------
 
-    def _flags(self, step: int, *, ahead: bool) -> list[int]:
-        if self._talk.is_leader:
-            # A policy that raises must not leave the other ranks waiting: the error travels as a decision.
-            try:
-                if ahead:
-                    self._planned = self._foresight.decide(step)
-                else:
-                    self._planned = self._policy.decide(self._pace.facts(step, ahead=False))
-            except Exception as error:  # noqa: BLE001 a user's own policy may raise anything
-                self._planned = ConfigError(f"the save policy failed: {type(error).__name__}: {error}")
-        received = self._signals.received if self._signals is not None else None
-        stop = 0 if received is None else int(received) * _RANKS + self._talk.rank
-        return [stop, int(self._planned is not None), self._saver.failed, step, -step]
-
-    def _ask_ahead(self, step: int) -> None:
-        self._expected_step = step
-        self._exchange.launch(self._flags(step, ahead=True))
-
-    def _ask_now(self, step: int) -> list[int]:
-        if self._exchange.flying:
-            self._exchange.collect()
-        self._exchange.launch(self._flags(step, ahead=False))
-        return self._exchange.collect()
-
-    def _act(self, step: int, metrics: Mapping[str, Any] | None, flags: list[int]) -> str | None:
-        asked = _stop_text(flags[_STOP])
-        if asked is not None:
+    def _act(self, step: int, metrics: Mapping[str, Any] | None, agreed: Agreed) -> str | None:
+        if agreed.stop is not None:
             self._settle()
-        elif flags[_FAILED] > self._saver.told:
-            self._raise_failure(step, flags[_FAILED])
-        decision = self._together(lambda: self._decision(step, asked))
+        elif agreed.failed > self._saver.told:
+            self._raise_failure(step, agreed.failed)
+        decision = self._together(lambda: self._agreement.decision(step, agreed.stop))
         if decision is not None:
             self._save(step, metrics, decision.reason)
-        if asked is not None or (decision is not None and decision.stop):
-            why = asked or (decision.reason if decision is not None else "")
+        if agreed.stop is not None or (decision is not None and decision.stop):
+            why = agreed.stop or (decision.reason if decision is not None else "")
             self._attempt.note("stop_asked", step=step, reason=why)
             self.wait()
             self._stop = why
         return decision.reason if decision is not None else None
-
-    def _decision(self, step: int, asked: str | None) -> Decision | None:
-        if isinstance(self._planned, CkptmanError):
-            raise self._planned
-        if asked is not None:
-            return self._policy.decide(self._pace.facts(step, ahead=False, stop=asked))
-        return self._planned
 
     def _raise_failure(self, step: int, number: int) -> NoReturn:
         """Some rank knows that save `number` failed: wait until this one does too, and raise on all of them."""
@@ -309,10 +261,10 @@ class Checkpointer:
             warnings.warn(f"{error} It is tried once more before the run ends.", RuntimeWarning, stacklevel=4)
 
     def _leave_if_asked(self) -> None:
-        asked = _stop_text(self._ask_now(0)[_STOP])
-        if asked is not None:
-            self._stop = asked
-            self._attempt.note("stop_asked", step=self._pace.previous_step, reason=asked)
+        agreed = self._agreement.at(self._pace.previous_step)
+        if agreed is not None and agreed.stop is not None:
+            self._stop = agreed.stop
+            self._attempt.note("stop_asked", step=self._pace.previous_step, reason=agreed.stop)
             raise SystemExit(EXIT_AGAIN)
 
     # ---- saving and restoring ----------------------------------------------------------------------------------
@@ -392,13 +344,6 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         }
     except (TypeError, ValueError) as error:
         raise ConfigError(f"metrics are numbers by name: {error}") from error
-
-
-def _stop_text(flag: int) -> str | None:
-    if not flag:
-        return None
-    number, rank = divmod(flag, _RANKS)
-    return f"{signal.Signals(number).name} on rank {rank}"
 
 
 def _deadline(deadline: float | Literal["auto"] | None) -> float | None:

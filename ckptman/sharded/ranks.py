@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -134,37 +133,3 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     trace = "".join(traceback.format_tb(error.__traceback__))
     return Failure(rank, text, trace, error if isinstance(error, CkptmanError) else None)
-
-
-class Exchange:
-    """One small all-reduce in flight while the training step runs: each rank's flags go in, the maxima come out.
-
-    It is launched at the end of a step and collected at the end of the next one, so that nobody waits for it.
-    """
-
-    def __init__(self, channel: Channel, size: int) -> None:
-        self._channel = channel
-        self._buffer = torch.zeros(size, dtype=torch.int64)
-        self._flags = self._buffer.numpy()  # the same memory: setting elements of a tensor costs microseconds each
-        self._work: Any = None
-        self._flying = False
-
-    @property
-    def flying(self) -> bool:
-        """Whether an exchange was launched and not collected."""
-        return self._flying
-
-    def launch(self, flags: Sequence[int]) -> None:
-        """Send this rank's flags. Every rank must; none blocks."""
-        self._flags[:] = flags
-        if self._channel.group is not None:
-            self._work = dist.all_reduce(self._buffer, op=dist.ReduceOp.MAX, group=self._channel.group, async_op=True)
-        self._flying = True
-
-    def collect(self) -> list[int]:
-        """The maxima over all ranks of what was launched."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        self._flying = False
-        return cast(list[int], self._flags.tolist())
