@@ -81,7 +81,8 @@ def tokenise(folder: Path) -> None:
     """The standard library's own source code: tens of megabytes of real text on every machine."""
     library = sysconfig.get_paths()["stdlib"]
     if not folder.exists():
-        run(f"python -m ckptman.train.tokenize {folder} {library} --glob **/*.py --vocab-size 4096 --workers 2")
+        which = f"{library} --glob *.py --exclude site-packages"
+        run(f"python -m ckptman.train.tokenize {folder} {which} --vocab-size 4096 --train-bytes 8000000")
 
 
 def attempt(part: Part, folder: Path, steps: int) -> None:

@@ -150,3 +150,12 @@ def test_a_killed_job_leaves_no_result_and_no_process(tmp_path: Path, number: si
     assert not (tmp_path / "out").exists()
     if number == signal.SIGTERM:
         assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_excluded_folders_are_left_out(tmp_path: Path) -> None:
+    for name in ("a.py", "site-packages/b.py", "deep/site-packages/c.py", "deep/d.py", "site-packages.py"):
+        path = tmp_path / "src" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    found = find_files([tmp_path / "src"], "*.py", ["site-packages"])
+    assert [path.name for path in found] == ["a.py", "d.py", "site-packages.py"]

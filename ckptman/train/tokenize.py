@@ -41,10 +41,13 @@ def tokenize(
     vocab_size: int = 16_384,
     workers: int | None = None,
     glob: str = "*",
+    exclude: Sequence[str] = (),
     train_bytes: int = 64 << 20,
     say: Callable[[str], None] = lambda line: None,
 ) -> TokenMeta:
     """Tokenise files, and all files below folders that match `glob`, into the new folder `out`.
+
+    Folders below a source whose name is in `exclude` are left out.
 
     The BPE is trained on every n-th file so that about `train_bytes` are read for it. `workers` processes encode; as
     many as there are cores for this process unless given. Undecodable bytes become U+FFFD.
@@ -58,7 +61,7 @@ def tokenize(
         raise ConfigError(f"--train-bytes {train_bytes}: give at least 1")
     if os.path.lexists(out):
         raise ExistsError(f"{out} is there already and is not overwritten; remove it, or give another name")
-    files = find_files(sources, glob)
+    files = find_files(sources, glob, exclude)
     _require_tokenizers()
     workers = workers or len(os.sched_getaffinity(0))
     total_bytes = sum(file.stat().st_size for file in files)
@@ -93,15 +96,21 @@ def tokenize(
     return meta
 
 
-def find_files(sources: Sequence[Path], glob: str = "*") -> list[Path]:
+def find_files(sources: Sequence[Path], glob: str = "*", exclude: Sequence[str] = ()) -> list[Path]:
     """The files to tokenise: those named, and those below the named folders that match; sorted, each once, not empty.
+
+    What is below a folder named in `exclude` is left out.
 
     Raises NotFoundError for a source that is not there, ConfigError when nothing is left.
     """
     found: set[Path] = set()  # of resolved paths: a file that is named twice is one document
     for source in sources:
         if source.is_dir():
-            found.update(path.resolve() for path in source.rglob(glob) if path.is_file())
+            found.update(
+                path.resolve()
+                for path in source.rglob(glob)
+                if path.is_file() and not set(exclude).intersection(path.relative_to(source).parent.parts)
+            )
         elif source.is_file():
             found.add(source.resolve())
         else:
@@ -245,6 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=None, help="processes (default: one per core)")
     parser.add_argument("--glob", default="*", help="which files of a folder, for example '*.py' (default: all)")
     parser.add_argument(
+        "--exclude", action="append", default=[], metavar="NAME", help="leave out folders of this name (repeatable)"
+    )
+    parser.add_argument(
         "--train-bytes", type=int, default=64 << 20, help="text the vocabulary is trained on, about (default 64 MiB)"
     )
     options = parser.parse_args(arguments)
@@ -257,6 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             vocab_size=options.vocab_size,
             workers=options.workers,
             glob=options.glob,
+            exclude=options.exclude,
             train_bytes=options.train_bytes,
             say=print,
         )
