@@ -1,6 +1,6 @@
 """A training run that is stopped, moved to another number of processes, killed, and loses nothing.
 
-    make demo      (or: python examples/demo.py [--folder FOLDER] [--steps 90])
+    make demo      (or: python examples/demo.py [--folder FOLDER] [--steps 72])
 
 Real input: the source code of Python's own standard library is tokenised, and the bundled model is trained on it by
 `torchrun`. On the way one process is told to stop (SIGTERM), and later one is killed (kill -9). At the end the newest

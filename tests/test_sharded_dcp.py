@@ -120,6 +120,19 @@ class Evil:
         return sys.exit, (99,)
 
 
+def test_a_hostile_value_is_refused_by_the_reader_with_torchs_own_planner(tmp_path: Path) -> None:
+    path = tmp_path / "plain"
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"weights": torch.ones(3), "value": Evil()}, checkpoint_id=path)
+    state = {"weights": torch.zeros(3), "value": None}
+    with (
+        pytest.warns(UserWarning, match="single process"),
+        pytest.raises(dcp.api.CheckpointException, match="the value value was refused"),
+    ):
+        dcp.load(state, storage_reader=ckptman.StorageReader(path))
+    assert state["value"] is None
+
+
 def test_a_hostile_metadata_pickle_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / ".metadata"
     path.write_bytes(pickle.dumps(Evil()))

@@ -6,6 +6,7 @@ byte of a foreign checkpoint can run code (pytorch#189308).
 
 from __future__ import annotations
 
+import io
 import pathlib
 import pickle
 from pathlib import Path
@@ -65,13 +66,17 @@ def read_foreign_metadata(path: Path) -> Metadata:
 
 def read_foreign_object(folder: Path, metadata: Metadata, name: str) -> Any:
     """One plain value of a foreign checkpoint, by torch's restricted unpickler. Raises: CorruptError."""
-    import io
-
     info = metadata.storage_data[MetadataIndex(name)]
     with (folder / info.relative_path).open("rb") as file:
         file.seek(info.offset)
         data = file.read(info.length)
+    return load_plain(io.BytesIO(data), f"{folder}: the value {name}")
+
+
+def load_plain(data: io.BytesIO, what: str) -> Any:
+    """Unpickle a value by torch's restricted unpickler. Raises: CorruptError, naming `what` was refused."""
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CorruptError(f"{folder}: the value {name} was refused: {error}") from error
+        return torch.load(data, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CorruptError(f"{what} was refused: {reason}") from error

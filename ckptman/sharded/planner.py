@@ -6,11 +6,11 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
+from ckptman.sharded.foreign import load_plain
 from ckptman.sharded.state import Snapshot
 
 
@@ -46,4 +46,4 @@ class TargetPlanner(DefaultLoadPlanner):
         self.state_dict = state_dict
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+        self.state_dict[read_item.dest_index.fqn] = load_plain(value, read_item.dest_index.fqn)

@@ -25,12 +25,20 @@ from torch.distributed.checkpoint.filesystem import (
     _StoragePrefix,
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import ckptman
 from ckptman.errors import CorruptError, ExistsError
+from ckptman.sharded.foreign import load_plain
 from ckptman.sharded.saved import SavedState
 from ckptman.sharded.state import Snapshot, snapshot_of
 from ckptman.store.digest import BLOCK_BYTES, BlockDigester, digest_bytes
@@ -212,7 +220,26 @@ class StorageReader(FileSystemReader):
                 problem = check_file(Path(self.path), name, manifest.files[name], manifest.block_bytes)
                 if problem:
                     raise CorruptError(f"{self.path}: {problem}")
-        return super().read_data(plan, planner)
+        return super().read_data(plan, _Screen(planner, str(self.path)))  # type: ignore[arg-type]
+
+
+class _Screen:
+    """Stands before a planner and lets no pickle through to it that holds more than plain values and tensors.
+
+    torch's own planner unpickles values without restriction. What the restricted unpickler reads to its end cannot
+    make the unrestricted one run code either: both follow the same instructions.
+    """
+
+    def __init__(self, planner: LoadPlanner, where: str) -> None:
+        self._planner, self._where = planner, where
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        load_plain(value, f"{self._where}: the value {read_item.storage_index.fqn}")
+        value.seek(0)
+        self._planner.load_bytes(read_item, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
 
 
 @dataclass
