@@ -38,6 +38,7 @@ _HOME = {
     "IntervalError": "ckptman.errors",
     "MismatchError": "ckptman.errors",
     "NotFoundError": "ckptman.errors",
+    "RankLostError": "ckptman.errors",
     "RootError": "ckptman.errors",
     "SchedulerError": "ckptman.errors",
     "UnknownKeyError": "ckptman.errors",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from ckptman.errors import IntervalError as IntervalError
     from ckptman.errors import MismatchError as MismatchError
     from ckptman.errors import NotFoundError as NotFoundError
+    from ckptman.errors import RankLostError as RankLostError
     from ckptman.errors import RootError as RootError
     from ckptman.errors import SchedulerError as SchedulerError
     from ckptman.errors import UnknownKeyError as UnknownKeyError

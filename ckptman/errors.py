@@ -12,7 +12,8 @@
     ├── SchedulerError                 8   Slurm or the local scheduler refused
     ├── FormatVersionError             9   written by a newer ckptman
     ├── RootError (OSError)           10   the root is no folder, or cannot be read or written
-    └── BusyError                     11   another run that is alive writes to this root
+    ├── BusyError                     11   another run that is alive writes to this root
+    └── RankLostError                 12   another rank of this run is gone, or was silent for too long
 
 Two codes are no errors: 75 (EX_TEMPFAIL) means saved, run me again; 128 + n means killed by signal n.
 Every class pickles, because errors cross ranks, and carries its data as attributes.
@@ -171,3 +172,19 @@ class BusyError(CkptmanError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.root, self.host, self.pid, self.job_id)
+
+
+class RankLostError(CkptmanError):
+    """Another rank of this run is gone, or silent for longer than the timeout. Attribute: `cause`, what was seen."""
+
+    exit_code = 12
+
+    def __init__(self, cause: str) -> None:
+        self.cause = cause
+        super().__init__(
+            f"another rank is gone, or was silent for longer than the timeout: {cause}. The log of that rank says why; "
+            f"start the run again, and it goes on from its newest checkpoint"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.cause,)

@@ -60,7 +60,7 @@ class Script:
 
 
 WAIT_TWICE = """
-    with SignalHandler() as signals:
+    with SignalHandler(repeat_seconds=0) as signals:
         print("ready", flush=True)
         while not signals.requested:
             time.sleep(0.01)
@@ -72,7 +72,7 @@ WAIT_TWICE = """
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_the_first_signal_sets_the_flag(number: signal.Signals) -> None:
-    with SignalHandler() as signals:
+    with SignalHandler(repeat_seconds=0) as signals:
         assert not signals.requested
         assert signals.received is None
         send(number)
@@ -82,14 +82,14 @@ def test_the_first_signal_sets_the_flag(number: signal.Signals) -> None:
 
 
 def test_the_first_one_is_kept() -> None:
-    with SignalHandler() as signals:
+    with SignalHandler(repeat_seconds=0) as signals:
         send(signal.SIGUSR2)
         send(signal.SIGTERM)
         assert signals.received is signal.SIGUSR2
 
 
 def test_only_the_given_signals() -> None:
-    with SignalHandler([signal.SIGUSR2]):
+    with SignalHandler([signal.SIGUSR2], repeat_seconds=0):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
 
@@ -135,7 +135,7 @@ def test_the_second_signal_calls_the_handler_that_was_there() -> None:
 
     before = signal.signal(signal.SIGUSR1, mine)
     try:
-        with SignalHandler() as signals:
+        with SignalHandler(repeat_seconds=0) as signals:
             send(signal.SIGUSR1)
             assert calls == []
             assert signals.requested
@@ -149,7 +149,7 @@ def test_the_second_signal_calls_the_handler_that_was_there() -> None:
 def test_an_ignored_signal_stays_ignored() -> None:
     script = Script(
         """
-        with SignalHandler() as signals:
+        with SignalHandler(repeat_seconds=0) as signals:
             print(signal.getsignal(signal.SIGHUP).name, flush=True)
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGHUP)
@@ -165,7 +165,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 def test_restored_after_an_exception() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(RuntimeError, match="step 3"), SignalHandler():
+    with pytest.raises(RuntimeError, match="step 3"), SignalHandler(repeat_seconds=0):
         assert signal.getsignal(signal.SIGTERM) != before
         raise RuntimeError("step 3")
     assert signal.getsignal(signal.SIGTERM) == before
@@ -173,7 +173,7 @@ def test_restored_after_an_exception() -> None:
 
 def test_restored_when_the_second_interrupt_leaves_the_block() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), SignalHandler():
+    with pytest.raises(KeyboardInterrupt), SignalHandler(repeat_seconds=0):
         send(signal.SIGINT)
         send(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -191,26 +191,30 @@ def test_what_was_installed_is_undone_if_installing_fails(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(signal, "signal", fails_once)
     with pytest.raises(OSError, match="no"):
-        SignalHandler().__enter__()
+        SignalHandler(repeat_seconds=0).__enter__()
     monkeypatch.undo()
     assert len(calls) > 3
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_nested_blocks_both_see_it_and_come_back_in_order() -> None:
-    with SignalHandler() as outer:
+    with SignalHandler(repeat_seconds=0) as outer:
         outer_handler = signal.getsignal(signal.SIGTERM)
-        with SignalHandler() as inner:
+        with SignalHandler(repeat_seconds=0) as inner:
             send(signal.SIGTERM)
             assert inner.received is outer.received is signal.SIGTERM
         assert signal.getsignal(signal.SIGTERM) == outer_handler
-        with SignalHandler() as later:
+        with SignalHandler(repeat_seconds=0) as later:
             assert not later.requested
         assert outer.requested
 
 
 def test_nested_blocks_the_second_signal_reaches_the_outermost_disposition() -> None:
-    with pytest.raises(KeyboardInterrupt), SignalHandler() as outer, SignalHandler() as inner:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        SignalHandler(repeat_seconds=0) as outer,
+        SignalHandler(repeat_seconds=0) as inner,
+    ):
         send(signal.SIGINT)
         assert inner.requested
         assert outer.requested
@@ -238,12 +242,12 @@ def test_a_signal_between_two_handlers_being_set_is_seen(monkeypatch: pytest.Mon
         return result
 
     monkeypatch.setattr(signal, "signal", sends_at_once)
-    with SignalHandler() as signals:
+    with SignalHandler(repeat_seconds=0) as signals:
         assert signals.received is signal.SIGTERM
 
 
 def test_used_again_it_starts_afresh() -> None:
-    signals = SignalHandler()
+    signals = SignalHandler(repeat_seconds=0)
     with signals:
         send(signal.SIGTERM)
     with signals:
@@ -253,7 +257,7 @@ def test_used_again_it_starts_afresh() -> None:
 
 
 def test_entered_twice_is_refused() -> None:
-    with SignalHandler() as signals:
+    with SignalHandler(repeat_seconds=0) as signals:
         with pytest.raises(ConfigError, match="make a new one"):
             signals.__enter__()
         send(signal.SIGTERM)
@@ -265,7 +269,7 @@ def test_not_in_another_thread() -> None:
 
     def enter() -> None:
         try:
-            SignalHandler().__enter__()
+            SignalHandler(repeat_seconds=0).__enter__()
         except ConfigError as error:
             errors.append(error)
 
@@ -288,7 +292,7 @@ def test_signals_that_cannot_be_caught_are_refused(signals: list[signal.Signals]
 def test_the_handler_calls_nothing_that_can_block() -> None:
     # A signal in the middle of a print: a handler that writes raises "reentrant call" or deadlocks.
     lock = threading.Lock()
-    with SignalHandler() as signals, lock:
+    with SignalHandler(repeat_seconds=0) as signals, lock:
         send(signal.SIGTERM)
         assert signals.requested
 
@@ -298,7 +302,7 @@ def _wait_for_ever() -> None:
 
 
 def test_forked_workers_can_be_terminated_from_their_first_moment_on() -> None:
-    with SignalHandler() as outer, SignalHandler() as inner:
+    with SignalHandler(repeat_seconds=0) as outer, SignalHandler(repeat_seconds=0) as inner:
         workers = [multiprocessing.get_context("fork").Process(target=_wait_for_ever) for _ in range(20)]
         try:
             for worker in workers:
@@ -317,3 +321,10 @@ def test_forked_workers_can_be_terminated_from_their_first_moment_on() -> None:
         send(signal.SIGTERM)
         assert outer.requested
         assert inner.requested
+
+
+def test_a_launcher_that_repeats_a_signal_at_once_asks_once() -> None:
+    with SignalHandler() as signals:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received is signal.SIGTERM

@@ -25,14 +25,12 @@ def show_foreign(path: Path, as_json: bool) -> None:
 
 
 def _read(path: Path) -> tuple[list[TensorFacts], list[str]]:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     from ckptman.sharded.foreign import read_foreign_metadata
     from ckptman.store.names import METADATA
 
     tensors, values = [], []
     for name, described in sorted(read_foreign_metadata(path / METADATA).state_dict_metadata.items()):
-        if isinstance(described, TensorStorageMetadata):
+        if hasattr(described, "chunks"):
             dtype = str(described.properties.dtype).removeprefix("torch.")
             boxes = [(chunk.offsets, chunk.sizes) for chunk in described.chunks]
             tensors.append(tensor_facts(name, described.size, dtype, boxes))

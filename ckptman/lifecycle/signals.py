@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     Previous = Callable[[int, FrameType | None], Any] | int | None
 
+REPEAT_SECONDS = 3.0
+"""At a time limit a worker gets SIGTERM from Slurm, and again from torchrun, which got one too: that is one request."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 
@@ -31,17 +34,21 @@ class SignalHandler:
                 if signals.requested:
                     break
 
-    The first signal sets `received`. A second identical one does what it would have done without this block: it kills,
-    raises KeyboardInterrupt, or calls the handler that was there before. An enclosing SignalHandler sees every signal
-    too. What was ignored before (`nohup`) stays ignored, and so does what a C library caught before Python started.
-    A process forked inside the block gets the handlers that were there before it: `multiprocessing.Pool.terminate()`
-    would wait for ever for workers that only note their SIGTERM.
+    The first signal sets `received`. A second identical one, at least `repeat_seconds` later, does what it would have
+    done without this block: it kills, raises KeyboardInterrupt, or calls the handler that was there before. One that
+    comes sooner is the same request, because a launcher and what started it both pass a signal on.
+
+    An enclosing SignalHandler sees every signal too. What was ignored before (`nohup`) stays ignored, and so does what
+    a C library caught before Python started. A process forked inside the block gets the handlers that were there before
+    it: `multiprocessing.Pool.terminate()` would wait for ever for workers that only note their SIGTERM.
 
     Attributes: `signals` it listens to; `received`, the first one that came, or None, readable after the block too.
     Raises: ConfigError (a signal that cannot be caught; not in the main thread; entered twice).
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
+    def __init__(
+        self, signals: Sequence[signal.Signals] = STOP_SIGNALS, *, repeat_seconds: float = REPEAT_SECONDS
+    ) -> None:
         try:
             self.signals = tuple(signal.Signals(each) for each in signals)
         except ValueError as error:
@@ -50,7 +57,8 @@ class SignalHandler:
             if each in _UNCATCHABLE:
                 raise ConfigError(f"{each.name} cannot be caught by any process: leave it out of the signals")
         self.received: signal.Signals | None = None
-        self._seen: set[signal.Signals] = set()
+        self._repeat_seconds = repeat_seconds
+        self._seen: dict[signal.Signals, float] = {}
         self._previous: dict[signal.Signals, Previous] = {}
         self._restore: contextlib.ExitStack | None = None
 
@@ -99,8 +107,9 @@ class SignalHandler:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         # Runs between any two bytecodes, perhaps inside a lock or a write: no logging, no I/O, nothing that can block.
         number = signal.Signals(signum)
-        again = number in self._seen
-        self._seen.add(number)
+        now = time.monotonic()
+        again = number in self._seen and now - self._seen[number] >= self._repeat_seconds
+        self._seen.setdefault(number, now)
         if self.received is None:
             self.received = number
         previous = self._previous[number]

@@ -66,7 +66,7 @@ class SavePolicy(ABC):
 
     @abstractmethod
     def decide(self, facts: Facts) -> Decision | None:
-        """Whether to save at `facts.step`, and why; None: no. Called by the Checkpointer on every rank, every step."""
+        """Whether to save at `facts.step`, and why; None: no. Called on the leader, one step ahead."""
 
     def __or__(self, other: SavePolicy) -> AnyOf:
         return AnyOf((self, other)) if isinstance(other, SavePolicy) else NotImplemented

@@ -58,7 +58,7 @@ def daly_interval_seconds(save_seconds: float, mtbf_seconds: float, restart_seco
     Source: Saxena et al., "Optimal Checkpoint Interval with Availability as an Objective Function", arXiv 2410.18124.
     It is the maximum of (T - T_s) / (T (1 + (T/2 + T_r) / T_f)): a failure costs the restart and half an interval.
 
-    Raises IntervalError for negative times, NaN or an MTBF of 0. Called by DalyInterval and by `ckptman plan`.
+    Raises IntervalError for negative times, NaN or an MTBF of 0. Called by DalyInterval.
     """
     _check_costs("daly_interval_seconds", save_seconds, mtbf_seconds)
     check_at_least("daly_interval_seconds", "restart_seconds", restart_seconds, 0)
@@ -71,7 +71,7 @@ def young_interval_seconds(save_seconds: float, mtbf_seconds: float) -> float:
     Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. It is what
     `daly_interval_seconds` tends to when saving and restarting are short beside the mean time between failures.
 
-    Raises IntervalError for negative times, NaN or an MTBF of 0. Called by `ckptman plan`.
+    Raises IntervalError for negative times, NaN or an MTBF of 0.
     """
     _check_costs("young_interval_seconds", save_seconds, mtbf_seconds)
     return math.sqrt(2 * mtbf_seconds * save_seconds)

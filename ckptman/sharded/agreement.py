@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from ckptman.errors import CkptmanError, ConfigError
+from ckptman.errors import CkptmanError, ConfigError, RankLostError
 from ckptman.lifecycle.signals import SignalHandler
 from ckptman.policy.saving import Decision, SavePolicy
 from ckptman.sharded.foresight import Foresight
@@ -125,10 +125,13 @@ class Exchange:
 
     def collect(self) -> list[int]:
         """The maxima over all ranks of what was launched."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
         self._flying = False
+        if self._work is not None:
+            work, self._work = self._work, None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RankLostError(str(error).strip().splitlines()[0]) from error
         return cast(list[int], self._flags.tolist())
 
 

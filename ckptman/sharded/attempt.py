@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
 import uuid
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ckptman.lifecycle.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, attempt_number, write_outcome
+from ckptman.errors import NotFoundError, RootError
+from ckptman.lifecycle.outcome import OUTCOME_ENV, Outcome, attempt_number, write_outcome
 from ckptman.monitor.journal import Journal, read_journal
 from ckptman.sharded.ranks import Channel
 from ckptman.store.durable import Disk
 from ckptman.store.names import journal_path, outcome_path
 from ckptman.store.owner import Claim, claim
 from ckptman.store.place import FolderPlace
+from ckptman.store.prune import clear, find_leftovers
 
 
 @dataclass
@@ -28,6 +31,8 @@ class Attempt:
     number: int
     run_id: str
     job_id: str | None
+    finds_checkpoints: bool = False
+    """Whether the root held complete checkpoints when the attempt began."""
     claim: Claim | None = None
     journal: Journal | None = None
 
@@ -38,7 +43,7 @@ class Attempt:
 
         def begin() -> Attempt:
             kept.append(_begin(place, run_id, talk.world_size, disk))
-            return cls(kept[0].root, kept[0].number, kept[0].run_id, kept[0].job_id)
+            return replace(kept[0], claim=None, journal=None)
 
         told = talk.ask_leader(begin)
         return kept[0] if kept else told
@@ -88,12 +93,16 @@ class Attempt:
 
 def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) -> Attempt:
     place.make()
-    manifests = [entry.manifest for entry in place.list() if entry.manifest is not None]
+    entries = place.list()
+    manifests = [entry.manifest for entry in entries if entry.manifest is not None]
     run_id = run_id or (manifests[-1].run_id if manifests else "") or uuid.uuid4().hex[:12]
     job_id = os.environ.get("SLURM_JOB_ID")
-    held = claim(place.root, run_id, job_id, disk=disk)
+    held = _claim(place.root, run_id, job_id, disk)
     try:
-        attempt = Attempt(place.root, _number(place.root), run_id, job_id, held)
+        # What killed saves left may be what fills the disk, so it goes before the first save and not after it.
+        _clear_leftovers(place.root, held.next_tag(), disk)
+        finds = any(entry.complete for entry in entries)
+        attempt = Attempt(place.root, _number(place.root), run_id, job_id, finds, held)
         attempt.journal = Journal(journal_path(place.root), disk=disk)
         attempt.journal.bind(attempt=attempt.number)
         where = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}
@@ -105,10 +114,28 @@ def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) 
     return attempt
 
 
+def _claim(root: Path, run_id: str, job_id: str | None, disk: Disk) -> Claim:
+    try:
+        return claim(root, run_id, job_id, disk=disk)
+    except RootError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _clear_leftovers(root, f"full-{os.urandom(4).hex()}", disk)
+        return claim(root, run_id, job_id, disk=disk)
+
+
+def _clear_leftovers(root: Path, tag: str, disk: Disk) -> None:
+    try:
+        clear(root, find_leftovers(root), tag, disk)
+    except OSError as error:
+        warnings.warn(f"leftovers in {root} could not be removed: {error}", RuntimeWarning, stacklevel=3)
+
+
 def _number(root: Path) -> int:
-    """Which attempt this is: what the chain says, else one more than the journal knows."""
-    path = journal_path(root)
-    if os.environ.get(ATTEMPT_ENV) or os.environ.get("SLURM_RESTART_COUNT") or not path.exists():
-        return attempt_number(os.environ)
-    events, _ = read_journal(path)
-    return 1 + len([event for event in events if event.get("event") == "attempt_started"])
+    """Which attempt this is: one more than the journal knows, or what the chain says if that is more."""
+    try:
+        events, _ = read_journal(journal_path(root))
+    except NotFoundError:
+        events = []
+    known = len([event for event in events if event.get("event") == "attempt_started"])
+    return max(known + 1, attempt_number(os.environ))

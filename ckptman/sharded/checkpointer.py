@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
@@ -27,9 +28,11 @@ from ckptman.sharded.pace import Pace
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.restore import Restorer
 from ckptman.sharded.save import Saver
-from ckptman.sharded.state import Snapshot, mesh_of, snapshot
+from ckptman.sharded.state import Snapshot, mesh_of, snapshot, unlike_on_ranks, value_digests
 from ckptman.sharded.storage import SaveInfo
+from ckptman.sharded.updates import Updates
 from ckptman.store.durable import DISK, Disk
+from ckptman.store.names import MAX_STEP
 from ckptman.store.place import FolderPlace
 
 T = TypeVar("T")
@@ -87,6 +90,8 @@ class Checkpointer:
     ) -> None:
         self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
         _check(root, state, self._policy, retention, timeout_seconds)
+        if deadline is not None and deadline != "auto" and not isinstance(deadline, int | float):
+            raise ConfigError(f"deadline is when the job ends, in unix seconds, or 'auto', or None, not {deadline!r}")
         self.root, self.state = Path(root), state
         self._talk = Channel(timeout_seconds)
         self._place = FolderPlace(self.root, disk)
@@ -95,10 +100,10 @@ class Checkpointer:
             end = self._talk.ask_leader(lambda: _deadline(deadline))
         except RankFailed as failed:
             raise failed.as_ckptman_error() from failed
-        self._behind = Channel(timeout_seconds)
+        self._timeout_seconds = timeout_seconds
         self._saver = Saver(
             self._place,
-            self._behind,
+            Channel(timeout_seconds),
             self._attempt.journal,
             self._attempt.claim,
             retention,
@@ -108,6 +113,9 @@ class Checkpointer:
         self._pace = Pace(_process_started(), end)
         self._agreement = Agreement(self._talk, self._policy, self._pace, signals, self._saver)
         self._restored_from: int | None = None
+        self._ready = not self._attempt.finds_checkpoints
+        self._rehearsed = False
+        self._updates = Updates(state)
         self._last: tuple[int, Mapping[str, Any] | None] | None = None
         self._stop: str | None = None
         self._closed = False
@@ -118,8 +126,10 @@ class Checkpointer:
         """Load the newest good checkpoint into `state`, on any number of ranks, and return its step; 0 on a fresh run.
 
         A damaged or incomplete one is passed over with a warning and the one before is used; there is no way from
-        damaged checkpoints to a fresh start. `step` names one of this root; `path` any checkpoint folder, also one that
-        plain `dcp.save` wrote (the run then starts at its step, or at 0 where it has none).
+        damaged checkpoints to a fresh start. `step` names one of this root. `path` says where a *new* run starts: any
+        checkpoint folder, also one that plain `dcp.save` wrote (the run then starts at its step, or at 0 where it has
+        none). A root that has checkpoints of its own goes on from those: each attempt of a chain is given the same
+        `path`, and must not start over.
 
         Raises: NotFoundError (no such step or path), CorruptError (nothing good is left), FormatVersionError,
         MismatchError (names and shapes that differ, before a byte is copied), RootError; SystemExit(75) if a signal
@@ -128,10 +138,14 @@ class Checkpointer:
         self._leave_if_asked()
         restorer = Restorer(self._talk, self._place, self._attempt)
         try:
-            found = restorer.best(self.state, step) if path is None else restorer.at(self.state, Path(path))
+            if path is None or self._attempt.finds_checkpoints:
+                found = restorer.best(self.state, step)
+            else:
+                found = restorer.at(self.state, Path(path))
         except RankFailed as failed:
             raise failed.as_ckptman_error() from failed
-        self._restored_from = found
+        self._restored_from, self._ready, self._last = found, True, None
+        self._saver.damaged = restorer.damaged
         self._pace.start(found or 0, restored=found is not None)
         self._leave_if_asked()
         return found or 0
@@ -145,6 +159,9 @@ class Checkpointer:
 
         Raises: CommitError (this save or the one before failed), ConfigError. Every rank calls it after every step.
         """
+        step = _step_number(step)
+        if not self._rehearsed:
+            self._rehearse()
         if self._pace.step_ended():
             self._attempt.note("pace_changed", step=step, step_seconds=self._pace.facts(step, ahead=False).step_seconds)
         report = self._saver.poll()
@@ -152,6 +169,7 @@ class Checkpointer:
             self._pace.save_ended(report)
         agreed = self._agreement.at(step)
         self._last = (step, metrics)
+        self._updates.mark()
         stride = max(1, step - self._pace.previous_step)
         reason = None
         try:
@@ -165,7 +183,9 @@ class Checkpointer:
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None, *, reason: str = "asked for") -> None:
         """Save now, whatever the policy says. Every rank calls it. Raises: CommitError, ConfigError."""
-        self._save(step, metrics, reason)
+        self._save(_step_number(step), metrics, reason)
+        self._last = (step, metrics)
+        self._updates.mark()
 
     def wait(self) -> None:
         """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
@@ -196,8 +216,8 @@ class Checkpointer:
     ) -> None:
         if self._closed:
             return
-        stopped_early = isinstance(error, SystemExit) and self._stop is not None
-        if error is None or stopped_early:
+        left_regularly = isinstance(error, SystemExit) and error.code in (None, EXIT_OK, EXIT_AGAIN)
+        if error is None or left_regularly:
             try:
                 self.close()
             except BaseException as late:
@@ -213,21 +233,33 @@ class Checkpointer:
         """
         if self._closed:
             return
-        self._agreement.drain()
         if self._stop is None:
+            agreed = self._agreement.at(self._pace.previous_step)
             self._settle()
-            if self._last is not None and self._last[0] != self._pace.saved_step:
-                self._save(*self._last, "the run ended")
+            self._save_the_end(agreed.stop if agreed is not None else None)
         self.wait()
         self._closed = True
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
         self._attempt.end(state, self._pace.previous_step, self._stop or "the run ended", self.exit_code)
         self._saver.close()
+        self._updates.close()
         # Nobody leaves before the outcome is on disk: a launcher may kill the others when the first one exits.
         self._talk.tell(None)
         self._attempt.release()
         self._talk.close()
-        self._behind.close()
+        self._saver.channel.close()
+
+    def _save_the_end(self, stop: str | None) -> None:
+        """Save the last step if it is not saved, unless training went on after it: its name would be a lie then."""
+        self._stop = stop
+        if self._last is None or self._last[0] == self._pace.saved_step:
+            return
+        if any(self._talk.gather(self._updates.since_mark())):
+            if self._talk.is_leader:
+                text = f"the run ended in the middle of a step: what came after step {self._last[0]} is not saved"
+                warnings.warn(text, RuntimeWarning, stacklevel=4)
+        else:
+            self._save(*self._last, "the run ended")
 
     # ---- deciding ----------------------------------------------------------------------------------------------
 
@@ -271,32 +303,56 @@ class Checkpointer:
 
     def _save(self, step: int, metrics: Mapping[str, Any] | None, reason: str) -> None:
         self.wait()
-        shots: list[Snapshot] = []
-        try:
-            # Agreed before anything is written: a value that one rank cannot save must not leave the others waiting.
-            self._talk.everywhere(lambda: shots.append(snapshot(self.state, self._talk.rank)))
-            numbers = self._talk.ask_leader(lambda: _numbers(metrics))
-        except RankFailed as failed:
-            raise failed.as_ckptman_error() from failed
+        shot = self._take_stock()
+        if any(self._talk.gather(self._saver.channel.lost)):
+            self._saver.channel = Channel(self._timeout_seconds)
         info = SaveInfo(
             step=step,
             reason=reason,
             world_size=self._talk.world_size,
-            mesh=mesh_of(shots[0].tensors),
+            mesh=mesh_of(shot.tensors),
             run_id=self._attempt.run_id,
             job_id=self._attempt.job_id,
             attempt=self._attempt.number,
             restored_from=self._restored_from,
-            metrics=numbers,
+            metrics=_numbers(metrics) if self._talk.is_leader else {},
         )
         self._pace.save_begins(step)
         try:
-            report = self._saver.save(shots[0], info)
+            report = self._saver.save(shot, info)
         except CommitError:
             self._pace.save_failed()
             raise
         if report is not None:
             self._pace.save_ended(report)
+
+    def _take_stock(self) -> Snapshot:
+        """What this rank has to save. Every rank calls it. Raises on all: ConfigError (it cannot be saved as it is)."""
+        if not self._ready:
+            raise ConfigError(
+                f"{self.root} holds checkpoints and restore() was not called: a save would begin a second history over "
+                f"them. Call restore() before the first step, or name another root"
+            )
+        shots: list[Snapshot] = []
+
+        def look() -> dict[str, str]:
+            with self._updates.ignored():
+                shots.append(snapshot(self.state, self._talk.rank))
+            return value_digests(shots[0], self.state)
+
+        try:
+            # Agreed before anything is written: a value that one rank cannot save must not leave the others waiting.
+            digests = self._talk.everywhere(look)
+        except RankFailed as failed:
+            raise failed.as_ckptman_error() from failed
+        if difference := unlike_on_ranks(digests):
+            raise ConfigError(difference)
+        return shots[0]
+
+    def _rehearse(self) -> None:
+        """At the first step: what could not be saved is better known now than at the first save."""
+        self._rehearsed = True
+        self._take_stock()
 
     # ---- closing -----------------------------------------------------------------------------------------------
 
@@ -313,6 +369,7 @@ class Checkpointer:
         code = getattr(error, "exit_code", 1)
         self._attempt.end("failed", self._pace.previous_step, f"{type(error).__name__}: {error}", code)
         self._saver.close()
+        self._updates.close()
         self._attempt.release()
 
     def _together(self, work: Callable[[], T]) -> T:
@@ -337,13 +394,24 @@ def _check(root: object, state: object, policy: object, retention: object, timeo
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics that are numbers; of others a warning is all that comes, because a label must not cost a save."""
+    numbers = {}
+    for name, value in (metrics or {}).items():
+        try:
+            numbers[str(name)] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            warnings.warn(f"the metric {name!r} is not a number and is left out: {error}", RuntimeWarning, stacklevel=2)
+    return numbers
+
+
+def _step_number(step: Any) -> int:
     try:
-        return {
-            str(name): float(value.detach() if isinstance(value, torch.Tensor) else value)
-            for name, value in (metrics or {}).items()
-        }
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"metrics are numbers by name: {error}") from error
+        number = operator.index(step)
+    except TypeError:
+        raise ConfigError(f"a step is a whole number, not {step!r}") from None
+    if not 0 <= number <= MAX_STEP:
+        raise ConfigError(f"a step is a number from 0 to {MAX_STEP}, not {number}")
+    return number
 
 
 def _deadline(deadline: float | Literal["auto"] | None) -> float | None:

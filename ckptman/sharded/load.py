@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckptman.errors import CorruptError, MismatchError
+from ckptman.sharded.optimizer import parameter_of
 from ckptman.sharded.planner import TargetPlanner
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.saved import SavedState, resolve
@@ -27,8 +29,13 @@ def load(channel: Channel, state: State, folder: Path) -> None:
 
     Raises on every rank alike: MismatchError before anything is copied; CorruptError if a rank cannot read it.
     """
+    live: list[dict[str, Any]] = []
     fits: list[_Fit] = []
-    reports = all_or_corrupt(channel, lambda: _take_measure(state, folder, channel.rank, fits), folder)
+    try:
+        channel.everywhere(lambda: live.append(nested(state, channel.rank, create=True)))
+    except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
+        raise failed.as_ckptman_error() from failed
+    reports = all_or_corrupt(channel, lambda: _take_measure(state, live[0], folder, channel.rank, fits), folder)
     fit = fits[0]
     wanted = {name for report in reports for name in report.wanted}
     missing = sorted({name for report in reports for name in report.missing})
@@ -61,7 +68,7 @@ def _fill(fit: _Fit, names: list[str], is_leader: bool) -> None:
 
 def _hand_over(state: State, fit: _Fit, names: list[str], rank: int) -> None:
     for name in names:
-        put_back(state, name, fit.values[name], rank, name in fit.from_other_rank)
+        put_back(state, name, fit.values[name], rank, name in fit.from_other_rank, fit.not_started.get(name, set()))
 
 
 def all_or_corrupt(channel: Channel, work: Callable[[], T], folder: Path) -> list[T]:
@@ -71,6 +78,8 @@ def all_or_corrupt(channel: Channel, work: Callable[[], T], folder: Path) -> lis
     except RankFailed as failed:
         if failed.failure.error is not None:
             raise failed.failure.error from failed
+        if failed.failure.text.startswith(("MemoryError", "torch.OutOfMemoryError")):
+            raise failed.as_ckptman_error() from failed
         raise CorruptError(f"{folder} cannot be read on rank {failed.failure.rank}: {failed.failure.text}") from failed
 
 
@@ -95,17 +104,16 @@ class _Fit:
     values: dict[str, Any] = field(default_factory=dict)
     strictly_saved: set[str] = field(default_factory=set)
     from_other_rank: set[str] = field(default_factory=set)
+    not_started: dict[str, set[str]] = field(default_factory=dict)
 
 
-def _take_measure(state: State, folder: Path, rank: int, out: list[_Fit]) -> _Report:
+def _take_measure(state: State, live: dict[str, Any], folder: Path, rank: int, out: list[_Fit]) -> _Report:
     saved = SavedState.read(folder)
     fit, report = _Fit(saved), _Report()
-    live = nested(state, rank)
     for name, target in state.items():
         report.wanted.add(name)
         if name not in saved.values:
-            if live[name] != {}:  # an object without state leaves no trace in a checkpoint
-                report.missing.append(name)
+            report.missing.append(name)
         elif is_named(target):
             _measure_named(name, target, live[name], fit, report)
         elif getattr(target, "per_rank", False):
@@ -127,8 +135,13 @@ def _measure_named(name: str, target: object, live: dict[str, Any], fit: _Fit, r
     saved = fit.saved.values[name]
     if isinstance(target, torch.optim.Optimizer):
         saved = flat_optimizer(saved)
-    fit.values[name] = {entry: saved[entry] for entry in live if entry in saved}
+        # A parameter that never had a gradient has no state yet: that is how it was saved, and how it will be again.
+        started = {parameter_of(entry) for entry in saved}
+        fit.not_started[name] = {each for entry in live if (each := parameter_of(entry)) and each not in started}
+    fit.values[name] = {entry: saved.get(entry, value) for entry, value in live.items()}
     for entry, value in live.items():
+        if parameter_of(entry) in fit.not_started.get(name, ()):
+            continue
         full = f"{name}.{entry}"
         report.wanted.add(full)
         if entry not in saved:
@@ -154,18 +167,23 @@ def _measure_per_rank(name: str, rank: int, fit: _Fit) -> None:
     if mine not in saved:
         fit.from_other_rank.add(name)
         mine = rank_key(rank % len(saved))
-    fit.values[name] = saved[mine]
+    _measure_free(name, saved[mine], {}, fit)
 
 
 def _measure_free(name: str, saved: Any, live: Any, fit: _Fit) -> None:
-    """Stateful objects, dicts and values decide themselves what fits; their sharded tensors are filled in place."""
+    """Stateful objects, dicts and values decide themselves what fits.
+
+    They get tensors of their own, sharded as theirs are: a live one may well be a parameter of the model.
+    """
     there = snapshot_of({name: live}).tensors
     for ref in refs_in(saved):
         described = fit.saved.tensor(ref.name)
-        target = there.get(ref.name)
-        if target is None or (target.size(), target.dtype) != (described.size, described.properties.dtype):
-            target = torch.empty(described.size, dtype=described.properties.dtype)
-        fit.targets[ref.name] = target
+        size, dtype = described.size, described.properties.dtype
+        like = there.get(ref.name)
+        if isinstance(like, DTensor) and (like.size(), like.dtype) == (size, dtype):
+            fit.targets[ref.name] = torch.empty_like(like)
+        else:
+            fit.targets[ref.name] = torch.empty(size, dtype=dtype, device=like.device if like is not None else None)
     fit.values[name] = saved
 
 

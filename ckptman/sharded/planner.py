@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from ckptman.sharded.foreign import load_plain
 from ckptman.sharded.state import Snapshot
 
 
@@ -29,21 +28,26 @@ class SnapshotPlanner(DefaultSavePlanner):
         self.mappings = dict(self.snapshot.paths)
         self.is_coordinator = is_coordinator
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Leader only. What ranks may differ in is taken from the lowest rank that has it, all of it from that one."""
+        taken: set[str] = set()
+        plans = []
+        for plan in all_plans:
+            items = [each for each in plan.items if each.index.fqn not in taken or self._is_shard(each)]
+            taken |= {each.index.fqn for each in items if each.index.fqn in self.snapshot.from_lowest}
+            plans.append(replace(plan, items=items))
+        return super().create_global_plan(plans)
+
+    @staticmethod
+    def _is_shard(item: WriteItem) -> bool:
+        return item.type == WriteItemType.SHARD
+
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self._staged[index.fqn]
 
 
 class TargetPlanner(DefaultLoadPlanner):
-    """Loads into tensors given by flat name. Plain values do not come this way, so nothing here unpickles."""
+    """Loads into tensors given by flat name. Plain values do not come this way."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.state_dict = state_dict
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = load_plain(value, read_item.dest_index.fqn)

@@ -6,8 +6,10 @@ here touches a device, and a collective of a save can never interleave with one 
 
 from __future__ import annotations
 
+import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -15,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptman.errors import CkptmanError
+from ckptman.errors import CkptmanError, ConfigError, RankLostError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -48,10 +50,17 @@ class Channel:
 
     def __init__(self, timeout_seconds: float) -> None:
         self.distributed = dist.is_available() and dist.is_initialized()
+        if not self.distributed and int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+            raise ConfigError(
+                f"this is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), and torch.distributed is not "
+                f"initialised: call torch.distributed.init_process_group() before you make a Checkpointer"
+            )
         self.rank = dist.get_rank() if self.distributed else 0
         self.world_size = dist.get_world_size() if self.distributed else 1
         self.is_leader = self.rank == 0
         self.group: dist.ProcessGroup | None = None
+        self.lost = False
+        """Whether contact was lost once: gloo's connections do not come back, only a new channel does."""
         if self.distributed:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
@@ -65,7 +74,8 @@ class Channel:
         """The leader's value, on every rank."""
         box = [value]
         if self.group is not None:
-            dist.broadcast_object_list(box, src=0, group=self.group)
+            with self._contact():
+                dist.broadcast_object_list(box, src=0, group=self.group)
         return cast(T, box[0])
 
     def gather(self, value: T) -> list[T]:
@@ -73,7 +83,8 @@ class Channel:
         if self.group is None:
             return [value]
         box: list[Any] = [None] * self.world_size
-        dist.all_gather_object(box, value, group=self.group)
+        with self._contact():
+            dist.all_gather_object(box, value, group=self.group)
         return box
 
     def ask_leader(self, work: Callable[[], T]) -> T:
@@ -93,10 +104,12 @@ class Channel:
         if self.group is None:
             return cast(R, self._parts([mine], combine)[0])
         gathered: list[Any] | None = [None] * self.world_size if self.is_leader else None
-        dist.gather_object(mine, gathered, dst=0, group=self.group)
+        with self._contact():
+            dist.gather_object(mine, gathered, dst=0, group=self.group)
         parts = self._parts(gathered, combine, tell=True) if gathered is not None else None
         box: list[Any] = [None]
-        dist.scatter_object_list(box, parts, src=0, group=self.group)
+        with self._contact():
+            dist.scatter_object_list(box, parts, src=0, group=self.group)
         if isinstance(box[0], Failure):
             raise RankFailed(box[0])
         return cast(R, box[0])
@@ -108,6 +121,15 @@ class Channel:
             if isinstance(result, Failure):
                 raise RankFailed(result)
         return results  # type: ignore[return-value]
+
+    @contextmanager
+    def _contact(self) -> Iterator[None]:
+        # gloo's errors have no class of their own; what else could raise here is its bug or ours, with its text.
+        try:
+            yield
+        except RuntimeError as error:
+            self.lost = True
+            raise RankLostError(str(error).strip().splitlines()[0]) from error
 
     def _parts(self, values: list[Any], combine: Callable[[list[T]], Sequence[R]], tell: bool = False) -> list[Any]:
         failure = next((each for each in values if isinstance(each, Failure)), None)

@@ -56,6 +56,8 @@ class Restorer:
 
     def __init__(self, talk: Channel, place: FolderPlace, attempt: Attempt) -> None:
         self._talk, self._place, self._attempt = talk, place, attempt
+        self.damaged: set[int] = set()
+        """Commit sequences of the checkpoints that were passed over although they look complete."""
 
     def best(self, state: State, step: int | None) -> int | None:
         """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
@@ -68,6 +70,7 @@ class Restorer:
                 if step is not None:
                     raise
                 refused.append(str(error))
+                self.damaged.add(entry.sequence)
                 self._pass_over(entry, error)
                 continue
             self._attempt.note("restored", step=entry.step, path=str(entry.path))

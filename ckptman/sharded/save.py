@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckptman.errors import CkptmanError, CommitError
+from ckptman.errors import CommitError, RankLostError
 from ckptman.monitor.journal import Journal
 from ckptman.policy.retention import RetentionPolicy
 from ckptman.sharded.planner import SnapshotPlanner
-from ckptman.sharded.ranks import Channel, RankFailed, failure_of
+from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.staging import Stager, borrow
 from ckptman.sharded.state import Snapshot
 from ckptman.sharded.storage import SaveInfo, StorageWriter
@@ -50,13 +51,18 @@ class Saver:
         background: bool,
         disk: Disk = DISK,
     ) -> None:
-        self._place, self._channel, self._journal, self._claim = place, channel, journal, claim
+        self._place, self._journal, self._claim = place, journal, claim
+        self.channel = channel
+        """What the ranks talk over while they save. One that has `lost` a rank is replaced before the next save."""
+        self.damaged: set[int] = set()
+        """Commit sequences of checkpoints that were refused: retention does not count them."""
         self._retention, self._disk = retention, disk
         self._stager = Stager() if background else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptman-save") if background else None
         self._running: Future[SaveReport] | None = None
         self._number = 0
         self._failed_number = 0
+        self._warned = False
         self.told = 0
         """The number of the last save whose failure the training loop was told, counted from 1."""
 
@@ -74,12 +80,19 @@ class Saver:
         self._number += 1
         self._note("save_begun", step=info.step, reason=info.reason)
         if self._pool is None or self._stager is None:
-            return self._write(snapshot, borrow(snapshot), info, begun, None)
-        staged = self._stager.stage(snapshot)
+            try:
+                return self._write(snapshot, borrow(snapshot), info, begun, None)
+            finally:
+                self.told = self._number
+        # A rank that cannot stage takes its failure along into the save, where all the others hear of it.
+        staged: Mapping[str, Any] | Exception
+        try:
+            staged = self._stager.stage(snapshot)
+        except Exception as error:  # noqa: BLE001 out of memory comes in many classes
+            staged = error
         stall_seconds = time.monotonic() - begun
         self._note("save_staged", step=info.step, seconds=stall_seconds)
         self._running = self._pool.submit(self._write, snapshot, staged, info, begun, stall_seconds)
-        self._running.add_done_callback(self._look)
         return None
 
     def wait(self) -> SaveReport | None:
@@ -89,13 +102,12 @@ class Saver:
             return None
         try:
             return running.result()
-        except CommitError:
-            self.told = self._number
-            raise
+        finally:
+            self.told = max(self.told, self._failed_number)
 
     def poll(self) -> SaveReport | None:
         """The report of a save in the background that has succeeded, once."""
-        if self._running is None or not self._running.done() or self.failed:
+        if self._running is None or not self._running.done() or self._running.exception() is not None:
             return None
         return self.wait()
 
@@ -104,12 +116,13 @@ class Saver:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
 
-    def _look(self, future: Future[SaveReport]) -> None:
-        if future.exception() is not None:
-            self._failed_number = self._number
-
     def _write(
-        self, snapshot: Snapshot, staged: Mapping[str, Any], info: SaveInfo, begun: float, stall_seconds: float | None
+        self,
+        snapshot: Snapshot,
+        staged: Mapping[str, Any] | Exception,
+        info: SaveInfo,
+        begun: float,
+        stall_seconds: float | None,
     ) -> SaveReport:
         writer = StorageWriter(
             Path(self._place.root) / step_folder(info.step),
@@ -121,20 +134,21 @@ class Saver:
             on_commit=self._claim.check if self._claim else None,
         )
         try:
-            write_through(self._channel, writer, SnapshotPlanner(snapshot, staged))
+            write_through(self.channel, writer, snapshot, staged)
         except RankFailed as error:
             self._give_up(writer, info.step, error.failure.rank, error.failure.text, error)
-        except Exception as error:  # noqa: BLE001 a dead peer or a timeout: gloo's errors have no class of their own
-            self._give_up(writer, info.step, -1, failure_of(-1, error).text, error)
+        except RankLostError as error:
+            self._give_up(writer, info.step, -1, error.cause, error)
         seconds = time.monotonic() - begun
         self._note("save_durable", sync=True, step=info.step, seconds=seconds, reason=info.reason)
         self._prune()
         return SaveReport(info.step, seconds if stall_seconds is None else stall_seconds, seconds)
 
     def _give_up(self, writer: StorageWriter, step: int, rank: int, cause: str, error: Exception) -> None:
-        if self._channel.is_leader:
+        if self.channel.is_leader:
             writer.abandon()
         self._note("save_failed", step=step, rank=rank, cause=cause)
+        self._failed_number = self._number
         raise CommitError(step, rank, cause) from error
 
     def _prune(self) -> None:
@@ -142,10 +156,14 @@ class Saver:
         if self._claim is None:
             return
         try:
-            plan = plan_prune(self._place.root, self._retention)
+            plan = plan_prune(self._place.root, self._retention, damaged=self.damaged)
             execute(self._place.root, plan, self._claim.next_tag(), self._disk)
-        except (OSError, CkptmanError) as error:
-            self._note("prune_failed", cause=str(error))
+        except Exception as error:  # noqa: BLE001 a user's own retention policy may raise anything
+            self._note("prune_failed", cause=f"{type(error).__name__}: {error}")
+            if not self._warned:
+                text = f"older checkpoints could not be pruned, and the disk fills up: {type(error).__name__}: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                self._warned = True
             return
         for verdict in plan.verdicts:
             if not verdict.keep:
@@ -156,14 +174,20 @@ class Saver:
             self._journal.record(event, sync=sync, **fields)
 
 
-def write_through(channel: Channel, writer: StorageWriter, planner: SnapshotPlanner) -> None:
+def write_through(
+    channel: Channel, writer: StorageWriter, snapshot: Snapshot, staged: Mapping[str, Any] | Exception
+) -> None:
     """Take one save through DCP's planner and writer: plan, write, commit. Every rank calls it.
 
-    Raises: RankFailed on every rank, RuntimeError where a peer is gone or silent for longer than the timeout.
+    `staged` may be the reason why this rank has nothing to write. Raises: RankFailed on every rank, RankLostError
+    where a peer is gone or silent for longer than the timeout.
     """
+    planner = SnapshotPlanner(snapshot, {} if isinstance(staged, Exception) else staged)
     described: list[Any] = []
 
     def plan() -> SavePlan:
+        if isinstance(staged, Exception):
+            raise staged
         planner.set_up_planner({}, None, channel.is_leader)
         writer.reset()
         writer.set_up_storage_writer(channel.is_leader)

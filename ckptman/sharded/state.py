@@ -11,21 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
+from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import ConfigError
+from ckptman.sharded.optimizer import get_state, model_of, set_state
 from ckptman.store.index import Unit
 from ckptman.store.manifest import Mesh
 from ckptman.store.plain import TensorRef, encode, tensor_ref
-
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def rank_key(rank: int) -> str:
@@ -38,13 +32,15 @@ class Snapshot:
     """What one rank has to save.
 
     `tensors`: flat name to live tensor; `objects`: flat name to plain value, for other readers; `units`: the same plain
-    values encoded, with the flat names below each; `paths`: flat name to its path as DCP writes it.
+    values encoded, with the flat names below each; `paths`: flat name to its path as DCP writes it; `from_lowest`: flat
+    names whose value must all come from one rank, the lowest that has them, because ranks may differ in them.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     units: list[tuple[Unit, frozenset[str]]] = field(default_factory=list)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    from_lowest: set[str] = field(default_factory=set)
 
     @property
     def flat(self) -> dict[str, Any]:
@@ -57,7 +53,15 @@ def snapshot(state: Mapping[str, Any], rank: int) -> Snapshot:
 
     Raises: ConfigError naming the path of a value that a checkpoint cannot hold, or of two values of one flat name.
     """
-    return snapshot_of(nested(state, rank))
+    result = snapshot_of(nested(state, rank))
+    alike = set()
+    for name, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            alike |= {f"{name}.{each}" for each in parameter_names(value)}
+        elif isinstance(value, torch.optim.Optimizer):
+            alike |= {each for each in result.tensors if each.startswith(f"{name}.")}
+    result.from_lowest = set(result.paths) - alike
+    return result
 
 
 def snapshot_of(values: Mapping[str, Any]) -> Snapshot:
@@ -65,8 +69,9 @@ def snapshot_of(values: Mapping[str, Any]) -> Snapshot:
     result = Snapshot()
     for name, value in values.items():
         _check_key(name, "the state")
-        entries = [(key, each, False) for key, each in value.items()] if isinstance(value, Mapping) else None
-        for key, each, whole in entries if entries is not None else [(None, value, True)]:
+        # An empty mapping is a value too: an object without state is told apart from one that was not saved.
+        entries = [(key, each, False) for key, each in value.items()] if isinstance(value, Mapping) else []
+        for key, each, whole in entries or [(None, dict(value) if isinstance(value, Mapping) else value, True)]:
             path: tuple[str | int, ...] = (name,) if whole else (name, str(key))
             names: set[str] = set()
             _collect(each, path, result, names)
@@ -81,14 +86,17 @@ def snapshot_of(values: Mapping[str, Any]) -> Snapshot:
     return result
 
 
-def nested(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """The state dicts of all objects: flat ones for modules and optimizers, what they give for all others."""
+def nested(state: Mapping[str, Any], rank: int, *, create: bool = False) -> dict[str, Any]:
+    """The state dicts of all objects: flat ones for modules and optimizers, what they give for all others.
+
+    `create`: optimizers that have no state yet make it, to be filled.
+    """
     result: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, torch.nn.Module):
             result[name] = get_model_state_dict(value)
         elif isinstance(value, torch.optim.Optimizer):
-            result[name] = get_optimizer_state_dict(model_of(value, state), value, options=_FLAT)
+            result[name] = get_state(model_of(value, state), value, create=create)
         elif getattr(value, "per_rank", False):
             result[name] = {rank_key(rank): value.state_dict()}
         elif is_stateful(value):
@@ -108,26 +116,49 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def model_of(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> torch.nn.Module:
-    """The module in `state` whose parameters an optimizer updates. Raises: ConfigError if there is none."""
-    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for value in state.values():
-        if isinstance(value, torch.nn.Module) and wanted <= {id(each) for each in value.parameters()}:
-            return value
-    raise ConfigError(
-        "the state holds an optimizer but not the module whose parameters it updates: add the module beside it "
-        "(one module that holds all of them), because an optimizer is saved by its parameters' names"
-    )
+def parameter_names(module: torch.nn.Module) -> set[str]:
+    """The names of a module's parameters as its state dict has them; what else is in there are buffers."""
+    return {each for name, _ in module.named_parameters(remove_duplicate=False) for each in _get_fqns(module, name)}
 
 
-def put_back(state: MutableMapping[str, Any], name: str, values: Any, rank: int, from_other_rank: bool) -> None:
+def unlike_on_ranks(snapshots: list[dict[str, str]]) -> str | None:
+    """The first object whose plain values differ between ranks, given `value_digests` of all ranks; None: all alike."""
+    seen: dict[str, tuple[int, str]] = {}
+    for rank, digests in enumerate(snapshots):
+        for name, digest in digests.items():
+            first, known = seen.setdefault(name, (rank, digest))
+            if known != digest:
+                return (
+                    f"the state of {name!r} differs between ranks {first} and {rank}, and only one would be saved: "
+                    f"give the object an attribute per_rank = True to save it for each rank"
+                )
+    return None
+
+
+def value_digests(shot: Snapshot, state: Mapping[str, Any]) -> dict[str, str]:
+    """A digest of the plain values of each object that every rank should have alike."""
+    texts: dict[str, list[str]] = {}
+    for unit, _ in shot.units:
+        if not is_named(state[unit.state]) and not getattr(state[unit.state], "per_rank", False):
+            texts.setdefault(unit.state, []).append(unit.model_dump_json())
+    return {name: xxh3_128_hexdigest("\n".join(each).encode()) for name, each in texts.items()}
+
+
+def put_back(
+    state: MutableMapping[str, Any], name: str, values: Any, rank: int, from_other_rank: bool, not_started: set[str]
+) -> None:
     """Give one object of the application the values that were restored for it."""
     target = state[name]
     if isinstance(target, torch.nn.Module):
         set_model_state_dict(target, values)
     elif isinstance(target, torch.optim.Optimizer):
-        set_optimizer_state_dict(model_of(target, state), target, values, options=_FLAT)
+        set_state(model_of(target, state), target, values, not_started)
     elif from_other_rank:
+        if not hasattr(target, "load_from_other_rank"):
+            raise ConfigError(
+                f"{name!r} is saved for each rank, and rank {rank} did not exist then: give it a method "
+                f"load_from_other_rank(state, rank), or restore on as many ranks as saved"
+            )
         target.load_from_other_rank(values, rank)
     elif is_stateful(target):
         target.load_state_dict(values)

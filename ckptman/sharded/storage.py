@@ -262,7 +262,13 @@ class _DigestingFileSystem(FileSystem):
         digester = self._digests[Path(path).name] = BlockDigester()
         with open(path, mode, buffering=1024 * 1024) as raw:
             stream = _DigestingStream(raw, digester)
-            yield stream  # type: ignore[misc]
+            try:
+                yield stream  # type: ignore[misc]
+            except Exception:
+                # torch hides why a write failed behind an error of its own.
+                if stream.error is not None:
+                    raise stream.error from None
+                raise
             raw.flush()
             self._disk.sync_file(raw.fileno())
 
@@ -273,13 +279,18 @@ class _DigestingStream(io.RawIOBase):
     def __init__(self, raw: IO[bytes], digester: BlockDigester) -> None:
         self._raw = raw
         self._digester = digester
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         self._digester.update(data)
-        self._raw.write(data)
+        try:
+            self._raw.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         return memoryview(data).nbytes
 
     def tell(self) -> int:

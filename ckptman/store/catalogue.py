@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import os
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from ckptman.errors import CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.policy.retention import Record
 from ckptman.store.manifest import Manifest, missing_file, read_manifest
 from ckptman.store.names import StepName, parse_step
+
+_LOOKS = 10
+"""A commit renames folders while others look: after so many looks what was gone each time is taken to be gone."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,11 @@ class Catalogue:
 
         Raises: NotFoundError (no such root), RootError (not a folder, or it cannot be read: that is never "none yet").
         """
-        names = self._names()
-        entries: dict[int, Entry] = {}
-        for wanted in ("step", "old"):
-            for name, parsed in names:
-                # A crash between the two renames of a commit leaves the previous save of this step as "old" only.
-                if parsed.kind == wanted and parsed.step not in entries and (entry := self._look(name, parsed)):
-                    entries[parsed.step] = entry
-        return sorted(entries.values(), key=lambda entry: (entry.sequence, entry.step))
+        for _ in range(_LOOKS):
+            entries, settled = self._look_at(self._names())
+            if settled:
+                break
+        return sorted(entries.values(), key=_commit_order)
 
     def complete(self) -> list[Entry]:
         """The complete entries, oldest commit first."""
@@ -83,19 +84,17 @@ class Catalogue:
         """The entry of a step, complete or not. Raises: NotFoundError, which names the steps there are."""
         entries = {entry.step: entry for entry in self.scan()}
         if step not in entries:
-            known = ", ".join(str(each) for each in sorted(entries)[-10:]) or "none"
+            known = ", ".join(str(each) for each in list(entries)[-10:]) or "none"
             raise NotFoundError(f"{self.root} has no checkpoint of step {step}; the latest there are: {known}")
         return entries[step]
 
     def leftovers(self) -> list[tuple[Path, StepName]]:
-        """Folders that a crash or an unfinished deletion left: `tmp`, `trash`, and `old` whose step is there."""
+        """Folders that a crash or an unfinished deletion left: `tmp`, `trash`, and `old` that stands in for nothing."""
         names = self._names()
-        steps = {parsed.step for _, parsed in names if parsed.kind == "step"}
-        return [
-            (self.root / name, parsed)
-            for name, parsed in names
-            if parsed.kind in ("tmp", "trash") or (parsed.kind == "old" and parsed.step in steps)
-        ]
+        olds = {parsed.step for _, parsed in names if parsed.kind == "old"}
+        entries, _ = self._look_at([(name, parsed) for name, parsed in names if parsed.step in olds])
+        counting = {entry.path.name for entry in entries.values()}
+        return [(self.root / name, parsed) for name, parsed in names if parsed.kind != "step" and name not in counting]
 
     def _names(self) -> list[tuple[str, StepName]]:
         try:
@@ -114,25 +113,61 @@ class Catalogue:
             ) from error
         return [(name, parsed) for name in sorted(names) if (parsed := parse_step(name))]
 
-    def _look(self, name: str, parsed: StepName) -> Entry | None:
-        path = self.root / name
-        try:
-            if path.is_symlink():
-                return Entry(parsed.step, path, None, "it is a link, not a folder")
-            manifest = read_manifest(path)
-            if manifest.step != parsed.step:
-                return Entry(parsed.step, path, manifest, f"its manifest is of step {manifest.step}")
-            return Entry(parsed.step, path, manifest, missing_file(path, manifest))
-        except FileNotFoundError:
-            # Deleted while we looked, or never finished: only what is still there is worth a line.
-            return Entry(parsed.step, path, None, "it has no manifest.json") if path.exists() else None
-        except NotADirectoryError:
-            return Entry(parsed.step, path, None, "it is a file, not a folder")
-        except FormatVersionError as error:
-            return Entry(parsed.step, path, None, f"format version {error.found} is newer than this ckptman", error)
-        except CorruptError as error:
-            return Entry(parsed.step, path, None, str(error))
-        except OSError as error:
-            raise RootError(
-                error.errno or errno.EIO, f"{path} cannot be read ({error.strerror}): check the mount"
-            ) from error
+    def _look_at(self, names: list[tuple[str, StepName]]) -> tuple[dict[int, Entry], bool]:
+        """The entry of each step, and whether everything stayed where it was while we looked."""
+        found: dict[int, list[tuple[tuple[bool, bool, int], Entry]]] = {}
+        settled = True
+        for name, parsed in names:
+            if parsed.kind not in ("step", "old"):
+                continue
+            path = self.root / name
+            before = _lstat(path)
+            entry = _look(path, parsed.step)
+            after = _lstat(path)
+            if before is None or after is None or not os.path.samestat(before, after):
+                settled = False
+                continue
+            # A crash between the two renames of a commit leaves the previous save of this step as "old" only. It also
+            # stands in for one that was damaged since: nothing good is passed over for something bad.
+            counts = entry.complete or entry.newer_format is not None
+            merit = (counts, parsed.kind == "step", entry.sequence)
+            found.setdefault(parsed.step, []).append((merit, entry))
+        return {step: max(each, key=itemgetter(0))[1] for step, each in found.items()}, settled
+
+
+def _look(path: Path, step: int) -> Entry:
+    try:
+        if path.is_symlink():
+            return Entry(step, path, None, "it is a link, not a folder")
+        manifest = read_manifest(path)
+        if manifest.step != step:
+            return Entry(step, path, manifest, f"its manifest is of step {manifest.step}")
+        return Entry(step, path, manifest, missing_file(path, manifest))
+    except FileNotFoundError:
+        return Entry(step, path, None, "it has no manifest.json")
+    except NotADirectoryError:
+        return Entry(step, path, None, "it is a file, not a folder")
+    except FormatVersionError as error:
+        return Entry(step, path, None, f"format version {error.found} is newer than this ckptman", error)
+    except CorruptError as error:
+        return Entry(step, path, None, str(error))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _lstat(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> RootError:
+    return RootError(error.errno or errno.EIO, f"{path} cannot be read ({error.strerror}): check the mount")
+
+
+def _commit_order(entry: Entry) -> tuple[int, float, int]:
+    # Time and step decide only between folders that were copied from several roots and share a sequence.
+    return entry.sequence, entry.manifest.time_seconds if entry.manifest else 0.0, entry.step

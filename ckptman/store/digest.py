@@ -26,7 +26,10 @@ class BlockDigester:
         self.size_bytes = 0
 
     def update(self, data: bytes | memoryview) -> None:
-        view = memoryview(data).cast("B")
+        view = memoryview(data)
+        if not view.nbytes:  # a view with a zero in its shape cannot be cast
+            return
+        view = view.cast("B")
         self.size_bytes += len(view)
         while view:
             piece, view = view[: self._room], view[self._room :]
@@ -52,9 +55,9 @@ def digest_of_blocks(blocks: Sequence[bytes]) -> str:
     return xxh3_128_hexdigest(b"".join(blocks))
 
 
-def digest_bytes(data: bytes) -> str:
+def digest_bytes(data: bytes, block_bytes: int = BLOCK_BYTES) -> str:
     """The digest of a file that holds `data`."""
-    digester = BlockDigester()
+    digester = BlockDigester(block_bytes)
     digester.update(data)
     return digester.finish()
 

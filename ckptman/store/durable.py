@@ -10,9 +10,11 @@ Tests replace one method of `Disk` to fail, or to die, at the n-th operation.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+import sys
 from pathlib import Path
 
 
@@ -26,7 +28,7 @@ class Disk:
     def make_folders(self, path: Path) -> None:
         """Make a folder and its parents where missing, each of them durable."""
         missing = []
-        while not path.exists():
+        while not path.exists() and path != path.parent:
             missing.append(path)
             path = path.parent
         for folder in reversed(missing):
@@ -35,14 +37,16 @@ class Disk:
 
     def write_file(self, path: Path, data: bytes) -> None:
         """Write a whole new file and flush it to storage. The folder is not flushed."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        _write(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666), data)
+
+    def create_file(self, path: Path, data: bytes) -> None:
+        """Write a file that nobody has made yet. Raises FileExistsError: exactly one of several callers succeeds."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            _write(fd, data)
+        except OSError:
+            self.remove_file(path)
+            raise
 
     def replace_file(self, path: Path, data: bytes) -> None:
         """Put `data` in place of `path`, durably: whoever looks sees the old bytes or the new ones, never a mixture."""
@@ -51,7 +55,8 @@ class Disk:
             self.write_file(temporary, data)
             self.rename(temporary, path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.remove_file(temporary)
             raise
         self.sync_folder(path.parent)
 
@@ -75,23 +80,34 @@ class Disk:
         """Give a file or folder another name, atomically. An existing file is replaced, a non-empty folder refused."""
         source.rename(target)
 
-    def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name. Raises FileExistsError: of several callers exactly one succeeds, on NFS too."""
-        target.hardlink_to(source)
-
     def remove_file(self, path: Path) -> None:
-        """Remove a file; one that is gone already is no error."""
+        """Remove a file or a link; one that is gone already is no error."""
         path.unlink(missing_ok=True)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder and what is in it, never through a link; what is gone already is no error."""
-        if path.is_symlink():
-            raise OSError(errno.ELOOP, "refusing to remove what a link points to", str(path))
-        try:
-            shutil.rmtree(path)
-        except FileNotFoundError:
-            if path.exists():  # somebody removes it at the same time: once more for the rest
-                shutil.rmtree(path, ignore_errors=True)
+        """Remove a folder and what is in it, or a file. Links are removed, never followed; gone already is no error."""
+        if path.is_symlink() or path.is_file():
+            self.remove_file(path)
+        elif sys.version_info >= (3, 12):
+            shutil.rmtree(path, onexc=_unless_gone)
+        else:
+            shutil.rmtree(path, onerror=lambda what, name, info: _unless_gone(what, name, info[1]))
 
 
 DISK = Disk()
+
+
+def _unless_gone(what: object, name: object, error: BaseException) -> None:
+    # Somebody else may be removing the same tree.
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _write(fd: int, data: bytes) -> None:
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)

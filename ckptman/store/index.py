@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ckptman.errors import CorruptError, FormatVersionError
-from ckptman.store.manifest import FORMAT_VERSION, Manifest, is_plain_name
+from ckptman.errors import CorruptError
+from ckptman.store.digest import digest_bytes
+from ckptman.store.manifest import FORMAT_VERSION, Manifest, parse_versioned
 
 
 class Location(BaseModel):
@@ -77,15 +78,21 @@ class Index(BaseModel):
 
 
 def merge(indexes: Iterable[Index]) -> Index:
-    """One index out of those of all ranks. Of units that several ranks wrote, the first counts."""
+    """One index out of those of all ranks. Of units that several ranks wrote, the first counts.
+
+    Raises: CorruptError where two ranks do not agree what a tensor is.
+    """
     whole = Index()
     seen: set[tuple[str, str]] = set()
     for index in indexes:
         for name, tensor in index.tensors.items():
-            if name in whole.tensors:
-                whole.tensors[name].chunks.extend(tensor.chunks)
-            else:
-                whole.tensors[name] = tensor.model_copy(update={"chunks": list(tensor.chunks)})
+            known = whole.tensors.setdefault(name, tensor.model_copy(update={"chunks": []}))
+            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                raise CorruptError(
+                    f"{name} is {known.dtype} {list(known.shape)} in one index and "
+                    f"{tensor.dtype} {list(tensor.shape)} in another"
+                )
+            known.chunks.extend(tensor.chunks)
         for unit in index.units:
             identity = (unit.state, json.dumps(unit.key))
             if identity not in seen:
@@ -97,24 +104,43 @@ def merge(indexes: Iterable[Index]) -> Index:
 
 
 def read_index(folder: Path, manifest: Manifest) -> Index:
-    """The merged index of a checkpoint. Raises: CorruptError, FormatVersionError, OSError."""
+    """The merged index of a checkpoint. Raises: CorruptError (its digests are checked), FormatVersionError, OSError."""
     names = sorted(name for name in manifest.files if name.startswith("index-") and name.endswith(".json"))
     return merge(_read_one(folder / name, manifest) for name in names)
 
 
 def _read_one(path: Path, manifest: Manifest) -> Index:
+    data, record = path.read_bytes(), manifest.files[path.name]
+    if len(data) != record.bytes or digest_bytes(data, manifest.block_bytes) != record.digest:
+        raise CorruptError(f"{path} does not match its digest: its bytes have changed since they were saved")
+    raw = parse_versioned(path, data)
     try:
-        raw = json.loads(path.read_bytes())
-        version = raw["format_version"]
-        if not isinstance(version, int) or version > FORMAT_VERSION:
-            raise FormatVersionError(str(path), version, FORMAT_VERSION)
         index = Index.model_validate(raw)
-    except (ValueError, KeyError, TypeError, ValidationError) as error:
+    except (ValidationError, RecursionError) as error:
         raise CorruptError(f"{path} is not an index: {error}") from error
-    for location in [*index.objects.values(), *(c.at for t in index.tensors.values() for c in t.chunks)]:
-        known = manifest.files.get(location.file)
-        if not is_plain_name(location.file) or known is None:
-            raise CorruptError(f"{path} points to {location.file!r}, which the manifest does not name")
-        if location.offset < 0 or location.bytes < 0 or location.offset + location.bytes > known.bytes:
-            raise CorruptError(f"{path} points outside {location.file} ({location.offset} + {location.bytes} bytes)")
+    for location in index.objects.values():
+        _check_location(path, location, manifest)
+    for name, tensor in index.tensors.items():
+        for chunk in tensor.chunks:
+            _check_location(path, chunk.at, manifest)
+            if not _is_box_of(chunk, tensor.shape):
+                raise CorruptError(
+                    f"{path}: {name} {list(tensor.shape)} has a chunk outside of it: "
+                    f"offsets {list(chunk.offsets)}, sizes {list(chunk.sizes)}"
+                )
     return index
+
+
+def _check_location(path: Path, location: Location, manifest: Manifest) -> None:
+    known = manifest.files.get(location.file)
+    if known is None:
+        raise CorruptError(f"{path} points to {location.file!r}, which the manifest does not name")
+    if location.offset < 0 or location.bytes < 0 or location.offset + location.bytes > known.bytes:
+        raise CorruptError(f"{path} points outside {location.file} ({location.offset} + {location.bytes} bytes)")
+
+
+def _is_box_of(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    return len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
+        offset >= 0 and size >= 0 and offset + size <= whole
+        for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape)
+    )

@@ -1,21 +1,26 @@
 """The manifest: plain JSON that makes a folder a checkpoint. Written last, read with no torch and no pickle.
 
-What grows with ranks x tensors is in the index files (`index`); here is one line per file.
+What grows with ranks x tensors is in the index files (`index`); here is one line per file. Its last field, `digest`,
+is the xxh3-128 of all bytes before it: no other file could vouch for the manifest.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import stat
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import CorruptError, FormatVersionError
 from ckptman.store.names import MANIFEST
 
 FORMAT_VERSION = 1
+_SEAL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
 
 
 class FileRecord(BaseModel):
@@ -45,7 +50,7 @@ class Manifest(BaseModel):
     format_version: int = FORMAT_VERSION
     step: Annotated[int, Field(ge=0)]
     sequence: Annotated[int, Field(ge=1)]
-    time_seconds: float
+    time_seconds: FiniteFloat
     reason: str
     world_size: Annotated[int, Field(ge=1)]
     mesh: Mesh | None = None
@@ -56,7 +61,7 @@ class Manifest(BaseModel):
     attempt: int = 1
     restored_from: int | None = None
     metrics: dict[str, float] = {}
-    block_bytes: Annotated[int, Field(gt=0)]
+    block_bytes: Annotated[int, Field(gt=0, le=2**30)]
     files: dict[str, FileRecord]
 
     @property
@@ -66,39 +71,59 @@ class Manifest(BaseModel):
 
     def to_json(self) -> bytes:
         """The bytes of `manifest.json`. NaN and infinite metrics are kept (as JSON's common extension writes them)."""
-        return (json.dumps(self.model_dump(mode="python"), indent=1) + "\n").encode()
+        body = json.dumps(self.model_dump(mode="python"), indent=1).encode().removesuffix(b"\n}")
+        return body + b',\n "digest": "' + xxh3_128_hexdigest(body).encode() + b'"\n}\n'
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
-    Raises: FileNotFoundError (no manifest), CorruptError (does not parse), FormatVersionError (a newer ckptman).
+    Raises: FileNotFoundError (no manifest), CorruptError (not as it was written), FormatVersionError (a newer ckptman).
     """
     path = folder / MANIFEST
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise CorruptError(f"{path} is not a regular file")
     data = path.read_bytes()
-    try:
-        raw: Any = json.loads(data)
-        version = raw["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"{path} is not a manifest: {error}") from error
-    # The version is looked at before the fields: a newer format may have any.
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise FormatVersionError(str(path), version, FORMAT_VERSION)
+    sealed = _SEAL.search(data)
+    if sealed is not None and xxh3_128_hexdigest(data[: sealed.start()]).encode() != sealed[1]:
+        raise CorruptError(f"{path} does not match its digest: its bytes have changed since it was saved")
+    raw = parse_versioned(path, data)
+    if sealed is None:
+        raise CorruptError(f"{path} has no digest at its end: it was cut short or edited")
+    del raw["digest"]
     try:
         manifest = Manifest.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise CorruptError(f"{path} (format version {version}): {where}: {first['msg']}") from error
+        what = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
+        raise CorruptError(f"{path} (format version {raw['format_version']}): {where}: {what}") from error
     for name in manifest.files:
         if not is_plain_name(name):
             raise CorruptError(f"{path} names {name!r}, which is not a plain file name in the checkpoint folder")
     return manifest
 
 
+def parse_versioned(path: Path, data: bytes) -> dict[str, Any]:
+    """The JSON object in `data`, if its format version is one we know: a newer format may have any field.
+
+    Raises: CorruptError, FormatVersionError.
+    """
+    try:
+        raw = json.loads(data)
+        version = raw["format_version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptError(f"{path} is not what ckptman wrote there: {type(error).__name__}: {error}") from error
+    if type(version) is not int or version < 1:
+        raise CorruptError(f"{path} has the format version {version!r}, which there never was")
+    if version > FORMAT_VERSION:
+        raise FormatVersionError(str(path), version, FORMAT_VERSION)
+    return cast("dict[str, Any]", raw)
+
+
 def is_plain_name(name: str) -> bool:
     """Whether a name stays in its folder: no separator, no `..`, nothing that a path could be made of."""
-    return bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name and os.sep not in name
+    return bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name
 
 
 def missing_file(folder: Path, manifest: Manifest) -> str | None:

@@ -4,7 +4,7 @@ step-0000000100              a committed checkpoint
 step-0000000100.tmp-X        being written; X tells whose (see `owner`)
 step-0000000100.old-X        stood aside while a new save of the same step takes its name (see `place.commit`)
 step-0000000100.trash-X      deleted, being removed
-.ckptman/                    the run's own files: journal, outcome, owner
+.ckptman/                    the run's own files: journal.jsonl, outcome.json, owner-000001.json
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
+from ckptman.errors import ConfigError
+
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 """torch's own description of the checkpoint (a pickle): written for others, never read in our own checkpoints."""
@@ -20,6 +22,8 @@ DOT = ".ckptman"
 
 Kind = Literal["step", "tmp", "old", "trash"]
 _STEP = re.compile(r"step-(?P<step>[0-9]{10})(?:\.(?P<kind>tmp|old|trash)-(?P<tag>[0-9A-Za-z_-]+))?", re.ASCII)
+_OWNER = re.compile(r"owner-([0-9]{6,})\.json", re.ASCII)
+_HALF_WRITTEN = re.compile(r".+\.tmp-([0-9]+)-[0-9a-f]{8}", re.ASCII | re.DOTALL)
 MAX_STEP = 10**10 - 1
 
 
@@ -32,9 +36,9 @@ class StepName(NamedTuple):
 
 
 def step_folder(step: int, kind: Kind = "step", tag: str = "") -> str:
-    """The folder name of a step: `step-0000000100`, or `step-0000000100.tmp-tag`."""
+    """The folder name of a step: `step-0000000100`, or `step-0000000100.tmp-tag`. Raises: ConfigError."""
     if not 0 <= step <= MAX_STEP:
-        raise ValueError(f"a step is a number from 0 to {MAX_STEP}, not {step}")
+        raise ConfigError(f"a step is a number from 0 to {MAX_STEP}, not {step}: count optimizer steps from 1")
     return f"step-{step:010d}" + ("" if kind == "step" else f".{kind}-{tag}")
 
 
@@ -67,6 +71,18 @@ def outcome_path(root: Path) -> Path:
     return root / DOT / "outcome.json"
 
 
-def owner_path(root: Path) -> Path:
-    """Who writes to this root."""
-    return root / DOT / "owner.json"
+def owner_path(root: Path, number: int) -> Path:
+    """A claim on this root: the highest number is the one that counts (see `owner`)."""
+    return root / DOT / f"owner-{number:06d}.json"
+
+
+def parse_owner(name: str) -> int | None:
+    """The number of a claim, or None if the name is not that of one."""
+    match = _OWNER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def parse_half_written(name: str) -> int | None:
+    """The pid in the name of a file that `durable.Disk.replace_file` was writing, or None if it is no such name."""
+    match = _HALF_WRITTEN.fullmatch(name)
+    return int(match[1]) if match else None

@@ -1,39 +1,48 @@
 """Who writes to a root. Two runs that write to one root would rename and prune each other's checkpoints.
 
-The claim is a file with host, pid and start time of its owner, who touches it every few seconds. On the same host a
-claim is dead when its process is; from another host, when it was not touched for `PATIENCE_SECONDS` while we watched:
-clocks of two hosts are never compared. Claiming is a hard link, which exactly one of several claimants gets.
+A run that claims a root makes the next of the numbered files `owner-000007.json`; the highest number owns the root.
+The file is created exclusively, so each number goes to one claimant, on NFS too; a number stays taken until there is a
+higher one, and nobody moves a claim that may be alive. The owner touches its file every few seconds, and adds a line
+to it when it leaves. A claim that was not given back is dead when its process is, on the same host; from another host,
+when it was not touched for `PATIENCE_SECONDS` while we watched: clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
+import itertools
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptman.errors import BusyError, RootError
 from ckptman.store.durable import DISK, Disk
-from ckptman.store.names import owner_path
+from ckptman.store.names import owner_path, parse_owner, run_folder
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
+_LOOKS = 10
 
 
-@dataclass(frozen=True)
-class Owner:
-    """A process that claims a root. `host_key` tells apart boots and containers that share a host name."""
+class Owner(BaseModel):
+    """A process that claims a root.
 
+    `host_key` tells apart boots and containers that share a host name. `start_ticks` (clock ticks since boot) tells
+    apart processes that share a pid; unlike a time of day it cannot change when the clock is set.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
     host: str
     host_key: str
-    pid: int
-    started_seconds: float
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    start_ticks: int
     job_id: str | None
     run_id: str
     nonce: str
@@ -41,62 +50,82 @@ class Owner:
 
 def this_process(run_id: str, job_id: str | None) -> Owner:
     """The owner that this process would be."""
-    import psutil
-
-    started = psutil.Process().create_time()
-    return Owner(socket.gethostname(), _host_key(), os.getpid(), started, job_id, run_id, os.urandom(4).hex())
+    _, ticks = _state_and_start(os.getpid()) or ("", 0)
+    return Owner(
+        host=socket.gethostname(),
+        host_key=_host_key(),
+        pid=os.getpid(),
+        start_ticks=ticks,
+        job_id=job_id,
+        run_id=run_id,
+        nonce=os.urandom(4).hex(),
+    )
 
 
 def read_owner(root: Path) -> Owner | None:
-    """Who claims a root, dead or alive; None if nobody does, or if the claim is unreadable rubbish."""
-    return _read(owner_path(root))
+    """Who claims a root, dead or alive; None if nobody does, or if the claim is rubbish. Raises: RootError."""
+    try:
+        mark = _newest(root)
+    except OSError as error:
+        raise _root_error(root, "read", error) from error
+    return mark.owner if mark is not None and not mark.released else None
 
 
 def is_alive(root: Path, owner: Owner, patience_seconds: float = PATIENCE_SECONDS) -> bool:
     """Whether the process behind a claim lives. From another host this takes up to `patience_seconds` to deny."""
-    if owner.host == socket.gethostname() and owner.host_key == _host_key():
-        return _process_lives(owner)
-    return _is_touched(owner_path(root), owner, patience_seconds)
+    mark = _newest(root)
+    return mark is not None and mark.owner == owner and _lives(root, mark, patience_seconds)
+
+
+def is_this_process(owner: Owner) -> bool:
+    """Whether a claim is that of the process that asks."""
+    return (owner.host, owner.host_key, owner.pid) == (socket.gethostname(), _host_key(), os.getpid())
 
 
 class Claim:
     """This process's right to write to a root, held until `release`. Made by `claim`."""
 
-    def __init__(self, root: Path, owner: Owner, disk: Disk = DISK) -> None:
-        self.root, self.owner, self._disk = root, owner, disk
-        self._counter = 0
+    def __init__(self, root: Path, owner: Owner, number: int, disk: Disk = DISK) -> None:
+        self.root, self.owner = root, owner
+        self._number, self._disk = number, disk
+        self._counter = itertools.count(1)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="ckptman-owner", daemon=True)
         self._thread.start()
 
     def next_tag(self) -> str:
         """A tag for a tmp or trash name that nobody used before, and that tells whose it is."""
-        self._counter += 1
-        return f"{self.owner.nonce}-{self._counter}"
+        return f"{self.owner.nonce}-{next(self._counter)}"
 
     def check(self) -> None:
-        """Raises: BusyError if another run took the root over (this process was silent for too long)."""
-        owner = read_owner(self.root)
-        if owner is not None and owner.nonce != self.owner.nonce:
-            raise BusyError(str(self.root), owner.host, owner.pid, owner.job_id)
+        """Raises: BusyError if another run took the root over (this process was silent for too long), OSError."""
+        mark = _newest(self.root)
+        if mark is None:
+            # Somebody removed the run's own files: claimed again, or the next run would come in unhindered.
+            self._disk.make_folders(run_folder(self.root))
+            _stake(self.root, self._number, self.owner, self._disk)
+        elif not self._is_mine(mark):
+            raise _busy(self.root)
 
     def release(self) -> None:
         """Give the root free. Never takes away somebody else's claim."""
         self._done.set()
-        self._thread.join()
-        owner = read_owner(self.root)
-        if owner is not None and owner.nonce == self.owner.nonce:
-            with contextlib.suppress(OSError):
-                self._disk.remove_file(owner_path(self.root))
+        self._thread.join(BEAT_SECONDS)
+        with contextlib.suppress(OSError):
+            if self._is_mine(_read(self.root, self._number)):
+                # Marked, not removed: a claimant that looked a moment ago must not find this number free again.
+                with owner_path(self.root, self._number).open("r+b", buffering=0) as file:
+                    file.seek(0, os.SEEK_END)
+                    file.write(b"released\n")
+
+    def _is_mine(self, mark: _Mark) -> bool:
+        return mark.number == self._number and mark.owner == self.owner
 
     def _beat(self) -> None:
         while not self._done.wait(BEAT_SECONDS):
             # A file system that is away for a moment is no reason to die here: the next save will tell.
             with contextlib.suppress(OSError):
-                owner = read_owner(self.root)
-                if owner is None or owner.nonce != self.owner.nonce:
-                    return
-                os.utime(owner_path(self.root))
+                os.utime(owner_path(self.root, self._number))
 
 
 def claim(
@@ -107,75 +136,135 @@ def claim(
     Raises: BusyError (a live run owns it), RootError (it cannot be written).
     """
     me = this_process(run_id, job_id)
-    path = owner_path(root)
     try:
-        disk.make_folders(path.parent)
-        with _same_host_lock(path.with_name("owner.lock")):
-            other = read_owner(root)
-            if other is not None and is_alive(root, other, patience_seconds):
-                raise BusyError(str(root), other.host, other.pid, other.job_id)
-            _take(path, me, other, disk)
-    except BusyError:
-        raise
+        disk.make_folders(run_folder(root))
+        last = _newest(root)
+        if last is not None and _lives(root, last, patience_seconds):
+            raise _busy(root)
+        number = last.number + 1 if last is not None else 1
+        _stake(root, number, me, disk)
     except OSError as error:
-        raise RootError(
-            error.errno or errno.EIO,
-            f"the checkpoint root {root} cannot be written ({error.strerror}): check permissions, quota and the mount",
-        ) from error
-    return Claim(root, me, disk)
+        raise _root_error(root, "written", error) from error
+    # Claims that are over mean nothing any more: one that cannot be removed does no harm.
+    with contextlib.suppress(OSError):
+        for older in _numbers(root):
+            if older < number:
+                disk.remove_file(owner_path(root, older))
+    return Claim(root, me, number, disk)
 
 
-def _take(path: Path, me: Owner, dead: Owner | None, disk: Disk) -> None:
-    mine = path.with_name(f"owner.{me.nonce}")
-    disk.write_file(mine, json.dumps(asdict(me)).encode())
+@dataclass(frozen=True)
+class _Mark:
+    """A claim as it is on disk. `owner` is None if it cannot be read: rubbish, or being written this very moment."""
+
+    number: int
+    owner: Owner | None
+    released: bool
+
+
+def _stake(root: Path, number: int, me: Owner, disk: Disk) -> None:
+    path = owner_path(root, number)
     try:
-        if os.path.lexists(path):
-            # Renamed, not removed: of two that take over at once, the second would remove the first one's new claim.
-            aside = path.with_name(f"owner.dead-{me.nonce}")
-            with contextlib.suppress(FileNotFoundError):
-                disk.rename(path, aside)
-                moved = _read(aside)
-                if moved is not None and (dead is None or moved.nonce != dead.nonce):
-                    with contextlib.suppress(FileExistsError):
-                        disk.link(aside, path)
-                disk.remove_file(aside)
-        disk.link(mine, path)
+        disk.create_file(path, me.model_dump_json().encode() + b"\n")
     except FileExistsError:
-        winner = _read(path)
-        raise BusyError(
-            str(path.parent.parent), winner.host if winner else "?", winner.pid if winner else 0, None
-        ) from None
-    finally:
-        disk.remove_file(mine)
+        raise _busy(root) from None
+    with contextlib.ExitStack() as undo:
+        undo.callback(disk.remove_file, path)
+        # What we saw before may be old (NFS remembers listings): whoever has a higher number looked after us, and wins.
+        now = _newest(root)
+        if now is None or now.owner != me:
+            raise _busy(root)
+        undo.pop_all()
 
 
-def _read(path: Path) -> Owner | None:
+def _newest(root: Path) -> _Mark | None:
+    for _ in range(_LOOKS):
+        numbers = _numbers(root)
+        if not numbers:
+            return None
+        # A claim that is gone was taken over just now: then there is one with a higher number.
+        with contextlib.suppress(FileNotFoundError):
+            return _read(root, max(numbers))
+    return None
+
+
+def _numbers(root: Path) -> list[int]:
     try:
-        return Owner(**json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
+        names = os.listdir(run_folder(root))  # noqa: PTH208 names alone are wanted
+    except FileNotFoundError:
+        return []
+    return [number for name in names if (number := parse_owner(name)) is not None]
 
 
-def _process_lives(owner: Owner) -> bool:
-    import psutil
-
+def _read(root: Path, number: int) -> _Mark:
+    owner, _, more = owner_path(root, number).read_bytes().partition(b"\n")
     try:
-        process = psutil.Process(owner.pid)
-        # A pid is reused; the start time tells. A zombie has closed its files and will write no more.
-        same = abs(process.create_time() - owner.started_seconds) < 1.0
-        return same and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
+        return _Mark(number, Owner.model_validate_json(owner), released=bool(more))
+    except ValidationError:
+        return _Mark(number, None, released=False)
+
+
+def _busy(root: Path) -> BusyError:
+    mark = _newest(root)
+    owner = mark.owner if mark is not None else None
+    if owner is None:
+        return BusyError(str(root), "unknown", 0, None)
+    return BusyError(str(root), owner.host, owner.pid, owner.job_id)
+
+
+def _root_error(root: Path, done: str, error: OSError) -> RootError:
+    return RootError(
+        error.errno or errno.EIO,
+        f"the checkpoint root {root} cannot be {done} ({error.strerror}): check permissions, quota and the mount",
+    )
+
+
+def _lives(root: Path, mark: _Mark, patience_seconds: float) -> bool:
+    if mark.released:
         return False
+    owner = mark.owner
+    if owner is not None and owner.host_key and (owner.host, owner.host_key) == (socket.gethostname(), _host_key()):
+        lives = _process_lives(owner)
+        if lives is not None:
+            return lives
+    return _is_touched(root, mark, patience_seconds)
 
 
-def _is_touched(path: Path, owner: Owner, patience_seconds: float) -> bool:
+def _process_lives(owner: Owner) -> bool | None:
+    """Whether a process of this host lives; None where this host does not show it to us (`hidepid`)."""
+    found = _state_and_start(owner.pid)
+    if found is not None:
+        state, ticks = found
+        # A pid is reused; the start tells. A zombie has closed its files and will write no more.
+        return ticks == owner.start_ticks and state not in "ZX"
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return None
+
+
+def _state_and_start(pid: int) -> tuple[str, int] | None:
+    try:
+        # After the command in brackets, which may hold anything: state is field 3, start time field 22 (proc(5)).
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[0].decode(), int(fields[19])
+
+
+def _is_touched(root: Path, mark: _Mark, patience_seconds: float) -> bool:
+    path = owner_path(root, mark.number)
     first = _touched_at(path)
     deadline = time.monotonic() + patience_seconds
     while time.monotonic() < deadline:
-        time.sleep(min(1.0, patience_seconds / 10))
-        if _touched_at(path) != first:
-            current = _read(path)
-            return current == owner
+        time.sleep(min(0.1, patience_seconds / 10))
+        # Compared with what was judged, too: a claim that was being written then may have been whole ever since.
+        now = _newest(root)
+        if now != mark or _touched_at(path) != first:
+            return now is not None and now.number == mark.number and not now.released
     return False
 
 
@@ -194,20 +283,3 @@ def _host_key() -> str:
         return f"{boot.read_text().strip()} {os.readlink(namespace)}"  # noqa: PTH115 not a path, a label
     except OSError:
         return ""
-
-
-@contextlib.contextmanager
-def _same_host_lock(path: Path) -> Iterator[None]:
-    from filelock import FileLock
-
-    try:
-        lock = FileLock(path, timeout=PATIENCE_SECONDS)
-        lock.acquire()
-    except (NotImplementedError, OSError):
-        # No flock here (some Lustre mounts), or held for very long: the link below decides alone.
-        yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()

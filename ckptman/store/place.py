@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import warnings
@@ -69,7 +70,7 @@ class FolderPlace:
 
     def commit(self, draft: str, manifest: Manifest) -> Entry:
         source = Path(draft)
-        name, _, tag = source.name.partition(".tmp-")
+        name, _, tag = source.name.rpartition(".tmp-")
         final = self.root / name
         self._disk.write_file(source / MANIFEST, manifest.to_json())
         self._disk.sync_folder(source)
@@ -82,11 +83,13 @@ class FolderPlace:
             self._disk.rename(source, final)
         except OSError:
             if aside is not None:
-                self._disk.rename(aside, final)
+                # Where it cannot go back it still counts. What failed first is what has to be told.
+                with contextlib.suppress(OSError):
+                    self._disk.rename(aside, final)
             raise
         self._disk.sync_folder(self.root)
         if aside is not None:
-            self._discard(aside, self.root / f"{name}.trash-{tag}")
+            self._discard(aside, name, tag)
         return Entry(manifest.step, final, manifest)
 
     def abandon(self, draft: str) -> None:
@@ -102,23 +105,22 @@ class FolderPlace:
         return (entry.path / name).open("rb")
 
     def delete(self, entry: Entry, tag: str) -> None:
-        self.remove(entry.path, entry.step, tag)
+        self.remove(entry.path, step_folder(entry.step), tag)
 
-    def remove(self, path: Path, step: int, tag: str) -> None:
-        """Rename a folder of this root to a trash name, then remove it. Gone already: no error."""
-        trash = self.root / step_folder(step, "trash", tag)
-        if path != trash:
-            try:
-                self._disk.rename(path, trash)
-            except FileNotFoundError:
-                return
-            self._disk.sync_folder(self.root)
+    def remove(self, path: Path, name: str, tag: str) -> None:
+        """Rename what lies under this root to a trash name of `name`, then remove it. Gone already: no error."""
+        trash = self.root / f"{name}.trash-{tag}"
+        try:
+            self._disk.rename(path, trash)
+        except FileNotFoundError:
+            return
+        # Durable before a byte goes: a power cut must not bring back the name without its files.
+        self._disk.sync_folder(self.root)
         self._disk.remove_tree(trash)
 
-    def _discard(self, aside: Path, trash: Path) -> None:
+    def _discard(self, aside: Path, name: str, tag: str) -> None:
         # The new checkpoint is committed: trouble with the old one must not fail the save.
         try:
-            self._disk.rename(aside, trash)
-            self._disk.remove_tree(trash)
+            self.remove(aside, name, tag)
         except OSError as error:
             warnings.warn(f"{aside} could not be removed ({error}); ckptman prune will", RuntimeWarning, stacklevel=3)

@@ -7,6 +7,7 @@ reference to the flat name under which its bytes are saved. What has no exact fo
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -15,7 +16,13 @@ from typing import Any
 
 from ckptman.errors import ConfigError, CorruptError
 
+MAX_DEPTH = 64
+"""Containers in containers. JSON in between goes three levels deeper for each, and its parsers have limits."""
 _KIND = "~"
+_JSON_INT = 2**63
+"""Integers beyond 64 bits go as hexadecimal text: other readers of JSON have no more, Python's refuses 4,300 digits."""
+_NUMBERS = "biufc"
+"""Kinds of numpy dtype: bool, signed and unsigned integer, float, complex."""
 
 
 @dataclass(frozen=True)
@@ -31,36 +38,7 @@ Hook = Callable[[Any, str], Any]
 
 def encode(value: Any, path: str, hook: Hook | None = None) -> Any:
     """A JSON-able form of `value`. Raises: ConfigError, naming the path of what cannot be represented."""
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else _tagged("float", repr(value))
-    if kind is list:
-        return [encode(each, f"{path}.{i}", hook) for i, each in enumerate(value)]
-    if kind is dict:
-        if _KIND not in value and all(type(key) is str for key in value):
-            return {key: encode(each, f"{path}.{key}", hook) for key, each in value.items()}
-        return _tagged("dict", _pairs(value, path, hook))
-    if kind in (OrderedDict, Counter):
-        return _tagged(kind.__name__, _pairs(value, path, hook))
-    if kind in (tuple, set, frozenset):
-        # Members of a set in a fixed order, so that equal sets are equal bytes.
-        members = value if kind is tuple else sorted(value, key=repr)
-        return _tagged(kind.__name__, [encode(each, f"{path}.{i}") for i, each in enumerate(members)])
-    if kind in (bytes, bytearray):
-        return _tagged(kind.__name__, base64.b64encode(value).decode())
-    if kind is complex:
-        return _tagged("complex", repr(value))
-    if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
-        return _encode_numpy(value, path)
-    encoded = hook(value, path) if hook else None
-    if encoded is not None:
-        return encoded
-    raise ConfigError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: "
-        f"save plain values, containers and tensors (a state_dict of it, or its text)"
-    )
+    return _encode(value, path, hook, 0)
 
 
 def tensor_ref(name: str) -> Any:
@@ -70,56 +48,136 @@ def tensor_ref(name: str) -> Any:
 
 def decode(data: Any) -> Any:
     """The value that was encoded; tensors come back as `TensorRef`. Raises: CorruptError."""
-    if isinstance(data, list):
-        return [decode(each) for each in data]
-    if not isinstance(data, dict):
-        return data
-    if _KIND not in data:
-        return {key: decode(each) for key, each in data.items()}
     try:
-        return _DECODERS[data[_KIND]](data["v"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"an encoded value of kind {data.get(_KIND)!r} cannot be read: {error}") from error
+        return _decode(data)
+    except RecursionError as error:
+        raise CorruptError("an encoded value is nested too deeply to be one that ckptman wrote") from error
+
+
+def _encode(value: Any, path: str, hook: Hook | None, depth: int) -> Any:
+    kind = type(value)
+    if kind is int and not -_JSON_INT <= value < _JSON_INT:
+        return _tagged("int", hex(value))
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else _tagged("float", repr(value))
+    if depth == MAX_DEPTH:
+        raise ConfigError(f"{path} is nested deeper than {MAX_DEPTH} levels (does it hold itself?): save it flatter")
+    if kind is list:
+        return [_encode(each, f"{path}.{i}", hook, depth + 1) for i, each in enumerate(value)]
+    if kind is dict:
+        if _KIND not in value and all(type(key) is str for key in value):
+            return {key: _encode(each, f"{path}.{key}", hook, depth + 1) for key, each in value.items()}
+        return _tagged("dict", _pairs(value, path, hook, depth + 1))
+    if kind in (OrderedDict, Counter):
+        return _tagged(kind.__name__, _pairs(value, path, hook, depth + 1))
+    if kind in (tuple, set, frozenset):
+        members = [_encode(each, f"{path}.{i}", None, depth + 1) for i, each in enumerate(value)]
+        # Members of a set in a fixed order, so that equal sets are equal bytes.
+        return _tagged(kind.__name__, members if kind is tuple else sorted(members, key=json.dumps))
+    if kind in (bytes, bytearray):
+        return _tagged(kind.__name__, base64.b64encode(value).decode())
+    if kind is complex:
+        return _tagged("complex", [repr(value.real), repr(value.imag)])
+    encoded = _encode_numpy(value)
+    if encoded is None and hook is not None:
+        encoded = hook(value, path)
+    if encoded is not None:
+        return encoded
+    raise ConfigError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: "
+        f"save plain values, containers and tensors (a state_dict of it, or its text)"
+    )
+
+
+def _pairs(value: Any, path: str, hook: Hook | None, depth: int) -> list[Any]:
+    return [
+        [_encode(key, f"{path} (key)", None, depth), _encode(each, f"{path}.{key}", hook, depth)]
+        for key, each in value.items()
+    ]
+
+
+def _encode_numpy(value: Any) -> dict[str, Any] | None:
+    """Arrays and scalars of numbers; None for all else, and for subclasses, which would come back as something else."""
+    if type(value).__module__ != "numpy":
+        return None
+    import numpy
+
+    if not (type(value) is numpy.ndarray or isinstance(value, numpy.generic)) or value.dtype.kind not in _NUMBERS:
+        return None
+    data = base64.b64encode(value.tobytes()).decode()
+    return _tagged("numpy", [value.dtype.str, list(value.shape), data, type(value) is numpy.ndarray])
 
 
 def _tagged(kind: str, value: Any) -> dict[str, Any]:
     return {_KIND: kind, "v": value}
 
 
-def _pairs(value: Any, path: str, hook: Hook | None) -> list[Any]:
-    return [[encode(key, f"{path} (key)"), encode(each, f"{path}.{key}", hook)] for key, each in value.items()]
+def _decode(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_decode(each) for each in data]
+    if not isinstance(data, dict):
+        return data
+    if _KIND not in data:
+        return {key: _decode(each) for key, each in data.items()}
+    kind = data[_KIND]
+    try:
+        if data.keys() != {_KIND, "v"}:
+            raise ValueError(f"it has the keys {sorted(data)}")
+        return _DECODERS[kind](data["v"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CorruptError(f"an encoded value of kind {str(kind)[:40]!r} cannot be read: {error!r}") from error
 
 
-def _unpairs(pairs: Any) -> list[tuple[Any, Any]]:
-    return [(decode(key), decode(each)) for key, each in pairs]
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} instead of text")
+    return value
 
 
-def _encode_numpy(value: Any, path: str) -> dict[str, Any]:
-    if value.dtype.kind not in "biufc":
-        raise ConfigError(f"{path} is a numpy array of {value.dtype}, which a checkpoint cannot hold: save numbers")
-    data = base64.b64encode(value.tobytes()).decode()
-    return _tagged("numpy", [value.dtype.str, list(value.shape), data, type(value).__name__ == "ndarray"])
+def _members(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{type(value).__name__} instead of a list")
+    return value
+
+
+def _unpairs(pairs: Any) -> dict[Any, Any]:
+    return {_decode(key): _decode(each) for key, each in map(_members, _members(pairs))}
+
+
+def _decode_bytes(text: Any) -> bytes:
+    return base64.b64decode(_text(text), validate=True)
+
+
+def _decode_complex(parts: Any) -> complex:
+    real, imag = _members(parts)
+    return complex(float(_text(real)), float(_text(imag)))
 
 
 def _decode_numpy(parts: Any) -> Any:
     import numpy
 
-    dtype, shape, data, is_array = parts
-    array = numpy.frombuffer(base64.b64decode(data), dtype=numpy.dtype(dtype)).reshape(shape).copy()
+    name, shape, data, is_array = _members(parts)
+    dtype = numpy.dtype(_text(name))
+    if dtype.kind not in _NUMBERS or any(type(size) is not int or size < 0 for size in _members(shape)):
+        raise ValueError(f"no array of numbers: {name!r} {shape}")
+    array = numpy.frombuffer(_decode_bytes(data), dtype=dtype).reshape(shape).copy()
     return array if is_array else array[()]
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "float": float,
-    "complex": complex,
-    "dict": lambda v: dict(_unpairs(v)),
+    "int": lambda v: int(_text(v), 16),
+    "float": lambda v: float(_text(v)),
+    "complex": _decode_complex,
+    "dict": _unpairs,
     "OrderedDict": lambda v: OrderedDict(_unpairs(v)),
-    "Counter": lambda v: Counter(dict(_unpairs(v))),
-    "tuple": lambda v: tuple(decode(each) for each in v),
-    "set": lambda v: {decode(each) for each in v},
-    "frozenset": lambda v: frozenset(decode(each) for each in v),
-    "bytes": base64.b64decode,
-    "bytearray": lambda v: bytearray(base64.b64decode(v)),
-    "tensor": TensorRef,
+    "Counter": lambda v: Counter(_unpairs(v)),
+    "tuple": lambda v: tuple(_decode(each) for each in _members(v)),
+    "set": lambda v: {_decode(each) for each in _members(v)},
+    "frozenset": lambda v: frozenset(_decode(each) for each in _members(v)),
+    "bytes": _decode_bytes,
+    "bytearray": lambda v: bytearray(_decode_bytes(v)),
+    "tensor": lambda v: TensorRef(_text(v)),
     "numpy": _decode_numpy,
 }

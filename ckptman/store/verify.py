@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ def check_file(folder: Path, name: str, record: FileRecord, block_bytes: int) ->
     try:
         size, blocks = digest_file(folder / name, block_bytes)
     except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
+        return f"{name} cannot be read: {error.strerror or error}"
     if size != record.bytes:
         return f"{name} has {size} bytes instead of {record.bytes}"
     if digest_of_blocks(blocks) != record.digest:
@@ -61,18 +61,43 @@ def verify_files(
 
 
 def check_coverage(folder: Path, manifest: Manifest) -> list[str]:
-    """Tensors whose chunks do not add up to the whole tensor. Raises: CorruptError where the index cannot be read."""
+    """What is wrong with how the chunks of each tensor fill it: each element is to be saved exactly once.
+
+    Raises: CorruptError where the index cannot be read.
+    """
     problems = []
     for name, tensor in read_index(folder, manifest).tensors.items():
-        wanted = _volume(tensor.shape)
-        saved = sum(_volume(chunk.sizes) for chunk in tensor.chunks)
-        if saved != wanted:
-            problems.append(f"{name} has {saved} of its {wanted} elements")
+        flaw = find_flaw([(chunk.offsets, chunk.sizes) for chunk in tensor.chunks], tensor.shape)
+        if flaw is not None:
+            where, times = flaw
+            problems.append(f"{name} {list(tensor.shape)}: element {list(where)} was saved {times} times, not once")
     return problems
 
 
-def _volume(shape: tuple[int, ...]) -> int:
-    volume = 1
-    for size in shape:
-        volume *= size
-    return volume
+Box = tuple[Sequence[int], Sequence[int]]
+"""Offsets and sizes."""
+
+
+def find_flaw(boxes: Sequence[Box], shape: Sequence[int], dim: int = 0) -> tuple[tuple[int, ...], int] | None:
+    """The first element of a tensor that is not in exactly one box, and in how many it is; None if there is none.
+
+    Exact for any boxes inside the tensor; n log n for a grid. Sweeps along `dim` and looks, between each two places
+    where a box begins or ends, at the boxes there in the dimensions after it.
+    """
+    if dim == len(shape):
+        return None if len(boxes) == 1 else ((), len(boxes))
+    if len(boxes) == 1 and all(boxes[0][1][after] == shape[after] for after in range(dim, len(shape))):
+        return None
+    waiting = sorted(boxes, key=lambda box: -box[0][dim])
+    edges = {0, shape[dim]}.union(*((offsets[dim], offsets[dim] + sizes[dim]) for offsets, sizes in boxes))
+    here: list[Box] = []
+    for low in sorted(edges - {shape[dim]}):
+        here = [box for box in here if box[0][dim] + box[1][dim] > low]
+        while waiting and waiting[-1][0][dim] == low:
+            box = waiting.pop()
+            if box[1][dim]:
+                here.append(box)
+        flaw = find_flaw(here, shape, dim + 1)
+        if flaw is not None:
+            return (low, *flaw[0]), flaw[1]
+    return None

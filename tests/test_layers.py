@@ -1,0 +1,273 @@
+"""The layers hold: who may import whom, what is pure, what knows torch, and where files become durable.
+
+Each rule is a function from a source tree to the list of what breaks it. It is run on the package, and on a small tree
+that breaks it, so that a rule that can never fire is noticed.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ckptman
+
+PACKAGE = Path(ckptman.__file__).parent
+ORDER = ("errors", "policy", "store", "lifecycle", "monitor", "scheduler", "sharded", "train", "cli")
+"""Imports go only to the left."""
+ABOVE_ALL = ("__init__", "__main__")
+"""Modules beside the layers: names for users, and `python -m ckptman`."""
+TORCH_LAYERS = ("sharded", "train")
+PURE = {
+    *("__future__", "abc", "collections", "collections.abc", "dataclasses", "enum", "functools", "itertools", "math"),
+    *("numbers", "operator", "statistics", "typing"),
+}
+"""All that policies may import besides errors and each other: nothing that can look at a disk, a clock or a process."""
+IMPURE_CALLS = {"open", "print", "input", "eval", "exec", "__import__", "import_module"}
+DURABLE = "store/durable.py"
+FILE_CALLS = {
+    *("fsync", "fdatasync", "syncfs", "rename", "renames", "rmtree", "move", "link", "hardlink_to", "unlink", "rmdir"),
+    *("removedirs", "copytree"),
+}
+FORBIDDEN_FOLDERS = {"torch", "dist", "build"}
+
+HOMES: dict[str, str] = ckptman._HOME
+
+
+def sources(package: Path) -> Iterator[tuple[str, ast.Module]]:
+    """Every module of a package: its path below the package, and its syntax tree."""
+    for path in sorted(package.rglob("*.py")):
+        yield path.relative_to(package).as_posix(), ast.parse(path.read_text(), str(path))
+
+
+def layer_of(module: str) -> str:
+    """The layer of `ckptman.store.names`: store. Names that the package lends out count as their home."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return "__init__"
+    home = HOMES.get(parts[1])
+    return home.split(".")[1] if home else parts[1]
+
+
+def imports(tree: ast.Module, package_parts: list[str]) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything a module imports, at its top or inside functions, relative imports resolved."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package_parts[: len(package_parts) + 1 - node.level] if node.level else []
+            prefix = ".".join([*base, node.module] if node.module else base)
+            yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
+        # `import ckptman` is allowed anywhere, for its version; what it lends out is an import.
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "ckptman" and node.attr in HOMES:
+            yield node.lineno, f"ckptman.{node.attr}"
+
+
+def upward_imports(package: Path) -> list[str]:
+    """Imports to a layer that is not left of the importing one, and modules that belong to no layer."""
+    found = []
+    for where, tree in sources(package):
+        layer = where.split("/")[0].removesuffix(".py")
+        if layer in ABOVE_ALL:
+            continue
+        if layer not in ORDER:
+            found.append(f"{where} belongs to no layer")
+            continue
+        for line, name in imports(tree, ["ckptman", *where.split("/")[:-1]]):
+            if name.split(".")[0] != "ckptman":
+                continue
+            target = layer_of(name)
+            if target not in (*ORDER[: ORDER.index(layer) + 1], "__init__", "__version__"):
+                found.append(f"{where}:{line} imports {name}")
+    return found
+
+
+def eager_root_imports(package: Path) -> list[str]:
+    """What `ckptman/__init__.py` imports of the package for more than the type checker."""
+    tree = ast.parse((package / "__init__.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return [f"__init__.py:{line} imports {name}" for line, name in imports(tree, ["ckptman"]) if "ckptman" in name]
+
+
+def impurities(package: Path) -> list[str]:
+    """What policies import or call that could look at the world."""
+    found = []
+    for where, tree in sources(package):
+        if not where.startswith("policy/"):
+            continue
+        for line, name in imports(tree, ["ckptman", "policy"]):
+            allowed = name in PURE or name.rpartition(".")[0] in PURE
+            if not allowed and layer_of(name) not in ("errors", "policy"):
+                found.append(f"{where}:{line} imports {name}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _called(node) in IMPURE_CALLS:
+                found.append(f"{where}:{node.lineno} calls {_called(node)}")
+    return found
+
+
+def torch_below(package: Path) -> list[str]:
+    """Imports of torch outside of the layers that may know it."""
+    return [
+        f"{where}:{line} imports {name}"
+        for where, tree in sources(package)
+        if where.split("/")[0] not in TORCH_LAYERS
+        for line, name in imports(tree, ["ckptman", *where.split("/")[:-1]])
+        if name.split(".")[0] in ("torch", "torchvision", "torchao")
+    ]
+
+
+def durable_calls_elsewhere(package: Path) -> list[str]:
+    """Calls that flush, rename or remove files outside of `store/durable.py`, unless they are made on a `Disk`."""
+    found = []
+    for where, tree in sources(package):
+        if where == DURABLE:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil", "pathlib"):
+                names = {alias.name for alias in node.names} & {*FILE_CALLS, "replace", "remove"}
+                found += [f"{where}:{node.lineno} imports {name}" for name in sorted(names)]
+            elif isinstance(node, ast.Attribute) and not _is_disk(node.value) and _touches_files(node, tree):
+                found.append(f"{where}:{node.lineno} uses {node.attr}")
+    return found
+
+
+def forbidden_folders(top: Path) -> list[str]:
+    """Folders with a name that would hide a package, or that tools throw away."""
+    return [str(path) for path in sorted(top.rglob("*")) if path.is_dir() and path.name in FORBIDDEN_FOLDERS]
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+
+
+def _is_disk(node: ast.expr) -> bool:
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return name.strip("_").lower() == "disk"
+
+
+def _touches_files(node: ast.Attribute, tree: ast.Module) -> bool:
+    of_os = isinstance(node.value, ast.Name) and node.value.id in ("os", "shutil")
+    if node.attr in FILE_CALLS:
+        return True
+    if node.attr in ("replace", "remove") and of_os:
+        return True
+    # `path.replace(target)` has one argument, `text.replace(old, new)` has two, `dataclasses.replace` has keywords.
+    return node.attr == "replace" and any(
+        isinstance(call, ast.Call) and call.func is node and len(call.args) == 1 and not call.keywords
+        for call in ast.walk(tree)
+    )
+
+
+RULES = {
+    "upward imports": upward_imports,
+    "eager root imports": eager_root_imports,
+    "impurities": impurities,
+    "torch below": torch_below,
+    "durable calls elsewhere": durable_calls_elsewhere,
+    "forbidden folders": forbidden_folders,
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_package_keeps(name: str) -> None:
+    assert RULES[name](PACKAGE) == []
+
+
+def test_no_folder_of_the_project_hides_a_package() -> None:
+    project = PACKAGE.parent
+    for top in ("tests", "examples", "benchmarks", "docs", "slurm_templates"):
+        assert forbidden_folders(project / top) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "where", "text", "complaint"),
+    [
+        ("upward imports", "policy/x.py", "from ckptman.store.names import DOT", "policy/x.py:1"),
+        ("upward imports", "errors.py", "import ckptman.policy.saving", "errors.py:1"),
+        ("upward imports", "store/x.py", "def f():\n    from ckptman.lifecycle import signals", "store/x.py:2"),
+        ("upward imports", "store/x.py", "from ..sharded import ranks", "ckptman.sharded.ranks"),
+        ("upward imports", "store/x.py", "from .. import train", "ckptman.train"),
+        ("upward imports", "sharded/x.py", "from ckptman import cli", "ckptman.cli"),
+        ("upward imports", "monitor/x.py", "from ckptman import Checkpointer", "ckptman.Checkpointer"),
+        ("upward imports", "monitor/x.py", "import ckptman\nckptman.Checkpointer", "x.py:2"),
+        ("upward imports", "util/x.py", "", "belongs to no layer"),
+        ("eager root imports", "__init__.py", "from ckptman.errors import CkptmanError", "__init__.py:1"),
+        ("eager root imports", "__init__.py", "from . import errors", "__init__.py:1"),
+        ("impurities", "policy/x.py", "import time", "imports time"),
+        ("impurities", "policy/x.py", "def f():\n    from os import environ", "imports os.environ"),
+        ("impurities", "policy/x.py", "from pathlib import Path", "imports pathlib"),
+        ("impurities", "policy/x.py", "import torch", "imports torch"),
+        ("impurities", "policy/x.py", "f = open('x')", "calls open"),
+        ("torch below", "store/x.py", "def f():\n    import torch.distributed as dist", "store/x.py:2"),
+        ("torch below", "cli/x.py", "from torch import nn", "cli/x.py:1"),
+        ("durable calls elsewhere", "store/x.py", "import os\nos.fsync(3)", "uses fsync"),
+        ("durable calls elsewhere", "train/x.py", "import os\nos.replace('a', 'b')", "uses replace"),
+        ("durable calls elsewhere", "train/x.py", "path.replace(target)", "uses replace"),
+        ("durable calls elsewhere", "train/x.py", "path.rename(target)", "uses rename"),
+        ("durable calls elsewhere", "cli/x.py", "import shutil\nshutil.rmtree('a')", "uses rmtree"),
+        ("durable calls elsewhere", "cli/x.py", "from shutil import rmtree", "imports rmtree"),
+        ("durable calls elsewhere", "cli/x.py", "import os\nremove = os.remove", "uses remove"),
+        ("durable calls elsewhere", "cli/x.py", "path.unlink()", "uses unlink"),
+        ("forbidden folders", "train/dist/x.py", "", "dist"),
+        ("forbidden folders", "torch/x.py", "", "torch"),
+        ("forbidden folders", "store/build/x.py", "", "build"),
+    ],
+)
+def test_each_rule_can_be_broken(tmp_path: Path, rule: str, where: str, text: str, complaint: str) -> None:
+    path = tmp_path / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    assert any(complaint in line for line in RULES[rule](tmp_path)), RULES[rule](tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("sharded/x.py", "import ckptman\nimport torch\nfrom ckptman.store import names\nckptman.__version__"),
+        ("policy/x.py", "from collections.abc import Mapping\nfrom ckptman.errors import CkptmanError"),
+        ("store/x.py", "self._disk.rename(a, b)\nDISK.remove_tree(c)\n'a'.replace('a', 'b')\nreplace(x, y=1)"),
+        ("cli/x.py", "from ckptman import Checkpointer"),
+        ("__init__.py", "if TYPE_CHECKING:\n    from ckptman.errors import CkptmanError"),
+    ],
+)
+def test_what_is_allowed(tmp_path: Path, where: str, text: str) -> None:
+    path = tmp_path / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    (tmp_path / "__init__.py").touch()
+    assert [line for rule in RULES.values() for line in rule(tmp_path)] == []
+
+
+def torch_free_modules() -> list[str]:
+    """Every module that must load without torch: all but those of the layers that may know it."""
+    names = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+        if parts[0] not in TORCH_LAYERS and parts != ["__main__"]:
+            names.append(".".join(["ckptman", *parts]).removesuffix(".__init__"))
+    return names
+
+
+def loads_torch(modules: list[str]) -> bool:
+    """Whether a fresh interpreter that imports these modules has torch loaded."""
+    lines = [*(f"import {name}" for name in modules), "import sys", "print('torch' in sys.modules)"]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip() == "True"
+
+
+def test_nothing_outside_sharded_and_train_loads_torch() -> None:
+    modules = torch_free_modules()
+    assert {"ckptman", "ckptman.cli", "ckptman.store.catalogue", "ckptman.scheduler.chain"} <= set(modules)
+    assert not loads_torch(modules)
+
+
+def test_the_public_names_of_torch_free_layers_load_no_torch() -> None:
+    names = [f"ckptman.{name}" for name, home in HOMES.items() if home.split(".")[1] not in TORCH_LAYERS]
+    assert not loads_torch(["ckptman\n" + "\n".join(names)])
+    assert loads_torch(["ckptman\nckptman.Checkpointer"]), "the check must be able to see torch"
