@@ -29,7 +29,8 @@ def _read(path: Path) -> tuple[list[TensorFacts], list[str]]:
     from ckptman.store.names import METADATA
 
     tensors, values = [], []
-    for name, described in sorted(read_foreign_metadata(path / METADATA).state_dict_metadata.items()):
+    found: dict[str, Any] = dict(read_foreign_metadata(path / METADATA).state_dict_metadata)
+    for name, described in sorted(found.items()):
         if hasattr(described, "chunks"):
             dtype = str(described.properties.dtype).removeprefix("torch.")
             boxes = [(chunk.offsets, chunk.sizes) for chunk in described.chunks]
