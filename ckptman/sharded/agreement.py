@@ -109,23 +109,19 @@ class Exchange:
         self._buffer = torch.zeros(size, dtype=torch.int64)
         self._flags = self._buffer.numpy()  # the same memory: setting elements of a tensor costs microseconds each
         self._work: Any = None
-        self._flying = False
-
-    @property
-    def flying(self) -> bool:
+        self.flying = False
         """Whether an exchange was launched and not collected."""
-        return self._flying
 
     def launch(self, flags: Sequence[int]) -> None:
         """Send this rank's flags. Every rank must; none blocks."""
         self._flags[:] = flags
         if self._channel.group is not None:
             self._work = dist.all_reduce(self._buffer, op=dist.ReduceOp.MAX, group=self._channel.group, async_op=True)
-        self._flying = True
+        self.flying = True
 
     def collect(self) -> list[int]:
         """The maxima over all ranks of what was launched."""
-        self._flying = False
+        self.flying = False
         if self._work is not None:
             work, self._work = self._work, None
             try:

@@ -116,7 +116,8 @@ class Checkpointer:
         self._ready = not self._attempt.finds_checkpoints
         self._rehearsed = False
         self._updates = Updates(state)
-        self._last: tuple[int, Mapping[str, Any] | None] | None = None
+        self._last: tuple[int, Mapping[str, Any] | None, int] | None = None
+        """The last step that ended: its number, its metrics, and how many updates the optimizers had made then."""
         self._stop: str | None = None
         self._closed = False
 
@@ -159,7 +160,8 @@ class Checkpointer:
 
         Raises: CommitError (this save or the one before failed), ConfigError. Every rank calls it after every step.
         """
-        step = _step_number(step)
+        if type(step) is not int or step < 0:
+            step = _step_number(step)
         if not self._rehearsed:
             self._rehearse()
         if self._pace.step_ended():
@@ -168,8 +170,7 @@ class Checkpointer:
         if report is not None:
             self._pace.save_ended(report)
         agreed = self._agreement.at(step)
-        self._last = (step, metrics)
-        self._updates.mark()
+        self._last = (step, metrics, self._updates.count)
         stride = max(1, step - self._pace.previous_step)
         reason = None
         try:
@@ -184,8 +185,7 @@ class Checkpointer:
     def save(self, step: int, metrics: Mapping[str, Any] | None = None, *, reason: str = "asked for") -> None:
         """Save now, whatever the policy says. Every rank calls it. Raises: CommitError, ConfigError."""
         self._save(_step_number(step), metrics, reason)
-        self._last = (step, metrics)
-        self._updates.mark()
+        self._last = (step, metrics, self._updates.count)
 
     def wait(self) -> None:
         """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
@@ -254,12 +254,13 @@ class Checkpointer:
         self._stop = stop
         if self._last is None or self._last[0] == self._pace.saved_step:
             return
-        if any(self._talk.gather(self._updates.since_mark())):
+        step, metrics, updates = self._last
+        if any(self._talk.gather(self._updates.count != updates)):
             if self._talk.is_leader:
-                text = f"the run ended in the middle of a step: what came after step {self._last[0]} is not saved"
+                text = f"the run ended in the middle of a step: what came after step {step} is not saved"
                 warnings.warn(text, RuntimeWarning, stacklevel=4)
         else:
-            self._save(*self._last, "the run ended")
+            self._save(step, metrics, "the run ended")
 
     # ---- deciding ----------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class Foresight:
         if (
             step <= self._until_step
             and self._pace.version == self._version
-            and self._pace.now() + self._step_seconds <= self._latest(step)
+            and self._pace.now() <= self._base_seconds + (LATE * (step - self._base_step + 1) - 1) * self._step_seconds
         ):
             return None
         self._until_step = -1
@@ -40,9 +40,6 @@ class Foresight:
         if decision is None:
             self._look_further(step)
         return decision
-
-    def _latest(self, step: int) -> float:
-        return self._base_seconds + (step - self._base_step + 1) * LATE * self._step_seconds
 
     def _look_further(self, step: int) -> None:
         facts = self._pace.facts(step, ahead=True)

@@ -21,37 +21,32 @@ class Pace:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.deadline = deadline
+        self.now = monotonic
+        """The clock that intervals are measured by, in seconds."""
+        self.previous_step = 0
+        """The last step that ended; before the first, the one training starts from."""
         self.version = 0
         """Counts what changes the facts besides the passing of steps and time."""
-        self._process_started, self._monotonic, self._wall = process_started, monotonic, wall
+        self._process_started, self._wall = process_started, wall
         self._meter = StepMeter()
         self._init_seconds: float | None = None
         self._stall_seconds: float | None = None
         self._durable_seconds: float | None = None
-        self._start_step = self._previous_step = 0
+        self._start_step = 0
         self._step_began = monotonic()
         # What a crash now would fall back to: (step or None, when its save began), and the same before a running save.
         self._saved: tuple[int | None, float] = (None, monotonic())
         self._committed: tuple[int | None, float] = self._saved
-
-    def now(self) -> float:
-        """The clock that intervals are measured by, in seconds."""
-        return self._monotonic()
 
     @property
     def saved_step(self) -> int | None:
         """The last step saved, being saved, or restored from."""
         return self._saved[0]
 
-    @property
-    def previous_step(self) -> int:
-        """The last step that ended; before the first, the one training starts from."""
-        return self._previous_step
-
     def start(self, step: int, restored: bool) -> None:
         """Training starts after `step`."""
-        self._start_step = self._previous_step = step
-        self._step_began = self._monotonic()
+        self._start_step = self.previous_step = step
+        self._step_began = self.now()
         self._saved = (step if restored else None, self._step_began)
         self._committed = self._saved
 
@@ -60,18 +55,18 @@ class Pace:
         if self._init_seconds is None:
             self._init_seconds = self._wall() - self._process_started
             self.version += 1
-        drifted = self._meter.observe(max(0.0, self._monotonic() - self._step_began))
+        drifted = self._meter.observe(max(0.0, self.now() - self._step_began))
         self.version += drifted
         return drifted
 
     def step_begins(self, after: int) -> None:
         """The step after `after` begins: what was spent since `step_ended` is not counted as its time."""
-        self._previous_step = after
-        self._step_began = self._monotonic()
+        self.previous_step = after
+        self._step_began = self.now()
 
     def save_begins(self, step: int) -> None:
         """A save of `step` begins."""
-        self._saved = (step, self._monotonic())
+        self._saved = (step, self.now())
         self.version += 1
 
     def save_ended(self, report: SaveReport) -> None:
@@ -92,10 +87,10 @@ class Pace:
         left = None if self.deadline is None else self.deadline - self._wall() - later
         return Facts(
             step,
-            self._previous_step,
+            self.previous_step,
             self._saved[0],
             self._start_step,
-            self._monotonic() - self._saved[1] + later,
+            self.now() - self._saved[1] + later,
             self._init_seconds,
             step_seconds,
             self._stall_seconds,

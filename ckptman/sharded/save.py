@@ -61,15 +61,11 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptman-save") if background else None
         self._running: Future[SaveReport] | None = None
         self._number = 0
-        self._failed_number = 0
         self._warned = False
+        self.failed = 0
+        """The number of the save that has failed in the background without anybody being told; 0: none."""
         self.told = 0
         """The number of the last save whose failure the training loop was told, counted from 1."""
-
-    @property
-    def failed(self) -> int:
-        """The number of the save that has failed in the background without anybody being told; 0: none."""
-        return self._failed_number if self._failed_number > self.told else 0
 
     def save(self, snapshot: Snapshot, info: SaveInfo) -> SaveReport | None:
         """Save. In the background, returns None as soon as the private copy is made; `wait` gives the report.
@@ -83,7 +79,7 @@ class Saver:
             try:
                 return self._write(snapshot, borrow(snapshot), info, begun, None)
             finally:
-                self.told = self._number
+                self.told, self.failed = self._number, 0
         # A rank that cannot stage takes its failure along into the save, where all the others hear of it.
         staged: Mapping[str, Any] | Exception
         try:
@@ -103,7 +99,7 @@ class Saver:
         try:
             return running.result()
         finally:
-            self.told = max(self.told, self._failed_number)
+            self.told, self.failed = max(self.told, self.failed), 0
 
     def poll(self) -> SaveReport | None:
         """The report of a save in the background that has succeeded, once."""
@@ -148,7 +144,7 @@ class Saver:
         if self.channel.is_leader:
             writer.abandon()
         self._note("save_failed", step=step, rank=rank, cause=cause)
-        self._failed_number = self._number
+        self.failed = self._number
         raise CommitError(step, rank, cause) from error
 
     def _prune(self) -> None:

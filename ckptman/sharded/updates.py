@@ -10,30 +10,23 @@ import torch
 
 
 class Updates:
-    """Notices whether an optimizer of the state has stepped since the last mark."""
+    """Counts the steps that the optimizers of a state make."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self._count = self._marked = 0
+        self.count = 0
+        """Optimizer steps so far."""
         self._hooks = [
             each.register_step_post_hook(self._stepped)
             for each in state.values()
             if isinstance(each, torch.optim.Optimizer)
         ]
 
-    def mark(self) -> None:
-        """The state now is that of a step that has ended."""
-        self._marked = self._count
-
-    def since_mark(self) -> bool:
-        """Whether an optimizer has stepped since."""
-        return self._count != self._marked
-
     @contextmanager
     def ignored(self) -> Iterator[None]:
         """Inside, steps do not count: torch makes one on zero gradients to learn what state an optimizer has."""
-        count = self._count
+        count = self.count
         yield
-        self._count = count
+        self.count = count
 
     def close(self) -> None:
         """Take the hooks off the optimizers again."""
@@ -41,4 +34,4 @@ class Updates:
             hook.remove()
 
     def _stepped(self, *_: object) -> None:
-        self._count += 1
+        self.count += 1
