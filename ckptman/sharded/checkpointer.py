@@ -160,7 +160,7 @@ class Checkpointer:
 
         Raises: CommitError (this save or the one before failed), ConfigError. Every rank calls it after every step.
         """
-        if type(step) is not int or step < 0:
+        if type(step) is not int or not 0 <= step <= MAX_STEP:
             step = _step_number(step)
         if not self._rehearsed:
             self._rehearse()
