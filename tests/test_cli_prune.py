@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptman.cli.app import main
 from ckptman.cli.prune import parse_keep_best
 from ckptman.policy.retention import KeepBest
+from ckptman.store import prune
 from ckptman.store.catalogue import Catalogue
+from ckptman.store.names import run_folder
 from tests.fake_checkpoint import commit, steps_of
 
 
@@ -100,7 +103,7 @@ def test_a_removal_that_fails_is_told_and_can_be_repeated(
     with monkeypatch.context() as patch:
         patch.setattr(Disk, "rename", refuse)
         assert main(["prune", str(root), "--keep-last", "1"]) == 10
-    assert "cannot be removed (Permission denied): check permissions, and prune again" in capsys.readouterr().err
+    assert "cannot be removed (Permission denied): check permissions and prune again" in capsys.readouterr().err
     assert main(["prune", str(root), "--keep-last", "1"]) == 0
     assert _kept(root) == [500]
 
@@ -123,3 +126,14 @@ def test_an_empty_root_is_no_error_whatever_the_metric(tmp_path: Path) -> None:
 )
 def test_keep_best_as_it_is_written(written: str, rule: KeepBest) -> None:
     assert parse_keep_best(written) == rule
+
+
+def test_a_second_prune_of_this_host_waits(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    run_folder(root).mkdir(exist_ok=True)
+    monkeypatch.setattr(prune, "LOCK_SECONDS", 0.1)
+    with prune.one_at_a_time(root):
+        assert main(["prune", str(root), "--keep-last", "1"]) == 1
+        assert "another ckptman prune has been at work" in capsys.readouterr().err
+        assert len(_kept(root)) == 5
+    assert main(["prune", str(root), "--keep-last", "1"]) == 0
+    assert _kept(root) == [500]

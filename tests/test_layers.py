@@ -270,4 +270,4 @@ def test_nothing_outside_sharded_and_train_loads_torch() -> None:
 def test_the_public_names_of_torch_free_layers_load_no_torch() -> None:
     names = [f"ckptman.{name}" for name, home in HOMES.items() if home.split(".")[1] not in TORCH_LAYERS]
     assert not loads_torch(["ckptman\n" + "\n".join(names)])
-    assert loads_torch(["ckptman\nckptman.Checkpointer"]), "the check must be able to see torch"
+    assert loads_torch(["sys\nsys.modules['torch'] = sys"]), "the check must be able to see torch"

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import ckptman
 from ckptman.sharded.foreign import read_foreign_metadata
+from ckptman.store.catalogue import Catalogue
 from tests.apps import App
 from tests.ranks import run_ranks
 
@@ -102,6 +103,10 @@ def test_writer_and_reader_stand_alone_in_dcp_save_and_load(tmp_path: Path) -> N
     path = tmp_path / "mine"
     run_ranks(2, save_with_writer, str(path))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["mine"]
+    for step in (200, 100):
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.save({"x": torch.ones(2)}, storage_writer=ckptman.StorageWriter(tmp_path / f"step-{step:010d}"))
+    assert [(each.step, each.sequence) for each in Catalogue(tmp_path).complete()] == [(200, 1), (100, 2)]
     data = path / "__0_0.distcp"
     damaged = bytearray(data.read_bytes())
     damaged[len(damaged) // 2] ^= 1

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.store import catalogue as catalogue_module
@@ -31,7 +30,7 @@ from ckptman.store.names import (
     step_folder,
 )
 from ckptman.store.place import FolderPlace
-from tests.faulty_disk import manifest_of, save
+from tests.faulty_disk import manifest_of, rewrite, save
 
 
 @pytest.fixture(autouse=True)
@@ -52,15 +51,6 @@ def problem(root: Path, step: int = 100) -> str:
     with pytest.raises((CorruptError, FormatVersionError)):
         entry.require_manifest()
     return entry.problem
-
-
-def rewrite(folder: Path, **changes: Any) -> None:
-    """Change fields of a manifest (None: take it away) as a program that knows the format does: digest and all."""
-    raw = json.loads((folder / "manifest.json").read_bytes())
-    del raw["digest"]
-    raw = {name: each for name, each in {**raw, **changes}.items() if each is not None}
-    body = json.dumps(raw, indent=1).encode().removesuffix(b"\n}")
-    (folder / "manifest.json").write_bytes(body + b',\n "digest": "%s"\n}\n' % xxh3_128_hexdigest(body).encode())
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

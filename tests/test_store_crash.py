@@ -18,7 +18,7 @@ from ckptman.store.durable import Disk
 from ckptman.store.names import outcome_path
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import execute, plan_prune
-from tests.faulty_disk import WHEN, Death, Fault, FaultyDisk, faults, holds, save
+from tests.faulty_disk import WHEN, Death, Fault, FaultyDisk, faults, holds, rewrite, save
 
 Holding = dict[int, tuple[int, str]]
 Scene = tuple[Callable[[Path], None], Callable[[Path, Disk], object]]
@@ -49,6 +49,9 @@ def littered(root: Path) -> None:
     three(root)
     for kind in ("tmp", "trash", "old"):
         shutil.copytree(root / "step-0000000300", root / f"step-0000000300.{kind}-dead")
+    shutil.copytree(root / "step-0000000100", root / "step-0000000100.old-dead")
+    rewrite(root / "step-0000000100", sequence=4)  # saved again, after step 300
+    rewrite(root / "step-0000000300", sequence=5)
     (root / "step-0000000100.tmp-dead").mkdir()
     outcome_path(root).parent.mkdir()
     outcome_path(root).with_name("outcome.json.tmp-1-0123abcd").touch()

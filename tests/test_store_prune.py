@@ -21,8 +21,7 @@ from ckptman.store.names import outcome_path, owner_path, run_folder
 from ckptman.store.owner import Owner, claim, this_process
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import Leftover, execute, find_leftovers, plan_prune
-from tests.faulty_disk import save
-from tests.test_store_catalogue import rewrite
+from tests.faulty_disk import rewrite, save
 
 
 @pytest.fixture(autouse=True)

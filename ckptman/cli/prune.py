@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+from contextlib import nullcontext
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -51,21 +52,22 @@ def prune(
     What no --keep rule keeps is deleted, with its reason; what crashes left over is cleared. The newest checkpoint is
     always kept. Without a --keep rule no checkpoint is deleted, only leftovers are cleared.
     """
-    from ckptman.store.prune import execute, plan_prune
+    from ckptman.store.prune import execute, one_at_a_time, plan_prune
 
     policy = _policy(keep_last, keep_every, keep_best or [])
     _check_metrics(root, policy)
-    plan = plan_prune(root, policy)
-    if not as_json and (lines := _lines(plan, with_checkpoints=policy is not None)):
-        text.say("\n".join(lines))
-    if not dry_run:
-        try:
-            execute(root, plan, tag=f"cli{os.urandom(4).hex()}")
-        except OSError as error:
-            raise RootError(
-                error.errno or errno.EIO,
-                f"{error.filename or root} cannot be removed ({error.strerror}): check permissions, and prune again",
-            ) from error
+    with nullcontext() if dry_run else one_at_a_time(root):
+        plan = plan_prune(root, policy)
+        if not as_json and (lines := _lines(plan, with_checkpoints=policy is not None)):
+            text.say("\n".join(lines))
+        if not dry_run:
+            try:
+                execute(root, plan, tag=f"cli{os.urandom(4).hex()}")
+            except OSError as error:
+                raise RootError(
+                    error.errno or errno.EIO,
+                    f"{error.filename or root} cannot be removed ({error.strerror}): check permissions and prune again",
+                ) from error
     if as_json:
         text.say_json(_as_dict(root, plan, dry_run))
     else:

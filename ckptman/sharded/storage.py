@@ -45,7 +45,7 @@ from ckptman.store.digest import BLOCK_BYTES, BlockDigester, digest_bytes
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.index import Chunk, Index, Location, TensorRecord
 from ckptman.store.manifest import FileRecord, Manifest, Mesh
-from ckptman.store.names import METADATA, index_name
+from ckptman.store.names import METADATA, index_name, parse_step
 from ckptman.store.place import FolderPlace, Place
 from ckptman.store.verify import check_file
 
@@ -166,8 +166,11 @@ class StorageWriter(FileSystemWriter):
             self._draft = None
 
     def _manifest(self, files: dict[str, FileRecord], world_size: int) -> Manifest:
-        info = self._info or SaveInfo(world_size=world_size)
-        sequence = 1 if self._info is None else 1 + max((entry.sequence for entry in self._place.list()), default=0)
+        name = parse_step(self._final.name)
+        info = self._info or SaveInfo(step=name.step if name else 0, world_size=world_size)
+        # Outside a root, under a name that is not a step's, there are no others to come after.
+        others = self._place.list() if name else []
+        sequence = 1 + max((entry.sequence for entry in others), default=0)
         return Manifest(
             step=info.step,
             sequence=sequence,

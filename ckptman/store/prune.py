@@ -19,6 +19,7 @@ from ckptman.store.names import Kind, parse_half_written, run_folder, step_folde
 from ckptman.store.owner import is_alive, is_this_process, read_owner
 from ckptman.store.place import FolderPlace
 
+LOCK_SECONDS = 300.0
 _REASONS: dict[Kind, str] = {
     "tmp": "a save that was never committed; its writer is gone",
     "trash": "a deletion that was interrupted",
@@ -95,6 +96,34 @@ def find_leftovers(root: Path) -> list[Leftover]:
     return left
 
 
+@contextmanager
+def one_at_a_time(root: Path) -> Iterator[None]:
+    """Keep other prunes of this host waiting: two of them would report the same bytes as freed.
+
+    A root in which no run ever was, or a file system without locks, is no obstacle: `execute` is safe alone.
+    Raises: CkptmanError after `LOCK_SECONDS`.
+    """
+    from filelock import FileLock, Timeout
+
+    if not run_folder(root).is_dir():  # FileLock would make it, and the root too
+        yield
+        return
+    lock = FileLock(run_folder(root) / "prune.lock", timeout=LOCK_SECONDS)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise CkptmanError(
+            f"another ckptman prune has been at work on {root} for {LOCK_SECONDS:.0f} s: let it end, or stop it"
+        ) from None
+    except (NotImplementedError, OSError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def execute(root: Path, plan: PrunePlan, tag: str, disk: Disk = DISK) -> None:
     """Carry out a plan: each entry is made invisible at once and then removed. Can be run again at any point.
 
@@ -103,10 +132,11 @@ def execute(root: Path, plan: PrunePlan, tag: str, disk: Disk = DISK) -> None:
     with _first_error_last() as attempt:
         # Leftovers first: an earlier save of a step must not come back when the later one goes.
         attempt(partial(clear, root, plan.leftovers, tag, disk))
+        stuck = {leftover.step for leftover in plan.leftovers if os.path.lexists(leftover.path)}
         place = FolderPlace(root, disk)
         for count, verdict in enumerate(verdict for verdict in plan.verdicts if not verdict.keep):
             entry = plan.entries[verdict.record.sequence]
-            if _is_as_planned(entry):
+            if entry.step not in stuck and _is_as_planned(entry):
                 attempt(partial(place.delete, entry, f"{tag}-{count}"))
 
 
