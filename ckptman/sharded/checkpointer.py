@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar
-
-import torch
 
 from ckptman.errors import (
     EXIT_AGAIN,
@@ -23,6 +20,7 @@ from ckptman.lifecycle.signals import SignalHandler
 from ckptman.policy.retention import RetentionPolicy
 from ckptman.policy.saving import BeforeDeadline, InitTimeInterval, OnStop, SavePolicy
 from ckptman.sharded.agreement import Agreed, Agreement
+from ckptman.sharded.arguments import check_arguments, metric_numbers, step_number
 from ckptman.sharded.attempt import Attempt
 from ckptman.sharded.pace import Pace
 from ckptman.sharded.ranks import Channel, RankFailed
@@ -89,9 +87,7 @@ class Checkpointer:
         disk: Disk = DISK,
     ) -> None:
         self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
-        _check(root, state, self._policy, retention, timeout_seconds)
-        if deadline is not None and deadline != "auto" and not isinstance(deadline, int | float):
-            raise ConfigError(f"deadline is when the job ends, in unix seconds, or 'auto', or None, not {deadline!r}")
+        check_arguments(root, state, self._policy, retention, deadline, timeout_seconds)
         self.root, self.state = Path(root), state
         self._talk = Channel(timeout_seconds)
         self._place = FolderPlace(self.root, disk)
@@ -161,7 +157,7 @@ class Checkpointer:
         Raises: CommitError (this save or the one before failed), ConfigError. Every rank calls it after every step.
         """
         if type(step) is not int or not 0 <= step <= MAX_STEP:
-            step = _step_number(step)
+            step = step_number(step)
         if not self._rehearsed:
             self._rehearse()
         if self._pace.step_ended():
@@ -184,7 +180,8 @@ class Checkpointer:
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None, *, reason: str = "asked for") -> None:
         """Save now, whatever the policy says. Every rank calls it. Raises: CommitError, ConfigError."""
-        self._save(_step_number(step), metrics, reason)
+        step = step_number(step)
+        self._save(step, metrics, reason)
         self._last = (step, metrics, self._updates.count)
 
     def wait(self) -> None:
@@ -316,7 +313,7 @@ class Checkpointer:
             job_id=self._attempt.job_id,
             attempt=self._attempt.number,
             restored_from=self._restored_from,
-            metrics=_numbers(metrics) if self._talk.is_leader else {},
+            metrics=metric_numbers(metrics) if self._talk.is_leader else {},
         )
         self._pace.save_begins(step)
         try:
@@ -379,40 +376,6 @@ class Checkpointer:
             return self._talk.ask_leader(work)
         except RankFailed as failed:
             raise failed.as_ckptman_error() from failed
-
-
-def _check(root: object, state: object, policy: object, retention: object, timeout_seconds: float) -> None:
-    if not isinstance(root, str | os.PathLike) or not str(root):
-        raise ConfigError(f"root is the path of a folder, not {root!r}")
-    if not isinstance(state, MutableMapping) or not state:
-        raise ConfigError("state is a dict of what to save by name, such as {'model': model, 'optimizer': optimizer}")
-    if not isinstance(policy, SavePolicy):
-        raise ConfigError(f"save_policy is a policy such as EverySteps(100) | OnStop(), not {policy!r}")
-    if retention is not None and not isinstance(retention, RetentionPolicy):
-        raise ConfigError(f"retention is a policy such as KeepLast(3), or None to keep all, not {retention!r}")
-    if not timeout_seconds > 0:
-        raise ConfigError(f"timeout_seconds is a positive number of seconds, not {timeout_seconds!r}")
-
-
-def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics that are numbers; of others a warning is all that comes, because a label must not cost a save."""
-    numbers = {}
-    for name, value in (metrics or {}).items():
-        try:
-            numbers[str(name)] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            warnings.warn(f"the metric {name!r} is not a number and is left out: {error}", RuntimeWarning, stacklevel=2)
-    return numbers
-
-
-def _step_number(step: Any) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise ConfigError(f"a step is a whole number, not {step!r}") from None
-    if not 0 <= number <= MAX_STEP:
-        raise ConfigError(f"a step is a number from 0 to {MAX_STEP}, not {number}")
-    return number
 
 
 def _deadline(deadline: float | Literal["auto"] | None) -> float | None:

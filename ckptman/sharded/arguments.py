@@ -1,0 +1,56 @@
+"""What users hand to a Checkpointer, checked at once and with a remedy."""
+
+from __future__ import annotations
+
+import operator
+import os
+import warnings
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from ckptman.errors import ConfigError
+from ckptman.policy.retention import RetentionPolicy
+from ckptman.policy.saving import SavePolicy
+from ckptman.store.names import MAX_STEP
+
+
+def check_arguments(
+    root: object, state: object, policy: object, retention: object, deadline: object, timeout_seconds: float
+) -> None:
+    """What a Checkpointer is made with. Raises: ConfigError."""
+    if not isinstance(root, str | os.PathLike) or not str(root):
+        raise ConfigError(f"root is the path of a folder, not {root!r}")
+    if not isinstance(state, MutableMapping) or not state:
+        raise ConfigError("state is a dict of what to save by name, such as {'model': model, 'optimizer': optimizer}")
+    if not isinstance(policy, SavePolicy):
+        raise ConfigError(f"save_policy is a policy such as EverySteps(100) | OnStop(), not {policy!r}")
+    if retention is not None and not isinstance(retention, RetentionPolicy):
+        raise ConfigError(f"retention is a policy such as KeepLast(3), or None to keep all, not {retention!r}")
+    if not timeout_seconds > 0:
+        raise ConfigError(f"timeout_seconds is a positive number of seconds, not {timeout_seconds!r}")
+    if deadline is not None and deadline != "auto" and not isinstance(deadline, int | float):
+        raise ConfigError(f"deadline is when the job ends, in unix seconds, or 'auto', or None, not {deadline!r}")
+
+
+def step_number(step: Any) -> int:
+    """A step as a plain int; NumPy's and torch's whole numbers are taken too. Raises: ConfigError."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise ConfigError(f"a step is a whole number, not {step!r}") from None
+    if not 0 <= number <= MAX_STEP:
+        raise ConfigError(f"a step is a number from 0 to {MAX_STEP}, not {number}")
+    return number
+
+
+def metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics that are numbers; of others a warning is all that comes, because a label must not cost a save."""
+    numbers = {}
+    for name, value in (metrics or {}).items():
+        try:
+            numbers[str(name)] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            warnings.warn(f"the metric {name!r} is not a number and is left out: {error}", RuntimeWarning, stacklevel=2)
+    return numbers
