@@ -25,7 +25,7 @@ from ckptman.sharded.attempt import Attempt
 from ckptman.sharded.pace import Pace
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.restore import Restorer
-from ckptman.sharded.save import Saver
+from ckptman.sharded.save import Saver, SaveReport
 from ckptman.sharded.state import Snapshot, mesh_of, snapshot, unlike_on_ranks, value_digests
 from ckptman.sharded.storage import SaveInfo
 from ckptman.sharded.updates import Updates
@@ -186,13 +186,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
-        try:
-            report = self._saver.wait()
-        except CommitError:
-            self._pace.save_failed()
-            raise
-        if report is not None:
-            self._pace.save_ended(report)
+        self._account_for(self._saver.wait)
 
     def should_stop(self) -> bool:
         """Whether `step` agreed to stop: the same on every rank. The state is durable then, if the policy saves."""
@@ -316,8 +310,12 @@ class Checkpointer:
             metrics=metric_numbers(metrics) if self._talk.is_leader else {},
         )
         self._pace.save_begins(step)
+        self._account_for(lambda: self._saver.save(shot, info))
+
+    def _account_for(self, work: Callable[[], SaveReport | None]) -> None:
+        """Do what may end a save, and let the policies know how it ended."""
         try:
-            report = self._saver.save(shot, info)
+            report = work()
         except CommitError:
             self._pace.save_failed()
             raise

@@ -31,8 +31,8 @@ from ckptman.store.plain import TensorRef, decode
 class SavedState:
     """A checkpoint that can be read.
 
-    `values` holds, for each key of the application's state, its entries with each tensor as a `TensorRef`; `whole` are
-    the keys whose state is one plain value. `metadata` is what DCP plans with. `manifest` is None for a foreign one.
+    `values` holds, for each key of the application's state, its entries or its one plain value, with each tensor as a
+    `TensorRef`. `metadata` is what DCP plans with. `manifest` is None for a foreign one.
     """
 
     folder: Path

@@ -51,7 +51,7 @@ class Entry:
         if self.manifest is None or self.problem is not None:
             raise CorruptError(
                 f"{self.path} is not a complete checkpoint: {self.problem}. "
-                f"ckptman list shows the complete ones; ckptman prune clears what is left over"
+                f"ckptman list shows the complete ones; no command touches this one, so move it away by hand"
             )
         return self.manifest
 
