@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+BENCH  := $(VENV)/.installed-bench
+QUIET  := --quiet --disable-pip-version-check
 SOURCE := ckptman tests examples benchmarks
 export OMP_NUM_THREADS ?= 1
 
@@ -14,15 +16,21 @@ help:
 	@echo "make test      the fast tests and the short versions of the long ones"
 	@echo "make check     ruff, formatting, mypy --strict, the layers"
 	@echo "make campaign  the long versions: 50 kills and more"
-	@echo "make bench     what a step and a listing cost"
+	@echo "make bench     saves, loads, stalls, steps and listings, against others and the raw limit"
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("ckptman needs Python 3.10 or newer: make setup PYTHON=python3.11") if sys.version_info < (3, 10) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install $(QUIET) --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# nvidia-resiliency-ext depends on pynvml, whose presence alone makes torch warn; its writer does without.
+$(BENCH): $(STAMP)
+	$(BIN)/python -m pip install $(QUIET) --constraint constraints.txt --editable '.[dev,bench]' \
+	&& $(BIN)/python -m pip install $(QUIET) --no-deps nvidia-resiliency-ext==0.4.1 \
+	&& touch $@ || echo "not all peers can be installed: the benchmarks go on without them"
 
 demo: setup
 	$(BIN)/python examples/demo.py
@@ -43,9 +51,10 @@ format: setup
 campaign: setup
 	$(BIN)/python -m pytest -m campaign
 
-bench: setup
+bench: $(BENCH)
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/list_1000.py
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

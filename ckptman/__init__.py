@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _HOME = {
     "Checkpointer": "ckptman.sharded.checkpointer",
     "RNGState": "ckptman.sharded.rng",
+    "save": "ckptman.sharded.api",
+    "load": "ckptman.sharded.api",
     "StorageReader": "ckptman.sharded.storage",
     "StorageWriter": "ckptman.sharded.storage",
     "SignalHandler": "ckptman.lifecycle.signals",
@@ -87,6 +89,8 @@ if TYPE_CHECKING:
     from ckptman.policy.saving import InitTimeInterval as InitTimeInterval
     from ckptman.policy.saving import OnStop as OnStop
     from ckptman.policy.saving import SavePolicy as SavePolicy
+    from ckptman.sharded.api import load as load
+    from ckptman.sharded.api import save as save
     from ckptman.sharded.checkpointer import Checkpointer as Checkpointer
     from ckptman.sharded.rng import RNGState as RNGState
     from ckptman.sharded.storage import StorageReader as StorageReader

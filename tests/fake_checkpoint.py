@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from xxhash import xxh3_128_digest
+
 from ckptman.store.catalogue import Catalogue, Entry
+from ckptman.store.chunks import Rows, assemble
 from ckptman.store.digest import BLOCK_BYTES, digest_bytes
 from ckptman.store.durable import Disk
-from ckptman.store.index import Chunk, Index, Location, TensorRecord, Unit
+from ckptman.store.index import Index, Unit
 from ckptman.store.manifest import FileRecord, Manifest, Mesh
-from ckptman.store.names import METADATA, index_name, step_folder
+from ckptman.store.names import CHUNKS, INDEX, METADATA, blocks_name, data_name, step_folder
 from ckptman.store.place import FolderPlace
 from ckptman.store.plain import encode
 
@@ -49,14 +53,13 @@ def commit(
     draft = Path(place.begin(step_folder(step), os.urandom(4).hex()))
     files: dict[str, bytes] = {METADATA: b"nothing that anybody should unpickle"}
     share = -(-rows // ranks)
+    parts: list[Rows] = []
     for rank in range(ranks):
         first, last = min(rank * share, rows), min((rank + 1) * share, rows)
-        data, name = bytes([rank]) * ((last - first) * 16), f"__{rank}_0.distcp"
-        files[name] = data
-        chunk = Chunk(offsets=(first, 0), sizes=(last - first, 4), at=Location(file=name, offset=0, bytes=len(data)))
-        tensors = {"model.weight": TensorRecord(dtype="float32", shape=(rows, 4), chunks=[chunk])} if data else {}
-        units = _units(values or {}) if rank == 0 else []
-        files[index_name(rank)] = Index(tensors=tensors, units=units).to_json()
+        data = bytes([rank]) * ((last - first) * 16)
+        files |= {data_name(rank): data, blocks_name(rank): blocks_of(data)}
+        parts.append({2: np.array([[0, 0, len(data), 0, first, 0, last - first, 4]])})
+    files |= index_files([("model.weight", "float32", (rows, 4))], parts, _units(values or {}))
     for name, data in files.items():
         (draft / name).write_bytes(data)
     manifest = Manifest(
@@ -77,6 +80,21 @@ def commit(
         files={name: FileRecord(bytes=len(data), digest=digest_bytes(data)) for name, data in files.items()},
     )
     return place.commit(str(draft), manifest)
+
+
+def index_files(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], parts: Sequence[Rows], units: Sequence[Unit] = ()
+) -> dict[str, bytes]:
+    """The chunk table and the index of tensors (name, dtype, shape) whose chunks the ranks wrote, part by part."""
+    records, table = assemble(tensors, parts)
+    index = Index(files=[data_name(rank) for rank in range(len(parts))], tensors=records, units=list(units))
+    return {CHUNKS: table.astype("<i8").tobytes(), INDEX: index.to_json()}
+
+
+def blocks_of(data: bytes) -> bytes:
+    """The block digests of a data file, as they are kept beside it."""
+    starts = range(0, len(data), BLOCK_BYTES)
+    return b"".join(xxh3_128_digest(data[start : start + BLOCK_BYTES]) for start in starts)
 
 
 def flip_byte(path: Path) -> None:

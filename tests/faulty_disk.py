@@ -7,19 +7,23 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from threading import Lock
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.store.catalogue import Catalogue, Entry
+from ckptman.store.chunks import Rows
 from ckptman.store.digest import BLOCK_BYTES, digest_bytes
 from ckptman.store.durable import DISK, Disk
-from ckptman.store.index import Chunk, Index, Location, TensorRecord
 from ckptman.store.manifest import FileRecord, Manifest
-from ckptman.store.names import index_name, step_folder
+from ckptman.store.names import blocks_name, data_name, step_folder
 from ckptman.store.place import FolderPlace
 from ckptman.store.verify import check_coverage, check_file
+from tests.fake_checkpoint import blocks_of, index_files
 
+T = TypeVar("T")
 When = Literal["before", "midway", "after"]
 WHEN: tuple[When, ...] = ("before", "midway", "after")
 
@@ -47,6 +51,7 @@ class FaultyDisk(Disk):
         self.fault = fault
         self.log: list[str] = []
         self.dead = False
+        self._turn = Lock()
 
     @property
     def struck(self) -> bool:
@@ -73,6 +78,13 @@ class FaultyDisk(Disk):
             lambda: Disk.create_file(self, path, data[: len(data) // 2]),
         )
 
+    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        return self._do(
+            "write_at",
+            lambda: Disk.write_at(self, fd, data, offset),
+            lambda: Disk.write_at(self, fd, data[: len(data) // 2], offset),
+        )
+
     def sync_file(self, fd: int) -> None:
         self._do("sync_file", lambda: Disk.sync_file(self, fd))
 
@@ -88,11 +100,12 @@ class FaultyDisk(Disk):
     def remove_tree(self, path: Path) -> None:
         self._do("remove_tree", lambda: Disk.remove_tree(self, path), lambda: _remove_some(path))
 
-    def _do(self, name: str, whole: Callable[[], None], half: Callable[[], None] = lambda: None) -> None:
-        if self.dead:
-            raise Death(f"{name} on a dead disk")
-        number = len(self.log)
-        self.log.append(name)
+    def _do(self, name: str, whole: Callable[[], T], half: Callable[[], object] = lambda: None) -> T:
+        with self._turn:
+            if self.dead:
+                raise Death(f"{name} on a dead disk")
+            number = len(self.log)
+            self.log.append(name)
         fault = self.fault if self.fault is not None and self.fault.at == number else None
         if fault is None:
             return whole()
@@ -119,11 +132,12 @@ def save(root: Path, step: int, content: bytes = b"", disk: Disk = DISK, tag: st
     place.make()
     draft = Path(place.begin(step_folder(step), tag or os.urandom(4).hex()))
     files: dict[str, bytes] = {}
+    parts: list[Rows] = []
     for rank in range(2):
-        data, name = bytes([rank]) * 32 + content, f"__{rank}_0.distcp"
-        chunk = Chunk(offsets=(rank * 8,), sizes=(8,), at=Location(file=name, offset=0, bytes=len(data)))
-        index = Index(tensors={"weight": TensorRecord(dtype="float32", shape=(16,), chunks=[chunk])})
-        files |= {name: data, index_name(rank): index.to_json()}
+        data = bytes([rank]) * 32 + content
+        files |= {data_name(rank): data, blocks_name(rank): blocks_of(data)}
+        parts.append({1: np.array([[0, 0, len(data), 0, rank * 8, 8]])})
+    files |= index_files([("weight", "float32", (16,))], parts)
     for name, data in files.items():
         disk.write_file(draft / name, data)
     return place.commit(str(draft), manifest_of(root, step, files))

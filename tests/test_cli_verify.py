@@ -15,13 +15,13 @@ from ckptman.store.catalogue import Entry
 from ckptman.store.digest import digest_bytes
 from ckptman.store.index import Index
 from ckptman.store.manifest import FileRecord
+from ckptman.store.names import CHUNKS, INDEX
 from tests.fake_checkpoint import commit, flip_byte
 
 
-def _rewrite_index(entry: Entry, name: str, index: Index) -> None:
-    """Put another index in a checkpoint, with digests that are right."""
+def _rewrite(entry: Entry, name: str, data: bytes) -> None:
+    """Put other bytes in a file of a checkpoint, with digests that are right."""
     manifest = entry.require_manifest()
-    data = index.to_json()
     (entry.path / name).write_bytes(data)
     files = {**manifest.files, name: FileRecord(bytes=len(data), digest=digest_bytes(data))}
     (entry.path / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).to_json())
@@ -32,12 +32,12 @@ def test_a_good_one_is_proved_and_said_to_be(tmp_path: Path, capsys: pytest.Capt
     commit(tmp_path, 200)
     assert main(["verify", str(tmp_path)]) == 0
     told = capsys.readouterr()
-    assert told.out.startswith("step 200: good, 5 files, ")
+    assert told.out.startswith("step 200: good, 7 files, ")
     assert told.out.endswith("every byte matches its digest; 1 tensor, all complete\n")
     assert told.err == ""
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "index-00001.json", ".metadata"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "blocks-00001.bin", "chunks.bin", "index.json", ".metadata"])
 def test_one_changed_byte_in_any_file_is_found(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entry = commit(tmp_path, 100)
     flip_byte(entry.path / name)
@@ -69,19 +69,33 @@ def test_a_tensor_with_a_hole_is_damaged_though_every_byte_is_right(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entry = commit(tmp_path, 100)
-    _rewrite_index(entry, "index-00001.json", Index())
+    index = Index.model_validate_json((entry.path / INDEX).read_bytes())
+    half = index.tensors["model.weight"].model_copy(update={"count": 1})
+    _rewrite(entry, INDEX, index.model_copy(update={"tensors": {"model.weight": half}}).to_json())
     assert main(["verify", str(tmp_path)]) == 4
-    assert "model.weight" in capsys.readouterr().out
+    assert "  model.weight [8, 4]: element [4, 0] was saved 0 times, not once" in capsys.readouterr().out
 
 
 def test_an_index_that_cannot_be_read_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entry = commit(tmp_path, 100)
-    (tensor,) = Index.model_validate_json((entry.path / "index-00001.json").read_bytes()).tensors.values()
-    away = tensor.chunks[0].at.model_copy(update={"file": "../../etc/passwd"})
-    lying = tensor.model_copy(update={"chunks": [tensor.chunks[0].model_copy(update={"at": away})]})
-    _rewrite_index(entry, "index-00001.json", Index(tensors={"model.weight": lying}))
+    index = Index.model_validate_json((entry.path / INDEX).read_bytes())
+    away = {"model.0": {"file": "../../etc/passwd", "offset": 0, "bytes": 16}}
+    _rewrite(entry, INDEX, json.dumps({**index.model_dump(), "objects": away}).encode())
     assert main(["verify", str(tmp_path)]) == 4
     assert "which the manifest does not name" in capsys.readouterr().out
+
+
+def test_a_chunk_table_that_points_elsewhere_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = commit(tmp_path, 100)
+    index = Index.model_validate_json((entry.path / INDEX).read_bytes())
+    lying = index.model_copy(update={"files": ["__0_0.distcp", "../../etc/passwd"]})
+    _rewrite(entry, INDEX, lying.to_json())
+    assert main(["verify", str(tmp_path)]) == 4
+    assert "lies outside of its file" in capsys.readouterr().out
+    entry = commit(tmp_path, 200)
+    _rewrite(entry, CHUNKS, (entry.path / CHUNKS).read_bytes()[:-8])
+    assert main(["verify", str(tmp_path)]) == 4
+    assert "model.weight: its rows (2 from number 0) are not in the table" in capsys.readouterr().out
 
 
 def test_a_damaged_one_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,8 +304,8 @@ def test_a_damaged_checkpoint_does_not_push_out_the_good_one(tmp_path: Path) -> 
     with open_run(tmp_path, {"epoch": 1}) as checkpointer:
         for step in (2, 3):
             checkpointer.step(step)
-    data = tmp_path / "step-0000000003" / "__0_0.distcp"
-    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    index = tmp_path / "step-0000000003" / "index.json"
+    index.write_bytes(index.read_bytes()[:-1] + b"?")
     with open_run(tmp_path, {"epoch": 1}, retention=ckptman.KeepLast(2)) as checkpointer:
         with pytest.warns(RuntimeWarning, match="passed over"):
             assert checkpointer.restore() == 2

@@ -198,7 +198,7 @@ def as_link(path: Path) -> None:
     [
         ("", "it is a link, not a folder"),
         ("__0_0.distcp", "__0_0.distcp is not a regular file"),
-        ("index-00000.json", "index-00000.json is not a regular file"),
+        ("index.json", "index.json is not a regular file"),
         ("manifest.json", "manifest.json is not a regular file"),
     ],
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +18,11 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.errors import CorruptError, FormatVersionError
 from ckptman.store.catalogue import Catalogue, Entry
+from ckptman.store.chunks import TensorRecord
 from ckptman.store.digest import BLOCK_BYTES, BlockDigester, digest_bytes, digest_file, digest_of_blocks
-from ckptman.store.index import Chunk, Index, Location, TensorRecord, Unit, merge, read_index
+from ckptman.store.index import Index, Location, Unit, Values, open_table, ranks_with_values, read_index
 from ckptman.store.manifest import Manifest
+from ckptman.store.names import CHUNKS, INDEX, values_name
 from ckptman.store.verify import Box, check_coverage, find_flaw, verify_files
 from tests.faulty_disk import manifest_of, save
 
@@ -91,7 +95,7 @@ def test_a_good_checkpoint(tmp_path: Path) -> None:
     told: list[int] = []
     report = verify_files(entry, done=told.append)
     assert report.good
-    assert report.files == 4
+    assert report.files == 6
     assert report.bytes == entry.require_manifest().total_bytes == sum(told)
     assert check_coverage(entry.path, entry.require_manifest()) == []
 
@@ -135,20 +139,25 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
 # ---- indexes ---------------------------------------------------------------------------------------------------------
 
 
-def with_index(root: Path, *indexes: Index | bytes, size: int = 64) -> tuple[Path, Manifest]:
-    """A checkpoint folder with these indexes beside one data file of `size` bytes."""
+def with_index(root: Path, index: Index | bytes, *rows: list[int], **others: bytes) -> tuple[Path, Manifest]:
+    """A checkpoint folder with this index, a chunk table of these rows, one data file of 64 bytes, and other files."""
     folder = save(root, 1).path
-    files = {"data": bytes(size)}
-    for rank, index in enumerate(indexes):
-        files[f"index-{rank:05d}.json"] = index if isinstance(index, bytes) else index.to_json()
+    files = {"data": bytes(64), CHUNKS: np.array([*itertools.chain(*rows)], "<i8").tobytes(), **others}
+    files[INDEX] = index if isinstance(index, bytes) else index.to_json()
     for name, data in files.items():
         (folder / name).write_bytes(data)
     return folder, manifest_of(root, 1, files)
 
 
-def one_chunk(shape: tuple[int, ...] = (4,), **changes: Any) -> Index:
-    chunk = {"offsets": (0,) * len(shape), "sizes": shape, "at": Location(file="data", offset=0, bytes=16), **changes}
-    return Index(tensors={"w": TensorRecord(dtype="float32", shape=shape, chunks=[Chunk(**chunk)])})
+def index_of(shape: tuple[int, ...] = (4,), *, files: tuple[str, ...] = ("data",), count: int = 1, **at: int) -> Index:
+    """The index of one tensor in float32, whose rows are all there is in the table."""
+    record = TensorRecord(dtype="float32", shape=shape, count=count, **{"start": 0, "axis": 0, **at})
+    return Index(files=list(files), tensors={"w": record})
+
+
+def row(offsets: tuple[int, ...] = (0,), sizes: tuple[int, ...] = (4,), offset: int = 0, size: int = 16) -> list[int]:
+    """A row of the chunk table: `size` bytes at `offset` of the first file, of which all are payload."""
+    return [0, offset, size, offset, *offsets, *sizes]
 
 
 @pytest.mark.parametrize(
@@ -164,78 +173,162 @@ def one_chunk(shape: tuple[int, ...] = (4,), **changes: Any) -> Index:
     ],
 )
 def test_an_index_that_points_elsewhere(tmp_path: Path, at: Location, complaint: str) -> None:
-    for index in (one_chunk(at=at), Index(objects={"o": at})):
-        with pytest.raises(CorruptError, match=complaint):
-            read_index(*with_index(tmp_path, index))
+    with pytest.raises(CorruptError, match=complaint):
+        read_index(*with_index(tmp_path, Index(objects={"o": at})))
+    # A tensor points by the chunk table: to a number of the files that the index names.
+    table = index_of(files=(at.file,)), row(offset=at.offset, size=at.bytes)
+    there = f"in {at.file} of {64 if at.file == 'data' else -1} bytes"
+    with pytest.raises(CorruptError, match=f"w: chunk 0 of 1 lies outside of its file .*, {re.escape(there)}; restore"):
+        check_coverage(*with_index(tmp_path, *table))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"offsets": (1,)}, {"offsets": (-1,)}, {"sizes": (5,)}, {"sizes": (-4,)}, {"sizes": (4, 1)}, {"offsets": ()}],
-)
+@pytest.mark.parametrize("number", [-1, 1, 2**40])
+def test_a_chunk_in_a_file_that_there_is_not(tmp_path: Path, number: int) -> None:
+    with pytest.raises(CorruptError, match="w: chunk 0 of 1 is in a file that there is not"):
+        check_coverage(*with_index(tmp_path, index_of(), [number, *row()[1:]]))
+
+
+@pytest.mark.parametrize("payload", [-2, 3, 47, 52, 2**62])
+def test_a_payload_that_its_container_does_not_hold(tmp_path: Path, payload: int) -> None:
+    with pytest.raises(CorruptError, match=f"does not fit its container .*: 44 bytes at 4, payload at {payload}, in"):
+        check_coverage(*with_index(tmp_path, index_of(), [0, 4, 44, payload, 0, 4]))
+    assert check_coverage(*with_index(tmp_path, index_of(), [0, 4, 44, 32, 0, 4])) == []
+    assert check_coverage(*with_index(tmp_path, index_of(), [0, 4, 44, -1, 0, 4])) == [], "only torch.load knows where"
+
+
+@pytest.mark.parametrize("changes", [{"offsets": (1,)}, {"offsets": (-1,)}, {"sizes": (5,)}, {"sizes": (-4,)}])
 def test_a_chunk_outside_of_its_tensor(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(CorruptError, match=r"w \[4\] has a chunk outside of it: offsets"):
-        read_index(*with_index(tmp_path, one_chunk(**changes)))
+    with pytest.raises(CorruptError, match=r"w: chunk 0 of 1 lies outside of the tensor \(offsets \[.* of \[4\]\)"):
+        check_coverage(*with_index(tmp_path, index_of(), row(**changes)))
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"[]",
-        b"{}",
-        b"[" * 100_000,
-        b'{"format_version": 1, "surprise": 1}',
-        b'{"format_version": 1, "tensors": []}',
-        b'{"format_version": -1}',
-        b'{"format_version": 1, "tensors": {"w": {"dtype": "float32", "shape": [4], "chunks": [{}]}}}',
-    ],
+    "changes", [{"count": 2}, {"count": -1}, {"start": 1}, {"start": -1}, {"axis": 1}, {"axis": -1}]
 )
+def test_rows_that_are_not_in_the_table(tmp_path: Path, changes: dict[str, int]) -> None:
+    with pytest.raises(CorruptError, match=r"chunks\.bin: w: its rows .* are not in the table"):
+        check_coverage(*with_index(tmp_path, index_of(**changes), row()))
+    # Rows of other widths: of a tensor with more dimensions, or with fewer.
+    for shape in ((4, 1), ()):
+        with pytest.raises(CorruptError, match=r"chunks\.bin: w: "):
+            check_coverage(*with_index(tmp_path, index_of(shape, count=2), row()))
+
+
+def test_rows_that_are_not_in_order(tmp_path: Path) -> None:
+    """A reader that looks for a chunk by bisection would not find it."""
+    rows = row((0,), (2,), 0, 8), row((2,), (2,), 8, 8)
+    assert check_coverage(*with_index(tmp_path, index_of(count=2), *rows)) == []
+    with pytest.raises(CorruptError, match="w: chunk 1 of 2 is not where its offset belongs"):
+        check_coverage(*with_index(tmp_path, index_of(count=2), *reversed(rows)))
+
+
+NO_INDEX = [
+    b"",
+    b"[]",
+    b"{}",
+    b"[" * 100_000,
+    b'{"format_version": 1, "surprise": 1}',
+    b'{"format_version": 1, "tensors": []}',
+    b'{"format_version": 1, "units": {}}',
+    b'{"format_version": -1}',
+    b'{"format_version": 1, "tensors": {"w": {"dtype": "float32", "shape": [4], "chunks": [{}]}}}',
+]
+
+
+@pytest.mark.parametrize("data", NO_INDEX)
 def test_an_index_that_is_none(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(CorruptError, match=r"index-00000\.json"):
+    with pytest.raises(CorruptError, match=r"index\.json"):
         read_index(*with_index(tmp_path, data))
 
 
+@pytest.mark.parametrize("data", NO_INDEX)
+def test_values_of_a_rank_that_are_none(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(CorruptError, match=r"values-00003\.json"):
+        read_index(*with_index(tmp_path, Index(), **{values_name(3): data}))
+
+
+@pytest.mark.parametrize("data", [b"\0", bytes(47), bytes(49)])
+def test_a_table_that_is_none(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(CorruptError, match=r"chunks\.bin is no chunk table: \d+ bytes are no whole numbers"):
+        check_coverage(*with_index(tmp_path, index_of(), **{CHUNKS: data}))
+
+
 def test_an_index_of_a_newer_format(tmp_path: Path) -> None:
+    newer = b'{"format_version": 2, "anything": true}'
     with pytest.raises(FormatVersionError, match="format version 2"):
-        read_index(*with_index(tmp_path, b'{"format_version": 2, "anything": true}'))
+        read_index(*with_index(tmp_path, newer))
+    with pytest.raises(FormatVersionError, match="format version 2"):
+        read_index(*with_index(tmp_path, Index(), **{values_name(0): newer}))
 
 
 def test_an_index_is_checked_against_its_digest(tmp_path: Path) -> None:
     """A plain value lives in the index: a changed learning rate must not be believed."""
     unit = Unit(state="optimizer", key="lr", value=0.125)
-    folder, manifest = with_index(tmp_path, Index(units=[unit]))
-    assert read_index(folder, manifest).units == [unit]
-    path = folder / "index-00000.json"
-    path.write_bytes(path.read_bytes().replace(b"0.125", b"0.625"))
-    with pytest.raises(CorruptError, match="does not match its digest"):
-        read_index(folder, manifest)
+    own = Unit(state="rng", key="seed", value=0.125)
+    folder, manifest = with_index(tmp_path, Index(units=[unit]), **{values_name(1): Values(units=[own]).to_json()})
+    assert read_index(folder, manifest).units == [unit, own]
+    for name in (INDEX, values_name(1)):
+        data = (folder / name).read_bytes()
+        for changed in (data.replace(b"0.125", b"0.625"), data[:-1]):
+            (folder / name).write_bytes(changed)
+            with pytest.raises(CorruptError, match=f"{name} does not match its digest"):
+                read_index(folder, manifest)
+        (folder / name).write_bytes(data)
+    assert read_index(folder, manifest).units == [unit, own]
 
 
-def test_indexes_of_all_ranks_become_one(tmp_path: Path) -> None:
-    second = one_chunk(shape=(8,), offsets=(4,), sizes=(4,))
-    first = one_chunk(shape=(8,), offsets=(0,), sizes=(4,))
-    for index, value in ((first, "leader"), (second, "other")):
-        index.units.append(Unit(state="app", key="both", value=value))
-        index.units.append(Unit(state="app", key=value, value=1))
+def test_the_chunk_table_is_checked_against_its_digest(tmp_path: Path) -> None:
+    """Two chunks that change places look right, and are not."""
+    rows = row((0,), (2,), 0, 8), row((2,), (2,), 8, 8)
+    folder, manifest = with_index(tmp_path, index_of(count=2), *rows)
+    index = read_index(folder, manifest)
+    assert len(open_table(folder, manifest, index).chunks("w")) == 2
+    swapped = np.array([row((0,), (2,), 8, 8), row((2,), (2,), 0, 8)], "<i8").tobytes()
+    for changed in (swapped, swapped[:-8], swapped + bytes(8), b""):
+        (folder / CHUNKS).write_bytes(changed)
+        with pytest.raises(CorruptError, match=r"chunks\.bin does not match its digest"):
+            open_table(folder, manifest, index)
+
+
+@pytest.mark.parametrize("name", [INDEX, CHUNKS])
+def test_a_description_that_the_manifest_does_not_name(tmp_path: Path, name: str) -> None:
+    folder, manifest = with_index(tmp_path, index_of(), row())
+    files = {each: record for each, record in manifest.files.items() if each != name}
+    with pytest.raises(CorruptError, match=f"the manifest does not name {name}"):
+        check_coverage(folder, manifest.model_copy(update={"files": files}))
+
+
+def test_values_of_all_ranks_come_together(tmp_path: Path) -> None:
+    shared = [Unit(state="app", key="both", value="leader"), Unit(state="app", key=1, value="int")]
     # Equal as Python sees it, and two keys all the same.
-    first.units.append(Unit(state="app", key=1, value="int"))
-    second.units.append(Unit(state="app", key=True, value="bool"))
-    folder, manifest = with_index(tmp_path, first, second)
+    own = {rank: [Unit(state="app", key=True, value=f"rank {rank}")] for rank in (10, 2, 123_456)}
+    files = {values_name(rank): Values(units=units).to_json() for rank, units in own.items()}
+    index = index_of((8,), count=2).model_copy(update={"units": shared})
+    folder, manifest = with_index(tmp_path, index, row((0,)), row((4,), offset=16), **files)
+
+    def values(ranks: list[int] | None) -> list[tuple[Any, Any]]:
+        return [(unit.key, unit.value) for unit in read_index(folder, manifest, ranks=ranks).units]
+
+    of_all = [("both", "leader"), (1, "int")]
+    assert values(None) == [*of_all, (True, "rank 2"), (True, "rank 10"), (True, "rank 123456")]
+    assert [type(key) for key, _ in values(None)] == [str, int, bool, bool, bool]
+    assert values([10]) == [*of_all, (True, "rank 10")]
+    assert values([3]) == values([]) == of_all, "a rank that has none"
+    assert ranks_with_values(manifest) == [2, 10, 123_456]
     whole = read_index(folder, manifest)
-    assert [chunk.offsets for chunk in whole.tensors["w"].chunks] == [(0,), (4,)]
-    assert [(unit.key, unit.value) for unit in whole.units] == [
-        *(("both", "leader"), ("leader", 1), (1, "int")),
-        *(("other", 1), (True, "bool")),
-    ]
-    assert len(first.tensors["w"].chunks) == 1, "what was merged is left as it was"
+    assert [each.offsets.tolist() for each in [open_table(folder, manifest, whole).chunks("w")]] == [[[0], [4]]]
     assert check_coverage(folder, manifest) == []
 
 
-@pytest.mark.parametrize("shape", [(8,), (4, 1)])
-def test_ranks_that_do_not_agree_what_a_tensor_is(shape: tuple[int, ...]) -> None:
-    with pytest.raises(CorruptError, match=r"w is float32 \[4\] in one index and float32"):
-        merge([one_chunk((4,)), one_chunk(shape)])
+def test_what_one_rank_alone_has_is_not_read_by_others(tmp_path: Path) -> None:
+    """A damaged file of one rank is that rank's trouble, and that of who asks for all."""
+    files = {values_name(rank): Values(units=[Unit(state="rng", value=rank)]).to_json() for rank in (0, 1)}
+    folder, manifest = with_index(tmp_path, Index(), **files)
+    (folder / values_name(1)).unlink()
+    assert [unit.value for unit in read_index(folder, manifest, ranks=[0]).units] == [0]
+    for ranks in ([1], None):
+        with pytest.raises(FileNotFoundError):
+            read_index(folder, manifest, ranks=ranks)
 
 
 # ---- coverage --------------------------------------------------------------------------------------------------------
@@ -287,12 +380,10 @@ def test_flaws_are_found_exactly(tiling: tuple[tuple[int, ...], list[Box]]) -> N
 
 def test_a_hole_and_an_overlap_of_the_same_size(tmp_path: Path) -> None:
     """The elements add up; the tensor is not all there."""
-    halves = [
-        one_chunk((8,), offsets=(offset,), sizes=(4,), at=Location(file="data", offset=0, bytes=16))
-        for offset in (0, 2)
-    ]
-    assert check_coverage(*with_index(tmp_path, *halves)) == ["w [8]: element [2] was saved 2 times, not once"]
-    assert check_coverage(*with_index(tmp_path, halves[0])) == ["w [8]: element [4] was saved 0 times, not once"]
+    halves = [row((offset,), (4,)) for offset in (0, 2)]
+    both, first = index_of((8,), count=2), index_of((8,))
+    assert check_coverage(*with_index(tmp_path, both, *halves)) == ["w [8]: element [2] was saved 2 times, not once"]
+    assert check_coverage(*with_index(tmp_path, first, halves[0])) == ["w [8]: element [4] was saved 0 times, not once"]
 
 
 def test_scalars_and_empty_tensors() -> None:

@@ -357,7 +357,8 @@ def test_files_are_flushed_before_the_name_that_makes_them_count(
     save(root, 100, tag="a")
     assert log == [
         f"flush {tmp_path.name}",
-        *("flush __0_0.distcp", "flush index-00000.json", "flush __1_0.distcp", "flush index-00001.json"),
+        *("flush __0_0.distcp", "flush blocks-00000.bin", "flush __1_0.distcp", "flush blocks-00001.bin"),
+        *("flush chunks.bin", "flush index.json"),
         *("flush manifest.json", "flush step-0000000100.tmp-a"),
         "rename to step-0000000100",
         "flush root",

@@ -28,12 +28,12 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
 
         show_foreign(path, as_json)
         return
-    from ckptman.store.index import read_index
+    from ckptman.store.index import open_table, read_index
 
     (entry,) = choose(path, step)
     manifest = entry.require_manifest()
     index = read_index(entry.path, manifest)
-    tensors = tensors_of(index)
+    tensors = tensors_of(index, open_table(entry.path, manifest, index))
     values = [unit for unit in index.units if not _is_tensor(unit.value)]
     if as_json:
         text.say_json(

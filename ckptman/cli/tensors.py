@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptman.store.chunks import ChunkTable
     from ckptman.store.index import Index
 
 Box = tuple[Sequence[int], Sequence[int]]
@@ -35,10 +36,10 @@ class TensorFacts:
         return asdict(self)
 
 
-def tensors_of(index: Index) -> list[TensorFacts]:
+def tensors_of(index: Index, table: ChunkTable) -> list[TensorFacts]:
     """The tensors of a checkpoint, by name."""
     return [
-        tensor_facts(name, each.shape, each.dtype, [(chunk.offsets, chunk.sizes) for chunk in each.chunks])
+        tensor_facts(name, each.shape, each.dtype, table.chunks(name).boxes())
         for name, each in sorted(index.tensors.items())
     ]
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from ckptman.errors import (
     EXIT_AGAIN,
@@ -22,13 +22,13 @@ from ckptman.policy.saving import BeforeDeadline, InitTimeInterval, OnStop, Save
 from ckptman.sharded.agreement import Agreed, Agreement
 from ckptman.sharded.arguments import check_arguments, metric_numbers, step_number
 from ckptman.sharded.attempt import Attempt
+from ckptman.sharded.commit import SaveInfo
 from ckptman.sharded.pace import Pace
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.restore import Restorer
 from ckptman.sharded.save import Saver, SaveReport
 from ckptman.sharded.state import Snapshot, mesh_of, snapshot, unlike_on_ranks, value_digests
-from ckptman.sharded.storage import SaveInfo
-from ckptman.sharded.updates import Updates
+from ckptman.sharded.updates import Updates, updated_tensors
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.names import MAX_STEP
 from ckptman.store.place import FolderPlace
@@ -65,6 +65,9 @@ class Checkpointer:
         signals: a SignalHandler that is entered, or None not to listen.
         deadline: when the job ends, in unix seconds; "auto" asks Slurm; None: never.
         async_save: copy to host memory, then write behind the training; False: training waits until it is durable.
+            Where host memory is too small for the copy, a warning says so and saves block as with False.
+        overlap: let that copy run on under the next forward and backward, and wait for it only before the next
+            `optimizer.step`. Only for what the optimizers in `state` update, and if nothing else writes to it.
         timeout_seconds: for how long a rank waits for the others before it gives up.
 
     Every rank makes one and calls the same methods in the same order. Raises: BusyError (another run writes to the
@@ -82,6 +85,7 @@ class Checkpointer:
         signals: SignalHandler | None = None,
         deadline: float | Literal["auto"] | None = "auto",
         async_save: bool = True,
+        overlap: bool = False,
         timeout_seconds: float = 1800.0,
         run_id: str | None = None,
         disk: Disk = DISK,
@@ -111,7 +115,8 @@ class Checkpointer:
         self._restored_from: int | None = None
         self._ready = not self._attempt.finds_checkpoints
         self._rehearsed = False
-        self._updates = Updates(state)
+        self._updates = Updates(state, before=self._saver.hold)
+        self._overlap = overlap
         self._last: tuple[int, Mapping[str, Any] | None, int] | None = None
         """The last step that ended: its number, its metrics, and how many updates the optimizers had made then."""
         self._stop: str | None = None
@@ -162,8 +167,7 @@ class Checkpointer:
             self._rehearse()
         if self._pace.step_ended():
             self._attempt.note("pace_changed", step=step, step_seconds=self._pace.facts(step, ahead=False).step_seconds)
-        report = self._saver.poll()
-        if report is not None:
+        for report in self._saver.poll():
             self._pace.save_ended(report)
         agreed = self._agreement.at(step)
         self._last = (step, metrics, self._updates.count)
@@ -186,7 +190,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
-        self._account_for(self._saver.wait)
+        self._account_for(*self._saver.wait())
 
     def should_stop(self) -> bool:
         """Whether `step` agreed to stop: the same on every rank. The state is durable then, if the policy saves."""
@@ -294,10 +298,16 @@ class Checkpointer:
     # ---- saving and restoring ----------------------------------------------------------------------------------
 
     def _save(self, step: int, metrics: Mapping[str, Any] | None, reason: str) -> None:
-        self.wait()
-        shot = self._take_stock()
-        if any(self._talk.gather(self._saver.channel.lost)):
+        shot, looks = self._look()
+        failed = max(look.failed for look in looks)
+        if failed > self._saver.told:
+            self._raise_failure(step, failed)
+        if any(look.lost for look in looks):
+            self.wait()
             self._saver.channel = Channel(self._timeout_seconds)
+        if not all(look.planned for look in looks):
+            self.wait()
+            self._saver.prepare(self._talk, shot)
         info = SaveInfo(
             step=step,
             reason=reason,
@@ -310,45 +320,52 @@ class Checkpointer:
             metrics=metric_numbers(metrics) if self._talk.is_leader else {},
         )
         self._pace.save_begins(step)
-        self._account_for(lambda: self._saver.save(shot, info))
-
-    def _account_for(self, work: Callable[[], SaveReport | None]) -> None:
-        """Do what may end a save, and let the policies know how it ended."""
         try:
-            report = work()
-        except CommitError:
-            self._pace.save_failed()
-            raise
-        if report is not None:
-            self._pace.save_ended(report)
+            report = self._saver.save(shot, info, updated_tensors(self.state, shot) if self._overlap else ())
+        except CommitError as error:
+            self._account_for([], error)
+        else:
+            self._account_for([report] if report is not None else [], None)
 
-    def _take_stock(self) -> Snapshot:
-        """What this rank has to save. Every rank calls it. Raises on all: ConfigError (it cannot be saved as it is)."""
+    def _account_for(self, reports: list[SaveReport], failure: CommitError | None) -> None:
+        """Let the policies know how saves ended. Raises: the failure."""
+        for report in reports:
+            self._pace.save_ended(report)
+        if failure is not None:
+            self._pace.save_failed()
+            raise failure
+
+    def _look(self) -> tuple[Snapshot, list[_Look]]:
+        """What this rank has to save, and what all ranks know. Raises on all: ConfigError (it cannot be saved)."""
         if not self._ready:
             raise ConfigError(
                 f"{self.root} holds checkpoints and restore() was not called: a save would begin a second history over "
                 f"them. Call restore() before the first step, or name another root"
             )
         shots: list[Snapshot] = []
+        saver = self._saver
 
-        def look() -> dict[str, str]:
+        def look() -> _Look:
             with self._updates.ignored():
                 shots.append(snapshot(self.state, self._talk.rank))
-            return value_digests(shots[0], self.state)
+            values = value_digests(shots[0], self.state)
+            return _Look(values, saver.failed, saver.channel.lost, saver.knows(shots[0]))
 
         try:
             # Agreed before anything is written: a value that one rank cannot save must not leave the others waiting.
-            digests = self._talk.everywhere(look)
+            looks = self._talk.everywhere(look)
         except RankFailed as failed:
             raise failed.as_ckptman_error() from failed
-        if difference := unlike_on_ranks(digests):
+        if difference := unlike_on_ranks([each.values for each in looks]):
             raise ConfigError(difference)
-        return shots[0]
+        return shots[0], looks
 
     def _rehearse(self) -> None:
-        """At the first step: what could not be saved is better known now than at the first save."""
+        """At the first step: what cannot be saved is better known now, and the first save finds its plan and memory."""
         self._rehearsed = True
-        self._take_stock()
+        shot, looks = self._look()
+        if not all(look.planned for look in looks):
+            self._saver.prepare(self._talk, shot)
 
     # ---- closing -----------------------------------------------------------------------------------------------
 
@@ -357,10 +374,9 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        try:
-            # A save that runs may be a second from durable, and is bounded by its own timeout.
-            self._saver.wait()
-        except CommitError as failed:
+        # A save that runs may be a second from durable, and is bounded by its own timeout.
+        _, failed = self._saver.wait()
+        if failed is not None:
             warnings.warn(str(failed), RuntimeWarning, stacklevel=3)
         code = getattr(error, "exit_code", 1)
         self._attempt.end("failed", self._pace.previous_step, f"{type(error).__name__}: {error}", code)
@@ -374,6 +390,16 @@ class Checkpointer:
             return self._talk.ask_leader(work)
         except RankFailed as failed:
             raise failed.as_ckptman_error() from failed
+
+
+class _Look(NamedTuple):
+    """What a rank knows when a save is about to begin: digests of its plain values; the number of a save that failed
+    and was not told; whether its channel lost a rank; whether its plan fits."""
+
+    values: dict[str, str]
+    failed: int
+    lost: bool
+    planned: bool
 
 
 def _deadline(deadline: float | Literal["auto"] | None) -> float | None:

@@ -6,9 +6,11 @@ byte of a foreign checkpoint can run code (pytorch#189308).
 
 from __future__ import annotations
 
+import _codecs
 import io
 import pathlib
 import pickle
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +74,23 @@ def read_foreign_object(folder: Path, metadata: Metadata, name: str) -> Any:
     return load_plain(io.BytesIO(data), f"{folder}: the value {name}")
 
 
+@cache
+def _numpy_globals() -> list[Any]:
+    """What the pickle of a numpy array or scalar asks for: nothing of it runs code of the pickle's choice."""
+    import numpy
+    from numpy._core import multiarray
+
+    reconstruct, scalar = multiarray._reconstruct, multiarray.scalar
+    older = [(reconstruct, "numpy.core.multiarray._reconstruct"), (scalar, "numpy.core.multiarray.scalar")]
+    dtypes = {type(numpy.dtype(kind)) for kind in numpy.typecodes["All"]}
+    return [reconstruct, scalar, *older, numpy.ndarray, numpy.dtype, *dtypes, _codecs.encode]
+
+
 def load_plain(data: io.BytesIO, what: str) -> Any:
     """Unpickle a value by torch's restricted unpickler. Raises: CorruptError, naming `what` was refused."""
     try:
-        return torch.load(data, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_numpy_globals()):
+            return torch.load(data, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CorruptError(f"{what} was refused: {reason}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from ckptman.errors import CorruptError, MismatchError
 from ckptman.sharded.optimizer import parameter_of
-from ckptman.sharded.planner import TargetPlanner
 from ckptman.sharded.ranks import Channel, RankFailed
+from ckptman.sharded.reading import fills_for, read_fills
 from ckptman.sharded.saved import SavedState, resolve
 from ckptman.sharded.state import is_named, nested, put_back, rank_key, refs_in, replace_refs, snapshot_of
-from ckptman.sharded.storage import StorageReader
 from ckptman.store.plain import TensorRef
 
 T = TypeVar("T")
@@ -25,9 +24,10 @@ State = MutableMapping[str, Any]
 
 
 def load(channel: Channel, state: State, folder: Path) -> None:
-    """Load a checkpoint whose bytes were checked into an application's state, in place. Every rank calls it.
+    """Load a checkpoint into an application's state, in place, checking every block that is read. Every rank calls it.
 
-    Raises on every rank alike: MismatchError before anything is copied; CorruptError if a rank cannot read it.
+    Raises on every rank alike: MismatchError before anything is copied; CorruptError if a rank cannot read it, or
+    reads other bytes than were saved: then what its text says is not usable.
     """
     live: list[dict[str, Any]] = []
     fits: list[_Fit] = []
@@ -47,21 +47,18 @@ def load(channel: Channel, state: State, folder: Path) -> None:
     # Objects that may refuse what they are given come first: then the model is as it was when one does.
     for named in (False, True):
         names = [name for name in fit.values if is_named(state[name]) == named]
-        all_or_corrupt(channel, partial(_fill, fit, names, channel.is_leader), folder)
+        all_or_corrupt(channel, partial(_fill, fit, names), folder)
         try:
             channel.everywhere(partial(_hand_over, state, fit, names, channel.rank))
         except RankFailed as failed:  # an object refused its state: no older checkpoint would help
             raise failed.as_ckptman_error() from failed
 
 
-def _fill(fit: _Fit, names: list[str], is_leader: bool) -> None:
+def _fill(fit: _Fit, names: list[str]) -> None:
     """Read the tensors of these objects into place."""
     wanted = {ref.name for name in names for ref in refs_in(fit.values[name])}
     targets = {name: tensor for name, tensor in fit.targets.items() if name in wanted}
-    reader, planner = StorageReader(fit.saved.folder, verify=False), TargetPlanner()
-    planner.set_up_planner(targets, fit.saved.metadata, is_leader)
-    reader.set_up_storage_reader(fit.saved.metadata, is_leader)
-    reader.read_data(planner.create_local_plan(), planner).wait()
+    read_fills(fit.saved, [each for name, target in targets.items() for each in fills_for(fit.saved, name, target)])
     for name in names:
         fit.values[name] = replace_refs(resolve(fit.values[name]), lambda ref: fit.targets[ref.name])
 
@@ -108,7 +105,7 @@ class _Fit:
 
 
 def _take_measure(state: State, live: dict[str, Any], folder: Path, rank: int, out: list[_Fit]) -> _Report:
-    saved = SavedState.read(folder)
+    saved = SavedState.read(folder, rank)
     fit, report = _Fit(saved), _Report()
     for name, target in state.items():
         report.wanted.add(name)
@@ -147,17 +144,14 @@ def _measure_named(name: str, target: object, live: dict[str, Any], fit: _Fit, r
         if entry not in saved:
             report.missing.append(full)
         elif isinstance(value, torch.Tensor) != isinstance(saved[entry], TensorRef):
-            here, there_ = (
-                ("a tensor", "a plain value") if isinstance(value, torch.Tensor) else ("a plain value", "a tensor")
-            )
-            report.mismatched.append(f"{full}: checkpoint {there_}, this run {here}")
+            kinds = ["a plain value", "a tensor"]
+            here, other = reversed(kinds) if isinstance(value, torch.Tensor) else kinds
+            report.mismatched.append(f"{full}: checkpoint {other}, this run {here}")
         elif isinstance(value, torch.Tensor):
             there = fit.saved.tensor(saved[entry].name)
-            if (there.size, there.properties.dtype) != (value.size(), value.dtype):
-                report.mismatched.append(
-                    f"{full}: checkpoint {_look(there.size, there.properties.dtype)}, "
-                    f"this run {_look(value.size(), value.dtype)}"
-                )
+            here = _look(value.size(), value.dtype)
+            if _look(there.shape, there.dtype) != here:
+                report.mismatched.append(f"{full}: checkpoint {_look(there.shape, there.dtype)}, this run {here}")
             fit.targets[saved[entry].name] = value
 
 
@@ -166,7 +160,7 @@ def _measure_per_rank(name: str, rank: int, fit: _Fit) -> None:
     mine = rank_key(rank)
     if mine not in saved:
         fit.from_other_rank.add(name)
-        mine = rank_key(rank % len(saved))
+        (mine,) = list(saved)[:1] if fit.saved.manifest is not None else [rank_key(rank % len(saved))]
     _measure_free(name, saved[mine], {}, fit)
 
 
@@ -177,8 +171,7 @@ def _measure_free(name: str, saved: Any, live: Any, fit: _Fit) -> None:
     """
     there = snapshot_of({name: live}).tensors
     for ref in refs_in(saved):
-        described = fit.saved.tensor(ref.name)
-        size, dtype = described.size, described.properties.dtype
+        size, dtype = torch.Size(fit.saved.tensor(ref.name).shape), fit.saved.dtype(ref.name)
         like = there.get(ref.name)
         if isinstance(like, DTensor) and (like.size(), like.dtype) == (size, dtype):
             fit.targets[ref.name] = torch.empty_like(like)
@@ -200,5 +193,5 @@ def flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _look(size: torch.Size, dtype: torch.dtype) -> str:
-    return f"{list(size)} {str(dtype).removeprefix('torch.')}"
+def _look(shape: Sequence[int], dtype: torch.dtype | str) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from ckptman.policy.saving import Facts
@@ -37,6 +38,7 @@ class Pace:
         # What a crash now would fall back to: (step or None, when its save began), and the same before a running save.
         self._saved: tuple[int | None, float] = (None, monotonic())
         self._committed: tuple[int | None, float] = self._saved
+        self._begun: deque[tuple[int | None, float]] = deque()
 
     @property
     def saved_step(self) -> int | None:
@@ -67,17 +69,23 @@ class Pace:
     def save_begins(self, step: int) -> None:
         """A save of `step` begins."""
         self._saved = (step, self.now())
+        self._begun.append(self._saved)
         self.version += 1
 
     def save_ended(self, report: SaveReport) -> None:
         """A save is durable."""
         self._stall_seconds, self._durable_seconds = report.stall_seconds, report.durable_seconds
-        self._committed = self._saved
+        while self._begun:
+            begun = self._begun.popleft()
+            if begun[0] == report.step:
+                self._committed = begun
+                break
         self.version += 1
 
     def save_failed(self) -> None:
-        """The running save failed: what was committed before it is what counts."""
+        """A save failed, and none is running: what was committed last is what counts."""
         self._saved = self._committed
+        self._begun.clear()
         self.version += 1
 
     def facts(self, step: int, *, ahead: bool, stop: str | None = None) -> Facts:

@@ -2,7 +2,7 @@
 
 `main` runs in a process of its own, because ranks are forked from it. Called by `ckptman verify --world-size`.
 
-What is loaded goes the way of a restore: DTensors, DCP's plans, `StorageReader`. What it is compared with does not:
+What is loaded goes the way of a restore: DTensors, the chunk table, ranges of bytes. What it is compared with does not:
 each saved chunk is read from its place in its file, and cut to this rank's rows by the arithmetic in this file.
 """
 
@@ -20,17 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptman.errors import CkptmanError, CorruptError
 from ckptman.sharded.forked import run_forked
-from ckptman.sharded.planner import TargetPlanner
+from ckptman.sharded.reading import fills_for, read_fills
 from ckptman.sharded.saved import SavedState, resolve
 from ckptman.sharded.state import refs_in
-from ckptman.sharded.storage import StorageReader
-from ckptman.store.index import Index, read_index
 
 BATCH_BYTES = 512 * 1024 * 1024
 """A rank holds this much of its shards at a time, and one saved chunk: a checkpoint may be larger than the memory."""
@@ -72,9 +69,11 @@ def check(folder: Path, world_size: int, silence_seconds: float = 300.0) -> list
 
 
 def saved_tensors(state: SavedState) -> list[Saved]:
-    """All tensors, in the order of their place on disk. Those of ckptman from its index, others from `.metadata`."""
-    index = read_index(state.folder, state.manifest) if state.manifest is not None else None
-    found = list(_from_index(index) if index is not None else _from_metadata(state))
+    """All tensors, in the order of their place on disk."""
+    found = []
+    for name, record in state.index.tensors.items():
+        boxes = (Box(*chunk[:3], chunk.offsets, chunk.sizes) for chunk in state.all_chunks(name))
+        found.append(Saved(name, record.shape, state.dtype(name), tuple(boxes)))
     return sorted(found, key=lambda each: min(((box.file, box.offset) for box in each.boxes), default=("", 0)))
 
 
@@ -145,10 +144,8 @@ def _load(state: SavedState, targets: dict[str, _Target]) -> dict[str, str]:
 
 def _read_into(state: SavedState, targets: dict[str, _Target]) -> None:
     # The digests of all files were checked by `ckptman verify` before; here they would be checked once per rank.
-    reader, planner = StorageReader(state.folder, verify=False), TargetPlanner()
-    planner.set_up_planner({name: target.tensor for name, target in targets.items()}, state.metadata, False)
-    reader.set_up_storage_reader(state.metadata, False)
-    reader.read_data(planner.create_local_plan(), planner).wait()
+    fills = [each for name, target in targets.items() for each in fills_for(state, name, target.tensor)]
+    read_fills(state, fills, verify=False)
 
 
 def _compare(folder: Path, target: _Target) -> Iterator[str]:
@@ -212,11 +209,10 @@ def _check_values(state: SavedState) -> list[str]:
             resolve(value)
         except CkptmanError as error:
             problems.append(f"{name}: {error}")
-        described = {ref.name: state.metadata.state_dict_metadata.get(ref.name) for ref in refs_in(value)}
         problems += [
-            f"{name}: it refers to the tensor {ref}, which was not saved"
-            for ref, each in described.items()
-            if not isinstance(each, TensorStorageMetadata)
+            f"{name}: it refers to the tensor {ref.name}, which was not saved"
+            for ref in refs_in(value)
+            if ref.name not in state.index.tensors
         ]
     return problems
 
@@ -233,24 +229,6 @@ def _batches(tensors: Iterable[Saved], world_size: int) -> Iterator[list[Saved]]
         held_bytes += share
     if batch:
         yield batch
-
-
-def _from_index(index: Index) -> Iterator[Saved]:
-    for name, tensor in index.tensors.items():
-        boxes = [Box(c.at.file, c.at.offset, c.at.bytes, c.offsets, c.sizes) for c in tensor.chunks]
-        yield Saved(name, tensor.shape, getattr(torch, tensor.dtype), tuple(boxes))
-
-
-def _from_metadata(state: SavedState) -> Iterator[Saved]:
-    places = {(key.fqn, tuple(key.offset or ())): place for key, place in state.metadata.storage_data.items()}
-    for name, described in state.metadata.state_dict_metadata.items():
-        if not isinstance(described, TensorStorageMetadata):
-            continue
-        boxes = []
-        for chunk in described.chunks:
-            place = places[name, tuple(chunk.offsets)]
-            boxes.append(Box(place.relative_path, place.offset, place.length, tuple(chunk.offsets), tuple(chunk.sizes)))
-        yield Saved(name, tuple(described.size), described.properties.dtype, tuple(boxes))
 
 
 def _text(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Restoring: the newest good checkpoint, checked before a byte is copied, on any number of ranks."""
+"""Restoring: the newest good checkpoint, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 
 from ckptman.errors import CorruptError, NotFoundError
 from ckptman.sharded.attempt import Attempt
-from ckptman.sharded.load import State, all_or_corrupt, load
+from ckptman.sharded.load import State, load
 from ckptman.sharded.ranks import Channel
 from ckptman.store.catalogue import Entry
 from ckptman.store.manifest import read_manifest
 from ckptman.store.names import MANIFEST
 from ckptman.store.place import FolderPlace
-from ckptman.store.verify import verify_files
 
 
 def choose(entries: list[Entry], step: int | None) -> list[Entry]:
@@ -39,18 +38,6 @@ def choose(entries: list[Entry], step: int | None) -> list[Entry]:
     return good
 
 
-def check_bytes(channel: Channel, entry: Entry) -> None:
-    """Check every byte of an entry, each file by one rank. Raises: RankFailed, CorruptError, on every rank alike."""
-
-    def check() -> tuple[str, ...]:
-        names = sorted(entry.require_manifest().files)[channel.rank :: channel.world_size]
-        return verify_files(entry, names, threads=1).problems
-
-    problems = [problem for each in all_or_corrupt(channel, check, entry.path) for problem in each]
-    if problems:
-        raise CorruptError(f"{entry.path}: " + "; ".join(problems))
-
-
 class Restorer:
     """Finds the checkpoint to start from and loads it. Every rank has one and calls it alike."""
 
@@ -64,7 +51,6 @@ class Restorer:
         refused: list[str] = []
         for entry in self._talk.ask_leader(lambda: self._candidates(step)):
             try:
-                check_bytes(self._talk, entry)
                 load(self._talk, state, entry.path)
             except CorruptError as error:
                 if step is not None:
@@ -86,8 +72,6 @@ class Restorer:
             return Entry(0, folder, read_manifest(folder)) if (folder / MANIFEST).exists() else None
 
         entry = self._talk.ask_leader(look)
-        if entry is not None:
-            check_bytes(self._talk, entry)
         load(self._talk, state, folder)
         step = entry.require_manifest().step if entry is not None else 0
         self._attempt.note("restored", step=step, path=str(folder))

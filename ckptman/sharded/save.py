@@ -1,31 +1,36 @@
-"""Saving: stage, write, commit, prune; in the training thread or behind it, one save at a time."""
+"""Saving: plan, stage, write, commit, prune; in the training thread or behind it, one checkpoint after the other."""
 
 from __future__ import annotations
 
+import socket
 import time
 import warnings
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from typing import NoReturn
 
 from ckptman.errors import CommitError, RankLostError
+from ckptman.lifecycle.memory import available_bytes
 from ckptman.monitor.journal import Journal
 from ckptman.policy.retention import RetentionPolicy
-from ckptman.sharded.planner import SnapshotPlanner
+from ckptman.sharded.commit import Draft, SaveInfo
+from ckptman.sharded.plan import make_plan, signature_of
+from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
-from ckptman.sharded.staging import Stager, borrow
+from ckptman.sharded.staging import Staged, Stager
 from ckptman.sharded.state import Snapshot
-from ckptman.sharded.storage import SaveInfo, StorageWriter
+from ckptman.sharded.writing import Content, Writing
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.names import step_folder
 from ckptman.store.owner import Claim
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import execute, plan_prune
+
+RESERVE_BYTES = 512 * 1024 * 1024
+"""Host memory that staging leaves to each rank: what a save takes besides, and some for the user's own program."""
 
 
 @dataclass(frozen=True)
@@ -50,79 +55,144 @@ class Saver:
         *,
         background: bool,
         disk: Disk = DISK,
+        available: Callable[[], int] = available_bytes,
     ) -> None:
         self._place, self._journal, self._claim = place, journal, claim
         self.channel = channel
         """What the ranks talk over while they save. One that has `lost` a rank is replaced before the next save."""
         self.damaged: set[int] = set()
         """Commit sequences of checkpoints that were refused: retention does not count them."""
-        self._retention, self._disk = retention, disk
-        self._stager = Stager() if background else None
+        self._retention, self._disk, self._available = retention, disk, available
+        self._stager = Stager(self._may_take) if background else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptman-save") if background else None
-        self._running: Future[SaveReport] | None = None
+        self._running: deque[Future[SaveReport]] = deque()
+        self._writing = Writing(disk)
+        self._file: RankFile | None = None
+        self._neighbours = 1
+        self._asynchronous = background
+        self._staged: Staged | None = None
         self._number = 0
-        self._warned = False
+        self._warned: set[str] = set()
         self.failed = 0
         """The number of the save that has failed in the background without anybody being told; 0: none."""
         self.told = 0
         """The number of the last save whose failure the training loop was told, counted from 1."""
 
-    def save(self, snapshot: Snapshot, info: SaveInfo) -> SaveReport | None:
+    def knows(self, snapshot: Snapshot) -> bool:
+        """Whether the plan that was made fits a snapshot."""
+        return self._file is not None and self._file.plan.signature == signature_of(snapshot)
+
+    def prepare(self, talk: Channel, snapshot: Snapshot) -> None:
+        """Make the plan, and take and warm the memory that the first save needs. Every rank calls it, over `talk`.
+
+        Raises: ConfigError on every rank alike.
+        """
+        file = None
+
+        def plan() -> tuple[str, int, int]:
+            nonlocal file
+            file = make_rank_file(snapshot, made)
+            # What an earlier plan holds is given back before the new slot is taken.
+            held = self._stager.held_bytes if self._stager is not None else 0
+            return socket.gethostname(), file.end, self._available() + held
+
+        made = make_plan(snapshot, talk)
+        try:
+            needs = talk.everywhere(plan)
+        except RankFailed as failed:
+            raise failed.as_ckptman_error() from failed
+        assert file is not None
+        self._file = file
+        self._neighbours = sum(host == socket.gethostname() for host, _, _ in needs)
+        if self._stager is not None:
+            self._prepare_slot(talk, file, snapshot, _too_little(needs))
+
+    def _prepare_slot(self, talk: Channel, file: RankFile, snapshot: Snapshot, refusal: str | None) -> None:
+        stager = self._stager
+        assert stager is not None
+        self._asynchronous = True
+        if refusal is not None:
+            self._refuse(refusal)
+            return
+        try:
+            talk.everywhere(lambda: stager.prepare(file, file.memory(snapshot)))
+        except RankFailed as failed:  # out of memory comes in many classes
+            self._refuse(f"rank {failed.failure.rank} could not take memory for a private copy: {failed.failure.text}")
+
+    def save(self, snapshot: Snapshot, info: SaveInfo, overlapped: Collection[str] = ()) -> SaveReport | None:
         """Save. In the background, returns None as soon as the private copy is made; `wait` gives the report.
 
-        Raises: CommitError, on every rank alike. Called by every rank, with no save running.
+        `overlapped`: flat names of tensors that may still be copied when this returns; `hold` waits for them.
+        Raises: CommitError, on every rank alike. Called by every rank, after `prepare` of a snapshot of this kind.
         """
         begun = time.monotonic()
         self._number += 1
+        number, file = self._number, self._file
+        assert file is not None
         self._note("save_begun", step=info.step, reason=info.reason)
-        if self._pool is None or self._stager is None:
+        if self._pool is None or self._stager is None or not self._asynchronous:
+            content = Content.of(snapshot, file, file.memory(snapshot))
             try:
-                return self._write(snapshot, borrow(snapshot), info, begun, None)
+                return self._write(number, content, info, begun, None)
             finally:
                 self.told, self.failed = self._number, 0
         # A rank that cannot stage takes its failure along into the save, where all the others hear of it.
-        staged: Mapping[str, Any] | Exception
+        content_or_error: Content | Exception
         try:
-            staged = self._stager.stage(snapshot)
-        except Exception as error:  # noqa: BLE001 out of memory comes in many classes
-            staged = error
+            later = [i for i, piece in enumerate(file.pieces) if piece.name in overlapped] if overlapped else ()
+            self._staged = self._stager.stage(file, file.memory(snapshot), later)
+            content_or_error = Content.of(snapshot, file, self._staged)
+        except Exception as error:  # noqa: BLE001
+            content_or_error = error
         stall_seconds = time.monotonic() - begun
         self._note("save_staged", step=info.step, seconds=stall_seconds)
-        self._running = self._pool.submit(self._write, snapshot, staged, info, begun, stall_seconds)
+        self._running.append(self._pool.submit(self._write, number, content_or_error, info, begun, stall_seconds))
         return None
 
-    def wait(self) -> SaveReport | None:
-        """Wait for the save in the background, if there is one. Raises: CommitError if it failed."""
-        running, self._running = self._running, None
-        if running is None:
-            return None
-        try:
-            return running.result()
-        finally:
-            self.told, self.failed = max(self.told, self.failed), 0
+    def hold(self) -> None:
+        """Before the state changes: wait until what is being copied is copied."""
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.hold()
 
-    def poll(self) -> SaveReport | None:
-        """The report of a save in the background that has succeeded, once."""
-        if self._running is None or not self._running.done() or self._running.exception() is not None:
-            return None
-        return self.wait()
+    def wait(self) -> tuple[list[SaveReport], CommitError | None]:
+        """Wait for the saves in the background: the reports of those that succeeded, and the error of the first that
+        did not."""
+        reports: list[SaveReport] = []
+        failure: CommitError | None = None
+        while self._running:
+            try:
+                reports.append(self._running.popleft().result())
+            except CommitError as error:
+                failure = failure or error
+        self.told, self.failed = max(self.told, self.failed), 0
+        return reports, failure
+
+    def poll(self) -> list[SaveReport]:
+        """The reports of saves in the background that have succeeded since the last call."""
+        reports = []
+        while self._running and self._running[0].done() and self._running[0].exception() is None:
+            reports.append(self._running.popleft().result())
+        return reports
 
     def close(self) -> None:
-        """Stop the background thread. What runs is waited for."""
+        """Stop the background threads. What runs is waited for."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+        if self._stager is not None:
+            self._stager.close()
 
     def _write(
         self,
-        snapshot: Snapshot,
-        staged: Mapping[str, Any] | Exception,
+        number: int,
+        content: Content | Exception,
         info: SaveInfo,
         begun: float,
         stall_seconds: float | None,
     ) -> SaveReport:
-        writer = StorageWriter(
+        draft = Draft(
             Path(self._place.root) / step_folder(info.step),
-            info=info,
+            info,
             overwrite=True,
             place=self._place,
             tag=self._claim.next_tag() if self._claim else None,
@@ -130,21 +200,27 @@ class Saver:
             on_commit=self._claim.check if self._claim else None,
         )
         try:
-            write_through(self.channel, writer, snapshot, staged)
+            buffered_because = self._writing.save(self.channel, draft, content)
         except RankFailed as error:
-            self._give_up(writer, info.step, error.failure.rank, error.failure.text, error)
+            self._give_up(number, draft, info.step, error.failure.rank, error.failure.text, error)
         except RankLostError as error:
-            self._give_up(writer, info.step, -1, error.cause, error)
+            self._give_up(number, draft, info.step, -1, error.cause, error)
+        finally:
+            if isinstance(content, Content) and isinstance(content.tensors, Staged):
+                content.tensors.release()
         seconds = time.monotonic() - begun
         self._note("save_durable", sync=True, step=info.step, seconds=seconds, reason=info.reason)
+        if buffered_because is not None and "buffered" not in self._warned:
+            self._warned.add("buffered")
+            self._note("direct_io_unavailable", reason=buffered_because)
         self._prune()
         return SaveReport(info.step, seconds if stall_seconds is None else stall_seconds, seconds)
 
-    def _give_up(self, writer: StorageWriter, step: int, rank: int, cause: str, error: Exception) -> None:
+    def _give_up(self, number: int, draft: Draft, step: int, rank: int, cause: str, error: Exception) -> NoReturn:
         if self.channel.is_leader:
-            writer.abandon()
+            draft.abandon()
         self._note("save_failed", step=step, rank=rank, cause=cause)
-        self.failed = self._number
+        self.failed = number
         raise CommitError(step, rank, cause) from error
 
     def _prune(self) -> None:
@@ -155,52 +231,47 @@ class Saver:
             plan = plan_prune(self._place.root, self._retention, damaged=self.damaged)
             execute(self._place.root, plan, self._claim.next_tag(), self._disk)
         except Exception as error:  # noqa: BLE001 a user's own retention policy may raise anything
-            self._note("prune_failed", cause=f"{type(error).__name__}: {error}")
-            if not self._warned:
-                text = f"older checkpoints could not be pruned, and the disk fills up: {type(error).__name__}: {error}"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
-                self._warned = True
+            cause = f"{type(error).__name__}: {error}"
+            self._note("prune_failed", cause=cause)
+            self._warn_once("prune", f"older checkpoints could not be pruned, and the disk fills up: {cause}")
             return
         for verdict in plan.verdicts:
             if not verdict.keep:
                 self._note("pruned", step=verdict.record.step, reason="; ".join(verdict.reasons))
+
+    def _refuse(self, reason: str) -> None:
+        """Saves block training from now on, because there is no memory to stage in."""
+        self._asynchronous = False
+        self._note("async_refused", reason=reason)
+        if self.channel.is_leader:
+            self._warn_once("async", f"saves will block training until they are durable: {reason}")
+
+    def _may_take(self, size_bytes: int) -> bool:
+        """Whether there is memory for one more slot, also if all ranks of this host want one now."""
+        return self._available() >= self._neighbours * (size_bytes + RESERVE_BYTES)
+
+    def _warn_once(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _note(self, event: str, *, sync: bool = False, **fields: object) -> None:
         if self._journal is not None:
             self._journal.record(event, sync=sync, **fields)
 
 
-def write_through(
-    channel: Channel, writer: StorageWriter, snapshot: Snapshot, staged: Mapping[str, Any] | Exception
-) -> None:
-    """Take one save through DCP's planner and writer: plan, write, commit. Every rank calls it.
+def _too_little(needs: Sequence[tuple[str, int, int]]) -> str | None:
+    """Which host has too little memory for the slots of all its ranks; None: each has enough.
 
-    `staged` may be the reason why this rank has nothing to write. Raises: RankFailed on every rank, RankLostError
-    where a peer is gone or silent for longer than the timeout.
+    `needs`: for each rank its host, the bytes it needs and the bytes that host has left.
     """
-    planner = SnapshotPlanner(snapshot, {} if isinstance(staged, Exception) else staged)
-    described: list[Any] = []
-
-    def plan() -> SavePlan:
-        if isinstance(staged, Exception):
-            raise staged
-        planner.set_up_planner({}, None, channel.is_leader)
-        writer.reset()
-        writer.set_up_storage_writer(channel.is_leader)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    def divide(plans: list[SavePlan]) -> list[SavePlan]:
-        divided, metadata = planner.create_global_plan(plans)
-        described.append(metadata)
-        return writer.prepare_global_plan(divided)
-
-    mine = channel.through_leader(plan, divide)
-
-    def write() -> list[WriteResult]:
-        return writer.write_data(planner.finish_plan(mine), planner).wait()
-
-    def commit(results: list[list[WriteResult]]) -> list[None]:
-        writer.finish(described[0], results)
-        return [None] * channel.world_size
-
-    channel.through_leader(write, commit)
+    for host in dict.fromkeys(host for host, _, _ in needs):
+        here = [(need, left) for name, need, left in needs if name == host]
+        need = sum(each for each, _ in here) + RESERVE_BYTES * len(here)
+        left = min(each for _, each in here)
+        if need > left:
+            return (
+                f"a private copy for async saves needs {need / 2**30:.1f} GiB of host memory on {host}, and "
+                f"{left / 2**30:.1f} GiB are left there. Say async_save=False, or ask for more memory (sbatch --mem)"
+            )
+    return None

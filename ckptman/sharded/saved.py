@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -18,13 +20,28 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import CorruptError, NotFoundError
-from ckptman.sharded.foreign import read_foreign_metadata, read_foreign_object
-from ckptman.store.index import Index, read_index
+from ckptman.sharded.container import payload_of
+from ckptman.sharded.foreign import load_plain, read_foreign_metadata, read_foreign_object
+from ckptman.store.blockio import Digests
+from ckptman.store.chunks import ChunkTable, Rows, TensorRecord, assemble
+from ckptman.store.index import Index, Location, data_files, open_table, ranks_with_values, read_checked, read_index
 from ckptman.store.manifest import Manifest, read_manifest
-from ckptman.store.names import MANIFEST, METADATA
+from ckptman.store.names import MANIFEST, METADATA, blocks_name, rank_of
 from ckptman.store.plain import TensorRef, decode
+
+
+class ChunkPlace(NamedTuple):
+    """A saved box of a tensor, and the container that holds it. `payload`: -1 if it has to be looked for."""
+
+    file: str
+    offset: int
+    bytes: int
+    payload: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @dataclass
@@ -32,50 +49,198 @@ class SavedState:
     """A checkpoint that can be read.
 
     `values` holds, for each key of the application's state, its entries or its one plain value, with each tensor as a
-    `TensorRef`. `metadata` is what DCP plans with. `manifest` is None for a foreign one.
+    `TensorRef`. `manifest` is None for a foreign one.
     """
 
     folder: Path
-    metadata: Metadata
+    index: Index
+    table: ChunkTable
     manifest: Manifest | None
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> SavedState:
-        """Raises: NotFoundError (no checkpoint there), CorruptError, FormatVersionError."""
+    def read(cls, folder: Path, rank: int | None = None) -> SavedState:
+        """`rank`: of what each rank saved for itself, read only what is for this one; None: for all.
+
+        Raises: NotFoundError (no checkpoint there), CorruptError, FormatVersionError.
+        """
         if (folder / MANIFEST).exists():
             manifest = read_manifest(folder)
-            index = read_index(folder, manifest)
-            return cls(folder, _metadata_of(index), manifest, _values_of(index))
+            index = read_index(folder, manifest, ranks=None if rank is None else _own(manifest, rank))
+            return cls(folder, index, open_table(folder, manifest, index), manifest, _values_of(index))
         if (folder / METADATA).exists():
             metadata = read_foreign_metadata(folder / METADATA)
-            return cls(folder, metadata, None, _foreign_values(folder, metadata))
+            index, table = _index_of(folder, metadata)
+            return cls(folder, index, table, None, _foreign_values(folder, metadata))
         raise NotFoundError(
             f"{folder} is no checkpoint: it has neither {MANIFEST} nor {METADATA}. Name the folder of one step"
         )
 
-    def tensor(self, name: str) -> TensorStorageMetadata:
-        """Shape, dtype and chunks of a tensor."""
-        found = self.metadata.state_dict_metadata.get(name)
-        if not isinstance(found, TensorStorageMetadata):
+    def tensor(self, name: str) -> TensorRecord:
+        """Shape and dtype of a tensor."""
+        if name not in self.index.tensors:
             raise CorruptError(f"{self.folder}: {name} is referred to and not saved")
-        return found
+        return self.index.tensors[name]
 
-
-def _metadata_of(index: Index) -> Metadata:
-    described: dict[str, Any] = {name: BytesStorageMetadata() for name in index.objects}
-    places: dict[MetadataIndex, Any] = {
-        MetadataIndex(name): _StorageInfo(at.file, at.offset, at.bytes) for name, at in index.objects.items()
-    }
-    for name, tensor in index.tensors.items():
-        dtype = getattr(torch, tensor.dtype, None)
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor. Raises: CorruptError."""
+        text = self.tensor(name).dtype
+        dtype = getattr(torch, text, None)
         if not isinstance(dtype, torch.dtype):
-            raise CorruptError(f"{name} has the dtype {tensor.dtype!r}, which this torch does not know")
-        chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks]
-        described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.shape), chunks)
-        for each in tensor.chunks:
-            places[MetadataIndex(name, each.offsets)] = _StorageInfo(each.at.file, each.at.offset, each.at.bytes)
-    return Metadata(state_dict_metadata=described, storage_data=places)
+            raise CorruptError(f"{self.folder}: {name} has the dtype {text!r}, which this torch does not know")
+        return dtype
+
+    def chunks_in(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[ChunkPlace]:
+        """The chunks of a tensor that have elements in a box. Raises: CorruptError."""
+        self._check(name)
+        chunks = self.table.chunks(name)
+        for row in chunks.overlapping(offsets, sizes):
+            yield self._place(chunks, int(row))
+
+    def all_chunks(self, name: str) -> Iterator[ChunkPlace]:
+        """All chunks of a tensor. Raises: CorruptError."""
+        self._check(name)
+        chunks = self.table.chunks(name)
+        for row in range(len(chunks)):
+            yield self._place(chunks, row)
+
+    def payload(self, name: str, chunk: ChunkPlace) -> int | None:
+        """Where the payload of a chunk begins in its file; None where only `torch.load` can read it."""
+        if chunk.payload >= 0:
+            return chunk.payload
+        if self.manifest is not None:
+            return None
+        with (self.folder / chunk.file).open("rb") as file:
+            file.seek(chunk.offset)
+            # Only the ends of a container are looked at: zipfile seeks, and nothing reads the payload.
+            inside = payload_of(
+                io.BufferedReader(_Slice(file, chunk.offset, chunk.bytes)), self.dtype(name), chunk.sizes
+            )
+        return None if inside is None else chunk.offset + inside
+
+    def pickled(self, name: str, data: bytes) -> Any:
+        """A plain value out of its pickle, by the restricted unpickler. Raises: CorruptError."""
+        return load_plain(io.BytesIO(data), f"{self.folder}: the value {name}")
+
+    def object(self, name: str) -> Location:
+        """Where the pickle of a plain value lies. Raises: CorruptError."""
+        if name not in self.index.objects:
+            raise CorruptError(f"{self.folder}: {name} is referred to and not saved")
+        return self.index.objects[name]
+
+    def digests(self, file: str) -> Digests | None:
+        """The block digests of a data file; None for a foreign checkpoint. Raises: CorruptError."""
+        if self.manifest is None:
+            return None
+        if file not in self._digests:
+            self._digests[file] = self._read_digests(file, self.manifest)
+        return self._digests[file]
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """What DCP plans with. It grows with the number of chunks: ckptman itself plans without it."""
+        described: dict[str, Any] = {}
+        places: dict[MetadataIndex, Any] = {}
+        for name, record in self.index.tensors.items():
+            chunks = list(self.all_chunks(name))
+            boxes = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in chunks]
+            properties = TensorProperties(dtype=self.dtype(name))
+            described[name] = TensorStorageMetadata(properties, torch.Size(record.shape), boxes)
+            for each in chunks:
+                places[MetadataIndex(name, each.offsets)] = _StorageInfo(each.file, each.offset, each.bytes)
+        for name, at in self.index.objects.items():
+            described[name] = BytesStorageMetadata()
+            places[MetadataIndex(name)] = _StorageInfo(at.file, at.offset, at.bytes)
+        return Metadata(state_dict_metadata=described, storage_data=places)
+
+    def chunk(self, index: MetadataIndex) -> ChunkPlace:
+        """The chunk that DCP names by its offset. Raises: CorruptError."""
+        offsets = tuple(index.offset or ())
+        for place in self.chunks_in(index.fqn, offsets, (1,) * len(offsets)):
+            if place.offsets == offsets:
+                return place
+        raise CorruptError(f"{self.folder}: no chunk of {index.fqn} begins at {list(offsets)}")
+
+    @cached_property
+    def _files(self) -> list[tuple[str, int]]:
+        if self.manifest is not None:
+            return data_files(self.manifest, self.index)
+        return [(name, _size_of(self.folder / name)) for name in self.index.files]
+
+    @cached_property
+    def _digests(self) -> dict[str, Digests]:
+        return {}
+
+    @cached_property
+    def _checked(self) -> set[str]:
+        return set()
+
+    def _check(self, name: str) -> None:
+        if name not in self._checked:
+            self.tensor(name)
+            self.table.check_tensor(name, self._files)
+            self._checked.add(name)
+
+    def _place(self, chunks: Any, row: int) -> ChunkPlace:
+        return ChunkPlace(
+            self.index.files[int(chunks.file[row])],
+            int(chunks.offset[row]),
+            int(chunks.bytes[row]),
+            int(chunks.payload[row]),
+            tuple(chunks.offsets[row].tolist()),
+            tuple(chunks.sizes[row].tolist()),
+        )
+
+    def _read_digests(self, file: str, manifest: Manifest) -> Digests:
+        rank, record = rank_of(file), manifest.files[file]
+        if rank is None or blocks_name(rank) not in manifest.files:
+            raise CorruptError(f"{self.folder}: {file} has no block digests")
+        blocks = read_checked(self.folder, blocks_name(rank), manifest)
+        if xxh3_128_hexdigest(blocks) != record.digest:
+            raise CorruptError(f"{self.folder}: {blocks_name(rank)} holds no digests of {file}: restore an older one")
+        return Digests(block_bytes=manifest.block_bytes, blocks=blocks, size_bytes=record.bytes)
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file: Any, start: int, size: int) -> None:
+        self._file, self._start, self._size, self._position = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError("negative seek position")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        self._file.seek(self._start + self._position)
+        count: int = self._file.readinto(view[: max(min(len(view), self._size - self._position), 0)])
+        self._position += count
+        return count
+
+
+def _own(manifest: Manifest, rank: int) -> list[int]:
+    ranks = ranks_with_values(manifest)
+    return [rank] if rank in ranks else ranks[rank % len(ranks) :][:1] if ranks else []
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
 
 
 def _values_of(index: Index) -> dict[str, Any]:
@@ -86,6 +251,42 @@ def _values_of(index: Index) -> dict[str, Any]:
         else:
             values.setdefault(unit.state, {})[decode(unit.key)] = decode(unit.value)
     return values
+
+
+def _index_of(folder: Path, metadata: Metadata) -> tuple[Index, ChunkTable]:
+    """The index of a checkpoint that plain DCP wrote. Where payloads begin is not known yet."""
+    files: dict[str, int] = {}
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    numbers: dict[str, int] = {}
+    parts: list[dict[int, list[list[int]]]] = []
+    objects: dict[str, Location] = {}
+    chunks: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    for name, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            numbers[name] = len(tensors)
+            tensors.append((name, str(described.properties.dtype).removeprefix("torch."), tuple(described.size)))
+            for each in described.chunks:
+                chunks[name, tuple(each.offsets)] = tuple(each.sizes)
+    for index, info in metadata.storage_data.items():
+        if index.fqn not in numbers:
+            objects[index.fqn] = Location(file=str(info.relative_path), offset=info.offset, bytes=info.length)
+            continue
+        offsets = tuple(index.offset or ())
+        number = files.setdefault(str(info.relative_path), len(files))
+        if number == len(parts):
+            parts.append({})
+        sizes = chunks.get((index.fqn, offsets))
+        if sizes is None:
+            raise CorruptError(f"{folder / METADATA} places a chunk of {index.fqn} that it does not describe")
+        row = [numbers[index.fqn], info.offset, info.length, -1, *offsets, *sizes]
+        parts[number].setdefault(len(offsets), []).append(row)
+    rows: list[Rows] = [{dims: np.array(each, dtype=np.int64) for dims, each in part.items()} for part in parts]
+    try:
+        records, table = assemble(tensors, rows)
+    except (ValueError, OverflowError) as error:
+        raise CorruptError(f"{folder / METADATA}: {error}") from error
+    index = Index(files=list(files), tensors=records, objects=objects)
+    return index, ChunkTable(records, table, where=str(folder / METADATA))
 
 
 def _foreign_values(folder: Path, metadata: Metadata) -> dict[str, Any]:

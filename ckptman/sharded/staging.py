@@ -1,53 +1,157 @@
-"""Staging: a private copy in host memory, so that training may go on while the copy is written."""
+"""Staging: a private copy in host memory, so that training may go on while the copy is written.
+
+A slot is the image of this rank's data file: what is copied into it lies where it will lie in the file, on pages, and
+goes to storage without another copy. Slots are reused, because fresh memory is several times slower than warm memory;
+a second one is made when a save comes while the first is still being written.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+import mmap
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from ckptman.sharded.state import Snapshot
+from ckptman.sharded.image import as_bytes, flat, view_of
+from ckptman.sharded.rankfile import RankFile
 
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds, detached."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.detach()
+SLOTS = 2
 
 
-def borrow(snapshot: Snapshot) -> dict[str, Any]:
-    """Local parts by flat name, not copied: for a save that training waits for."""
-    return {name: local_part(tensor) for name, tensor in snapshot.tensors.items()} | snapshot.objects
+class Slot:
+    """Host memory for one staged copy, touched once so that it is warm. Pinned if the tensors are on a device."""
+
+    def __init__(self, file: RankFile, memory: Sequence[torch.Tensor]) -> None:
+        pinned = any(each.device.type != "cpu" for each in memory)
+        self._bytes = _allocate(file.end, pinned)
+        self.memory = view_of(self._bytes)
+        self.free = threading.Event()
+        self.free.set()
+        for start, data in file.literals:
+            self.memory[start : start + len(data)] = data
+        self._targets = []
+        for place, each in zip(file.places, memory):
+            size = each.numel() * each.dtype.itemsize
+            target = self._bytes[place.payload : place.payload + size].view(each.dtype).view(each.shape)
+            self._targets.append(target if size else torch.empty_like(target))
+
+    def copy(self, memory: Sequence[torch.Tensor], numbers: Collection[int]) -> None:
+        """Copy the tensors of these numbers into their places; from a device without waiting for it."""
+        for number in numbers:
+            source, target = memory[number], self._targets[number]
+            try:
+                target.copy_(source, non_blocking=True)
+            except NotImplementedError:  # a dtype that can be stored and not copied
+                as_bytes(target).copy_(as_bytes(source.contiguous()), non_blocking=True)
+
+
+class Staged:
+    """A copy that is complete after `wait`."""
+
+    def __init__(self, slot: Slot, wait: Callable[[], None], hold: Callable[[], None]) -> None:
+        self.slot = slot
+        self.wait = wait
+        """Until all is copied, on the calling thread."""
+        self.hold = hold
+        """Keep what comes next on this thread, or on its device's stream, from changing what is still being copied."""
+
+    def release(self) -> None:
+        """The copy is no longer needed."""
+        self.slot.free.set()
 
 
 class Stager:
-    """Keeps one host buffer per tensor and fills it again for each save: fresh memory is several times slower."""
+    """Makes private copies, in at most `SLOTS` slots."""
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+    def __init__(self, may_take: Callable[[int], bool]) -> None:
+        self._may_take = may_take
+        self._slots: list[Slot] = []
+        self._file: RankFile | None = None
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="ckptman-stage")
+        self._stream: Any = None
 
-    def stage(self, snapshot: Snapshot) -> dict[str, Any]:
-        """A private copy by flat name. The copy of the save before must be written by then: its buffers are reused."""
-        staged: dict[str, Any] = {}
-        on_device = False
-        for name, tensor in snapshot.tensors.items():
-            part = local_part(tensor)
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
-                buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
-            buffer.copy_(part, non_blocking=True)
-            on_device = on_device or part.device.type not in ("cpu", "meta")
-            staged[name] = buffer
-        if on_device:
-            torch.accelerator.synchronize()
-        self._buffers = dict(staged)
-        staged.update(_copy_objects(snapshot.objects))
-        return staged
+    @property
+    def held_bytes(self) -> int:
+        """Host memory of all slots."""
+        return sum(len(slot.memory) for slot in self._slots)
+
+    def prepare(self, file: RankFile, memory: Sequence[torch.Tensor]) -> None:
+        """Make the first slot for a file, so that the first save finds it warm. Raises: MemoryError, RuntimeError."""
+        if self._file is not file:
+            for slot in self._slots:
+                slot.free.wait()
+            self._slots.clear()
+            self._file = file
+            self._slots.append(Slot(file, memory))
+
+    def stage(self, file: RankFile, memory: Sequence[torch.Tensor], later: Collection[int] = ()) -> Staged:
+        """Copy. The tensors whose numbers are in `later` may still be copied when this returns.
+
+        Waits for a slot if all are being written.
+        """
+        self.prepare(file, memory)
+        slot = self._free_slot(file, memory)
+        now = [number for number in range(len(memory)) if number not in later]
+        slot.free.clear()
+        try:
+            if any(each.device.type != "cpu" for each in memory):
+                return self._from_device(slot, memory, now, later)
+            if not later:
+                slot.copy(memory, now)
+                return Staged(slot, _nothing, _nothing)
+            copied: Future[None] = self._copier.submit(slot.copy, memory, later)
+            slot.copy(memory, now)
+            return Staged(slot, copied.result, copied.result)
+        except BaseException:
+            slot.free.set()
+            raise
+
+    def close(self) -> None:
+        """Stop the thread that copies."""
+        self._copier.shutdown(wait=True)
+
+    def _free_slot(self, file: RankFile, memory: Sequence[torch.Tensor]) -> Slot:
+        for slot in self._slots:
+            if slot.free.is_set():
+                return slot
+        if len(self._slots) < SLOTS and self._may_take(file.end):
+            self._slots.append(Slot(file, memory))
+            return self._slots[-1]
+        self._slots[0].free.wait()
+        # The one that has waited longest for its turn comes first again.
+        self._slots.append(self._slots.pop(0))
+        return self._slots[-1]
+
+    def _from_device(
+        self, slot: Slot, memory: Sequence[torch.Tensor], now: Sequence[int], later: Collection[int]
+    ) -> Staged:
+        device = next(each.device for each in memory if each.device.type != "cpu")
+        module = torch.get_device_module(device)
+        if self._stream is None:
+            self._stream = module.Stream(device)
+        self._stream.wait_stream(module.current_stream(device))
+        with module.stream(self._stream):
+            slot.copy(memory, now)
+            first = self._stream.record_event()
+            slot.copy(memory, later)
+            last = self._stream.record_event()
+        first.synchronize()
+        return Staged(slot, last.synchronize, lambda: module.current_stream(device).wait_event(last))
 
 
-def _copy_objects(objects: Mapping[str, Any]) -> dict[str, Any]:
-    immutable = (int, float, str, bool, bytes, type(None))
-    return {name: each if isinstance(each, immutable) else copy.deepcopy(each) for name, each in objects.items()}
+def _allocate(size: int, pinned: bool) -> torch.Tensor:
+    if pinned:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return flat(memoryview(memory)).zero_()
+
+
+def _nothing() -> None:
+    pass

@@ -33,7 +33,8 @@ class Snapshot:
 
     `tensors`: flat name to live tensor; `objects`: flat name to plain value, for other readers; `units`: the same plain
     values encoded, with the flat names below each; `paths`: flat name to its path as DCP writes it; `from_lowest`: flat
-    names whose value must all come from one rank, the lowest that has them, because ranks may differ in them.
+    names whose value must all come from one rank, the lowest that has them, because ranks may differ in them; `own`:
+    keys of the state that each rank saves for itself.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -41,6 +42,11 @@ class Snapshot:
     units: list[tuple[Unit, frozenset[str]]] = field(default_factory=list)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     from_lowest: set[str] = field(default_factory=set)
+    own: set[str] = field(default_factory=set)
+
+    def is_own(self, name: str) -> bool:
+        """Whether a flat name is of something that each rank saves for itself."""
+        return self.paths[name][0] in self.own
 
     @property
     def flat(self) -> dict[str, Any]:
@@ -48,12 +54,12 @@ class Snapshot:
         return {**self.tensors, **self.objects}
 
 
-def snapshot(state: Mapping[str, Any], rank: int) -> Snapshot:
+def snapshot(state: Mapping[str, Any], rank: int, *, strict: bool = True) -> Snapshot:
     """Take stock of an application's state without copying a tensor.
 
     Raises: ConfigError naming the path of a value that a checkpoint cannot hold, or of two values of one flat name.
     """
-    result = snapshot_of(nested(state, rank))
+    result = snapshot_of(nested(state, rank), strict=strict)
     alike = set()
     for name, value in state.items():
         if isinstance(value, torch.nn.Module):
@@ -61,11 +67,12 @@ def snapshot(state: Mapping[str, Any], rank: int) -> Snapshot:
         elif isinstance(value, torch.optim.Optimizer):
             alike |= {each for each in result.tensors if each.startswith(f"{name}.")}
     result.from_lowest = set(result.paths) - alike
+    result.own = {name for name, value in state.items() if getattr(value, "per_rank", False)}
     return result
 
 
-def snapshot_of(values: Mapping[str, Any]) -> Snapshot:
-    """As `snapshot`, of a nested state dict."""
+def snapshot_of(values: Mapping[str, Any], *, strict: bool = True) -> Snapshot:
+    """As `snapshot`, of a nested state dict. Not `strict`: what our encoding cannot hold is left to its pickle."""
     result = Snapshot()
     for name, value in values.items():
         _check_key(name, "the state")
@@ -76,12 +83,13 @@ def snapshot_of(values: Mapping[str, Any]) -> Snapshot:
             names: set[str] = set()
             _collect(each, path, result, names)
             # Walked twice: once as DCP names things, once as our own exact encoding.
-            unit = Unit(
-                state=name,
-                key=encode(key, f"{name} (key)"),
-                whole=whole,
-                value=encode(each, ".".join(map(str, path)), _ref),
-            )
+            try:
+                encoded = encode(each, ".".join(map(str, path)), _ref if strict else _exact_ref)
+            except ConfigError:
+                if strict:
+                    raise
+                continue
+            unit = Unit(state=name, key=encode(key, f"{name} (key)"), whole=whole, value=encoded)
             result.units.append((unit, frozenset(names)))
     return result
 
@@ -228,11 +236,11 @@ def _is_leaf(value: list[Any]) -> bool:
 
 
 def _ref(value: Any, path: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tensor_ref(path)
-    if isinstance(value, torch.Size):
-        return encode(tuple(value), path)
-    return None
+    return encode(tuple(value), path) if isinstance(value, torch.Size) else _exact_ref(value, path)
+
+
+def _exact_ref(value: Any, path: str) -> Any:
+    return tensor_ref(path) if isinstance(value, torch.Tensor) else None
 
 
 def _check_key(name: object, where: str) -> None:

@@ -1,25 +1,28 @@
-"""Counting optimizer steps, to know whether the state still is that of the step whose name it would get."""
+"""Optimizer steps: counted, to know whether the state still is that of the step whose name it would get, and held back
+while what they change is being copied."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ckptman.sharded.boxes import local_parts
+from ckptman.sharded.state import Snapshot
+
 
 class Updates:
-    """Counts the steps that the optimizers of a state make."""
+    """Counts the steps that the optimizers of a state make, and calls `before` ahead of each."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], before: Callable[[], None]) -> None:
+        self._before = before
         self.count = 0
         """Optimizer steps so far."""
-        self._hooks = [
-            each.register_step_post_hook(self._stepped)
-            for each in state.values()
-            if isinstance(each, torch.optim.Optimizer)
-        ]
+        optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
+        self._hooks = [each.register_step_pre_hook(self._about_to_step) for each in optimizers]
+        self._hooks += [each.register_step_post_hook(self._stepped) for each in optimizers]
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
@@ -33,5 +36,24 @@ class Updates:
         for hook in self._hooks:
             hook.remove()
 
+    def _about_to_step(self, *_: object) -> None:
+        self._before()
+
     def _stepped(self, *_: object) -> None:
         self.count += 1
+
+
+def updated_tensors(state: Mapping[str, Any], snapshot: Snapshot) -> set[str]:
+    """Flat names of the tensors that change in optimizer steps alone: the parameters the optimizers of the state have,
+    and the optimizers' own state. A forward pass may change anything else, buffers above all."""
+    optimizers = {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)}
+    parameters = [
+        each for optimizer in optimizers.values() for group in optimizer.param_groups for each in group["params"]
+    ]
+    memory = {part.data_ptr() for each in parameters for _, part in local_parts(each)}
+    names = set()
+    for name, tensor in snapshot.tensors.items():
+        key = snapshot.paths[name][0]
+        if key in optimizers or any(part.data_ptr() in memory for _, part in local_parts(tensor)):
+            names.add(name)
+    return names

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
-BLOCK_BYTES = 4 * 1024 * 1024
+BLOCK_BYTES = 128 * 1024
 
 
 class BlockDigester:

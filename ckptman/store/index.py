@@ -1,7 +1,8 @@
-"""The index: where each tensor and each plain value of a checkpoint lies. One JSON file per rank that wrote.
+"""The index: what tensors and plain values a checkpoint holds and where they lie.
 
-Plain JSON, so that tools read a checkpoint with no torch and no pickle. dtypes are torch's names (`bfloat16`), shapes
-are global, offsets and sizes of a chunk are in elements, `offset` and `bytes` place its container in the file.
+`index.json` is plain JSON, so that tools read a checkpoint with no torch and no pickle; it grows with the number of
+tensors. What grows with ranks x tensors is the chunk table beside it (see `chunks`). dtypes are torch's names
+(`bfloat16`), shapes are global. Plain values that only one rank has are in a file of that rank.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ckptman.errors import CorruptError
+from ckptman.store.chunks import ChunkTable, TensorRecord
 from ckptman.store.digest import digest_bytes
 from ckptman.store.manifest import FORMAT_VERSION, Manifest, parse_versioned
+from ckptman.store.names import CHUNKS, INDEX, rank_of, values_name
 
 
 class Location(BaseModel):
@@ -25,24 +28,6 @@ class Location(BaseModel):
     file: str
     offset: int
     bytes: int
-
-
-class Chunk(BaseModel):
-    """A box of a tensor, as one rank wrote it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    at: Location
-
-
-class TensorRecord(BaseModel):
-    """A tensor: its global shape, its dtype, and the chunks of it in this index."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: list[Chunk]
 
 
 class Unit(BaseModel):
@@ -58,77 +43,99 @@ class Unit(BaseModel):
     value: Any = None
 
 
-class Index(BaseModel):
-    """What one rank wrote, or, after `merge`, the whole checkpoint.
+class Values(BaseModel):
+    """The plain values that only one rank has."""
 
-    `objects` places the pickles that are written for other readers; ckptman itself reads plain values from `units`.
-    `blocks` holds the block digests (see `ckptman.store.digest`) of each data file, as one hexadecimal text.
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    format_version: int = FORMAT_VERSION
+    units: list[Unit] = []
+
+    def to_json(self) -> bytes:
+        """The bytes of the file."""
+        return _to_json(self)
+
+
+class Index(BaseModel):
+    """What a checkpoint holds.
+
+    `tensors` says what each is and where its rows are in the chunk table; `files` gives the table's file numbers their
+    names. `objects` places the pickles that are written for other readers; ckptman itself reads plain values from
+    `units`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     format_version: int = FORMAT_VERSION
+    files: list[str] = []
     tensors: dict[str, TensorRecord] = {}
     objects: dict[str, Location] = {}
     units: list[Unit] = []
-    blocks: dict[str, str] = {}
 
     def to_json(self) -> bytes:
-        """The bytes of the index file."""
-        return (json.dumps(self.model_dump(mode="python"), separators=(",", ":")) + "\n").encode()
+        """The bytes of `index.json`."""
+        return _to_json(self)
 
 
-def merge(indexes: Iterable[Index]) -> Index:
-    """One index out of those of all ranks. Of units that several ranks wrote, the first counts.
+def read_index(folder: Path, manifest: Manifest, *, ranks: Iterable[int] | None = None) -> Index:
+    """The index of a checkpoint, with the values that only `ranks` have; None: of all ranks.
 
-    Raises: CorruptError where two ranks do not agree what a tensor is.
+    Raises: CorruptError (digests are checked), FormatVersionError, OSError.
     """
-    whole = Index()
-    seen: set[tuple[str, str]] = set()
-    for index in indexes:
-        for name, tensor in index.tensors.items():
-            known = whole.tensors.setdefault(name, tensor.model_copy(update={"chunks": []}))
-            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
-                raise CorruptError(
-                    f"{name} is {known.dtype} {list(known.shape)} in one index and "
-                    f"{tensor.dtype} {list(tensor.shape)} in another"
-                )
-            known.chunks.extend(tensor.chunks)
-        for unit in index.units:
-            identity = (unit.state, json.dumps(unit.key))
-            if identity not in seen:
-                seen.add(identity)
-                whole.units.append(unit)
-        whole.objects.update(index.objects)
-        whole.blocks.update(index.blocks)
-    return whole
-
-
-def read_index(folder: Path, manifest: Manifest) -> Index:
-    """The merged index of a checkpoint. Raises: CorruptError (its digests are checked), FormatVersionError, OSError."""
-    names = sorted(name for name in manifest.files if name.startswith("index-") and name.endswith(".json"))
-    return merge(_read_one(folder / name, manifest) for name in names)
-
-
-def _read_one(path: Path, manifest: Manifest) -> Index:
-    data, record = path.read_bytes(), manifest.files[path.name]
-    if len(data) != record.bytes or digest_bytes(data, manifest.block_bytes) != record.digest:
-        raise CorruptError(f"{path} does not match its digest: its bytes have changed since they were saved")
-    raw = parse_versioned(path, data)
-    try:
-        index = Index.model_validate(raw)
-    except (ValidationError, RecursionError) as error:
-        raise CorruptError(f"{path} is not an index: {error}") from error
+    index = _read(folder, INDEX, manifest, Index)
     for location in index.objects.values():
-        _check_location(path, location, manifest)
-    for name, tensor in index.tensors.items():
-        for chunk in tensor.chunks:
-            _check_location(path, chunk.at, manifest)
-            if not _is_box_of(chunk, tensor.shape):
-                raise CorruptError(
-                    f"{path}: {name} {list(tensor.shape)} has a chunk outside of it: "
-                    f"offsets {list(chunk.offsets)}, sizes {list(chunk.sizes)}"
-                )
-    return index
+        _check_location(folder / INDEX, location, manifest)
+    wanted = [values_name(rank) for rank in sorted(ranks_with_values(manifest) if ranks is None else ranks)]
+    own = [unit for name in wanted if name in manifest.files for unit in _read(folder, name, manifest, Values).units]
+    return index.model_copy(update={"units": index.units + own})
+
+
+def ranks_with_values(manifest: Manifest) -> list[int]:
+    """The ranks that have plain values of their own, ascending."""
+    ranks = [rank_of(name) for name in manifest.files if name.startswith("values-")]
+    return sorted(rank for rank in ranks if rank is not None)
+
+
+def open_table(folder: Path, manifest: Manifest, index: Index) -> ChunkTable:
+    """The chunk table of a checkpoint, checked against its digest. Raises: CorruptError, OSError."""
+    # Not mapped: a file that is cut short while it is looked at would end the process, not the load.
+    return ChunkTable.parse(read_checked(folder, CHUNKS, manifest), index.tensors, str(folder / CHUNKS))
+
+
+def data_files(manifest: Manifest, index: Index) -> list[tuple[str, int]]:
+    """Names and sizes in bytes of the data files, in the order of their numbers; -1 where a rank wrote none."""
+    return [(name, manifest.files[name].bytes if name in manifest.files else -1) for name in index.files]
+
+
+def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
+    """A whole file of a checkpoint, checked against its digest. Raises: CorruptError."""
+    path, record = folder / name, manifest.files.get(name)
+    remedy = f"restore an older checkpoint, or run `ckptman verify {folder}` to see what is damaged"
+    if record is None:
+        raise CorruptError(f"{folder}: the manifest does not name {name}; {remedy}")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be read: {error.strerror or error}; {remedy}") from error
+    if len(data) != record.bytes:
+        raise CorruptError(f"{path} has {len(data)} bytes instead of {record.bytes}; {remedy}")
+    if digest_bytes(data, manifest.block_bytes) != record.digest:
+        raise CorruptError(f"{path} does not match its digest: its bytes have changed since they were saved; {remedy}")
+    return data
+
+
+M = TypeVar("M", Index, Values)
+
+
+def _read(folder: Path, name: str, manifest: Manifest, model: type[M]) -> M:
+    path = folder / name
+    raw = parse_versioned(path, read_checked(folder, name, manifest))
+    try:
+        return model.model_validate(raw)
+    except (ValidationError, RecursionError) as error:
+        raise CorruptError(f"{path} is not what ckptman writes there: {error}") from error
+
+
+def _to_json(model: BaseModel) -> bytes:
+    return (json.dumps(model.model_dump(mode="python"), separators=(",", ":")) + "\n").encode()
 
 
 def _check_location(path: Path, location: Location, manifest: Manifest) -> None:
@@ -137,10 +144,3 @@ def _check_location(path: Path, location: Location, manifest: Manifest) -> None:
         raise CorruptError(f"{path} points to {location.file!r}, which the manifest does not name")
     if location.offset < 0 or location.bytes < 0 or location.offset + location.bytes > known.bytes:
         raise CorruptError(f"{path} points outside {location.file} ({location.offset} + {location.bytes} bytes)")
-
-
-def _is_box_of(chunk: Chunk, shape: tuple[int, ...]) -> bool:
-    return len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
-        offset >= 0 and size >= 0 and offset + size <= whole
-        for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape)
-    )

@@ -18,12 +18,15 @@ from ckptman.errors import ConfigError
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 """torch's own description of the checkpoint (a pickle): written for others, never read in our own checkpoints."""
+INDEX = "index.json"
+CHUNKS = "chunks.bin"
 DOT = ".ckptman"
 
 Kind = Literal["step", "tmp", "old", "trash"]
 _STEP = re.compile(r"step-(?P<step>[0-9]{10})(?:\.(?P<kind>tmp|old|trash)-(?P<tag>[0-9A-Za-z_-]+))?", re.ASCII)
 _OWNER = re.compile(r"owner-([0-9]{6,})\.json", re.ASCII)
 _HALF_WRITTEN = re.compile(r".+\.tmp-([0-9]+)-[0-9a-f]{8}", re.ASCII | re.DOTALL)
+_OF_RANK = re.compile(r"__(?P<data>[0-9]+)_0\.distcp|(?:blocks|values)-(?P<other>[0-9]{5,})\.(?:bin|json)", re.ASCII)
 MAX_STEP = 10**10 - 1
 
 
@@ -51,9 +54,25 @@ def parse_step(name: str) -> StepName | None:
     return StepName(int(match["step"]), kind, match["tag"] or "")
 
 
-def index_name(rank: int) -> str:
-    """The file that says where each tensor of one rank lies."""
-    return f"index-{rank:05d}.json"
+def data_name(rank: int) -> str:
+    """The file that holds the tensors of one rank, as plain DCP names it."""
+    return f"__{rank}_0.distcp"
+
+
+def blocks_name(rank: int) -> str:
+    """The file that holds the block digests of one rank's data file."""
+    return f"blocks-{rank:05d}.bin"
+
+
+def values_name(rank: int) -> str:
+    """The file that holds the plain values that only one rank has."""
+    return f"values-{rank:05d}.json"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank of a file of `data_name`, `blocks_name` or `values_name`; None for other names."""
+    match = _OF_RANK.fullmatch(name)
+    return int(match["data"] or match["other"]) if match else None
 
 
 def run_folder(root: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptman.store.catalogue import Entry
 from ckptman.store.digest import digest_file, digest_of_blocks
-from ckptman.store.index import read_index
+from ckptman.store.index import data_files, open_table, read_index
 from ckptman.store.manifest import FileRecord, Manifest
 
 
@@ -66,8 +66,11 @@ def check_coverage(folder: Path, manifest: Manifest) -> list[str]:
     Raises: CorruptError where the index cannot be read.
     """
     problems = []
-    for name, tensor in read_index(folder, manifest).tensors.items():
-        flaw = find_flaw([(chunk.offsets, chunk.sizes) for chunk in tensor.chunks], tensor.shape)
+    index = read_index(folder, manifest)
+    table = open_table(folder, manifest, index)
+    table.check(data_files(manifest, index))
+    for name, tensor in index.tensors.items():
+        flaw = find_flaw(table.chunks(name).boxes(), tensor.shape)
         if flaw is not None:
             where, times = flaw
             problems.append(f"{name} {list(tensor.shape)}: element {list(where)} was saved {times} times, not once")

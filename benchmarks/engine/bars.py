@@ -1,0 +1,116 @@
+"""What must hold, and whether it does. A ratio is taken sample by sample, from one round; its median is what counts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.engine.contestants import CKPTMAN, CKPTMAN_IN_DCP, DCP, DCP_BEST
+from benchmarks.engine.section import Section
+from benchmarks.planning import Planned
+
+RAW = "raw, "
+FLAT_MIB = 64.0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`bound` None: reported only. `at_least` False: at most."""
+
+    what: str
+    samples: list[float]
+    bound: float | None
+    at_least: bool = False
+    unit: str = "x"
+
+    @property
+    def value(self) -> float | None:
+        return statistics.median(self.samples) if self.samples else None
+
+    @property
+    def is_met(self) -> bool | None:
+        """None: not measured, or nothing to be met."""
+        if self.value is None or self.bound is None:
+            return None
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "median": self.value, "met": self.is_met}
+
+
+def bars(sections: Mapping[str, Section], planned: list[Planned] | None) -> list[Bar]:
+    """All of them, in the order of the table in the docs."""
+    found = [*_moves(sections), *_stalls(sections), *_bytes(sections), *_memory(sections)]
+    return [*found, *_planning(planned), *_gpu(sections)]
+
+
+def _moves(sections: Mapping[str, Section]) -> Iterator[Bar]:
+    moves = (
+        ("load_cached", "load, page cache", ((DCP, 6.0),), 0.6),
+        ("load_cold", "load, cold disk", ((DCP, 2.0),), 0.85),
+        ("save_durable", "save until durable", ((DCP, 1.8), (DCP_BEST, 1.0)), 0.9),
+    )
+    for key, what, others, of_raw in moves:
+        if (section := sections.get(key)) is None:
+            continue
+        raw = section.fastest(RAW)
+        for own in (CKPTMAN, CKPTMAN_IN_DCP):
+            yield Bar(f"{what}: {own}, speed over {raw or 'raw'}", section.ratios(raw, own), of_raw, at_least=True)
+            for name, bound in others:
+                yield Bar(f"{what}: {own}, speed over {name}", section.ratios(name, own), bound, at_least=True)
+
+
+def _stalls(sections: Mapping[str, Section]) -> Iterator[Bar]:
+    if (section := sections.get("stall_ratio")) is not None:
+        rows = section.rows
+        yield Bar("stall of an async save, later ones, over a warm memcpy", rows.get(f"{CKPTMAN}, later", []), 1.15)
+        yield Bar("stall of an async save, first over second", rows.get(f"{CKPTMAN}, first to second", []), 1.5)
+    if (section := sections.get("steps")) is not None:
+        for row in (row for row in section.rows if row.startswith(CKPTMAN)):
+            yield Bar(f"step time during a save, over no save: {row}", section.rows[row], None)
+
+
+def _bytes(sections: Mapping[str, Section]) -> Iterator[Bar]:
+    if (section := sections.get("bytes")) is None:
+        return
+    for row, samples in section.rows.items():
+        what = row.removeprefix(f"{CKPTMAN}, ")
+        if what != row:
+            bound = 1.2 if what.startswith("largest") else 1.02 if what.startswith("written") else 1.05
+            yield Bar(f"bytes {what}", samples, None if "columns" in what else bound)
+
+
+def _memory(sections: Mapping[str, Section]) -> Iterator[Bar]:
+    if (section := sections.get("memory")) is None:
+        return
+    for row, samples in section.rows.items():
+        what = row.removeprefix(f"{CKPTMAN}, ")
+        if what != row:
+            yield Bar(f"peak memory of one {what} beyond state and staging", [max(samples)], 300.0, unit="MiB")
+            if len(samples) == 2:
+                growth = samples[1] - samples[0]
+                yield Bar(f"the same, growth with a state 4 x as large: {what}", [growth], FLAT_MIB, unit="MiB")
+
+
+def _planning(planned: list[Planned] | None) -> Iterator[Bar]:
+    for what in ("save", "reshard"):
+        seconds = {each["world"]: each[f"{what}_seconds"] for each in planned or ()}  # type: ignore[literal-required]
+        few, many = min(seconds, default=0), max(seconds, default=0)
+        name = f"planning of a {what}, simulated, {many or 4096} ranks"
+        yield Bar(name, [seconds[many]] if many else [], 60.0, unit="s")
+        power = [math.log(seconds[many] / seconds[few]) / math.log(many / few)] if many > few else []
+        yield Bar(f"{name}: power of its growth with the ranks", power, 1.2, unit="")
+
+
+def _gpu(sections: Mapping[str, Section]) -> Iterator[Bar]:
+    if (section := sections.get("gpu_stall_ratio")) is not None:
+        later = section.rows.get(f"{CKPTMAN}, later", [])
+        yield Bar("GPU: stall, later ones, over the pinned copy", later, 1.1)
+        later = section.rows.get(f"{CKPTMAN}, overlap, later", [])
+        yield Bar("GPU: stall with overlap, over the pinned copy", later, 0.05)
+    if (section := sections.get("gpu_steps")) is not None:
+        for row in (row for row in section.rows if row.startswith(CKPTMAN)):
+            yield Bar(f"GPU: step time during a save, over no save: {row}", section.rows[row], 1.03)

@@ -1,0 +1,161 @@
+"""Who takes part: each saves a state into a folder that it makes, and loads it in place.
+
+A save ends when the bytes are on storage. The harness flushes every file once more inside the measured time, which
+costs those nothing that have done so and is what the others leave to the operating system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import ckptman
+from benchmarks.engine.raw import BUFFERED, RAW, Raw
+from benchmarks.engine.state import State
+
+Move = Callable[[State, Path], None]
+
+CKPTMAN = "ckptman"
+CKPTMAN_IN_DCP = "ckptman in dcp.save/load"
+CKPTMAN_ON_DCP = "ckptman, files of plain DCP"
+DCP = "plain DCP"
+DCP_BEST = "plain DCP, two writer threads"
+TORCH = "torch.save/load"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """`reads`: whose files it loads, where not its own."""
+
+    name: str
+    save: Move | None = None
+    load: Move | None = None
+    reads: str | None = None
+
+
+def _has_api() -> bool:
+    """Whether this ckptman has `save` and `load`, or has to be reached through dcp."""
+    return {"save", "load"} <= set(ckptman.__all__)
+
+
+def ckptman_save(state: State, folder: Path) -> None:
+    if _has_api():
+        ckptman.save(state, folder)
+    else:
+        _ckptman_save_in_dcp(state, folder)
+
+
+def ckptman_load(state: State, folder: Path) -> None:
+    if _has_api():
+        ckptman.load(state, folder)
+    else:
+        _ckptman_load_in_dcp(state, folder)
+
+
+def _ckptman_save_in_dcp(state: State, folder: Path) -> None:
+    dcp.save(state, storage_writer=ckptman.StorageWriter(folder))
+
+
+def _ckptman_load_in_dcp(state: State, folder: Path) -> None:
+    dcp.load(state, storage_reader=ckptman.StorageReader(folder))
+
+
+def _dcp_save(state: State, folder: Path) -> None:
+    dcp.save(state, checkpoint_id=folder)
+
+
+def _dcp_save_best(state: State, folder: Path) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=2, sync_files=True))
+
+
+def _dcp_load(state: State, folder: Path) -> None:
+    dcp.load(state, checkpoint_id=folder)
+
+
+def _torch_save(state: State, folder: Path) -> None:
+    folder.mkdir()
+    torch.save(state, folder / "state.pt")
+
+
+def _torch_load(state: State, folder: Path) -> None:
+    _copy_in(torch.load(folder / "state.pt", map_location="cpu", weights_only=True), state)
+
+
+def _safetensors_save(state: State, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file(state, folder / "state.safetensors")
+
+
+def _safetensors_load(state: State, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    _copy_in(load_file(folder / "state.safetensors"), state)
+
+
+def _torchsnapshot_save(state: State, folder: Path) -> None:
+    from torchsnapshot import Snapshot, StateDict
+
+    Snapshot.take(str(folder), {"state": StateDict(**state)})
+
+
+def _torchsnapshot_load(state: State, folder: Path) -> None:
+    from torchsnapshot import Snapshot, StateDict
+
+    into = StateDict(**state)
+    Snapshot(str(folder)).restore({"state": into})
+    _copy_in({name: into[name] for name in state if into[name] is not state[name]}, state)
+
+
+def _resiliency_save(state: State, folder: Path) -> None:
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
+        save_state_dict_async_finalize,
+        save_state_dict_async_plan,
+    )
+
+    join_alone()
+    folder.mkdir()
+    writer = FileSystemWriterAsync(str(folder), thread_count=2)
+    planned = save_state_dict_async_plan(state, writer, None)
+    write, _, arguments = writer.get_save_function_and_args()
+    write(*arguments)
+    save_state_dict_async_finalize(*planned[:3])
+
+
+def join_alone() -> None:
+    """A process group of this one process, for those that cannot do without."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _copy_in(loaded: State, state: State) -> None:
+    for name, tensor in loaded.items():
+        state[name].copy_(tensor)
+
+
+def _raw(ways: list[Raw]) -> list[Contestant]:
+    return [Contestant(each.name, each.save, each.load, reads=RAW[0].name) for each in ways]
+
+
+_LIBRARIES = [
+    Contestant(CKPTMAN, ckptman_save, ckptman_load),
+    Contestant(CKPTMAN_IN_DCP, _ckptman_save_in_dcp, _ckptman_load_in_dcp, reads=CKPTMAN),
+    Contestant(CKPTMAN_ON_DCP, None, _ckptman_load_in_dcp, reads=DCP),
+    Contestant(DCP, _dcp_save, _dcp_load),
+    Contestant(DCP_BEST, _dcp_save_best),
+    Contestant(TORCH, _torch_save, _torch_load),
+    Contestant("safetensors", _safetensors_save, _safetensors_load),
+    Contestant("torchsnapshot", _torchsnapshot_save, _torchsnapshot_load),
+    Contestant("nvidia-resiliency-ext", _resiliency_save),
+]
+
+SAVERS = [each for each in _LIBRARIES + _raw(RAW) if each.save]
+WARM_LOADERS = [each for each in _LIBRARIES + _raw(BUFFERED) if each.load]
+COLD_LOADERS = [each for each in _LIBRARIES + _raw(RAW) if each.load]

@@ -1,0 +1,101 @@
+"""The limit of the file system: the same bytes moved by threads that do nothing else.
+
+Buffered, the bytes move straight between the tensors and the file. Direct, they move between the file and one aligned,
+reused buffer a thread, and are not copied any further: that is what the device can do, not what a library can.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.engine.state import State, flat_bytes
+
+STRIDE_BYTES = 4 << 20
+ALIGN_BYTES = 4096
+FILE = "raw.bin"
+
+
+@dataclass(frozen=True)
+class Raw:
+    """One way to move bytes."""
+
+    direct: bool
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return f"raw, {'direct' if self.direct else 'buffered'}, {self.threads} thread{'s' * (self.threads > 1)}"
+
+    def save(self, state: State, folder: Path) -> None:
+        """Write and flush: space taken first, then the bytes."""
+        folder.mkdir()
+        pieces, size = _pieces(state)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if self.direct else 0)
+        fd = os.open(folder / FILE, flags, 0o644)
+        try:
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+            self._move(os.pwrite, fd, pieces)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def load(self, state: State, folder: Path) -> None:
+        pieces, _ = _pieces(state)
+        fd = os.open(folder / FILE, os.O_RDONLY | (os.O_DIRECT if self.direct else 0))
+        try:
+            self._move(lambda fd, view, offset: os.preadv(fd, [view], offset), fd, pieces)
+        finally:
+            os.close(fd)
+
+    def _move(self, call: Callable[[int, memoryview, int], int], fd: int, pieces: list[tuple[memoryview, int]]) -> None:
+        numbers = itertools.count()
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            scratch = memoryview(mmap.mmap(-1, STRIDE_BYTES)) if self.direct else None
+            try:
+                while not errors and (number := next(numbers)) < len(pieces):
+                    view, offset = pieces[number]
+                    if scratch is not None:
+                        view = scratch[: -(-len(view) // ALIGN_BYTES) * ALIGN_BYTES]
+                    while len(view):
+                        moved = call(fd, view, offset)
+                        if not moved:
+                            raise OSError(errno.EIO, "the file has ended")
+                        view, offset = view[moved:], offset + moved
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(self.threads)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        if errors:
+            raise errors[0]
+
+
+def _pieces(state: State) -> tuple[list[tuple[memoryview, int]], int]:
+    """Strides of all tensors, each tensor from a page of the file on, and the size of the file."""
+    found: list[tuple[memoryview, int]] = []
+    at = 0
+    for tensor in state.values():
+        view = flat_bytes(tensor)
+        found += [(view[i : i + STRIDE_BYTES], at + i) for i in range(0, len(view), STRIDE_BYTES)]
+        at += -(-len(view) // ALIGN_BYTES) * ALIGN_BYTES
+    return found, at
+
+
+RAW = [Raw(direct, threads) for direct in (False, True) for threads in (1, 2, 4)]
+BUFFERED = [each for each in RAW if not each.direct]

@@ -1,0 +1,174 @@
+"""`save` and `load` of a state dict, for those who have a training loop of their own."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptman.errors import CommitError, MismatchError
+from ckptman.sharded.commit import Draft
+from ckptman.sharded.load import all_or_corrupt
+from ckptman.sharded.plan import make_plan
+from ckptman.sharded.rankfile import RankFile, make_rank_file
+from ckptman.sharded.ranks import Channel, RankFailed
+from ckptman.sharded.reading import fills_for, read_bytes, read_fills
+from ckptman.sharded.saved import SavedState, resolve
+from ckptman.sharded.state import Snapshot, is_named, is_stateful, nested, put_back, rank_key, refs_in, snapshot
+from ckptman.sharded.writing import Content, Writing
+from ckptman.store.durable import DISK
+from ckptman.store.names import parse_step
+
+TIMEOUT_SECONDS = 1800.0
+
+
+def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Save a state dict as the checkpoint `path`, and return when it is durable.
+
+    Args:
+        state_dict: tensors, DTensors, nested dicts and plain values by name, as for `dcp.save`; modules, optimizers and
+            other objects with `state_dict` are asked for theirs.
+        path: the folder that appears when, and only when, the save is complete.
+        overwrite: replace the checkpoint that `path` is; it stays until the new one takes its place.
+
+    Every rank calls it. Raises on every rank alike: ExistsError, ConfigError (a value that cannot be saved),
+    CommitError (disk full, quota, an I/O error on any rank: nothing is left of the save, and older ones are untouched).
+    """
+    final = Path(path)
+    channel = Channel(TIMEOUT_SECONDS)
+    shots: list[Snapshot] = []
+    files: list[RankFile] = []
+    draft = Draft(final, None, overwrite=overwrite)
+    try:
+        channel.everywhere(lambda: shots.append(snapshot(state_dict, channel.rank, strict=False)))
+        plan = make_plan(shots[0], channel)
+        channel.everywhere(lambda: files.append(make_rank_file(shots[0], plan)))
+        Writing(DISK).save(channel, draft, Content.of(shots[0], files[0], files[0].memory(shots[0])))
+    except RankFailed as failed:
+        if failed.failure.error is not None:
+            raise failed.failure.error from failed
+        name = parse_step(final.name)
+        raise CommitError(name.step if name else 0, failed.failure.rank, failed.failure.text) from failed
+    finally:
+        draft.abandon()
+        channel.close()
+
+
+def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, verify: bool = True) -> None:
+    """Load the checkpoint `path` into a state dict, in place, on any number of ranks.
+
+    Tensors and DTensors are filled where they are, in any sharding; plain values are replaced; modules, optimizers and
+    other objects with `load_state_dict` are given their state. What the checkpoint holds besides is left there. `path`
+    may also be what `dcp.save` or torchtitan wrote. With `verify`, every block that is read is checked.
+
+    Every rank calls it. Raises on every rank alike: NotFoundError; MismatchError (something is missing in the
+    checkpoint, or has another shape or dtype there) before anything is filled; CorruptError, after which what was to be
+    filled is not usable; FormatVersionError.
+    """
+    folder = Path(path)
+    channel = Channel(TIMEOUT_SECONDS)
+    live: list[dict[str, Any]] = []
+    found: list[_Found] = []
+
+    def look() -> _Found:
+        found.append(_Found(SavedState.read(folder, channel.rank)))
+        for name, value in live[0].items():
+            found[0].look(value, (name,), partial(operator.setitem, live[0], name))
+        return _Found(None, missing=found[0].missing, mismatched=found[0].mismatched)
+
+    try:
+        channel.everywhere(lambda: live.append(nested(state_dict, channel.rank, create=True)))
+        reports = all_or_corrupt(channel, look, folder)
+        missing = sorted({name for each in reports for name in each.missing})
+        mismatched = sorted({line for each in reports for line in each.mismatched})
+        if missing or mismatched:
+            raise MismatchError(str(folder), missing, (), mismatched)
+        all_or_corrupt(channel, partial(found[0].fill, verify), folder)
+        channel.everywhere(lambda: _hand_over(state_dict, live[0], channel.rank))
+    except RankFailed as failed:
+        raise failed.as_ckptman_error() from failed
+    finally:
+        channel.close()
+
+
+@dataclass
+class _Found:
+    """What was found in a checkpoint for a state: tensors to fill by flat name, and how to set each plain value."""
+
+    saved: SavedState | None
+    targets: dict[str, torch.Tensor] = field(default_factory=dict)
+    settings: list[Callable[[], None]] = field(default_factory=list)
+    pickled: list[tuple[str, Callable[[Any], None]]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+
+    def look(self, value: Any, path: tuple[str | int, ...], assign: Callable[[Any], None]) -> None:
+        """Look for a value and everything below it. `assign` puts another plain value in its place."""
+        assert self.saved is not None
+        name = ".".join(map(str, path))
+        if isinstance(value, torch.Tensor):
+            record = self.saved.index.tensors.get(name)
+            here = (str(value.dtype).removeprefix("torch."), tuple(value.shape))
+            if record is None:
+                self.missing.append(name)
+            elif (record.dtype, record.shape) != here:
+                there = f"{list(record.shape)} {record.dtype}"
+                self.mismatched.append(f"{name}: checkpoint {there}, this run {list(value.shape)} {here[0]}")
+            else:
+                self.targets[name] = value
+        elif isinstance(value, MutableMapping) and value:
+            for key, each in value.items():
+                self.look(each, (*path, key), partial(operator.setitem, value, key))
+        elif isinstance(value, list) and any(isinstance(each, (torch.Tensor, Mapping, list)) for each in value):
+            for number, each in enumerate(value):
+                self.look(each, (*path, number), partial(operator.setitem, value, number))
+        else:
+            there, known = _at(self.saved.values, path)
+            if not known and name in self.saved.index.objects:
+                self.pickled.append((name, assign))
+            elif not known:
+                self.missing.append(name)
+            elif any(refs_in(there)):
+                self.mismatched.append(f"{name}: checkpoint a tensor, this run a plain value")
+            else:
+                self.settings.append(lambda: assign(resolve(there)))
+
+    def fill(self, verify: bool) -> None:
+        """Read the tensors into place, and set the plain values."""
+        assert self.saved is not None
+        saved = self.saved
+        read_fills(
+            saved, [each for name, to in self.targets.items() for each in fills_for(saved, name, to)], verify=verify
+        )
+        for name, assign in self.pickled:
+            assign(saved.pickled(name, read_bytes(saved, name, verify=verify)))
+        for setting in self.settings:
+            setting()
+
+
+def _at(values: Any, path: tuple[str | int, ...]) -> tuple[Any, bool]:
+    """The saved value at a path, and whether there is one. Plain DCP saves all keys as texts."""
+    for key in path:
+        if isinstance(values, dict) and (key in values or str(key) in values):
+            values = values[key] if key in values else values[str(key)]
+        elif isinstance(values, list) and isinstance(key, int) and key < len(values):
+            values = values[key]
+        else:
+            return None, False
+    return values, True
+
+
+def _hand_over(state_dict: MutableMapping[str, Any], values: Mapping[str, Any], rank: int) -> None:
+    for name, value in values.items():
+        target = state_dict[name]
+        if is_named(target) or is_stateful(target):
+            mine = value[rank_key(rank)] if getattr(target, "per_rank", False) else value
+            put_back(state_dict, name, mine, rank, False, set())
+        elif value is not target:
+            state_dict[name] = value

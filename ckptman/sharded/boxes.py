@@ -1,0 +1,62 @@
+"""Which part of a tensor a rank holds, and which other ranks hold the very same part.
+
+A part is a box: offsets and sizes in elements of the global tensor. For a DTensor all of it follows from mesh and
+placements, so that no rank has to ask another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, Replicate
+
+from ckptman.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Box:
+    """Offsets and sizes; `holders` are the ranks that hold it, ascending, or None: all that have the tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    holders: tuple[int, ...] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.sizes
+
+
+def local_parts(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of a tensor that this rank holds, with their memory, detached. Raises: ConfigError."""
+    if isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ConfigError(
+                f"{name} is a sum that was not taken (placements {tensor.placements}): call redistribute() first"
+            )
+        box = _dtensor_box(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+        return [(box, tensor.to_local().detach())] if box is not None else []
+    if isinstance(tensor, ShardedTensor):
+        return [
+            (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), ()), shard.tensor.detach())
+            for shard in tensor.local_shards()
+        ]
+    return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
+
+
+@lru_cache(maxsize=65536)
+def _dtensor_box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box | None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    same = mesh.mesh
+    for axis in reversed(range(mesh.ndim)):
+        if not isinstance(placements[axis], Replicate):
+            same = same.select(axis, coordinate[axis])
+    return Box(tuple(offsets), tuple(sizes), tuple(sorted(same.flatten().tolist())))

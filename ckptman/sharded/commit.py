@@ -1,0 +1,108 @@
+"""From a folder that nobody sees to a checkpoint: what the leader does before and after all ranks have written."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import ckptman
+from ckptman.errors import ExistsError
+from ckptman.store.digest import BLOCK_BYTES
+from ckptman.store.durable import DISK, Disk
+from ckptman.store.manifest import FileRecord, Manifest, Mesh
+from ckptman.store.names import parse_step
+from ckptman.store.place import FolderPlace, Place
+
+
+@dataclass(frozen=True)
+class SaveInfo:
+    """What the manifest says besides sizes and digests."""
+
+    step: int = 0
+    reason: str = "saved by dcp.save"
+    world_size: int = 1
+    mesh: Mesh | None = None
+    run_id: str = ""
+    job_id: str | None = None
+    attempt: int = 1
+    restored_from: int | None = None
+    metrics: Mapping[str, float] | None = None
+
+
+class Draft:
+    """A save that nobody sees yet, in a folder beside its final name. Leader only, but for `folder`."""
+
+    def __init__(
+        self,
+        final: Path,
+        info: SaveInfo | None,
+        *,
+        overwrite: bool,
+        place: Place | None = None,
+        tag: str | None = None,
+        disk: Disk = DISK,
+        on_commit: Callable[[], None] | None = None,
+    ) -> None:
+        self.final = final
+        self._info, self._overwrite, self._on_commit = info, overwrite, on_commit
+        self._place = place or FolderPlace(final.parent, disk)
+        self._tag = tag or os.urandom(4).hex()
+        self._folder: str | None = None
+
+    def begin(self) -> str:
+        """Make the folder that all ranks write to, and return its path. Raises: ExistsError, RootError, OSError."""
+        if not self._overwrite and os.path.lexists(self.final):
+            raise ExistsError(f"{self.final} exists already: save under another name, or say overwrite=True")
+        if isinstance(self._place, FolderPlace):
+            self._place.make()
+        self._folder = self._place.begin(self.final.name, self._tag)
+        return self._folder
+
+    @property
+    def folder(self) -> Path:
+        """Where `begin` made it."""
+        assert self._folder is not None
+        return Path(self._folder)
+
+    def commit(self, files: dict[str, FileRecord], world_size: int) -> None:
+        """Make it a checkpoint. Raises: OSError, BusyError."""
+        assert self._folder is not None
+        if self._on_commit is not None:
+            self._on_commit()
+        self._place.commit(self._folder, self._manifest(files, world_size))
+        self._folder = None
+
+    def abandon(self) -> None:
+        """After a failed save: remove what was written. Never raises."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            self._place.abandon(folder)
+
+    def _manifest(self, files: dict[str, FileRecord], world_size: int) -> Manifest:
+        name = parse_step(self.final.name)
+        info = self._info or SaveInfo(step=name.step if name else 0, world_size=world_size)
+        # Outside a root, under a name that is not a step's, there are no others to come after.
+        others = self._place.list() if name else []
+        sequence = 1 + max((entry.sequence for entry in others), default=0)
+        return Manifest(
+            step=info.step,
+            sequence=sequence,
+            time_seconds=time.time(),
+            reason=info.reason,
+            world_size=info.world_size,
+            mesh=info.mesh,
+            torch_version=torch.__version__,
+            ckptman_version=ckptman.__version__,
+            run_id=info.run_id,
+            job_id=info.job_id,
+            attempt=info.attempt,
+            restored_from=info.restored_from,
+            metrics=dict(info.metrics or {}),
+            block_bytes=BLOCK_BYTES,
+            files=files,
+        )

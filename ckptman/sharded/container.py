@@ -1,0 +1,130 @@
+"""The container that `torch.save` puts around a tensor: known before a byte of the tensor is copied.
+
+Plain `dcp.load` wants each tensor of a data file to be a file of `torch.save`. Everything in such a file but the
+payload depends on dtype and shape alone, so it is made once for each, without the payload, and the payload goes
+straight from the tensor's memory to its place in the file.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import BinaryIO
+
+import torch
+
+_LOCAL_HEADER_BYTES = 30
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The bytes of a container before and after its payload, `payload_bytes` long."""
+
+    head: bytes
+    tail: bytes
+    payload_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.head) + self.payload_bytes + len(self.tail)
+
+
+@lru_cache(maxsize=16384)
+def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+    """The frame of a contiguous tensor. Its bytes can be loaded by `torch.load` with the payload put in between."""
+    recorder = _Recorder()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), recorder)  # type: ignore[arg-type]
+    return recorder.frame(dtype.itemsize * math.prod(shape))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its dtype, its shape and its bytes, so that `frame_of` describes it."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+    )
+
+
+def payload_of(container: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
+    """Where the payload of a contiguous tensor begins in a container that somebody else wrote.
+
+    None where the container holds anything but exactly that tensor: then only `torch.load` can tell what it means.
+    """
+    try:
+        with zipfile.ZipFile(container) as archive:
+            names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            payload, pickled = names["data/0"], names["data.pkl"]
+            described = archive.read(pickled)
+            order = archive.read(names["byteorder"]) if "byteorder" in names else b"little"
+        ours = frame_of(dtype, shape)
+        if (
+            described != _described(ours)
+            or order != b"little"
+            or payload.compress_type != zipfile.ZIP_STORED
+            or payload.file_size != ours.payload_bytes
+            or "data/1" in names
+        ):
+            return None
+        container.seek(payload.header_offset)
+        local = container.read(_LOCAL_HEADER_BYTES)
+    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, RuntimeError):
+        return None
+    return payload.header_offset + _data_start(local)
+
+
+def _described(frame: Frame) -> bytes:
+    """The pickle inside of a frame that says what the payload means: its first record."""
+    start = _data_start(frame.head)
+    return frame.head[start : frame.head.index(b"PK\x07\x08", start)]
+
+
+def _data_start(record: bytes) -> int:
+    """Where the data of a zip record begins, from its local header (APPNOTE.TXT 4.3.7)."""
+    return _LOCAL_HEADER_BYTES + int.from_bytes(record[26:28], "little") + int.from_bytes(record[28:30], "little")
+
+
+class _Recorder(io.RawIOBase):
+    """A file that remembers what was written where, and has no room for the payload."""
+
+    def __init__(self) -> None:
+        self._written: dict[int, bytes] = {}
+        self._position = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert whence in (io.SEEK_SET, io.SEEK_CUR)
+        self._position = offset + (self._position if whence == io.SEEK_CUR else 0)
+        return self._position
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        self._written[self._position] = bytes(data)
+        self._position += len(data)
+        return len(data)
+
+    def frame(self, payload_bytes: int) -> Frame:
+        head, tail, end = bytearray(), bytearray(), 0
+        for position, data in sorted(self._written.items()):
+            if position > end:
+                assert not tail
+                assert position == end + payload_bytes
+                tail += data
+            elif tail:
+                tail += data
+            else:
+                assert position == end
+                head += data
+            end = position + len(data)
+        return Frame(bytes(head), bytes(tail), payload_bytes)

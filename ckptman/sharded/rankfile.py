@@ -1,0 +1,88 @@
+"""One rank's data file: what it holds and where, known as soon as the plan is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ckptman.errors import ConfigError
+from ckptman.sharded.boxes import local_parts
+from ckptman.sharded.container import is_plain
+from ckptman.sharded.image import Layout, Placed, in_order
+from ckptman.sharded.plan import Piece, SavePlan
+from ckptman.sharded.state import Snapshot
+from ckptman.store.chunks import Rows
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """A plan, and the places of its tensors in this rank's file. `pieces` and `places` go together.
+
+    `end` is on a page: what a save adds comes after it. `pickled` are pieces whose containers differ from save to save:
+    tensors of classes of their own.
+    """
+
+    plan: SavePlan
+    pieces: tuple[Piece, ...]
+    places: tuple[Placed, ...]
+    pickled: tuple[Piece, ...]
+    literals: tuple[tuple[int, bytes], ...]
+    end: int
+
+    def memory(self, snapshot: Snapshot) -> list[torch.Tensor]:
+        """The live memory of `pieces`."""
+        return memory_of(self.pieces, snapshot.tensors)
+
+    def rows(self, pickled: Sequence[Placed]) -> Rows:
+        """The rows of the chunk table for everything in the file, given where the pickled ones are this time."""
+        described = [*self.plan.tensors, *self.plan.own_tensors]
+        number = {name: i for i, (name, _, _) in enumerate(described)}
+        return make_rows(
+            (number[piece.name], piece.offsets, piece.sizes, place)
+            for piece, place in zip((*self.pieces, *self.pickled), (*self.places, *pickled))
+        )
+
+
+def make_rows(entries: Iterable[tuple[int, Sequence[int], Sequence[int], Placed]]) -> Rows:
+    """Rows of the chunk table: tensor number, box, and where it is."""
+    rows: dict[int, list[list[int]]] = {}
+    for number, offsets, sizes, place in entries:
+        row = [number, place.offset, place.bytes, place.payload, *offsets, *sizes]
+        rows.setdefault(len(offsets), []).append(row)
+    return {dims: np.array(each, dtype=np.int64) for dims, each in rows.items()}
+
+
+def make_rank_file(snapshot: Snapshot, plan: SavePlan) -> RankFile:
+    """Lay out what a plan gives this rank to write. Raises: ConfigError (a tensor without memory)."""
+    memory = memory_of(plan.pieces, snapshot.tensors)
+    for piece, each in zip(plan.pieces, memory):
+        if each.is_meta:
+            raise ConfigError(f"{piece.name} is on the meta device: it has a shape and no values. Materialise it first")
+    plain = [number for number, each in enumerate(memory) if is_plain(each)]
+    order = [plain[i] for i in in_order([(memory[number].dtype, plan.pieces[number].sizes) for number in plain])]
+    layout = Layout()
+    places = tuple(layout.add_tensor(memory[number].dtype, plan.pieces[number].sizes) for number in order)
+    return RankFile(
+        plan,
+        tuple(plan.pieces[number] for number in order),
+        places,
+        tuple(piece for piece, each in zip(plan.pieces, memory) if not is_plain(each)),
+        tuple(layout.literals),
+        layout.page_end(),
+    )
+
+
+def memory_of(pieces: Sequence[Piece], tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The memory that this rank writes for each piece, not copied."""
+    known: dict[str, list[torch.Tensor]] = {}
+    found = []
+    for piece in pieces:
+        if piece.name not in known:
+            known[piece.name] = [each for _, each in local_parts(tensors[piece.name], piece.name)]
+        part = known[piece.name][piece.part]
+        whole = not is_plain(part) or tuple(part.shape) == piece.sizes
+        found.append(part if whole else part.narrow(0, piece.row, piece.sizes[0]))
+    return found

@@ -1,0 +1,154 @@
+"""Reading byte ranges of a checkpoint into tensors: only what is needed, in parallel, each block checked."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ckptman.errors import CorruptError
+from ckptman.sharded.boxes import local_parts
+from ckptman.sharded.foreign import load_plain
+from ckptman.sharded.image import as_bytes, flat, view_of
+from ckptman.sharded.saved import ChunkPlace, SavedState
+from ckptman.store.blockio import Digests, ReadReport, Wanted, read_wanted
+from ckptman.store.digest import BLOCK_BYTES
+
+PIECE_BYTES = 4 * 1024 * 1024
+"""What cannot go straight to its place passes through memory of this size."""
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A part of a saved chunk that is wanted: it begins at `start` in the chunk, and `target` has its shape."""
+
+    name: str
+    chunk: ChunkPlace
+    start: tuple[int, ...]
+    target: torch.Tensor
+
+
+def fills_for(saved: SavedState, name: str, target: torch.Tensor) -> Iterator[Fill]:
+    """What this rank needs to fill a tensor of its own, whole or sharded in any way."""
+    for box, memory in local_parts(target, name):
+        if not box.is_empty:
+            yield from fills_for_box(saved, name, box.offsets, memory)
+
+
+def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: torch.Tensor) -> Iterator[Fill]:
+    """What is needed to fill `memory`, the box of a tensor that begins at `offsets`."""
+    sizes = tuple(memory.shape)
+    for chunk in saved.chunks_in(name, offsets, sizes):
+        region, start = memory, []
+        for dim, (low, size) in enumerate(zip(offsets, sizes)):
+            begin = max(low, chunk.offsets[dim])
+            end = min(low + size, chunk.offsets[dim] + chunk.sizes[dim])
+            region = region.narrow(dim, begin - low, end - begin)
+            start.append(begin - chunk.offsets[dim])
+        yield Fill(name, chunk, tuple(start), region)
+
+
+def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True) -> ReadReport:
+    """Read. Raises: CorruptError; the targets may be partly filled then, and its text says so."""
+    wanted: list[Wanted] = []
+    special: list[tuple[Fill, memoryview]] = []
+    for fill in fills:
+        if not fill.target.numel():
+            continue
+        dtype = saved.dtype(fill.name)
+        payload = saved.payload(fill.name, fill.chunk)
+        if payload is None:
+            container = memoryview(bytearray(fill.chunk.bytes))
+            wanted.append(Wanted(fill.chunk.file, fill.chunk.offset, len(container), into=container, label=fill.name))
+            special.append((fill, container))
+        else:
+            wanted += _Cut(fill, dtype).from_payload(payload)
+    digests = _digests(saved, wanted) if verify else None
+    try:
+        report = read_wanted(saved.folder, wanted, digests)
+        for fill, container in special:
+            _unpack(saved, fill, container)
+    except CorruptError as error:
+        raise CorruptError(
+            f"{error}. What was to be filled is not usable: it holds old and new bytes. Load something else into it"
+        ) from error
+    return report
+
+
+def read_bytes(saved: SavedState, name: str, *, verify: bool = True) -> bytes:
+    """The pickle of a plain value. Raises: CorruptError."""
+    at = saved.object(name)
+    data = bytearray(at.bytes)
+    wanted = [Wanted(at.file, at.offset, at.bytes, into=memoryview(data), label=name)]
+    read_wanted(saved.folder, wanted, _digests(saved, wanted) if verify else None)
+    return bytes(data)
+
+
+def _digests(saved: SavedState, wanted: Sequence[Wanted]) -> dict[str, Digests] | None:
+    """The block digests of the files that are read; None for a checkpoint that has none."""
+    found = {name: saved.digests(name) for name in {each.file for each in wanted}}
+    return {name: each for name, each in found.items() if each is not None} or None
+
+
+class _Cut:
+    """Cuts a part of a chunk into ranges of bytes: straight into the target where both are one run of bytes."""
+
+    def __init__(self, fill: Fill, dtype: torch.dtype) -> None:
+        self._fill, self._dtype = fill, dtype
+        self._strides = [math.prod(fill.chunk.sizes[dim + 1 :]) for dim in range(len(fill.chunk.sizes))]
+
+    def from_payload(self, payload: int) -> Iterator[Wanted]:
+        """The ranges, given where the chunk's payload begins in its file."""
+        first = sum(start * stride for start, stride in zip(self._fill.start, self._strides))
+        yield from self._cut(self._fill.target, payload + first * self._dtype.itemsize)
+
+    def _cut(self, target: torch.Tensor, offset: int) -> Iterator[Wanted]:
+        item, fill = self._dtype.itemsize, self._fill
+        span = item * (1 + sum((size - 1) * stride for size, stride in zip(target.shape, self._strides)))
+        in_one_run = span == item * target.numel()
+        if in_one_run and target.device.type == "cpu" and target.is_contiguous() and target.dtype == self._dtype:
+            yield Wanted(fill.chunk.file, offset, span, into=view_of(target), label=fill.name)
+            return
+        dim = next((dim for dim, size in enumerate(target.shape) if size > 1), None)
+        step = self._strides[dim] * item if dim is not None else 0
+        if dim is None or (span <= PIECE_BYTES and (in_one_run or not self._has_wide_gaps(target, dim))):
+            deliver = partial(self._deliver, target)
+            yield Wanted(fill.chunk.file, offset, span, deliver=deliver, whole=True, label=fill.name)
+            return
+        rows = 1 if self._has_wide_gaps(target, dim) else max(1, PIECE_BYTES // step)
+        for row in range(0, target.shape[dim], rows):
+            yield from self._cut(target.narrow(dim, row, min(rows, target.shape[dim] - row)), offset + row * step)
+
+    def _has_wide_gaps(self, target: torch.Tensor, dim: int) -> bool:
+        """Whether what lies between two rows along `dim` is better left unread."""
+        inner = 1 + sum((size - 1) * stride for size, stride in zip(target.shape[dim + 1 :], self._strides[dim + 1 :]))
+        return (self._strides[dim] - inner) * self._dtype.itemsize >= BLOCK_BYTES
+
+    def _deliver(self, target: torch.Tensor, data: memoryview, _: int) -> None:
+        put(target, flat(data, self._dtype).as_strided(target.shape, self._strides))
+
+
+def put(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, also between dtypes, and also for dtypes that can be stored and not copied."""
+    try:
+        target.copy_(source)
+    except NotImplementedError:
+        if target.is_contiguous():
+            as_bytes(target).copy_(as_bytes(source.contiguous()))
+        else:
+            for row, each in zip(target, source):
+                put(row, each)
+
+
+def _unpack(saved: SavedState, fill: Fill, container: memoryview) -> None:
+    where = f"{saved.folder / fill.chunk.file}: {fill.name}"
+    tensor = load_plain(io.BytesIO(container), where)
+    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != fill.chunk.sizes:
+        raise CorruptError(f"{where} is not a tensor of the shape {list(fill.chunk.sizes)}, as it should be")
+    for dim, (start, size) in enumerate(zip(fill.start, fill.target.shape)):
+        tensor = tensor.narrow(dim, start, size)
+    fill.target.copy_(tensor)

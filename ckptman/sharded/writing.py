@@ -1,0 +1,139 @@
+"""One save from end to end: begin, write on all ranks, describe, commit."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptman.sharded.commit import Draft
+from ckptman.sharded.describe import Describer, Part, pack, write_part
+from ckptman.sharded.image import Image, Layout, pickled
+from ckptman.sharded.rankfile import RankFile, memory_of
+from ckptman.sharded.ranks import Channel
+from ckptman.sharded.staging import Staged
+from ckptman.sharded.state import Snapshot
+from ckptman.store.durable import Disk
+from ckptman.store.index import Unit
+from ckptman.store.names import METADATA
+
+
+@dataclass
+class Content:
+    """What one rank writes in one save: its tensors, staged or live, and what has to be pickled."""
+
+    file: RankFile
+    tensors: Staged | Sequence[torch.Tensor]
+    pickled: list[torch.Tensor] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+    units: list[Unit] = field(default_factory=list)
+    own_units: list[Unit] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, file: RankFile, tensors: Staged | Sequence[torch.Tensor]) -> Content:
+        """The content of a snapshot. Nothing in it but `tensors` changes with the state, if they are staged."""
+        private = isinstance(tensors, Staged)
+        special = memory_of(file.pickled, snapshot.tensors)
+        return cls(
+            file,
+            tensors,
+            [each.clone() if private else each for each in special],
+            {
+                name: _copied(snapshot.objects[name]) if private else snapshot.objects[name]
+                for name in file.plan.objects
+            },
+            [snapshot.units[number][0] for number in file.plan.units],
+            [snapshot.units[number][0] for number in file.plan.own_units],
+        )
+
+
+class Writing:
+    """Takes contents to storage, one after the other. Every rank has one."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._describer = Describer()
+        self._sent = b""
+        """The rows that the leader has from the save before; empty: none."""
+
+    def save(self, channel: Channel, draft: Draft, content: Content | Exception) -> str | None:
+        """Write one checkpoint. `content` may be the reason why this rank has nothing to write. Every rank calls it.
+
+        Returns why some bytes did not go by direct I/O, or None. Raises: RankFailed on every rank, RankLostError where
+        a peer is gone or silent for longer than the timeout.
+        """
+
+        def begin(_: list[None]) -> list[str]:
+            return [draft.begin()] * channel.world_size
+
+        def may_begin() -> None:
+            if isinstance(content, Exception):
+                raise content
+
+        folder = Path(channel.through_leader(may_begin, begin))
+        assert isinstance(content, Content)
+        rows = b""
+
+        def write() -> Part:
+            nonlocal rows
+            part, rows = self._write(folder, channel.rank, content, sent)
+            return part
+
+        def finish(parts: list[Part]) -> list[str | None]:
+            self._finish(draft, content.file, parts)
+            return [next((each.buffered_because for each in parts if each.buffered_because), None)] * len(parts)
+
+        sent, self._sent = self._sent, b""
+        because = channel.through_leader(write, finish)
+        self._sent = rows
+        return because
+
+    def _write(self, folder: Path, rank: int, content: Content, sent: bytes) -> tuple[Part, bytes]:
+        image, places, objects = _image(content)
+        try:
+            part = write_part(folder, rank, image, content.own_units, self._disk)
+        finally:
+            if isinstance(content.tensors, Staged):
+                content.tensors.release()
+        rows = pack(content.file.rows(places))
+        plan = content.file.plan
+        part.rows = rows if rows != sent else None
+        part.own_tensors, part.paths = plan.own_tensors, dict(plan.own_paths)
+        part.objects, part.units = objects, content.units
+        return part, rows
+
+    def _finish(self, draft: Draft, file: RankFile, parts: Sequence[Part]) -> None:
+        index = self._describer.describe(draft.folder, file.plan.tensors, parts, self._disk)
+        paths = dict(file.plan.paths)
+        for part in parts:
+            paths |= part.paths
+        files = {name: record for part in parts for name, record in part.files.items()}
+        files[METADATA] = self._describer.write_metadata(
+            draft.folder, index, paths, draft.final, str(uuid.uuid4()), self._disk
+        )
+        draft.commit(files, len(parts))
+
+
+def _image(content: Content) -> tuple[Image, list[Any], dict[str, tuple[int, int]]]:
+    """The file as it will be, with the places of the pickled tensors and objects in it."""
+    file = content.file
+    layout = Layout(file.end)
+    places = [layout.add_bytes(pickled(each)) for each in content.pickled]
+    objects = {}
+    for name, value in content.objects.items():
+        place = layout.add_bytes(pickled(value))
+        objects[name] = (place.offset, place.bytes)
+    if isinstance(content.tensors, Staged):
+        content.tensors.wait()
+        return Image(layout.literals, content.tensors.slot.memory), places, objects
+    tensors = [(place.payload, each) for place, each in zip(file.places, content.tensors)]
+    return Image([*file.literals, *tensors, *layout.literals]), places, objects
+
+
+def _copied(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, bool, bytes, type(None))) else copy.deepcopy(value)

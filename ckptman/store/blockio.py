@@ -1,0 +1,178 @@
+"""Parallel file I/O with block digests: a file is written from a source, and ranges of files are read where they go.
+
+Writing is in this file and uses direct I/O where the file system takes it; reading is in `ckptman.store.ranges`.
+Digests and blocks are those of `ckptman.store.digest`. Torch-free. Memory beyond sources and destinations: scratch of
+one stride a thread (up to three where ranges are wanted whole), used again by later calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+
+from ckptman.store.digest import BLOCK_BYTES
+from ckptman.store.durable import Disk
+from ckptman.store.parallel import ALIGN_BYTES, STRIDE_BYTES, io_threads, share_out, stride_of
+from ckptman.store.ranges import DIGEST_BYTES, Digests, ReadReport, read_wanted
+from ckptman.store.spans import Wanted
+
+__all__ = [
+    "ALIGN_BYTES",
+    "STRIDE_BYTES",
+    "Digests",
+    "ReadReport",
+    "Source",
+    "Wanted",
+    "Written",
+    "io_threads",
+    "read_wanted",
+    "write_source",
+]
+
+_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+class Source(Protocol):
+    """The bytes of a file that is about to be written."""
+
+    size_bytes: int
+    """A multiple of `ALIGN_BYTES`."""
+
+    def view(self, offset: int, scratch: memoryview) -> memoryview:
+        """Bytes [offset, offset + len(scratch)): `scratch` itself, filled, or memory of the source's own.
+
+        Any alignment will do. Called from several threads at a time.
+        """
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is on storage. `buffered_because` is None where every byte went by direct I/O."""
+
+    size_bytes: int
+    blocks: bytes
+    digest: str
+    buffered_because: str | None
+
+
+def write_source(
+    path: Path,
+    source: Source,
+    *,
+    disk: Disk,
+    block_bytes: int = BLOCK_BYTES,
+    threads: int | None = None,
+    direct: bool = True,
+) -> Written:
+    """Write a file that nobody has made yet and flush it to storage. The folder is not flushed.
+
+    Raises: OSError with the name of the file; whatever the source raises. What was written stays for the caller to
+    remove.
+    """
+    stride = stride_of(block_bytes)
+    size = source.size_bytes
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        target = _Target(path, fd, disk)
+        if not direct:
+            target.buffered_because = "direct I/O was not asked for"
+        elif size % ALIGN_BYTES or block_bytes % ALIGN_BYTES:
+            target.buffered_because = f"{size} bytes in blocks of {block_bytes} are no multiple of {ALIGN_BYTES}"
+        else:
+            target.go_direct()
+        blocks = bytearray(-(-size // block_bytes) * DIGEST_BYTES)
+
+        def write_stride(number: int, scratch: memoryview) -> None:
+            offset = number * stride
+            scratch = scratch[: min(stride, size - offset)]
+            data = _flat(source.view(offset, scratch), len(scratch))
+            data, digests = target.prepare(data, scratch, block_bytes)
+            at = offset // block_bytes * DIGEST_BYTES
+            blocks[at : at + len(digests)] = digests
+            target.write(data, offset)
+
+        share_out(-(-size // stride), write_stride, threads=threads or io_threads(), scratch_bytes=stride)
+        with _named(path):
+            disk.sync_file(fd)
+    finally:
+        os.close(fd)
+    return Written(size, bytes(blocks), xxh3_128_hexdigest(blocks), target.buffered_because)
+
+
+class _Target:
+    """The file being written, and whether by direct I/O."""
+
+    def __init__(self, path: Path, fd: int, disk: Disk) -> None:
+        self._path, self._fd, self._disk = path, fd, disk
+        self.buffered_because: str | None = "direct I/O was not tried"
+
+    def go_direct(self) -> None:
+        # Not at open: a file system that refuses it there may have made the file all the same.
+        try:
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except (OSError, AttributeError) as error:
+            if isinstance(error, OSError) and error.errno not in _REFUSED:
+                raise
+            self.buffered_because = f"no direct I/O on this file system ({error})"
+        else:
+            self.buffered_because = None
+
+    def go_buffered(self, why: str) -> None:
+        # The flag goes first: a thread that reads the reason may write from any address.
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self.buffered_because = self.buffered_because or why
+
+    def prepare(self, data: memoryview, scratch: memoryview, block_bytes: int) -> tuple[memoryview, bytes]:
+        """The data where a write can take it from, and the digests of its blocks."""
+        array = np.frombuffer(data, np.uint8)
+        cuts = range(0, len(data), block_bytes)
+        if self.buffered_because is not None or array.ctypes.data % ALIGN_BYTES == 0:
+            return data, b"".join([xxh3_128_digest(data[at : at + block_bytes]) for at in cuts])
+        aligned, digests = np.frombuffer(scratch, np.uint8), []
+        for at in cuts:  # each block is digested while it is in the cache of the core
+            np.copyto(aligned[at : at + block_bytes], array[at : at + block_bytes])
+            digests.append(xxh3_128_digest(scratch[at : at + block_bytes]))
+        return scratch, b"".join(digests)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        while data:
+            direct = self.buffered_because is None
+            try:
+                with _named(self._path):
+                    count = self._disk.write_at(self._fd, data, offset)
+            except OSError as error:
+                if not direct or error.errno not in _REFUSED:
+                    raise
+                self.go_buffered(f"a direct write was refused ({error.strerror})")
+                continue
+            if not count:
+                raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
+            data, offset = data[count:], offset + count
+            if data and direct and count % ALIGN_BYTES:
+                self.go_buffered(f"a direct write ended after {count} bytes")
+
+
+def _flat(view: memoryview, size: int) -> memoryview:
+    if view.nbytes != size:
+        raise ValueError(f"a source gave {view.nbytes} bytes where {size} were asked for")
+    return view if view.ndim == 1 and view.format == "B" else view.cast("B")
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -1,0 +1,399 @@
+"""The chunk table: which box of which tensor lies where. One array of integers for a whole checkpoint.
+
+`chunks.bin` holds little-endian int64 numbers. A tensor of d dimensions has `count` consecutive rows of 4 + 2 d numbers
+from number `start` on: the file's number, offset and bytes of the container in that file, offset of the payload in that
+file (-1: only the container's reader knows), then offsets and sizes of the box in elements. The rows of a tensor are
+sorted by their offset along `axis`, the dimension in which the chunks begin at the most places, so that the chunks that
+share elements with a box are found by bisection. Four million chunks take some seconds to assemble: no row is ever an
+object of Python.
+"""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from ckptman.errors import CorruptError
+
+Ints = NDArray[np.int64]
+Rows = dict[int, Ints]
+"""What one rank wrote: for d dimensions an array [n, 4 + 2 d], as in the table, but with the tensor's number first."""
+
+HEAD = 4
+"""Numbers of a row before its offsets."""
+_LITTLE = np.dtype("<i8")
+_MANY = 256
+"""Candidates along one dimension from which on it pays to ask the others too."""
+_CORNERS = 2**24
+"""Corners of boxes that are looked at, at most, to find two that overlap while the volumes add up."""
+_REMEDY = "restore an older checkpoint, or run `ckptman verify` to see which are whole"
+_ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
+    **dict.fromkeys(("float4_e2m1fn_x2", *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32", "qint32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+def item_bytes(dtype: str) -> int | None:
+    """Bytes of one element of torch's dtype of that name; None where they are not known, or not whole."""
+    return _ITEM_BYTES.get(dtype)
+
+
+class TensorRecord(BaseModel):
+    """A tensor: its dtype (torch's name), its global shape, and where the rows of its chunks are in the table."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    count: int
+    axis: int
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of one tensor: views into the table, sorted by `offsets[:, axis]`."""
+
+    file: Ints
+    offset: Ints
+    bytes: Ints
+    payload: Ints
+    offsets: Ints
+    sizes: Ints
+    axis: int
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def boxes(self) -> list[tuple[list[int], list[int]]]:
+        """Offsets and sizes of all chunks."""
+        return list(zip(self.offsets.tolist(), self.sizes.tolist()))
+
+    def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Ints:
+        """The rows, ascending, of the chunks that have at least one element in common with a box."""
+        dims = self.offsets.shape[1]
+        if len(offsets) != dims or len(sizes) != dims:
+            raise ValueError(f"a box of {len(offsets)} dimensions in a tensor of {dims}")
+        if not len(self) or not all(size > 0 for size in sizes):
+            return np.empty(0, np.int64)
+        if not dims:
+            return np.arange(len(self))
+        if self._slab is not None:
+            begin, end = self._slab
+            if not all(o < e and o + s > b for o, s, b, e in zip(offsets, sizes, begin, end)):
+                return np.empty(0, np.int64)
+            begins = self.offsets[:, self.axis]
+            first = max(bisect_right(begins, offsets[self.axis]) - 1, 0)
+            return np.arange(first, bisect_left(begins, offsets[self.axis] + sizes[self.axis]))
+        low, high = self._reach(self.axis, offsets, sizes)
+        rows: slice | Ints = slice(low, high)
+        if high - low > _MANY:
+            best = high - low
+            for dim in self._varying:
+                first, last = self._reach(dim, offsets, sizes)
+                if last - first < best:
+                    best, rows = last - first, np.sort(self._orders[dim][0][first:last])
+        begins, lengths = self.offsets[rows], self.sizes[rows]
+        box = np.array([offsets, sizes])
+        keep = (begins < box[0] + box[1]) & (begins + lengths > box[0]) & (lengths > 0)
+        found = np.flatnonzero(keep.all(axis=1))
+        return found + low if isinstance(rows, slice) else rows[found]
+
+    @cached_property
+    def _slab(self) -> tuple[list[int], list[int]] | None:
+        """Both ends of the box that the chunks fill, where they cut it along `axis` alone, one behind the other."""
+        begins, ends = self.offsets, self.offsets + self.sizes
+        alike = (begins == begins[0]) & (ends == ends[0])
+        alike[:, self.axis] = True
+        in_turn = (begins[1:, self.axis] == ends[:-1, self.axis]).all()
+        return (begins[0].tolist(), ends[-1].tolist()) if alike.all() and in_turn and self.sizes.all() else None
+
+    @cached_property
+    def _varying(self) -> list[int]:
+        """The dimensions in which not all chunks begin at the same place."""
+        return [int(dim) for dim in np.flatnonzero((self.offsets != self.offsets[0]).any(axis=0))]
+
+    @cached_property
+    def _orders(self) -> dict[int, tuple[Ints, Ints, Ints]]:
+        return {}
+
+    def _reach(self, dim: int, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+        """Where, in the order of one dimension, the chunks are that can touch the box in that dimension."""
+        if dim not in self._orders:
+            order = np.arange(len(self)) if dim == self.axis else np.argsort(self.offsets[:, dim], kind="stable")
+            begins = self.offsets[order, dim]
+            # The farthest end so far only grows, even where a long chunk precedes short ones.
+            self._orders[dim] = order, begins, np.maximum.accumulate(begins + self.sizes[order, dim])
+        _, begins, ends = self._orders[dim]
+        return bisect_right(ends, offsets[dim]), bisect_left(begins, offsets[dim] + sizes[dim])
+
+
+class ChunkTable:
+    """The table of a checkpoint, from the file (by `open` or `parse`) or from what `assemble` made."""
+
+    def __init__(self, tensors: Mapping[str, TensorRecord], rows: Ints, where: str = "the chunk table") -> None:
+        self._tensors = tensors
+        self._rows = rows
+        self._where = where
+        self._known: dict[str, Chunks] = {}
+
+    @classmethod
+    def open(cls, path: Path, tensors: Mapping[str, TensorRecord], expected_bytes: int) -> ChunkTable:
+        """Map the file, for reading only. Raises: CorruptError where its size is not the expected one, OSError."""
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size != expected_bytes:
+                raise CorruptError(f"{path} has {size} bytes instead of {expected_bytes}; {_REMEDY}")
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        return cls.parse(data, tensors, str(path))
+
+    @classmethod
+    def parse(cls, data: bytes | mmap.mmap, tensors: Mapping[str, TensorRecord], where: str) -> ChunkTable:
+        """The table out of the bytes of the file, not copied. Raises: CorruptError."""
+        if len(data) % _LITTLE.itemsize:
+            raise CorruptError(f"{where} is no chunk table: {len(data)} bytes are no whole numbers; {_REMEDY}")
+        return cls(tensors, np.frombuffer(data, _LITTLE), where)
+
+    def chunks(self, name: str) -> Chunks:
+        """The chunks of a tensor. Raises: KeyError; CorruptError where the table ends before them."""
+        if name not in self._known:
+            record = self._tensors[name]
+            dims = len(record.shape)
+            width = HEAD + 2 * dims
+            end = record.start + record.count * width
+            if record.start < 0 or record.count < 0 or end > len(self._rows) or not 0 <= record.axis < max(dims, 1):
+                raise self._corrupt(name, f"its rows ({record.count} from number {record.start}) are not in the table")
+            rows = self._rows[record.start : end].reshape(record.count, width)
+            boxes = rows[:, HEAD : HEAD + dims], rows[:, HEAD + dims :]
+            self._known[name] = Chunks(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], *boxes, record.axis)
+        return self._known[name]
+
+    def check(self, files: Sequence[tuple[str, int]]) -> None:
+        """Raises: CorruptError where a row of any tensor cannot be. `files`: names and bytes, by number."""
+        ends = np.array([size for _, size in files], np.int64)
+        for name in self._tensors:
+            self._check(name, files, ends)
+
+    def check_tensor(self, name: str, files: Sequence[tuple[str, int]]) -> None:
+        """The same for one tensor. Raises: KeyError, CorruptError."""
+        self._check(name, files, np.array([size for _, size in files], np.int64))
+
+    def _check(self, name: str, files: Sequence[tuple[str, int]], ends: Ints) -> None:
+        record, chunks = self._tensors[name], self.chunks(name)
+        elements, item = prod(record.shape), item_bytes(record.dtype)
+        if min(record.shape, default=0) < 0 or max(record.shape, default=0) >= 2**62 or elements * (item or 1) >= 2**62:
+            raise self._corrupt(name, f"no tensor has the shape {list(record.shape)}")
+        if not len(chunks):
+            return
+        # Nothing here is added up before it is known to be small: what is damaged must not wrap around.
+        shape = np.array(record.shape, np.int64)
+        inside = (chunks.offsets >= 0) & (chunks.sizes >= 0) & (chunks.offsets <= shape)
+        inside &= chunks.sizes <= shape - chunks.offsets
+        self._require(name, np.all(inside, axis=1), "lies outside of the tensor")
+        self._require(name, (chunks.file >= 0) & (chunks.file < len(files)), "is in a file that there is not")
+        room = ends[chunks.file]
+        inside = (chunks.offset >= 0) & (chunks.bytes >= 0) & (chunks.offset <= room)
+        self._require(name, inside & (chunks.bytes <= room - chunks.offset), "lies outside of its file", files)
+        payload = chunks.payload - chunks.offset
+        inside = (payload >= 0) & (payload <= chunks.bytes)
+        if item is not None:
+            inside &= chunks.sizes.prod(axis=1) * item <= chunks.bytes - payload
+        inside |= chunks.payload == -1
+        self._require(name, inside, "has a payload that does not fit its container", files)
+        if record.shape:
+            begins = chunks.offsets[:, record.axis]
+            self._require(name, begins >= np.maximum.accumulate(begins), "is not where its offset belongs")
+
+    def _require(
+        self, name: str, good: NDArray[np.bool_], what: str, files: Sequence[tuple[str, int]] | None = None
+    ) -> None:
+        if good.all():
+            return
+        row, chunks = int(np.argmin(good)), self.chunks(name)
+        flaw = (
+            f"chunk {row} of {len(chunks)} {what} (offsets {chunks.offsets[row].tolist()}, "
+            f"sizes {chunks.sizes[row].tolist()} of {list(self._tensors[name].shape)})"
+        )
+        if files is not None:
+            file, size = files[int(chunks.file[row])]
+            begin, length, payload = int(chunks.offset[row]), int(chunks.bytes[row]), int(chunks.payload[row])
+            flaw += f": {length} bytes at {begin}, payload at {payload}, in {file} of {size} bytes"
+        raise self._corrupt(name, flaw)
+
+    def _corrupt(self, name: str, flaw: str) -> CorruptError:
+        return CorruptError(f"{self._where}: {name}: {flaw}; {_REMEDY}")
+
+
+def assemble(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], parts: Sequence[Rows]
+) -> tuple[dict[str, TensorRecord], Ints]:
+    """The records by name, and the table, out of what all ranks wrote: `parts[i]` is in file number i.
+
+    `tensors` are names, dtypes and shapes; a row names one by its place in this list. Chunks without elements are left
+    out; of a tensor without elements one stays. `parts` is gone through twice, and only a part at a time is needed.
+    Raises: ValueError naming the first tensor that the chunks do not fill exactly. Leader only.
+    """
+    dims_of = np.array([len(shape) for _, _, shape in tensors], np.int64)
+    bare = np.array([0 in shape for _, _, shape in tensors], np.bool_)
+    counts = np.zeros(len(tensors), np.int64)
+    for part in parts:
+        for dims, rows in part.items():
+            numbers = rows[:, 0]
+            if len(rows) and not 0 <= numbers.min() <= numbers.max() < len(tensors):
+                raise ValueError(f"there is a chunk of a tensor that is none of the {len(tensors)}")
+            for number in numbers[dims_of[numbers] != dims]:
+                name, _, shape = tensors[number]
+                raise ValueError(f"{name} {list(shape)}: a chunk of it has {dims} dimensions")
+            counts += np.bincount(_worth(rows, dims, bare)[:, 0], minlength=len(tensors))
+    counts[bare] = np.minimum(counts[bare], 1)
+
+    table = np.empty(int((counts * (HEAD + 2 * dims_of)).sum()), np.int64)
+    firsts, bodies, starts, end = np.zeros_like(counts), {}, np.zeros_like(counts), 0
+    for dims in sorted(set(dims_of.tolist())):
+        own, width = np.flatnonzero(dims_of == dims), HEAD + 2 * dims
+        firsts[own] = np.cumsum(counts[own]) - counts[own]
+        starts[own] = end + firsts[own] * width
+        total = int(counts[own].sum())
+        bodies[dims] = table[end : end + total * width].reshape(total, width)
+        end += total * width
+    filled = np.zeros_like(counts)
+    for file, part in enumerate(parts):
+        for dims, rows in part.items():
+            rows = _worth(rows, dims, bare)
+            rows = rows[np.argsort(rows[:, 0], kind="stable")]
+            numbers = rows[:, 0]
+            place = filled[numbers] + np.arange(len(rows)) - np.searchsorted(numbers, numbers)
+            filled += np.bincount(numbers, minlength=len(tensors))
+            stays = place < counts[numbers]
+            target = (firsts[numbers] + place)[stays]
+            bodies[dims][target] = rows[stays]
+            bodies[dims][target, 0] = file
+
+    records: dict[str, TensorRecord] = {}
+    for (name, dtype, shape), first, count, start in zip(tensors, firsts.tolist(), counts.tolist(), starts.tolist()):
+        axis = _arrange(bodies[len(shape)][first : first + count], shape, name)
+        records[name] = TensorRecord(dtype=dtype, shape=shape, start=start, count=count, axis=axis)
+    return records, table
+
+
+def _worth(rows: Ints, dims: int, bare: NDArray[np.bool_]) -> Ints:
+    """The rows that have elements, or whose tensor has none."""
+    full = rows[:, HEAD + dims :].all(axis=1)
+    return rows if full.all() else rows[full | bare[rows[:, 0]]]
+
+
+def _arrange(rows: Ints, shape: tuple[int, ...], name: str) -> int:
+    """Sort the rows of a tensor in their place, and return the axis. Raises: ValueError."""
+    dims = len(shape)
+    if len(rows) == 1 and rows[0, HEAD:].tolist() == [*[0] * dims, *shape]:
+        return 0
+    offsets, sizes = rows[:, HEAD : HEAD + dims], rows[:, HEAD + dims :]
+    places = [np.unique(offsets[:, dim]) for dim in range(dims)]
+    order = sorted(range(dims), key=lambda dim: -len(places[dim]))
+    if len(rows) > 1 and dims:
+        # Along `axis` first, in the other dimensions where they begin at the same place: a grid is then in row order.
+        rows[:] = rows[np.lexsort([offsets[:, dim] for dim in reversed(order)])]
+    flaw = None if _is_grid(offsets, sizes, places, order, shape) else find_flaw(offsets, sizes, shape)
+    if flaw is not None:
+        raise ValueError(f"{name} {list(shape)} is not filled exactly by its chunks: {flaw}")
+    return order[0] if order else 0
+
+
+def _is_grid(offsets: Ints, sizes: Ints, places: Sequence[Ints], order: Sequence[int], shape: tuple[int, ...]) -> bool:
+    """Whether chunks in row order, outer dimensions first, are all those between the places where any begins."""
+    form = [len(places[dim]) for dim in order]
+    if not len(offsets) or prod(form) != len(offsets):
+        return False
+    for at, dim in enumerate(order):
+        along = [-1 if other == at else 1 for other in range(len(order))]
+        begins, steps = places[dim].reshape(along), np.diff(places[dim], append=shape[dim]).reshape(along)
+        if places[dim][0] or steps.min() <= 0 or (sizes[:, dim].reshape(form) != steps).any():
+            return False
+        if (offsets[:, dim].reshape(form) != begins).any():
+            return False
+    return True
+
+
+def find_flaw(offsets: Ints, sizes: Ints, shape: tuple[int, ...]) -> str | None:
+    """What is wrong with chunks that are to fill a tensor, each element once; None where nothing is."""
+    whole = np.array(shape, np.int64)
+    inside = (offsets >= 0) & (sizes >= 0) & (offsets <= whole) & (sizes <= whole - offsets)
+    if not inside.all():
+        row = int(np.argmin(inside.all(axis=1)))
+        return f"one lies outside of it, offsets {offsets[row].tolist()}, sizes {sizes[row].tolist()}"
+    held, elements = int(sizes.prod(axis=1).sum()), prod(shape)
+    if held != elements:
+        return f"they hold {held} elements of {elements}"
+    if not elements:
+        return None
+    # A dimension that every chunk fills from end to end tells nothing.
+    split = np.flatnonzero((sizes != whole).any(axis=0))
+    offsets, sizes, whole = offsets[:, split], sizes[:, split], whole[split]
+    exact = _corners_cancel(np.vstack([offsets, 0 * whole]), np.vstack([sizes, whole]))
+    return None if exact else "some of them overlap, and others leave a hole"
+
+
+def _corners_cancel(offsets: Ints, sizes: Ints) -> bool:
+    """Whether all boxes but the last add up to the last.
+
+    A box is known by its corners: +1 at each that takes an even number of upper ends, -1 at the others (its mixed
+    difference). So boxes add up to a box exactly where their corners, with these signs, add up to its corners.
+    """
+    dims = offsets.shape[1]
+    extent = [int(size) + 1 for size in sizes[-1]]
+    if 2**dims * len(offsets) > _CORNERS or prod(extent) >= 2**63:
+        return True  # Their volumes add up: that has to do for what no training has.
+    strides = np.array([prod(extent[dim + 1 :]) for dim in range(dims)], np.int64)
+    corners, signs = (offsets @ strides)[np.newaxis], np.ones((1, len(offsets)))
+    signs[0, -1] = -1
+    for dim in range(dims):
+        corners = np.concatenate([corners, corners + sizes[:, dim] * strides[dim]])
+        signs = np.concatenate([signs, -signs])
+    _, places = np.unique(corners.reshape(-1), return_inverse=True)
+    return not np.bincount(places, signs.reshape(-1)).any()
+
+
+def pack(rows: Rows) -> bytes:
+    """The rows of one rank, small enough to be sent: some ten bytes a row where shapes repeat."""
+    columns = [np.array([len(rows), *(number for dims in rows for number in (dims, len(rows[dims])))], _LITTLE)]
+    for array in rows.values():
+        packed = array.T.astype(_LITTLE)
+        packed[3] -= packed[1]
+        packed[1, 1:] -= array[:-1, 1] + array[:-1, 2]
+        packed[0, 1:] -= array[:-1, 0]
+        columns.append(packed.reshape(-1))
+    # All first bytes, then all second bytes: the upper ones are zero.
+    planes = np.concatenate(columns).view(np.uint8).reshape(-1, 8).T
+    return zlib.compress(planes.tobytes(), 1)
+
+
+def unpack(data: bytes) -> Rows:
+    """What `pack` was given."""
+    planes = np.frombuffer(zlib.decompress(data), np.uint8).reshape(8, -1)
+    numbers = np.ascontiguousarray(planes.T).view(_LITTLE).reshape(-1)
+    groups = int(numbers[0])
+    rows: Rows = {}
+    begin = 1 + 2 * groups
+    for dims, count in numbers[1:begin].reshape(groups, 2).tolist():
+        width = HEAD + 2 * dims
+        packed = numbers[begin : begin + width * count].reshape(width, count).copy()
+        begin += width * count
+        packed[1, 1:] += packed[2, :-1]
+        packed[:2] = np.cumsum(packed[:2], axis=1)
+        packed[3] += packed[1]
+        rows[dims] = np.ascontiguousarray(packed.T)
+    return rows

@@ -1,0 +1,324 @@
+"""Reading ranges of files straight to where they go, checked block by block. Torch-free.
+
+Ranges are sorted into spans, which threads read through the page cache. With digests a span is made of whole blocks,
+and each of them is checked before `deliver` sees a byte of it and before the call returns.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from xxhash import xxh3_128, xxh3_128_digest
+
+from ckptman.errors import CorruptError
+from ckptman.store.parallel import io_threads, share_out
+from ckptman.store.spans import WHOLE_BYTES, Span, Wanted, lay_out, plan
+
+DIGEST_BYTES = 16
+GAP_BYTES = 64 * 1024
+_CHECKED_BYTES = 512 * 1024
+"""What one call reads where digests are checked: it is digested while it lies in the cache of the core."""
+_IOV_MAX = 1024
+_UNREADABLE = (errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ)
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+
+
+@dataclass(frozen=True)
+class Digests:
+    """The digests of the blocks of one file, 16 bytes each, and the size of that file."""
+
+    block_bytes: int
+    blocks: bytes
+    size_bytes: int
+
+
+@dataclass
+class ReadReport:
+    """What a read came to: bytes asked for, bytes that were read for them, calls."""
+
+    wanted_bytes: int
+    read_bytes: int
+    calls: int
+
+
+def read_wanted(
+    folder: Path,
+    wanted: Iterable[Wanted],
+    digests: Mapping[str, Digests] | None,
+    *,
+    threads: int | None = None,
+    gap_bytes: int = GAP_BYTES,
+) -> ReadReport:
+    """Read ranges of the files of a folder, each byte once as far as possible. With digests, check every block read.
+
+    Destinations may be filled in part when an error is raised. Ranges closer than `gap_bytes` are read in one call.
+
+    Raises: CorruptError where a file is missing, has another size, ends early, cannot be read or differs from its
+    digests; whatever `deliver` raises; ValueError where a range is no range.
+    """
+    wanted_bytes = 0
+    spans: list[tuple[_File, Span]] = []
+    files: list[_File] = []
+    for name, ranges in groupby(sorted(wanted, key=lambda each: (each.file, each.offset)), lambda each: each.file):
+        if digests is not None and name not in digests:
+            raise CorruptError(f"{folder / name} has no digests: what was read from it cannot be checked")
+        file = _File(folder / name, None if digests is None else digests[name])
+        chosen = list(ranges)
+        for each in chosen:
+            file.admit(each)
+        planned = plan(chosen, file.block_bytes, file.size_bytes, gap_bytes)
+        wanted_bytes += sum(each.bytes for each in chosen)
+        file.spans_left = len(planned)
+        files.append(file)
+        spans += [(file, span) for span in planned]
+
+    threads = threads or io_threads()
+
+    def read_span(number: int, scratch: memoryview) -> None:
+        file, span = spans[number]
+        later, ahead = spans[min(number + threads, len(spans) - 1)]
+        file.read(span, scratch, ahead if later is file else None)
+
+    try:
+        longest = max((span.high - span.low for _, span in spans), default=0)
+        share_out(len(spans), read_span, threads=threads, scratch_bytes=longest)
+    finally:
+        for file in files:
+            file.close()
+    return ReadReport(wanted_bytes, sum(file.read_bytes for file in files), sum(file.calls for file in files))
+
+
+class _File:
+    """A file of which spans are read: opened for the first of them, closed after the last."""
+
+    def __init__(self, path: Path, digests: Digests | None) -> None:
+        self.path, self._digests = path, digests
+        self.block_bytes = 1 if digests is None else digests.block_bytes
+        self.size_bytes = 1 << 62 if digests is None else digests.size_bytes
+        self.spans_left = self.read_bytes = self.calls = 0
+        self._fd = -1
+        self._look_first = hasattr(os, "RWF_NOWAIT")
+        self._cold = False
+        self._lock = threading.Lock()
+        if digests is not None and len(digests.blocks) != -(-digests.size_bytes // digests.block_bytes) * DIGEST_BYTES:
+            raise CorruptError(
+                f"{path}: there are {len(digests.blocks)} bytes of digests for {digests.size_bytes} bytes in blocks of "
+                f"{digests.block_bytes}; {self._remedy}"
+            )
+
+    @property
+    def _remedy(self) -> str:
+        return f"restore an older checkpoint, or run `ckptman verify {self.path.parent}` to see what is damaged"
+
+    def admit(self, each: Wanted) -> None:
+        """Raises: ValueError or CorruptError where a range cannot be one of this file."""
+        if each.offset < 0 or each.bytes < 0 or (each.whole and each.bytes > WHOLE_BYTES):
+            raise ValueError(f"no range to read: {each.offset} + {each.bytes} bytes of {each.file}")
+        if (each.into is None) == (each.deliver is None) or (each.into is not None and len(each.into) != each.bytes):
+            raise ValueError(f"{each.bytes} bytes of {each.file} need one destination, of that many bytes")
+        if each.offset + each.bytes > self.size_bytes:
+            raise CorruptError(
+                f"{self.path} has {self.size_bytes} bytes and is to give {each.offset} + {each.bytes} bytes"
+                f"{_of([each])}; {self._remedy}"
+            )
+
+    def read(self, span: Span, scratch: memoryview, ahead: Span | None) -> None:
+        """Fill the destinations of a span; `ahead` is one that will be read soon."""
+        fd = self._open(span)
+        scratch = scratch[: span.high - span.low]
+        segments, copies = lay_out(span, scratch)
+        calls = self._fill(fd, span, segments, ahead)
+        for start, stop, each in copies:
+            piece = scratch[start - span.low : stop - span.low]
+            if each.into is not None:
+                each.into[start - each.offset : stop - each.offset] = piece
+            elif each.deliver is not None:
+                each.deliver(piece, start - each.offset)
+        with self._lock:
+            self.read_bytes += len(scratch)
+            self.calls += calls
+            self.spans_left -= 1
+            if not self.spans_left:
+                self.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def _open(self, span: Span) -> int:
+        with self._lock:
+            if self._fd >= 0:
+                return self._fd
+            try:
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                if error.errno in _MISSING:
+                    raise CorruptError(f"{self.path} is missing{_of_span(span)}; {self._remedy}") from error
+                if error.errno in _UNREADABLE:
+                    raise self._unreadable(error, span.low, span.high, span) from error
+                raise
+            found = os.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise CorruptError(f"{self.path} is no file{_of_span(span)}; {self._remedy}")
+            if self._digests is not None and found.st_size != self.size_bytes:
+                raise CorruptError(
+                    f"{self.path} has {found.st_size} bytes instead of {self.size_bytes}: it has changed since it was "
+                    f"saved{_of_span(span)}; {self._remedy}"
+                )
+            return self._fd
+
+    def _fill(self, fd: int, span: Span, segments: list[memoryview], ahead: Span | None) -> int:
+        offset, calls = span.low, 0
+        step = (
+            max(self.block_bytes, _CHECKED_BYTES // self.block_bytes * self.block_bytes)
+            if self._digests is not None
+            else None
+        )
+        for batch, size in _batches(segments, step or span.high - span.low):
+            batch_left, done = batch, 0
+            if offset == span.low:
+                done = self._take_cached(fd, span, batch, ahead)
+                calls, batch_left = int(done > 0), _after(batch, done)
+            calls += self._read_batch(fd, span, offset + done, batch_left, size - done)
+            if self._digests is not None:
+                self._check(span, offset, batch)
+            offset += size
+        return calls
+
+    def _take_cached(self, fd: int, span: Span, batch: list[memoryview], ahead: Span | None) -> int:
+        """Read what is in the page cache. Where that is not all, the disk is told at once what it will be asked for."""
+        done = 0
+        if self._look_first:
+            try:
+                done = os.preadv(fd, batch[:_IOV_MAX], span.low, os.RWF_NOWAIT)
+            except BlockingIOError:
+                pass
+            except OSError:  # not on this file system; an error of the disk comes again with the read itself
+                self._look_first = False
+        if self._look_first and done < sum(map(len, batch)):
+            self._cold = True
+        if self._cold:
+            os.posix_fadvise(fd, span.low + done, span.high - span.low - done, os.POSIX_FADV_WILLNEED)
+            if ahead is not None:
+                os.posix_fadvise(fd, ahead.low, ahead.high - ahead.low, os.POSIX_FADV_WILLNEED)
+        return done
+
+    def _read_batch(self, fd: int, span: Span, offset: int, batch: list[memoryview], size: int) -> int:
+        end, calls = offset + size, 0
+        while offset < end:
+            try:
+                count = os.preadv(fd, batch[:_IOV_MAX], offset)
+            except OSError as error:
+                if error.errno in _UNREADABLE:
+                    raise self._unreadable(error, offset, end, span) from error
+                error.filename = error.filename or str(self.path)
+                raise
+            if not count:
+                raise CorruptError(
+                    f"{self.path} has only {os.fstat(fd).st_size} bytes and ends before {self._where(offset, end)} does"
+                    f"{_of_span(span, offset, end)}; {self._remedy}"
+                )
+            calls += 1
+            offset += count
+            batch = _after(batch, count) if offset < end else []
+        return calls
+
+    def _check(self, span: Span, offset: int, segments: Sequence[memoryview]) -> None:
+        assert self._digests is not None
+        found = b"".join(_digest_blocks(segments, self.block_bytes))
+        at = offset // self.block_bytes * DIGEST_BYTES
+        if found == self._digests.blocks[at : at + len(found)]:
+            return
+        for number in range(0, len(found), DIGEST_BYTES):
+            if found[number : number + DIGEST_BYTES] != self._digests.blocks[at + number : at + number + DIGEST_BYTES]:
+                low = offset + number // DIGEST_BYTES * self.block_bytes
+                high = min(low + self.block_bytes, self.size_bytes)
+                raise CorruptError(
+                    f"{self.path} does not match its digests in {self._where(low, high)}: these bytes have changed "
+                    f"since they were saved{_of_span(span, low, high)}; {self._remedy}"
+                )
+
+    def _where(self, low: int, high: int) -> str:
+        if self._digests is None:
+            return f"bytes {low} to {high}"
+        return f"block {low // self.block_bytes} (bytes {low} to {high})"
+
+    def _unreadable(self, error: OSError, low: int, high: int, span: Span) -> CorruptError:
+        return CorruptError(
+            f"{self.path} cannot be read in {self._where(low, high)}: {error.strerror}"
+            f"{_of_span(span, low, high)}; {self._remedy}"
+        )
+
+
+def _batches(segments: list[memoryview], step: int) -> Iterator[tuple[list[memoryview], int]]:
+    """Cut segments into batches of `step` bytes in all; the last may be shorter."""
+    batch: list[memoryview] = []
+    room = step
+    for segment in segments:
+        while len(segment) > room:
+            batch.append(segment[:room])
+            yield batch, step
+            segment = segment[room:]
+            batch, room = [], step
+        batch.append(segment)
+        room -= len(segment)
+        if not room:
+            yield batch, step
+            batch, room = [], step
+    if batch:
+        yield batch, step - room
+
+
+def _after(segments: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of segments when the first `count` bytes are taken away."""
+    for number, segment in enumerate(segments):
+        if count < len(segment):
+            return [segment[count:], *segments[number + 1 :]]
+        count -= len(segment)
+    return []
+
+
+def _digest_blocks(segments: Sequence[memoryview], block_bytes: int) -> list[bytes]:
+    """The digests of the blocks that segments make one after the other; the last block may be shorter."""
+    digests: list[bytes] = []
+    hasher, room = xxh3_128(), block_bytes
+    for segment in segments:
+        at, size = 0, len(segment)
+        if room < block_bytes:
+            at = min(room, size)
+            hasher.update(segment[:at])
+            room -= at
+            if room:
+                continue
+            digests.append(hasher.digest())
+            hasher.reset()
+            room = block_bytes
+        while at + block_bytes <= size:
+            digests.append(xxh3_128_digest(segment[at : at + block_bytes]))
+            at += block_bytes
+        if at < size:
+            hasher.update(segment[at:])
+            room -= size - at
+    if room < block_bytes:
+        digests.append(hasher.digest())
+    return digests
+
+
+def _of(wanted: Iterable[Wanted]) -> str:
+    names = list(dict.fromkeys(each.label for each in wanted if each.label))
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f" (of {', '.join(names[:3])}{more})"
+
+
+def _of_span(span: Span, low: int = 0, high: int = 1 << 62) -> str:
+    return _of(each for start, stop, each in span.parts if start < high and stop > low)

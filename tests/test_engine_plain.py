@@ -1,0 +1,145 @@
+"""Plain values, subclasses and what cannot be saved: as plain DCP does it, or refused by name."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckptman
+from tests.test_engine_values import WRITERS, Named, State, Way, bits, blank, differing, in_all_ways, load, noise, save
+
+
+class Doubled(torch.Tensor):
+    """Holds its elements in a tensor of another dtype: its own storage has no bytes."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Doubled:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        if func is torch.ops.aten.clone.default:
+            return cls(args[0].inner.clone())
+        plain = [each.inner.float() * 2 if isinstance(each, cls) else each for each in args]
+        return func(*plain, **(kwargs or {}))
+
+
+@in_all_ways
+def test_tensor_subclasses(tmp_path: Path, way: Way) -> None:
+    values = noise(torch.int16, 4, 6)
+    saved = {"named": values.as_subclass(Named), "view of named": values.as_subclass(Named)[1:3, ::2]}
+    with torch.serialization.safe_globals([Named, Doubled]):
+        save({**saved, "doubled": Doubled(values)}, tmp_path / "x", way[0])
+        plain = {"named": values, "view of named": values[1:3, ::2], "doubled": values.float() * 2}
+        fresh = {name: blank(tensor) for name, tensor in plain.items()}
+        load(fresh, tmp_path / "x", way[1])
+    assert differing(fresh, plain) == []
+
+
+def plain_values() -> State:
+    return {
+        "none": None,
+        "flag": True,
+        "count": 2**80,
+        "half": 0.5,
+        "text": "ünï\n",
+        "raw": b"\0\xff",
+        "complex": 1 - 2j,
+        "pair": (1, [2.5, (3,)]),
+        "set": {1, 2},
+        "size": torch.Size([2, 3]),
+        "list": [1, 2, 3],
+        "empty text": "",
+        "nested": {"deeper": {"lr": [0.1, 0.2], "name": "x"}, "tensor": torch.arange(3), "number": 3},
+        "mixed": [torch.arange(2), 5, {"a": torch.ones(1), "b": None}],
+        "ordered": OrderedDict(b=1, a=2),
+        "a.name.with.dots": torch.ones(2),
+        "a/name\nwith ünï": torch.ones(1),
+    }
+
+
+def emptied(value: Any) -> Any:
+    """The same containers with other things in them."""
+    if isinstance(value, dict):
+        return type(value)((key, emptied(each)) for key, each in value.items())
+    if isinstance(value, list) and any(isinstance(each, torch.Tensor | dict) for each in value):
+        return [emptied(each) for each in value]
+    return blank(value) if isinstance(value, torch.Tensor) else "not loaded"
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(bits(one), bits(other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(alike(each, other[key]) for key, each in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+@in_all_ways
+def test_plain_values_and_nested_containers(tmp_path: Path, way: Way) -> None:
+    values = plain_values()
+    save(plain_values(), tmp_path / "x", way[0])
+    fresh = emptied(values)
+    load(fresh, tmp_path / "x", way[1])
+    assert [name for name in values if not alike(values[name], fresh[name])] == []
+    assert list(fresh) == list(values)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.float32, torch.device("cpu"), (torch.ones(2), 1), {"a": (torch.ones(2),)}, numpy.arange(6).reshape(2, 3)],
+    ids=["dtype", "device", "tuple of tensors", "nested tuple of tensors", "array"],
+)
+@in_all_ways
+def test_values_that_dcp_pickles_whole(tmp_path: Path, way: Way, value: Any) -> None:
+    save({"x": value}, tmp_path / "x", way[0])
+    fresh: State = {"x": {"a": None} if isinstance(value, dict) else None}
+    load(fresh, tmp_path / "x", way[1])
+    assert repr(fresh["x"]) == repr(value)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_tensors_without_bytes_are_refused_by_name(tmp_path: Path, writer: str) -> None:
+    state = {"layer": {"weight": torch.empty(3, device="meta")}, "bias": torch.ones(3)}
+    with pytest.raises((Exception, dcp.api.CheckpointException)) as caught:
+        save(state, tmp_path / "x", writer)
+    causes = list(getattr(caught.value, "failures", {0: (caught.value,)}).values())
+    assert "meta" in str(caught.value)
+    if writer != "dcp":
+        assert isinstance(causes[0][0], ckptman.ConfigError)
+        assert "layer.weight" in str(caught.value)
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("writer", WRITERS[:2])
+def test_a_name_that_was_not_saved_is_told_and_one_that_is_not_wanted_is_left(tmp_path: Path, writer: str) -> None:
+    save({"a": torch.ones(3), "b": torch.ones(2), "c": 1, "n": {"d": 4}}, tmp_path / "x", writer)
+    state: State = {"a": torch.zeros(3)}
+    load(state, tmp_path / "x", "ckptman.load")
+    assert torch.equal(state["a"], torch.ones(3))
+    assert list(state) == ["a"]
+    state = {"a": torch.zeros(3), "n": {"e": 0}, "z": torch.zeros(1)}
+    with pytest.raises(ckptman.MismatchError) as caught:
+        load(state, tmp_path / "x", "ckptman.load")
+    assert caught.value.missing == ("n.e", "z")
+    assert not state["a"].any()
+    state = {"a": torch.zeros(4), "b": torch.zeros(2)}
+    with pytest.raises(ckptman.MismatchError, match="a: ") as caught:
+        load(state, tmp_path / "x", "ckptman.load")
+    assert not state["a"].any()
+    assert not state["b"].any()
