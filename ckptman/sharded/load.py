@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from ckptman.errors import CorruptError, MismatchError
 from ckptman.sharded.optimizer import parameter_of
 from ckptman.sharded.ranks import Channel, RankFailed
-from ckptman.sharded.reading import fills_for, read_fills
 from ckptman.sharded.saved import SavedState, resolve
+from ckptman.sharded.sharing import read_together
 from ckptman.sharded.state import is_named, nested, put_back, rank_key, refs_in, replace_refs, snapshot_of
 from ckptman.store.plain import TensorRef
 
@@ -47,24 +47,27 @@ def load(channel: Channel, state: State, folder: Path) -> None:
     # Objects that may refuse what they are given come first: then the model is as it was when one does.
     for named in (False, True):
         names = [name for name in fit.values if is_named(state[name]) == named]
-        all_or_corrupt(channel, partial(_fill, fit, names), folder)
+        fill(channel, fit.saved, fit.tensors_of(names), folder)
         try:
             channel.everywhere(partial(_hand_over, state, fit, names, channel.rank))
         except RankFailed as failed:  # an object refused its state: no older checkpoint would help
             raise failed.as_ckptman_error() from failed
 
 
-def _fill(fit: _Fit, names: list[str]) -> None:
-    """Read the tensors of these objects into place."""
-    wanted = {ref.name for name in names for ref in refs_in(fit.values[name])}
-    targets = {name: tensor for name, tensor in fit.targets.items() if name in wanted}
-    read_fills(fit.saved, [each for name, target in targets.items() for each in fills_for(fit.saved, name, target)])
-    for name in names:
-        fit.values[name] = replace_refs(resolve(fit.values[name]), lambda ref: fit.targets[ref.name])
+def fill(
+    channel: Channel, saved: SavedState, targets: Mapping[str, torch.Tensor], folder: Path, *, verify: bool = True
+) -> int:
+    """Fill the targets of all ranks, reading once what several of them need. Returns the bytes that this one read.
+
+    Raises on every rank alike: CorruptError, and then no target is usable.
+    """
+    counts = all_or_corrupt(channel, lambda: read_together(channel, saved, targets, verify=verify), folder)
+    return counts[channel.rank]
 
 
 def _hand_over(state: State, fit: _Fit, names: list[str], rank: int) -> None:
     for name in names:
+        fit.values[name] = replace_refs(resolve(fit.values[name]), lambda ref: fit.targets[ref.name])
         put_back(state, name, fit.values[name], rank, name in fit.from_other_rank, fit.not_started.get(name, set()))
 
 
@@ -102,6 +105,11 @@ class _Fit:
     strictly_saved: set[str] = field(default_factory=set)
     from_other_rank: set[str] = field(default_factory=set)
     not_started: dict[str, set[str]] = field(default_factory=dict)
+
+    def tensors_of(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """The tensors to fill for these objects."""
+        wanted = {ref.name for name in names for ref in refs_in(self.values[name])}
+        return {name: tensor for name, tensor in self.targets.items() if name in wanted}
 
 
 def _take_measure(state: State, live: dict[str, Any], folder: Path, rank: int, out: list[_Fit]) -> _Report:

@@ -58,14 +58,28 @@ class Channel:
         self.rank = dist.get_rank() if self.distributed else 0
         self.world_size = dist.get_world_size() if self.distributed else 1
         self.is_leader = self.rank == 0
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._families: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.group: dist.ProcessGroup | None = None
         self.lost = False
         """Whether contact was lost once: gloo's connections do not come back, only a new channel does."""
         if self.distributed:
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            self.group = dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def family(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """A group of some of the ranks, made when it is first wanted. Exactly these ranks call it."""
+        if len(ranks) == self.world_size:
+            return self.group
+        if ranks not in self._families:
+            made = dist.new_group(list(ranks), self._timeout, "gloo", use_local_synchronization=True)
+            self._families[ranks] = made
+        return self._families[ranks]
 
     def close(self) -> None:
-        """Free the group. Only where all ranks get here."""
+        """Free the groups. Only where all ranks get here."""
+        for family in self._families.values():
+            dist.destroy_process_group(family)
+        self._families.clear()
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
