@@ -1,14 +1,31 @@
 """Planning of a save and of a reshard, simulated in one process: no ranks, no tensors, only their plans.
 
-`measure` is what the campaign calls; None says that there is nothing to measure yet.
+Every rank's part is computed by the functions that a save and a restore call; what ranks do at the same time counts
+once, by the slowest of them.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import TypedDict
+
+import torch
+
+from ckptman.sharded.boxes import Box
+from ckptman.sharded.metadata import write_metadata
+from ckptman.sharded.plan import Held, divide
+from ckptman.sharded.rankfile import lay_out, make_rows
+from ckptman.store.chunks import ChunkTable, assemble, pack, unpack
+from ckptman.store.names import data_name
 
 WORLDS = (256, 1024, 4096)
 QUICK_WORLDS = (64, 256)
+TENSORS = 1000
+COLUMNS = 4096
+REPLICAS = 2
+READERS_MEASURED = 32
+DTYPE = torch.bfloat16
 
 
 class Planned(TypedDict):
@@ -23,5 +40,77 @@ class Planned(TypedDict):
 
 
 def measure(quick: bool) -> list[Planned] | None:
-    """Plan a save of 1,000 tensors on each of `WORLDS` ranks and a reshard to 3/4 as many."""
-    return None
+    """Plan a save of 1,000 tensors on each of `WORLDS` ranks and a reshard to about 3/4 as many."""
+    return [_simulate(world) for world in (QUICK_WORLDS if quick else WORLDS)]
+
+
+def _simulate(world: int) -> Planned:
+    # Rows that no number of ranks divides.
+    tensors = [(f"layers.{number}.weight", 4099 + 7 * number) for number in range(TENSORS)]
+    files, rank_seconds = [], 0.0
+    for rank in range(world):
+        begun = time.perf_counter()
+        held = list(_held(tensors, rank, world))
+        pieces = sorted(divide(held, rank), key=lambda piece: piece.name)
+        order, places, _, _ = lay_out([(DTYPE, piece.sizes) for piece in pieces])
+        numbers = {name: number for number, (name, _) in enumerate(tensors)}
+        chosen = [pieces[number] for number in order]
+        files.append(
+            pack(make_rows((numbers[each.name], each.offsets, each.sizes, at) for each, at in zip(chosen, places)))
+        )
+        rank_seconds = max(rank_seconds, time.perf_counter() - begun)
+    begun = time.perf_counter()
+    described = [(name, "bfloat16", (rows, COLUMNS)) for name, rows in tensors]
+    records, table = assemble(described, [unpack(each) for each in files])
+    names = [data_name(rank) for rank in range(world)]
+    paths = {name: ("model", name) for name, _ in tensors}
+    write_metadata(_Nothing(), records, ChunkTable(records, table), names, {}, paths, "somewhere", "")  # type: ignore[arg-type]
+    save_seconds = rank_seconds + time.perf_counter() - begun
+
+    readers = world * 3000 // 4096
+    reader_seconds = []
+    for reader in range(0, readers, max(1, readers // READERS_MEASURED)):
+        begun = time.perf_counter()
+        fresh = ChunkTable(records, table)
+        for name, rows in tensors:
+            fresh.check_tensor(name, [(each, 1 << 60) for each in names])
+            low, size = _share(rows, reader, readers)
+            fresh.chunks(name).overlapping((low, 0), (size, COLUMNS))
+        reader_seconds.append(time.perf_counter() - begun)
+    return Planned(
+        world=world,
+        tensors=TENSORS,
+        save_seconds=save_seconds,
+        reshard_seconds=max(reader_seconds),
+        reshard_to=readers,
+        exchange_bytes=sum(map(len, files)),
+    )
+
+
+def _held(tensors: list[tuple[str, int]], rank: int, world: int) -> Iterator[Held]:
+    """What a rank holds: rows over half the ranks, and the other half the same."""
+    shards = world // REPLICAS
+    shard = rank % shards
+    holders = tuple(range(shard, world, shards))
+    for name, rows in tensors:
+        low, size = _share(rows, shard, shards)
+        yield Held(name, Box((low, 0), (size, COLUMNS), holders), DTYPE.itemsize)
+
+
+def _share(rows: int, number: int, parts: int) -> tuple[int, int]:
+    """First row and number of rows, as torch.chunk cuts."""
+    share = -(-rows // parts)
+    low = min(number * share, rows)
+    return low, min(share, rows - low)
+
+
+class _Nothing:
+    """A file that takes everything and keeps nothing."""
+
+    def write(self, data: bytes | memoryview) -> int:
+        return len(data)
+
+
+if __name__ == "__main__":
+    for planned in measure(quick=False) or ():
+        print(planned)

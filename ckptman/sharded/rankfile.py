@@ -62,17 +62,26 @@ def make_rank_file(snapshot: Snapshot, plan: SavePlan) -> RankFile:
         if each.is_meta:
             raise ConfigError(f"{piece.name} is on the meta device: it has a shape and no values. Materialise it first")
     plain = [number for number, each in enumerate(memory) if is_plain(each)]
-    order = [plain[i] for i in in_order([(memory[number].dtype, plan.pieces[number].sizes) for number in plain])]
-    layout = Layout()
-    places = tuple(layout.add_tensor(memory[number].dtype, plan.pieces[number].sizes) for number in order)
+    order, places, literals, end = lay_out([(memory[number].dtype, plan.pieces[number].sizes) for number in plain])
     return RankFile(
         plan,
-        tuple(plan.pieces[number] for number in order),
+        tuple(plan.pieces[plain[number]] for number in order),
         places,
         tuple(piece for piece, each in zip(plan.pieces, memory) if not is_plain(each)),
-        tuple(layout.literals),
-        layout.page_end(),
+        literals,
+        end,
     )
+
+
+def lay_out(
+    tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]],
+) -> tuple[list[int], tuple[Placed, ...], tuple[tuple[int, bytes], ...], int]:
+    """Places for tensors of these dtypes and shapes: their order in the file, the places in that order, the bytes
+    around them, and where the last page of them ends."""
+    layout = Layout()
+    order = in_order(tensors)
+    places = tuple(layout.add_tensor(*tensors[number]) for number in order)
+    return order, places, tuple(layout.literals), layout.page_end()
 
 
 def memory_of(pieces: Sequence[Piece], tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
