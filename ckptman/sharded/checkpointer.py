@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
-from ckptman.errors import (
-    EXIT_AGAIN,
-    EXIT_OK,
-    CommitError,
-    ConfigError,
-)
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError
 from ckptman.lifecycle.deadline import deadline_from_environment
 from ckptman.lifecycle.signals import SignalHandler
 from ckptman.policy.retention import RetentionPolicy
@@ -27,7 +23,8 @@ from ckptman.sharded.pace import Pace
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.restore import Restorer
 from ckptman.sharded.save import Saver, SaveReport
-from ckptman.sharded.state import Snapshot, mesh_of, snapshot, unlike_on_ranks, value_digests
+from ckptman.sharded.state import is_settled, mesh_of
+from ckptman.sharded.stock import Stock, take_stock
 from ckptman.sharded.updates import Updates, updated_tensors
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.names import MAX_STEP
@@ -121,6 +118,7 @@ class Checkpointer:
         """The last step that ended: its number, its metrics, and how many updates the optimizers had made then."""
         self._stop: str | None = None
         self._closed = False
+        self._rehearse_early()
 
     # ---- what a loop calls -------------------------------------------------------------------------------------
 
@@ -149,6 +147,7 @@ class Checkpointer:
         self._restored_from, self._ready, self._last = found, True, None
         self._saver.damaged = restorer.damaged
         self._pace.start(found or 0, restored=found is not None)
+        self._rehearse_early()
         self._leave_if_asked()
         return found or 0
 
@@ -298,16 +297,16 @@ class Checkpointer:
     # ---- saving and restoring ----------------------------------------------------------------------------------
 
     def _save(self, step: int, metrics: Mapping[str, Any] | None, reason: str) -> None:
-        shot, looks = self._look()
-        failed = max(look.failed for look in looks)
-        if failed > self._saver.told:
-            self._raise_failure(step, failed)
-        if any(look.lost for look in looks):
+        stock = self._take_stock()
+        if stock.failed > self._saver.told:
+            self._raise_failure(step, stock.failed)
+        if stock.lost:
             self.wait()
             self._saver.channel = Channel(self._timeout_seconds)
-        if not all(look.planned for look in looks):
+        if not stock.planned:
             self.wait()
-            self._saver.prepare(self._talk, shot)
+            self._saver.prepare(self._talk, stock.snapshot)
+        shot = stock.snapshot
         info = SaveInfo(
             step=step,
             reason=reason,
@@ -335,37 +334,28 @@ class Checkpointer:
             self._pace.save_failed()
             raise failure
 
-    def _look(self) -> tuple[Snapshot, list[_Look]]:
-        """What this rank has to save, and what all ranks know. Raises on all: ConfigError (it cannot be saved)."""
+    def _take_stock(self) -> Stock:
+        """What is to be saved. Raises on all ranks: ConfigError (it cannot be saved as it is)."""
         if not self._ready:
             raise ConfigError(
                 f"{self.root} holds checkpoints and restore() was not called: a save would begin a second history over "
                 f"them. Call restore() before the first step, or name another root"
             )
-        shots: list[Snapshot] = []
-        saver = self._saver
-
-        def look() -> _Look:
-            with self._updates.ignored():
-                shots.append(snapshot(self.state, self._talk.rank))
-            values = value_digests(shots[0], self.state)
-            return _Look(values, saver.failed, saver.channel.lost, saver.knows(shots[0]))
-
-        try:
-            # Agreed before anything is written: a value that one rank cannot save must not leave the others waiting.
-            looks = self._talk.everywhere(look)
-        except RankFailed as failed:
-            raise failed.as_ckptman_error() from failed
-        if difference := unlike_on_ranks([each.values for each in looks]):
-            raise ConfigError(difference)
-        return shots[0], looks
+        return take_stock(self._talk, self.state, self._updates, self._saver)
 
     def _rehearse(self) -> None:
         """At the first step: what cannot be saved is better known now, and the first save finds its plan and memory."""
         self._rehearsed = True
-        shot, looks = self._look()
-        if not all(look.planned for look in looks):
-            self._saver.prepare(self._talk, shot)
+        stock = self._take_stock()
+        if not stock.planned:
+            self._saver.prepare(self._talk, stock.snapshot)
+
+    def _rehearse_early(self) -> None:
+        """Before the first step, where the state is already all that a save will find."""
+        if all(self._talk.gather(self._ready and is_settled(self.state))):
+            with contextlib.suppress(CkptmanError):  # the first step says so, when the state may be another one
+                self._rehearse()
+            self._rehearsed = False
 
     # ---- closing -----------------------------------------------------------------------------------------------
 
@@ -390,16 +380,6 @@ class Checkpointer:
             return self._talk.ask_leader(work)
         except RankFailed as failed:
             raise failed.as_ckptman_error() from failed
-
-
-class _Look(NamedTuple):
-    """What a rank knows when a save is about to begin: digests of its plain values; the number of a save that failed
-    and was not told; whether its channel lost a rank; whether its plan fits."""
-
-    values: dict[str, str]
-    failed: int
-    lost: bool
-    planned: bool
 
 
 def _deadline(deadline: float | Literal["auto"] | None) -> float | None:

@@ -16,7 +16,7 @@ from ckptman.store.blockio import write_source
 from ckptman.store.chunks import ChunkTable, Ints, Rows, TensorRecord, assemble, pack, unpack
 from ckptman.store.digest import BlockDigester, digest_bytes
 from ckptman.store.durable import Disk
-from ckptman.store.index import Index, Location, Unit, Values
+from ckptman.store.index import Index, Location, values_json
 from ckptman.store.manifest import FileRecord
 from ckptman.store.names import CHUNKS, INDEX, METADATA, blocks_name, data_name, values_name
 
@@ -33,12 +33,12 @@ class Part:
     rows: bytes | None = None
     own_tensors: tuple[Described, ...] = ()
     objects: dict[str, tuple[int, int]] = field(default_factory=dict)
-    units: list[Unit] = field(default_factory=list)
+    units: list[dict[str, Any]] = field(default_factory=list)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     buffered_because: str | None = None
 
 
-def write_part(folder: Path, rank: int, image: Image, own_units: Sequence[Unit], disk: Disk) -> Part:
+def write_part(folder: Path, rank: int, image: Image, own_units: Sequence[Mapping[str, Any]], disk: Disk) -> Part:
     """Write the files of one rank, durably, and say what they are. Raises: OSError."""
     part = Part()
     if image.size_bytes:
@@ -47,7 +47,7 @@ def write_part(folder: Path, rank: int, image: Image, own_units: Sequence[Unit],
         part.buffered_because = written.buffered_because
         _write(folder, blocks_name(rank), written.blocks, part.files, disk)
     if own_units:
-        _write(folder, values_name(rank), Values(units=list(own_units)).to_json(), part.files, disk)
+        _write(folder, values_name(rank), values_json(own_units), part.files, disk)
     return part
 
 
@@ -81,10 +81,10 @@ class Describer:
                 for rank, part in enumerate(parts)
                 for name, (offset, size) in part.objects.items()
             },
-            units=[unit for part in parts for unit in part.units],
         )
+        units = [unit for part in parts for unit in part.units]
         _write(folder, CHUNKS, self._table.astype("<i8").tobytes(), parts[0].files, disk)
-        _write(folder, INDEX, index.to_json(), parts[0].files, disk)
+        _write(folder, INDEX, index.to_json(units), parts[0].files, disk)
         return index
 
     def write_metadata(

@@ -63,7 +63,7 @@ class SavePlan:
     `paths`: where the shared names are in the nested state; `own_paths`: where this rank's own are.
     """
 
-    signature: str
+    signature: int
     tensors: tuple[Described, ...] = ()
     own_tensors: tuple[Described, ...] = ()
     pieces: tuple[Piece, ...] = ()
@@ -84,14 +84,14 @@ class _Table:
     paths: tuple[tuple[str, Path], ...]
 
 
-def signature_of(snapshot: Snapshot) -> str:
-    """Changes when a plan for another snapshot of the same run would be another one."""
+def signature_of(snapshot: Snapshot) -> int:
+    """Changes when a plan for another snapshot of the same run would be another one. Means nothing elsewhere."""
     tensors = [
-        (name, str(each.dtype), tuple(each.shape), getattr(each, "placements", None), each.device.type)
+        (name, each.dtype, each.shape, getattr(each, "placements", None), each.device.type)
         for name, each in snapshot.tensors.items()
     ]
-    units = [(unit.state, unit.key) for unit, _ in snapshot.units]
-    return xxh3_128_hexdigest(repr((tensors, list(snapshot.objects), units)).encode())
+    units = [(unit.state, str(unit.key)) for unit in snapshot.units]
+    return hash((tuple(tensors), tuple(snapshot.objects), tuple(units)))
 
 
 def make_plan(snapshot: Snapshot, channel: Channel) -> SavePlan:
@@ -119,7 +119,7 @@ def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> SavePla
             whole = name in snapshot.from_lowest and box.holders is None
             cut = is_plain(memory) and not whole
             held.append(Held(name, Box(box.offsets, box.sizes, ranks or (rank,)), memory.dtype.itemsize, part, cut))
-    units = [number for number, (unit, _) in enumerate(snapshot.units) if unit.state not in snapshot.own]
+    units = [number for number, unit in enumerate(snapshot.units) if unit.state not in snapshot.own]
     return SavePlan(
         signature=signature_of(snapshot),
         tensors=tensors,
@@ -127,7 +127,7 @@ def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> SavePla
         pieces=tuple(divide(held, rank)),
         objects=tuple(name for name in snapshot.objects if snapshot.is_own(name) or holders.of(name)[0] == rank),
         units=tuple(each for each in units if holders.of(_unit_name(snapshot, each))[0] == rank),
-        own_units=tuple(each for each, (unit, _) in enumerate(snapshot.units) if unit.state in snapshot.own),
+        own_units=tuple(each for each, unit in enumerate(snapshot.units) if unit.state in snapshot.own),
         paths={name: path for table in {id(each): each for each in tables}.values() for name, path in table.paths},
         own_paths={name: path for name, path in snapshot.paths.items() if snapshot.is_own(name)},
     )
@@ -219,5 +219,5 @@ def _described(name: str, tensor: torch.Tensor) -> Described:
 
 
 def _unit_name(snapshot: Snapshot, number: int) -> str:
-    unit = snapshot.units[number][0]
+    unit = snapshot.units[number]
     return "unit " + json.dumps([unit.state, unit.key])

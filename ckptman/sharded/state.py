@@ -6,9 +6,10 @@ A flat name is the path joined by dots, exactly as torch's DCP flattens a nested
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict, set_model_state_dict
@@ -17,7 +18,6 @@ from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import ConfigError
 from ckptman.sharded.optimizer import get_state, model_of, set_state
-from ckptman.store.index import Unit
 from ckptman.store.manifest import Mesh
 from ckptman.store.plain import TensorRef, encode, tensor_ref
 
@@ -27,19 +27,33 @@ def rank_key(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
+class Encoded(NamedTuple):
+    """One entry of the state, as `ckptman.store.index.Unit` describes it; `names`: the flat names in it."""
+
+    state: str
+    key: Any
+    whole: bool
+    value: Any
+    names: tuple[str, ...]
+
+    def as_unit(self) -> dict[str, Any]:
+        """What the index says of it."""
+        return {"state": self.state, "key": self.key, "whole": self.whole, "value": self.value}
+
+
 @dataclass
 class Snapshot:
     """What one rank has to save.
 
     `tensors`: flat name to live tensor; `objects`: flat name to plain value, for other readers; `units`: the same plain
-    values encoded, with the flat names below each; `paths`: flat name to its path as DCP writes it; `from_lowest`: flat
+    values encoded, for ckptman itself; `paths`: flat name to its path as DCP writes it; `from_lowest`: flat
     names whose value must all come from one rank, the lowest that has them, because ranks may differ in them; `own`:
     keys of the state that each rank saves for itself.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    units: list[tuple[Unit, frozenset[str]]] = field(default_factory=list)
+    units: list[Encoded] = field(default_factory=list)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     from_lowest: set[str] = field(default_factory=set)
     own: set[str] = field(default_factory=set)
@@ -80,7 +94,7 @@ def snapshot_of(values: Mapping[str, Any], *, strict: bool = True) -> Snapshot:
         entries = [(key, each, False) for key, each in value.items()] if isinstance(value, Mapping) else []
         for key, each, whole in entries or [(None, dict(value) if isinstance(value, Mapping) else value, True)]:
             path: tuple[str | int, ...] = (name,) if whole else (name, str(key))
-            names: set[str] = set()
+            names: list[str] = []
             _collect(each, path, result, names)
             # Walked twice: once as DCP names things, once as our own exact encoding.
             try:
@@ -89,8 +103,8 @@ def snapshot_of(values: Mapping[str, Any], *, strict: bool = True) -> Snapshot:
                 if strict:
                     raise
                 continue
-            unit = Unit(state=name, key=encode(key, f"{name} (key)"), whole=whole, value=encoded)
-            result.units.append((unit, frozenset(names)))
+            code = key if type(key) is str else encode(key, f"{name} (key)")
+            result.units.append(Encoded(name, code, whole, encoded, tuple(names)))
     return result
 
 
@@ -124,6 +138,14 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
+def is_settled(state: Mapping[str, Any]) -> bool:
+    """Whether a state already has all the tensors it will have: optimizers make theirs at their first step, and other
+    objects are not asked before there was one."""
+    optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
+    others = [each for each in state.values() if is_stateful(each) and not is_named(each)]
+    return not others and all(each.state for each in optimizers)
+
+
 def parameter_names(module: torch.nn.Module) -> set[str]:
     """The names of a module's parameters as its state dict has them; what else is in there are buffers."""
     return {each for name, _ in module.named_parameters(remove_duplicate=False) for each in _get_fqns(module, name)}
@@ -146,9 +168,10 @@ def unlike_on_ranks(snapshots: list[dict[str, str]]) -> str | None:
 def value_digests(shot: Snapshot, state: Mapping[str, Any]) -> dict[str, str]:
     """A digest of the plain values of each object that every rank should have alike."""
     texts: dict[str, list[str]] = {}
-    for unit, _ in shot.units:
-        if not is_named(state[unit.state]) and not getattr(state[unit.state], "per_rank", False):
-            texts.setdefault(unit.state, []).append(unit.model_dump_json())
+    alike = {name for name, each in state.items() if not is_named(each) and not getattr(each, "per_rank", False)}
+    for unit in shot.units:
+        if unit.state in alike:
+            texts.setdefault(unit.state, []).append(json.dumps(unit[:4]))
     return {name: xxh3_128_hexdigest("\n".join(each).encode()) for name, each in texts.items()}
 
 
@@ -211,7 +234,7 @@ def refs_in(value: Any) -> Iterator[TensorRef]:
             yield from refs_in(each)
 
 
-def _collect(value: Any, path: tuple[str | int, ...], result: Snapshot, names: set[str]) -> None:
+def _collect(value: Any, path: tuple[str | int, ...], result: Snapshot, names: list[str]) -> None:
     """Flatten as DCP does: dicts always, lists only where a tensor or a dict is below."""
     if isinstance(value, Mapping):
         for key, each in value.items():
@@ -225,7 +248,7 @@ def _collect(value: Any, path: tuple[str | int, ...], result: Snapshot, names: s
     if name in result.paths:
         raise ConfigError(f"two values of the state have the flat name {name}: rename one of them")
     result.paths[name] = path
-    names.add(name)
+    names.append(name)
     (result.tensors if isinstance(value, torch.Tensor) else result.objects)[name] = value
 
 

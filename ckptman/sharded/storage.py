@@ -44,7 +44,6 @@ from ckptman.sharded.saved import SavedState
 from ckptman.sharded.state import Snapshot, snapshot_of
 from ckptman.store.digest import digest_bytes
 from ckptman.store.durable import DISK, Disk
-from ckptman.store.index import Unit
 from ckptman.store.manifest import FileRecord
 from ckptman.store.names import METADATA, data_name
 from ckptman.store.place import Place
@@ -256,7 +255,7 @@ def _describe(placed: list[tuple[WriteItem, Placed]]) -> tuple[tuple[Described, 
     )
 
 
-def _units(planner: SavePlanner, placed: list[tuple[WriteItem, Placed]], with_bare_units: bool) -> list[Unit]:
+def _units(planner: SavePlanner, placed: list[tuple[WriteItem, Placed]], with_bare_units: bool) -> list[dict[str, Any]]:
     # Of all ranks that hold a part of an entry, the one that writes its first part tells what it is.
     firsts = {
         item.index.fqn
@@ -264,7 +263,9 @@ def _units(planner: SavePlanner, placed: list[tuple[WriteItem, Placed]], with_ba
         if _is_object(item) or (item.tensor_data is not None and not any(item.tensor_data.chunk.offsets))
     }
     units = _snapshot_behind(planner).units
-    return [unit for unit, names in units if not names.isdisjoint(firsts) or (with_bare_units and not names)]
+    return [
+        each.as_unit() for each in units if not firsts.isdisjoint(each.names) or (with_bare_units and not each.names)
+    ]
 
 
 def _snapshot_behind(planner: SavePlanner) -> Snapshot:

@@ -19,7 +19,6 @@ from ckptman.sharded.ranks import Channel
 from ckptman.sharded.staging import Staged
 from ckptman.sharded.state import Snapshot
 from ckptman.store.durable import Disk
-from ckptman.store.index import Unit
 from ckptman.store.names import METADATA
 
 
@@ -31,8 +30,8 @@ class Content:
     tensors: Staged | Sequence[torch.Tensor]
     pickled: list[torch.Tensor] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
-    units: list[Unit] = field(default_factory=list)
-    own_units: list[Unit] = field(default_factory=list)
+    units: list[dict[str, Any]] = field(default_factory=list)
+    own_units: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, snapshot: Snapshot, file: RankFile, tensors: Staged | Sequence[torch.Tensor]) -> Content:
@@ -47,8 +46,8 @@ class Content:
                 name: _copied(snapshot.objects[name]) if private else snapshot.objects[name]
                 for name in file.plan.objects
             },
-            [snapshot.units[number][0] for number in file.plan.units],
-            [snapshot.units[number][0] for number in file.plan.own_units],
+            [snapshot.units[number].as_unit() for number in file.plan.units],
+            [snapshot.units[number].as_unit() for number in file.plan.own_units],
         )
 
 

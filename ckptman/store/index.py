@@ -8,7 +8,7 @@ tensors. What grows with ranks x tensors is the chunk table beside it (see `chun
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,10 +50,6 @@ class Values(BaseModel):
     format_version: int = FORMAT_VERSION
     units: list[Unit] = []
 
-    def to_json(self) -> bytes:
-        """The bytes of the file."""
-        return _to_json(self)
-
 
 class Index(BaseModel):
     """What a checkpoint holds.
@@ -70,9 +66,9 @@ class Index(BaseModel):
     objects: dict[str, Location] = {}
     units: list[Unit] = []
 
-    def to_json(self) -> bytes:
-        """The bytes of `index.json`."""
-        return _to_json(self)
+    def to_json(self, units: Sequence[Mapping[str, Any]] | None = None) -> bytes:
+        """The bytes of `index.json`, with its own units or those that are given."""
+        return _to_json(self.model_dump(mode="python") if units is None else {**dict(self), "units": units})
 
 
 def read_index(folder: Path, manifest: Manifest, *, ranks: Iterable[int] | None = None) -> Index:
@@ -134,8 +130,13 @@ def _read(folder: Path, name: str, manifest: Manifest, model: type[M]) -> M:
         raise CorruptError(f"{path} is not what ckptman writes there: {error}") from error
 
 
-def _to_json(model: BaseModel) -> bytes:
-    return (json.dumps(model.model_dump(mode="python"), separators=(",", ":")) + "\n").encode()
+def values_json(units: Sequence[Mapping[str, Any]]) -> bytes:
+    """The bytes of a `values-RRRRR.json`."""
+    return _to_json({"format_version": FORMAT_VERSION, "units": units})
+
+
+def _to_json(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps(fields, separators=(",", ":"), default=dict) + "\n").encode()
 
 
 def _check_location(path: Path, location: Location, manifest: Manifest) -> None:

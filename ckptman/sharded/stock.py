@@ -1,0 +1,72 @@
+"""Taking stock before a save: what this rank has to save, and what the ranks know of each other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckptman.errors import ConfigError
+from ckptman.sharded.ranks import Channel, RankFailed
+from ckptman.sharded.save import Saver
+from ckptman.sharded.state import Snapshot, snapshot, unlike_on_ranks, value_digests
+from ckptman.sharded.updates import Updates
+
+
+class Look(NamedTuple):
+    """What a rank knows when a save is about to begin: digests of its plain values; the number of a save that failed
+    and was not told; whether its channel lost a rank; whether its plan fits."""
+
+    values: dict[str, str]
+    failed: int
+    lost: bool
+    planned: bool
+
+
+@dataclass(frozen=True)
+class Stock:
+    """A snapshot of this rank's state, and over all ranks: the largest number of a save that failed and was not told,
+    whether any channel lost a rank, whether the plan of every rank fits."""
+
+    snapshot: Snapshot
+    failed: int
+    lost: bool
+    planned: bool
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python looks for garbage after so many new objects, and in a large program for longer than all of this takes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def take_stock(talk: Channel, state: Mapping[str, Any], updates: Updates, saver: Saver) -> Stock:
+    """Every rank calls it, before anything is written: a value that one rank cannot save must not leave the others
+    waiting. Raises on every rank alike: ConfigError."""
+    shots: list[Snapshot] = []
+
+    def look() -> Look:
+        with updates.ignored(), _no_collection():
+            shots.append(snapshot(state, talk.rank))
+        return Look(value_digests(shots[0], state), saver.failed, saver.channel.lost, saver.knows(shots[0]))
+
+    try:
+        looks = talk.everywhere(look)
+    except RankFailed as failed:
+        raise failed.as_ckptman_error() from failed
+    if difference := unlike_on_ranks([each.values for each in looks]):
+        raise ConfigError(difference)
+    return Stock(
+        shots[0],
+        max(each.failed for each in looks),
+        any(each.lost for each in looks),
+        all(each.planned for each in looks),
+    )
