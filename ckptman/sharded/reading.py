@@ -15,6 +15,7 @@ from ckptman.sharded.boxes import local_parts
 from ckptman.sharded.foreign import load_plain
 from ckptman.sharded.image import as_bytes, flat, view_of
 from ckptman.sharded.saved import ChunkPlace, SavedState
+from ckptman.sharded.upload import Uploader
 from ckptman.store.blockio import Digests, ReadReport, Wanted, read_wanted
 from ckptman.store.digest import BLOCK_BYTES
 
@@ -54,6 +55,7 @@ def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: 
 
 def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True) -> ReadReport:
     """Read. Raises: CorruptError; the targets may be partly filled then, and its text says so."""
+    uploaders: dict[torch.device, Uploader] = {}
     wanted: list[Wanted] = []
     special: list[tuple[Fill, memoryview]] = []
     for fill in fills:
@@ -66,10 +68,15 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
             wanted.append(Wanted(fill.chunk.file, fill.chunk.offset, len(container), into=container, label=fill.name))
             special.append((fill, container))
         else:
-            wanted += _Cut(fill, dtype).from_payload(payload)
+            device = fill.target.device
+            if device.type != "cpu" and device not in uploaders:
+                uploaders[device] = Uploader(device)
+            wanted += _Cut(fill, dtype, uploaders.get(device)).from_payload(payload)
     digests = _digests(saved, wanted) if verify else None
     try:
         report = read_wanted(saved.folder, wanted, digests)
+        for uploader in uploaders.values():
+            uploader.finish()
         for fill, container in special:
             _unpack(saved, fill, container)
     except CorruptError as error:
@@ -97,8 +104,9 @@ def _digests(saved: SavedState, wanted: Sequence[Wanted]) -> dict[str, Digests] 
 class _Cut:
     """Cuts a part of a chunk into ranges of bytes: straight into the target where both are one run of bytes."""
 
-    def __init__(self, fill: Fill, dtype: torch.dtype) -> None:
+    def __init__(self, fill: Fill, dtype: torch.dtype, uploader: Uploader | None) -> None:
         self._fill, self._dtype = fill, dtype
+        self._put = put if uploader is None else uploader.put
         self._strides = [math.prod(fill.chunk.sizes[dim + 1 :]) for dim in range(len(fill.chunk.sizes))]
 
     def from_payload(self, payload: int) -> Iterator[Wanted]:
@@ -129,7 +137,7 @@ class _Cut:
         return (self._strides[dim] - inner) * self._dtype.itemsize >= BLOCK_BYTES
 
     def _deliver(self, target: torch.Tensor, data: memoryview, _: int) -> None:
-        put(target, flat(data, self._dtype).as_strided(target.shape, self._strides))
+        self._put(target, flat(data, self._dtype).as_strided(target.shape, self._strides))
 
 
 def put(target: torch.Tensor, source: torch.Tensor) -> None:
