@@ -82,7 +82,8 @@ class FaultyDisk(Disk):
         return self._do(
             "write_at",
             lambda: Disk.write_at(self, fd, data, offset),
-            lambda: Disk.write_at(self, fd, data[: len(data) // 2], offset),
+            # Whole pages: the file may be open for direct I/O.
+            lambda: Disk.write_at(self, fd, data[: len(data) // 2 & -4096], offset),
         )
 
     def sync_file(self, fd: int) -> None:

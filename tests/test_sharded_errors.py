@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ckptman
+from ckptman.sharded.saved import SavedState
 from ckptman.store.durable import Disk
 from tests.apps import App
 from tests.ranks import run_ranks, say, start_ranks
@@ -35,10 +36,14 @@ def save_steps(root: Path | str, steps: int, app: App | None = None) -> App:
     return app
 
 
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 16
-    path.write_bytes(data)
+def damage(folder: Path) -> None:
+    """Flip a bit of a weight."""
+    chunk = next(SavedState.read(folder).all_chunks("model.0.weight"))
+    with (folder / chunk.file).open("r+b") as file:
+        file.seek(chunk.payload + 5)
+        byte = file.read(1)[0]
+        file.seek(chunk.payload + 5)
+        file.write(bytes([byte ^ 16]))
 
 
 class FullDisk(Disk):
@@ -108,13 +113,13 @@ def test_a_background_failure_surfaces_in_the_same_step_everywhere(tmp_path: Pat
 
 def test_a_damaged_newest_is_passed_over_with_a_warning(tmp_path: Path) -> None:
     save_steps(tmp_path, 3)
-    damage(tmp_path / "step-0000000003" / "__0_0.distcp")
+    damage(tmp_path / "step-0000000003")
     (tmp_path / "step-0000000002" / "manifest.json").unlink()
     app = App(seed=3)
     with pytest.warns(RuntimeWarning) as warned, open_run(tmp_path, app) as checkpointer:
         assert checkpointer.restore() == 1
     texts = [str(each.message) for each in warned]
-    assert any("step 3" in text and "__0_0.distcp does not match its digest" in text for text in texts)
+    assert any("step 3" in text and "__0_0.distcp does not match its digests in block" in text for text in texts)
     assert any("step 2" in text and "no manifest.json" in text for text in texts)
     journal = (tmp_path / ".ckptman" / "journal.jsonl").read_text()
     assert journal.count("restore_refused") == 2
@@ -123,7 +128,7 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(tmp_path: Path) -> None:
 def test_when_nothing_is_good_the_run_does_not_start_afresh(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
     for folder in tmp_path.glob("step-*"):
-        damage(folder / "__0_0.distcp")
+        damage(folder)
     with (
         pytest.warns(RuntimeWarning),
         pytest.raises(ckptman.CorruptError, match=r"(?s)no checkpoint is good.*is not usable"),

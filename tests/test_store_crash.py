@@ -13,6 +13,7 @@ import pytest
 
 from ckptman.errors import CkptmanError
 from ckptman.policy.retention import KeepLast
+from ckptman.store.blockio import write_source
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.durable import Disk
 from ckptman.store.names import outcome_path
@@ -169,6 +170,39 @@ def test_an_error_at_any_operation(tmp_path: Path, name: str) -> None:
         if not disk.struck:
             break
     assert errors > 3
+
+
+class Content:
+    """What a rank writes to its data file: three strides."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size_bytes = len(data)
+
+    def view(self, offset: int, scratch: memoryview) -> memoryview:
+        scratch[:] = self._data[offset : offset + len(scratch)]
+        return scratch
+
+
+@pytest.mark.parametrize("error", [None, errno.ENOSPC, errno.EIO])
+def test_a_data_file_whose_writing_dies_or_fails_at_any_operation(tmp_path: Path, error: int | None) -> None:
+    content = Content(os.urandom(8192) * 1200)
+    struck = set()
+    for fault in faults(error):
+        disk, path = FaultyDisk(fault), tmp_path / f"{fault.at}-{fault.when}"
+        try:
+            write_source(path, content, disk=disk, threads=1)
+        except Death:
+            assert error is None
+        except OSError as failure:
+            assert failure.errno == error
+        else:
+            assert not disk.struck, f"{fault} in {disk.log}"
+            assert path.read_bytes() == content.view(0, memoryview(bytearray(content.size_bytes)))
+            break
+        struck.add(disk.log[fault.at])
+        assert len(disk.log) == fault.at + 1, "nothing is done after it"
+    assert struck == {"write_at", "sync_file"}
 
 
 def test_an_abandoned_draft_is_removed_or_left_for_prune(tmp_path: Path) -> None:

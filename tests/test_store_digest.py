@@ -20,7 +20,7 @@ from ckptman.errors import CorruptError, FormatVersionError
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.chunks import TensorRecord
 from ckptman.store.digest import BLOCK_BYTES, BlockDigester, digest_bytes, digest_file, digest_of_blocks
-from ckptman.store.index import Index, Location, Unit, Values, open_table, ranks_with_values, read_index
+from ckptman.store.index import Index, Location, Unit, open_table, ranks_with_values, read_index, values_json
 from ckptman.store.manifest import Manifest
 from ckptman.store.names import CHUNKS, INDEX, values_name
 from ckptman.store.verify import Box, check_coverage, find_flaw, verify_files
@@ -149,6 +149,11 @@ def with_index(root: Path, index: Index | bytes, *rows: list[int], **others: byt
     return folder, manifest_of(root, 1, files)
 
 
+def values_of(*units: Unit) -> bytes:
+    """The plain values that only one rank has, as that rank writes them."""
+    return values_json([unit.model_dump() for unit in units])
+
+
 def index_of(shape: tuple[int, ...] = (4,), *, files: tuple[str, ...] = ("data",), count: int = 1, **at: int) -> Index:
     """The index of one tensor in float32, whose rows are all there is in the table."""
     record = TensorRecord(dtype="float32", shape=shape, count=count, **{"start": 0, "axis": 0, **at})
@@ -265,7 +270,7 @@ def test_an_index_is_checked_against_its_digest(tmp_path: Path) -> None:
     """A plain value lives in the index: a changed learning rate must not be believed."""
     unit = Unit(state="optimizer", key="lr", value=0.125)
     own = Unit(state="rng", key="seed", value=0.125)
-    folder, manifest = with_index(tmp_path, Index(units=[unit]), **{values_name(1): Values(units=[own]).to_json()})
+    folder, manifest = with_index(tmp_path, Index(units=[unit]), **{values_name(1): values_of(own)})
     assert read_index(folder, manifest).units == [unit, own]
     for name in (INDEX, values_name(1)):
         data = (folder / name).read_bytes()
@@ -306,7 +311,7 @@ def test_values_of_all_ranks_come_together(tmp_path: Path) -> None:
     shared = [Unit(state="app", key="both", value="leader"), Unit(state="app", key=1, value="int")]
     # Equal as Python sees it, and two keys all the same.
     own = {rank: [Unit(state="app", key=True, value=f"rank {rank}")] for rank in (10, 2, 123_456)}
-    files = {values_name(rank): Values(units=units).to_json() for rank, units in own.items()}
+    files = {values_name(rank): values_of(*units) for rank, units in own.items()}
     index = index_of((8,), count=2).model_copy(update={"units": shared})
     folder, manifest = with_index(tmp_path, index, row((0,)), row((4,), offset=16), **files)
 
@@ -324,7 +329,7 @@ def test_values_of_all_ranks_come_together(tmp_path: Path) -> None:
 
 def test_what_one_rank_alone_has_is_not_read_by_others(tmp_path: Path) -> None:
     """A damaged file of one rank is that rank's trouble, and that of who asks for all."""
-    files = {values_name(rank): Values(units=[Unit(state="rng", value=rank)]).to_json() for rank in (0, 1)}
+    files = {values_name(rank): values_of(Unit(state="rng", value=rank)) for rank in (0, 1)}
     folder, manifest = with_index(tmp_path, Index(), **files)
     (folder / values_name(1)).unlink()
     assert [unit.value for unit in read_index(folder, manifest, ranks=[0]).units] == [0]

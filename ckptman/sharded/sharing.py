@@ -31,6 +31,8 @@ from ckptman.sharded.saved import SavedState
 
 BAND_BYTES = 32 * 1024 * 1024
 """What the members of a family hold in flight together, twice: one band is read while the one before is exchanged."""
+MEMBERS = 32
+"""The most ranks in a family: of more that need the same, every so many make one of their own."""
 SHARED_BYTES = 4096
 """Tensors of less than this are read by every rank: asking others for them would take longer."""
 
@@ -79,10 +81,10 @@ def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, tor
     after its part in every exchange, so that the caller can tell the others.
     """
     families, alone = _families(channel, targets)
-    fills: list[Fill] = [each for name in alone for each in fills_for(saved, name, targets[name])]
     error: Exception | None = None
     read_bytes = 0
     try:
+        fills = [each for name in alone for each in fills_for(saved, name, targets[name])]
         read_bytes = read_fills(saved, fills, verify=verify).read_bytes
     except Exception as failed:  # noqa: BLE001 the others wait for this rank's bands
         error = failed
@@ -105,7 +107,7 @@ def _families(
     alone = []
     everyone = tuple(range(channel.world_size))
     for name, tensor in sorted(targets.items()):
-        found = _common(name, tensor, everyone)
+        found = _common(name, tensor, everyone, channel.rank)
         if found is None:
             alone.append(name)
         else:
@@ -122,7 +124,9 @@ def _digest(members: Sequence[Common]) -> str:
     return xxh3_128_hexdigest(repr([(each.name, each.offsets, each.sizes) for each in members]).encode())
 
 
-def _common(name: str, tensor: torch.Tensor, everyone: tuple[int, ...]) -> tuple[tuple[int, ...], Common] | None:
+def _common(
+    name: str, tensor: torch.Tensor, everyone: tuple[int, ...], rank: int
+) -> tuple[tuple[int, ...], Common] | None:
     parts = local_parts(tensor, name)
     if len(everyone) == 1 or len(parts) != 1 or not tensor.dim():
         return None
@@ -133,6 +137,8 @@ def _common(name: str, tensor: torch.Tensor, everyone: tuple[int, ...]) -> tuple
         ranks, boxes = everyone, (Member(box.offsets, box.sizes),) * len(everyone)
     else:
         return None
+    start = ranks.index(rank) // MEMBERS * MEMBERS
+    ranks, boxes = ranks[start : start + MEMBERS], boxes[start : start + MEMBERS]
     low = tuple(min(each.offsets[dim] for each in boxes) for dim in range(tensor.dim()))
     high = tuple(max(each.offsets[dim] + each.sizes[dim] for each in boxes) for dim in range(tensor.dim()))
     common = Common(name, memory, low, tuple(end - start for start, end in zip(low, high)), boxes)
@@ -191,18 +197,19 @@ class _Exchange:
 
     def _read(self, number: int) -> tuple[list[torch.Tensor], int]:
         """This rank's bands of one round, whole rows."""
+        bands = self._band(self._me, number)
         pieces = []
-        fills: list[Fill] = []
-        for band in self._band(self._me, number):
-            common, first, rows = band
+        for common, first, rows in bands:
             memory = common.memory.narrow(0, first, rows)
             if tuple(memory.shape[1:]) != common.sizes[1:] or memory.device.type != "cpu":
                 memory = torch.empty((rows, *common.sizes[1:]), dtype=common.memory.dtype)
-            offsets = (common.offsets[0] + first, *common.offsets[1:])
-            fills += fills_for_box(self._saved, common.name, offsets, memory)
             pieces.append(memory)
         if self.error is None:
             try:
+                fills: list[Fill] = []
+                for (common, first, _), memory in zip(bands, pieces):
+                    offsets = (common.offsets[0] + first, *common.offsets[1:])
+                    fills += fills_for_box(self._saved, common.name, offsets, memory)
                 return pieces, read_fills(self._saved, fills, verify=self._verify).read_bytes
             except Exception as error:  # noqa: BLE001 the others wait for these bands, whatever is in them
                 self.error = error
