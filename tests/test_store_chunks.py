@@ -288,7 +288,7 @@ def saved(path: Path) -> tuple[dict[str, TensorRecord], Ints, list[tuple[str, in
     return records, rows, files_of(parts)
 
 
-def test_the_file_is_mapped(tmp_path: Path) -> None:
+def test_the_file_is_read_as_it_is_wanted(tmp_path: Path) -> None:
     records, rows, files = saved(tmp_path / "chunks.bin")
     table = ChunkTable.open(tmp_path / "chunks.bin", records, rows.nbytes)
     table.check(files)
@@ -300,6 +300,9 @@ def test_the_file_is_mapped(tmp_path: Path) -> None:
         chunks.sizes[0, 0] = 1
     with pytest.raises(KeyError):
         table.chunks("bias")
+    (tmp_path / "chunks.bin").write_bytes(b"")
+    with pytest.raises(CorruptError, match="ends early"):
+        table.chunks(next(name for name in records if name != "weight"))
 
 
 def test_a_table_of_nothing(tmp_path: Path) -> None:
@@ -311,8 +314,9 @@ def test_a_file_of_another_size(tmp_path: Path) -> None:
     records, rows, _ = saved(tmp_path / "chunks.bin")
     with pytest.raises(CorruptError, match=f"chunks.bin has {rows.nbytes} bytes instead of {rows.nbytes + 8}; restore"):
         ChunkTable.open(tmp_path / "chunks.bin", records, rows.nbytes + 8)
+    (tmp_path / "odd.bin").write_bytes(b"123456789")
     with pytest.raises(CorruptError, match="no whole numbers"):
-        ChunkTable.parse(b"123456789", records, "here")
+        ChunkTable.open(tmp_path / "odd.bin", records, 9)
     with pytest.raises(FileNotFoundError):
         ChunkTable.open(tmp_path / "other.bin", records, 8)
 

@@ -22,8 +22,9 @@ from ckptman.store.chunks import TensorRecord
 from ckptman.store.digest import BLOCK_BYTES, BlockDigester, digest_bytes, digest_file, digest_of_blocks
 from ckptman.store.index import Index, Location, Unit, open_table, ranks_with_values, read_index, values_json
 from ckptman.store.manifest import Manifest
-from ckptman.store.names import CHUNKS, INDEX, values_name
+from ckptman.store.names import CHUNKS, INDEX, blocks_name, data_name, values_name
 from ckptman.store.verify import Box, check_coverage, find_flaw, verify_files
+from tests.fake_checkpoint import blocks_of
 from tests.faulty_disk import manifest_of, save
 
 
@@ -139,10 +140,14 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
 # ---- indexes ---------------------------------------------------------------------------------------------------------
 
 
+DATA = data_name(0)
+
+
 def with_index(root: Path, index: Index | bytes, *rows: list[int], **others: bytes) -> tuple[Path, Manifest]:
     """A checkpoint folder with this index, a chunk table of these rows, one data file of 64 bytes, and other files."""
     folder = save(root, 1).path
-    files = {"data": bytes(64), CHUNKS: np.array([*itertools.chain(*rows)], "<i8").tobytes(), **others}
+    files = {DATA: bytes(64), CHUNKS: np.array([*itertools.chain(*rows)], "<i8").tobytes(), **others}
+    files.setdefault(blocks_name(0), blocks_of(files[DATA]))
     files[INDEX] = index if isinstance(index, bytes) else index.to_json()
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -154,7 +159,7 @@ def values_of(*units: Unit) -> bytes:
     return values_json([unit.model_dump() for unit in units])
 
 
-def index_of(shape: tuple[int, ...] = (4,), *, files: tuple[str, ...] = ("data",), count: int = 1, **at: int) -> Index:
+def index_of(shape: tuple[int, ...] = (4,), *, files: tuple[str, ...] = (DATA,), count: int = 1, **at: int) -> Index:
     """The index of one tensor in float32, whose rows are all there is in the table."""
     record = TensorRecord(dtype="float32", shape=shape, count=count, **{"start": 0, "axis": 0, **at})
     return Index(files=list(files), tensors={"w": record})
@@ -168,10 +173,10 @@ def row(offsets: tuple[int, ...] = (0,), sizes: tuple[int, ...] = (4,), offset: 
 @pytest.mark.parametrize(
     ("at", "complaint"),
     [
-        (Location(file="data", offset=49, bytes=16), r"points outside data \(49 \+ 16 bytes\)"),
-        (Location(file="data", offset=-1, bytes=16), "points outside data"),
-        (Location(file="data", offset=0, bytes=-1), "points outside data"),
-        (Location(file="data", offset=65, bytes=0), "points outside data"),
+        (Location(file=DATA, offset=49, bytes=16), r"points outside __0_0.distcp \(49 \+ 16 bytes\)"),
+        (Location(file=DATA, offset=-1, bytes=16), "points outside __0_0.distcp"),
+        (Location(file=DATA, offset=0, bytes=-1), "points outside __0_0.distcp"),
+        (Location(file=DATA, offset=65, bytes=0), "points outside __0_0.distcp"),
         (Location(file="other", offset=0, bytes=16), "points to 'other', which the manifest does not name"),
         (Location(file="../step-0000000001/data", offset=0, bytes=16), "which the manifest does not name"),
         (Location(file="manifest.json", offset=0, bytes=16), "which the manifest does not name"),
@@ -182,7 +187,7 @@ def test_an_index_that_points_elsewhere(tmp_path: Path, at: Location, complaint:
         read_index(*with_index(tmp_path, Index(objects={"o": at})))
     # A tensor points by the chunk table: to a number of the files that the index names.
     table = index_of(files=(at.file,)), row(offset=at.offset, size=at.bytes)
-    there = f"in {at.file} of {64 if at.file == 'data' else -1} bytes"
+    there = f"in {at.file} of {64 if at.file == DATA else -1} bytes"
     with pytest.raises(CorruptError, match=f"w: chunk 0 of 1 lies outside of its file .*, {re.escape(there)}; restore"):
         check_coverage(*with_index(tmp_path, *table))
 

@@ -20,16 +20,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import CorruptError, NotFoundError
 from ckptman.sharded.container import payload_of
 from ckptman.sharded.foreign import load_plain, read_foreign_metadata, read_foreign_object
 from ckptman.store.blockio import Digests
 from ckptman.store.chunks import ChunkTable, Rows, TensorRecord, assemble
-from ckptman.store.index import Index, Location, data_files, open_table, ranks_with_values, read_checked, read_index
+from ckptman.store.index import Index, Location, data_files, open_table, ranks_with_values, read_blocks, read_index
 from ckptman.store.manifest import Manifest, read_manifest
-from ckptman.store.names import MANIFEST, METADATA, blocks_name, rank_of
+from ckptman.store.names import MANIFEST, METADATA
 from ckptman.store.plain import TensorRef, decode
 
 
@@ -79,7 +78,7 @@ class SavedState:
     def tensor(self, name: str) -> TensorRecord:
         """Shape and dtype of a tensor."""
         if name not in self.index.tensors:
-            raise CorruptError(f"{self.folder}: {name} is referred to and not saved")
+            raise CorruptError(f"{self.folder}: {name} is referred to and not saved: restore an older checkpoint")
         return self.index.tensors[name]
 
     def dtype(self, name: str) -> torch.dtype:
@@ -125,7 +124,7 @@ class SavedState:
     def object(self, name: str) -> Location:
         """Where the pickle of a plain value lies. Raises: CorruptError."""
         if name not in self.index.objects:
-            raise CorruptError(f"{self.folder}: {name} is referred to and not saved")
+            raise CorruptError(f"{self.folder}: {name} is referred to and not saved: restore an older checkpoint")
         return self.index.objects[name]
 
     def digests(self, file: str) -> Digests | None:
@@ -133,7 +132,9 @@ class SavedState:
         if self.manifest is None:
             return None
         if file not in self._digests:
-            self._digests[file] = self._read_digests(file, self.manifest)
+            blocks = read_blocks(self.folder, file, self.manifest)
+            size_bytes = self.manifest.files[file].bytes
+            self._digests[file] = Digests(self.manifest.block_bytes, blocks, size_bytes)
         return self._digests[file]
 
     @cached_property
@@ -190,15 +191,6 @@ class SavedState:
             tuple(chunks.offsets[row].tolist()),
             tuple(chunks.sizes[row].tolist()),
         )
-
-    def _read_digests(self, file: str, manifest: Manifest) -> Digests:
-        rank, record = rank_of(file), manifest.files[file]
-        if rank is None or blocks_name(rank) not in manifest.files:
-            raise CorruptError(f"{self.folder}: {file} has no block digests")
-        blocks = read_checked(self.folder, blocks_name(rank), manifest)
-        if xxh3_128_hexdigest(blocks) != record.digest:
-            raise CorruptError(f"{self.folder}: {blocks_name(rank)} holds no digests of {file}: restore an older one")
-        return Digests(block_bytes=manifest.block_bytes, blocks=blocks, size_bytes=record.bytes)
 
 
 class _Slice(io.RawIOBase):

@@ -37,15 +37,13 @@ class Content:
     def of(cls, snapshot: Snapshot, file: RankFile, tensors: Staged | Sequence[torch.Tensor]) -> Content:
         """The content of a snapshot. Nothing in it but `tensors` changes with the state, if they are staged."""
         private = isinstance(tensors, Staged)
+        objects = {name: snapshot.objects[name] for name in file.plan.objects}
         special = memory_of(file.pickled, snapshot.tensors)
         return cls(
             file,
             tensors,
             [each.clone() if private else each for each in special],
-            {
-                name: _copied(snapshot.objects[name]) if private else snapshot.objects[name]
-                for name in file.plan.objects
-            },
+            {name: _copied(each) if private else each for name, each in objects.items()},
             [snapshot.units[number].as_unit() for number in file.plan.units],
             [snapshot.units[number].as_unit() for number in file.plan.own_units],
         )
@@ -94,11 +92,7 @@ class Writing:
 
     def _write(self, folder: Path, rank: int, content: Content, sent: bytes) -> tuple[Part, bytes]:
         image, places, objects = _image(content)
-        try:
-            part = write_part(folder, rank, image, content.own_units, self._disk)
-        finally:
-            if isinstance(content.tensors, Staged):
-                content.tensors.release()
+        part = write_part(folder, rank, image, content.own_units, self._disk)
         rows = pack(content.file.rows(places))
         plan = content.file.plan
         part.rows = rows if rows != sent else None

@@ -10,7 +10,8 @@ object of Python.
 
 from __future__ import annotations
 
-import mmap
+import os
+import weakref
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ Ints = NDArray[np.int64]
 Rows = dict[int, Ints]
 """What one rank wrote: for d dimensions an array [n, 4 + 2 d], as in the table, but with the tensor's number first."""
 
+FRAME_BYTES = 8192
+"""A container is no more than this larger than its payload."""
 HEAD = 4
 """Numbers of a row before its offsets."""
 _LITTLE = np.dtype("<i8")
@@ -142,35 +145,53 @@ class Chunks:
         return bisect_right(ends, offsets[dim]), bisect_left(begins, offsets[dim] + sizes[dim])
 
 
-class ChunkTable:
-    """The table of a checkpoint, from the file (by `open` or `parse`) or from what `assemble` made."""
+class RowFile:
+    """The numbers in a file, read when they are wanted: on a large run the whole table is larger than what is needed.
 
-    def __init__(self, tensors: Mapping[str, TensorRecord], rows: Ints, where: str = "the chunk table") -> None:
+    Not mapped: a file that is cut short while it is looked at would end the process, not the load.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        self.size_bytes = os.fstat(self._fd).st_size
+
+    def __len__(self) -> int:
+        return self.size_bytes // _LITTLE.itemsize
+
+    def __getitem__(self, which: slice) -> Ints:
+        size = (which.stop - which.start) * _LITTLE.itemsize
+        data = os.pread(self._fd, size, which.start * _LITTLE.itemsize)
+        if len(data) != size:
+            raise CorruptError(f"{self._path} ends early: it has changed since it was opened; {_REMEDY}")
+        return np.frombuffer(data, _LITTLE)
+
+
+class ChunkTable:
+    """The table of a checkpoint, from the file (by `open`) or from what `assemble` made."""
+
+    def __init__(
+        self, tensors: Mapping[str, TensorRecord], rows: Ints | RowFile, where: str = "the chunk table"
+    ) -> None:
         self._tensors = tensors
         self._rows = rows
         self._where = where
-        self._known: dict[str, Chunks] = {}
+        self._last: tuple[str, Chunks] | None = None
 
     @classmethod
     def open(cls, path: Path, tensors: Mapping[str, TensorRecord], expected_bytes: int) -> ChunkTable:
-        """Map the file, for reading only. Raises: CorruptError where its size is not the expected one, OSError."""
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size != expected_bytes:
-                raise CorruptError(f"{path} has {size} bytes instead of {expected_bytes}; {_REMEDY}")
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        return cls.parse(data, tensors, str(path))
-
-    @classmethod
-    def parse(cls, data: bytes | mmap.mmap, tensors: Mapping[str, TensorRecord], where: str) -> ChunkTable:
-        """The table out of the bytes of the file, not copied. Raises: CorruptError."""
-        if len(data) % _LITTLE.itemsize:
-            raise CorruptError(f"{where} is no chunk table: {len(data)} bytes are no whole numbers; {_REMEDY}")
-        return cls(tensors, np.frombuffer(data, _LITTLE), where)
+        """The table in a file, of which rows are read as they are wanted. Raises: CorruptError, OSError."""
+        rows = RowFile(path)
+        if rows.size_bytes != expected_bytes:
+            raise CorruptError(f"{path} has {rows.size_bytes} bytes instead of {expected_bytes}; {_REMEDY}")
+        if expected_bytes % _LITTLE.itemsize:
+            raise CorruptError(f"{path} is no chunk table: {expected_bytes} bytes are no whole numbers; {_REMEDY}")
+        return cls(tensors, rows, str(path))
 
     def chunks(self, name: str) -> Chunks:
         """The chunks of a tensor. Raises: KeyError; CorruptError where the table ends before them."""
-        if name not in self._known:
+        if self._last is None or self._last[0] != name:
             record = self._tensors[name]
             dims = len(record.shape)
             width = HEAD + 2 * dims
@@ -179,8 +200,8 @@ class ChunkTable:
                 raise self._corrupt(name, f"its rows ({record.count} from number {record.start}) are not in the table")
             rows = self._rows[record.start : end].reshape(record.count, width)
             boxes = rows[:, HEAD : HEAD + dims], rows[:, HEAD + dims :]
-            self._known[name] = Chunks(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], *boxes, record.axis)
-        return self._known[name]
+            self._last = name, Chunks(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], *boxes, record.axis)
+        return self._last[1]
 
     def check(self, files: Sequence[tuple[str, int]]) -> None:
         """Raises: CorruptError where a row of any tensor cannot be. `files`: names and bytes, by number."""
@@ -211,7 +232,8 @@ class ChunkTable:
         payload = chunks.payload - chunks.offset
         inside = (payload >= 0) & (payload <= chunks.bytes)
         if item is not None:
-            inside &= chunks.sizes.prod(axis=1) * item <= chunks.bytes - payload
+            around = chunks.bytes - chunks.sizes.prod(axis=1) * item
+            inside &= (payload <= around) & (around <= FRAME_BYTES)
         inside |= chunks.payload == -1
         self._require(name, inside, "has a payload that does not fit its container", files)
         if record.shape:

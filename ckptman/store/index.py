@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import CorruptError
 from ckptman.store.chunks import ChunkTable, TensorRecord
-from ckptman.store.digest import digest_bytes
-from ckptman.store.manifest import FORMAT_VERSION, Manifest, parse_versioned
-from ckptman.store.names import CHUNKS, INDEX, rank_of, values_name
+from ckptman.store.digest import digest_bytes, digest_file, digest_of_blocks
+from ckptman.store.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_versioned
+from ckptman.store.names import CHUNKS, INDEX, blocks_name, rank_of, values_name
 
 
 class Location(BaseModel):
@@ -74,7 +75,7 @@ class Index(BaseModel):
 def read_index(folder: Path, manifest: Manifest, *, ranks: Iterable[int] | None = None) -> Index:
     """The index of a checkpoint, with the values that only `ranks` have; None: of all ranks.
 
-    Raises: CorruptError (digests are checked), FormatVersionError, OSError.
+    Raises: CorruptError (digests are checked), FormatVersionError.
     """
     index = _read(folder, INDEX, manifest, Index)
     for location in index.objects.values():
@@ -91,9 +92,16 @@ def ranks_with_values(manifest: Manifest) -> list[int]:
 
 
 def open_table(folder: Path, manifest: Manifest, index: Index) -> ChunkTable:
-    """The chunk table of a checkpoint, checked against its digest. Raises: CorruptError, OSError."""
-    # Not mapped: a file that is cut short while it is looked at would end the process, not the load.
-    return ChunkTable.parse(read_checked(folder, CHUNKS, manifest), index.tensors, str(folder / CHUNKS))
+    """The chunk table of a checkpoint, checked against its digest. Raises: CorruptError."""
+    path, record = folder / CHUNKS, _record(folder, CHUNKS, manifest)
+    try:
+        size, blocks = digest_file(path, manifest.block_bytes)
+        table = ChunkTable.open(path, index.tensors, record.bytes)
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be read: {error.strerror or error}; {_remedy(folder)}") from error
+    if size != record.bytes or digest_of_blocks(blocks) != record.digest:
+        raise _changed(path, folder)
+    return table
 
 
 def data_files(manifest: Manifest, index: Index) -> list[tuple[str, int]]:
@@ -103,19 +111,43 @@ def data_files(manifest: Manifest, index: Index) -> list[tuple[str, int]]:
 
 def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
     """A whole file of a checkpoint, checked against its digest. Raises: CorruptError."""
-    path, record = folder / name, manifest.files.get(name)
-    remedy = f"restore an older checkpoint, or run `ckptman verify {folder}` to see what is damaged"
-    if record is None:
-        raise CorruptError(f"{folder}: the manifest does not name {name}; {remedy}")
+    path, record = folder / name, _record(folder, name, manifest)
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CorruptError(f"{path} cannot be read: {error.strerror or error}; {remedy}") from error
+        raise CorruptError(f"{path} cannot be read: {error.strerror or error}; {_remedy(folder)}") from error
     if len(data) != record.bytes:
-        raise CorruptError(f"{path} has {len(data)} bytes instead of {record.bytes}; {remedy}")
+        raise CorruptError(f"{path} has {len(data)} bytes instead of {record.bytes}; {_remedy(folder)}")
     if digest_bytes(data, manifest.block_bytes) != record.digest:
-        raise CorruptError(f"{path} does not match its digest: its bytes have changed since they were saved; {remedy}")
+        raise _changed(path, folder)
     return data
+
+
+def read_blocks(folder: Path, file: str, manifest: Manifest) -> bytes:
+    """The digests of the blocks of a data file, 16 bytes each. Raises: CorruptError."""
+    rank = rank_of(file)
+    if rank is None or blocks_name(rank) not in manifest.files or file not in manifest.files:
+        raise CorruptError(f"{folder}: {file} has no block digests; {_remedy(folder)}")
+    blocks = read_checked(folder, blocks_name(rank), manifest)
+    if xxh3_128_hexdigest(blocks) != manifest.files[file].digest:
+        raise CorruptError(f"{folder}: {blocks_name(rank)} holds no digests of {file}; {_remedy(folder)}")
+    return blocks
+
+
+def _record(folder: Path, name: str, manifest: Manifest) -> FileRecord:
+    if name not in manifest.files:
+        raise CorruptError(f"{folder}: the manifest does not name {name}; {_remedy(folder)}")
+    return manifest.files[name]
+
+
+def _changed(path: Path, folder: Path) -> CorruptError:
+    return CorruptError(
+        f"{path} does not match its digest: its bytes have changed since they were saved; {_remedy(folder)}"
+    )
+
+
+def _remedy(folder: Path) -> str:
+    return f"restore an older checkpoint, or run `ckptman verify {folder}` to see what is damaged"
 
 
 M = TypeVar("M", Index, Values)
@@ -127,7 +159,7 @@ def _read(folder: Path, name: str, manifest: Manifest, model: type[M]) -> M:
     try:
         return model.model_validate(raw)
     except (ValidationError, RecursionError) as error:
-        raise CorruptError(f"{path} is not what ckptman writes there: {error}") from error
+        raise CorruptError(f"{path} is not what ckptman writes there; {_remedy(folder)}: {error}") from error
 
 
 def values_json(units: Sequence[Mapping[str, Any]]) -> bytes:
@@ -142,6 +174,9 @@ def _to_json(fields: Mapping[str, Any]) -> bytes:
 def _check_location(path: Path, location: Location, manifest: Manifest) -> None:
     known = manifest.files.get(location.file)
     if known is None:
-        raise CorruptError(f"{path} points to {location.file!r}, which the manifest does not name")
+        raise CorruptError(
+            f"{path} points to {location.file!r}, which the manifest does not name; {_remedy(path.parent)}"
+        )
     if location.offset < 0 or location.bytes < 0 or location.offset + location.bytes > known.bytes:
-        raise CorruptError(f"{path} points outside {location.file} ({location.offset} + {location.bytes} bytes)")
+        where = f"{location.file} ({location.offset} + {location.bytes} bytes)"
+        raise CorruptError(f"{path} points outside {where}; {_remedy(path.parent)}")

@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptman.errors import CorruptError
 from ckptman.store.catalogue import Entry
+from ckptman.store.chunks import find_flaw as quick_flaw
 from ckptman.store.digest import digest_file, digest_of_blocks
-from ckptman.store.index import data_files, open_table, read_index
+from ckptman.store.index import data_files, open_table, read_blocks, read_index
 from ckptman.store.manifest import FileRecord, Manifest
 
 
@@ -63,17 +65,29 @@ def verify_files(
 def check_coverage(folder: Path, manifest: Manifest) -> list[str]:
     """What is wrong with how the chunks of each tensor fill it: each element is to be saved exactly once.
 
+    What a load needs besides, the digests of every data file's blocks, has to be there too.
+
     Raises: CorruptError where the index cannot be read.
     """
     problems = []
     index = read_index(folder, manifest)
+    files = data_files(manifest, index)
     table = open_table(folder, manifest, index)
-    table.check(data_files(manifest, index))
+    table.check(files)
     for name, tensor in index.tensors.items():
-        flaw = find_flaw(table.chunks(name).boxes(), tensor.shape)
+        chunks = table.chunks(name)
+        if quick_flaw(chunks.offsets, chunks.sizes, tensor.shape) is None:
+            continue
+        flaw = find_flaw(chunks.boxes(), tensor.shape)
         if flaw is not None:
             where, times = flaw
             problems.append(f"{name} {list(tensor.shape)}: element {list(where)} was saved {times} times, not once")
+    for name, size in files:
+        try:
+            if size >= 0:
+                read_blocks(folder, name, manifest)
+        except CorruptError as error:
+            problems.append(str(error))
     return problems
 
 
