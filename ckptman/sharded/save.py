@@ -130,6 +130,8 @@ class Saver:
         number, file = self._number, self._file
         assert file is not None
         self._note("save_begun", step=info.step, reason=info.reason)
+        if self._running:
+            self._note("save_queued", step=info.step)
         if self._pool is None or self._stager is None or not self._asynchronous:
             content = Content.of(snapshot, file, file.memory(snapshot))
             try:
@@ -138,12 +140,16 @@ class Saver:
                 self.told, self.failed = self._number, 0
         # A rank that cannot stage takes its failure along into the save, where all the others hear of it.
         content_or_error: Content | Exception
+        staged = None
         try:
-            later = [i for i, piece in enumerate(file.pieces) if piece.name in overlapped] if overlapped else ()
-            self._staged = self._stager.stage(file, file.memory(snapshot), later)
-            content_or_error = Content.of(snapshot, file, self._staged)
+            later = {number for number, piece in enumerate(file.pieces) if piece.name in overlapped}
+            staged = self._stager.stage(file, file.memory(snapshot), later)
+            content_or_error = Content.of(snapshot, file, staged)
         except Exception as error:  # noqa: BLE001
             content_or_error = error
+            if staged is not None:
+                staged.release()
+        self._staged = staged
         stall_seconds = time.monotonic() - begun
         self._note("save_staged", step=info.step, seconds=stall_seconds)
         self._running.append(self._pool.submit(self._write, number, content_or_error, info, begun, stall_seconds))

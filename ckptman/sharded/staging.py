@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -60,6 +61,7 @@ class Staged:
 
     def release(self) -> None:
         """The copy is no longer needed."""
+        self.hold()
         self.slot.free.set()
 
 
@@ -87,7 +89,7 @@ class Stager:
             self._file = file
             self._slots.append(Slot(file, memory))
 
-    def stage(self, file: RankFile, memory: Sequence[torch.Tensor], later: Collection[int] = ()) -> Staged:
+    def stage(self, file: RankFile, memory: Sequence[torch.Tensor], later: AbstractSet[int] = frozenset()) -> Staged:
         """Copy. The tensors whose numbers are in `later` may still be copied when this returns.
 
         Waits for a slot if all are being written.
@@ -104,7 +106,7 @@ class Stager:
                 return Staged(slot, _nothing, _nothing)
             copied: Future[None] = self._copier.submit(slot.copy, memory, later)
             slot.copy(memory, now)
-            return Staged(slot, copied.result, copied.result)
+            return Staged(slot, copied.result, lambda: _over(copied))
         except BaseException:
             slot.free.set()
             raise
@@ -155,3 +157,8 @@ def _allocate(size: int, pinned: bool) -> torch.Tensor:
 
 def _nothing() -> None:
     pass
+
+
+def _over(copied: Future[None]) -> None:
+    """Wait. What went wrong is for the save to tell, not for the optimizer step that waits here."""
+    copied.exception()

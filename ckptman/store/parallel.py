@@ -15,6 +15,7 @@ ALIGN_BYTES = 4096
 """What direct I/O wants offsets, sizes and addresses to be a multiple of, on every disk that is in use."""
 STRIDE_BYTES = 4 * 1024 * 1024
 """The most that one call moves, as a rule."""
+_THREADS = 4
 _KEPT_BUFFERS = 8
 _KEPT_BYTES = 4 * STRIDE_BYTES
 
@@ -23,13 +24,14 @@ _free: deque[memoryview] = deque()
 
 
 def io_threads() -> int:
-    """How many threads move the bytes of one file: the cores of this process, at most 4, or `CKPTMAN_IO_THREADS`.
+    """How many threads move the bytes of a save or a load: `CKPTMAN_IO_THREADS`, or 4, whatever the number of cores:
+    they wait for storage more than they compute.
 
     Raises: ConfigError where the variable is no whole number from 1 on.
     """
     text = os.environ.get(THREADS_ENV)
     if text is None or not text.strip():
-        return max(1, min(4, _cores()))
+        return _THREADS
     try:
         count = int(text)
     except ValueError:
@@ -119,9 +121,3 @@ def _borrow(size: int) -> memoryview:
 def _give_back(buffer: memoryview) -> None:
     if len(_free) < _KEPT_BUFFERS and len(buffer) <= _KEPT_BYTES:
         _free.append(buffer)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
