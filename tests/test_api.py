@@ -29,7 +29,6 @@ def test_there_and_back_in_place(tmp_path: Path) -> None:
     fresh = state(0.0)
     before = fresh["w"], fresh["nested"], fresh["nested"]["b"]
     ckptman.load(fresh, str(tmp_path / "deep" / "folder" / "x"))
-    assert (fresh["w"], fresh["nested"], fresh["nested"]["b"]) == before or fresh["w"] is before[0]
     assert fresh["w"] is before[0]
     assert fresh["nested"] is before[1]
     assert fresh["nested"]["b"] is before[2]
@@ -121,12 +120,10 @@ def test_dicts_in_lists_in_dicts(tmp_path: Path) -> None:
             "numbers": [one, one + 1],
             "empty": {},
             "no list": [],
-            3: {4: torch.full((5,), one)} if False else one,
         }
 
-    saved = {"top": {key: value for key, value in nest(7).items() if isinstance(key, str)}}
-    ckptman.save(saved, tmp_path / "x")
-    fresh = {"top": {key: value for key, value in nest(0).items() if isinstance(key, str)}}
+    ckptman.save({"top": nest(7)}, tmp_path / "x")
+    fresh = {"top": nest(0)}
     ckptman.load(fresh, tmp_path / "x")
     layers = fresh["top"]["layers"]
     assert torch.equal(layers[0]["w"], torch.full((2,), 7))
@@ -227,6 +224,7 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
     ckptman.load(fresh, tmp_path / "x")
     for run in (saved, fresh):
         torch.manual_seed(9)
+        run["optimizer"].zero_grad()
         run["model"](torch.randn(5, 4)).sum().backward()
         run["optimizer"].step()
     assert flat(fresh) == flat(saved)
@@ -243,15 +241,15 @@ def test_an_optimizer_that_has_not_stepped(tmp_path: Path) -> None:
 
 @pytest.mark.xfail(strict=True, raises=ckptman.MismatchError, reason="load asks for a state that save left out")
 def test_a_parameter_that_never_had_a_gradient(tmp_path: Path) -> None:
-    def run(seed: int) -> dict[str, Any]:
-        torch.manual_seed(seed)
+    def run(steps: int) -> dict[str, Any]:
         model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
         optimizer = torch.optim.Adam(model.parameters())
-        model[0](torch.ones(2)).sum().backward()
-        optimizer.step()
+        for _ in range(steps):
+            model[0](torch.ones(2)).sum().backward()
+            optimizer.step()
         return {"model": model, "optimizer": optimizer}
 
-    saved, fresh = run(0), run(1)
+    saved, fresh = run(1), run(0)
     ckptman.save(saved, tmp_path / "x")
     ckptman.load(fresh, tmp_path / "x")
     assert flat(fresh) == flat(saved)

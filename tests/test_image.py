@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import random
 import zipfile
 from pathlib import Path
@@ -283,7 +284,7 @@ def test_a_layout_leaves_no_two_things_at_one_place() -> None:
         assert placed.offset + placed.bytes <= layout.end
         spans.append((placed.offset, placed.offset + placed.bytes))
     spans += [(at.offset, at.offset + at.bytes) for at in (layout.add_bytes(dice.randbytes(77)) for _ in range(9))]
-    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:]))
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     assert layout.end <= layout.page_end() < layout.end + 4096
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -115,23 +116,22 @@ def test_each_byte_is_read_once_and_every_bit_is_right(tmp_path: Path) -> None:
         assert max(counts) <= 1.2 * size / 4, name
 
 
-def read_in_many_rounds(path: str, odd_path: str) -> list[list[str]]:
+def read_in_many_rounds(odd_path: str) -> list[list[str]]:
     """Bands of some rows, and families smaller than the number of replicas."""
-    sharing_module.BAND_BYTES = 256 * 1024
-    found = [each for each, _ in read_in_layouts(path, odd_path).values()]
+    found: list[list[str]] = []
     sharing_module.BAND_BYTES, sharing_module.MEMBERS = 20_000, 3
     mesh = init_device_mesh("cpu", (4,))
-    for placements in ((Replicate(),), (Shard(1),)):
+    channel = Channel(20)
+    for placements in ((Replicate(),), (Shard(1),), (Shard(0),)):
         targets = lay_out({key: torch.zeros_like(tensor) for key, tensor in odd().items()}, mesh, placements)
-        read_all(Channel(20), odd_path, targets)
+        read_all(channel, odd_path, targets)
         found.append(wrong(targets, lay_out(odd(), mesh, placements)))
     return found
 
 
 def test_many_small_bands(tmp_path: Path) -> None:
-    ckptman.save(large(), tmp_path / "large")
     ckptman.save(odd(), tmp_path / "odd")
-    for found in run_ranks(4, read_in_many_rounds, str(tmp_path / "large"), str(tmp_path / "odd")):
+    for found in run_ranks(4, read_in_many_rounds, str(tmp_path / "odd")):
         assert found == [[]] * len(found)
 
 
@@ -181,7 +181,7 @@ def test_tensors_that_only_some_ranks_have(tmp_path: Path) -> None:
 
 
 def load_again_and_again(path: str) -> list[str]:
-    api_module.TIMEOUT_SECONDS = 4
+    api_module.TIMEOUT_SECONDS = 2
     mesh = init_device_mesh("cpu", (2, 2))
     expected = lay_out(odd(), mesh, (Replicate(), Shard(0)))
     found = []
@@ -192,14 +192,16 @@ def load_again_and_again(path: str) -> list[str]:
     return found
 
 
-@pytest.mark.xfail(strict=True, raises=RankError, reason="a family of the same ranks and name finds the store's old keys")
+@pytest.mark.xfail(
+    strict=True, raises=RankError, reason="a family of the same ranks and name finds the store's old keys"
+)
 def test_one_load_after_the_other(tmp_path: Path) -> None:
     ckptman.save(odd(), tmp_path / "x")
     assert run_ranks(4, load_again_and_again, str(tmp_path / "x"), limit=30) == [[]] * 4
 
 
 def load_with_a_group_of_one(path: str) -> list[str]:
-    api_module.TIMEOUT_SECONDS = 4
+    api_module.TIMEOUT_SECONDS = 2
     mesh = init_device_mesh("cpu", (2, 2))
     dist.new_group([0])
     fresh = lay_out({key: torch.zeros_like(each) for key, each in odd().items()}, mesh, (Replicate(), Shard(0)))
@@ -214,10 +216,11 @@ def test_a_rank_that_is_in_more_groups_than_the_others(tmp_path: Path) -> None:
 
 
 def quantized(fill: float) -> torch.Tensor:
-    return torch.quantize_per_tensor(torch.full((5000,), fill), 0.125, 3, torch.qint8)
+    return torch.quantize_per_tensor(torch.full((5000,), float(fill)), 0.125, 3, torch.qint8)
 
 
 def load_quantized(path: str) -> bool:
+    warnings.simplefilter("ignore")  # torch warns of its own use of storages
     state = {"q": quantized(0)}
     ckptman.load(state, path)
     return torch.equal(state["q"].int_repr(), quantized(1.5).int_repr())
