@@ -202,7 +202,6 @@ def test_the_hooks_go_with_the_run(tmp_path: Path) -> None:
     assert (len(run.first._optimizer_step_pre_hooks), len(run.second._optimizer_step_post_hooks)) == before
 
 
-@pytest.mark.xfail(strict=True, reason="a learning rate that is a tensor is taken for what an optimizer step changes")
 def test_a_learning_rate_that_a_schedule_changes_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

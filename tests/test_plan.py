@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from torch import nn
 from ckptman.errors import ConfigError
 from ckptman.sharded.boxes import Box
 from ckptman.sharded.plan import CUT_BYTES, Held, Piece, SavePlan, divide, make_plan
+from ckptman.sharded.ranks import Failure, RankFailed, failure_of
 from ckptman.sharded.state import snapshot
 
 Divided = list[list[Piece]]
@@ -164,6 +165,17 @@ class End:
     def gather(self, value: Any) -> list[Any]:
         return self._line.gather(self.rank, value)
 
+    def everywhere(self, work: Callable[[], Any]) -> list[Any]:
+        try:
+            mine: Any = work()
+        except Exception as error:
+            mine = failure_of(self.rank, error)
+        found = self._line.gather(self.rank, mine)
+        for each in found:
+            if isinstance(each, Failure):
+                raise RankFailed(each)
+        return found
+
 
 def plans_of(states: Sequence[dict[str, Any]]) -> tuple[list[SavePlan | Exception], Line]:
     """The plans that ranks with these states agree on, and what was sent for it."""
@@ -216,7 +228,7 @@ def module() -> nn.Module:
 
 def test_ranks_that_are_alike_send_a_digest_and_share_the_parameters() -> None:
     plans, line = plans_of([{"model": module(), "epoch": 3, "extra": {"x": torch.zeros(600_000)}} for _ in range(4)])
-    assert line.sent == {"str": 4}
+    assert line.sent == {"str": 4, "NoneType": 4}, "and that all have a plan"
     assert len({plan.tensors for plan in plans}) == 1  # type: ignore[union-attr]
     for name, rows in (("model.0.weight", 1024), ("model.2.weight", 512)):
         written = writers(plans, name)
@@ -238,7 +250,7 @@ def test_ranks_that_differ_send_one_table_of_each_kind() -> None:
         return {**common, "odd": torch.zeros(7), "odd value": 1} if rank % 2 else common | {"even": torch.zeros(3, 2)}
 
     plans, line = plans_of([state(rank) for rank in range(5)])
-    assert line.sent == {"str": 5, "_Table": 2, "NoneType": 3}
+    assert line.sent == {"str": 5, "_Table": 2, "NoneType": 3 + 5}
     names = [name for name, _, _ in plans[0].tensors]  # type: ignore[union-attr]
     assert names == sorted(names) == ["all", "even", "odd"]
     assert all(plan.tensors == plans[0].tensors for plan in plans)  # type: ignore[union-attr]

@@ -52,4 +52,6 @@ def _reclaimable(folder: Path) -> int:
     except OSError:
         return 0
     numbers = dict(line.split(" ", 1) for line in lines if " " in line)
-    return int(numbers.get("inactive_file", 0)) + int(numbers.get("active_file", 0))
+    # In version 1 the plain names leave out the groups below; version 2 has no others.
+    kinds = ("inactive_file", "active_file")
+    return sum(int(numbers.get(f"total_{kind}", numbers.get(kind, 0))) for kind in kinds)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ckptman.errors import CommitError, MismatchError
-from ckptman.sharded.commit import Draft
-from ckptman.sharded.load import all_or_corrupt, fill
+from ckptman.sharded.commit import Draft, SaveInfo
+from ckptman.sharded.load import all_or_corrupt, fill, flat_optimizer, not_started
+from ckptman.sharded.optimizer import parameter_of
 from ckptman.sharded.plan import make_plan
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
@@ -44,7 +45,10 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
     channel = Channel(TIMEOUT_SECONDS)
     shots: list[Snapshot] = []
     files: list[RankFile] = []
-    draft = Draft(final, None, overwrite=overwrite)
+    name = parse_step(final.name)
+    step = name.step if name else 0
+    info = SaveInfo(step=step, reason="saved by ckptman.save", world_size=channel.world_size)
+    draft = Draft(final, info, overwrite=overwrite)
     try:
         channel.everywhere(lambda: shots.append(snapshot(state_dict, channel.rank, strict=False)))
         plan = make_plan(shots[0], channel)
@@ -53,8 +57,7 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
     except RankFailed as failed:
         if failed.failure.error is not None:
             raise failed.failure.error from failed
-        name = parse_step(final.name)
-        raise CommitError(name.step if name else 0, failed.failure.rank, failed.failure.text) from failed
+        raise CommitError(step, failed.failure.rank, failed.failure.text) from failed
     finally:
         draft.abandon()
         channel.close()
@@ -79,6 +82,8 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
     def look() -> _Found:
         found.append(_Found(SavedState.read(folder, channel.rank)))
         for name, value in live[0].items():
+            if isinstance(state_dict[name], torch.optim.Optimizer):
+                found[0].leave_out(name, value)
             found[0].look(value, (name,), partial(operator.setitem, live[0], name))
         return _Found(None, missing=found[0].missing, mismatched=found[0].mismatched)
 
@@ -92,7 +97,7 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
         assert found[0].saved is not None
         fill(channel, found[0].saved, found[0].targets, folder, verify=verify)
         all_or_corrupt(channel, partial(found[0].set_values, verify), folder)
-        channel.everywhere(lambda: _hand_over(state_dict, live[0], channel.rank))
+        channel.everywhere(lambda: _hand_over(state_dict, live[0], channel.rank, found[0]))
     except RankFailed as failed:
         raise failed.as_ckptman_error() from failed
     finally:
@@ -107,8 +112,19 @@ class _Found:
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     settings: list[Callable[[], None]] = field(default_factory=list)
     pickled: list[tuple[str, Callable[[Any], None]]] = field(default_factory=list)
+    not_started: dict[str, set[str]] = field(default_factory=dict)
+    left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+
+    def leave_out(self, name: str, live: dict[str, Any]) -> None:
+        """Take out of an optimizer's state what it did not have yet when it was saved."""
+        assert self.saved is not None
+        saved = flat_optimizer(self.saved.values.get(name, {}))
+        self.saved.values[name] = saved
+        absent = not_started(live, saved)
+        self.not_started[name] = absent
+        self.left_out[name] = {entry: live.pop(entry) for entry in list(live) if parameter_of(entry) in absent}
 
     def look(self, value: Any, path: tuple[str | int, ...], assign: Callable[[Any], None]) -> None:
         """Look for a value and everything below it. `assign` puts another plain value in its place."""
@@ -163,11 +179,13 @@ def _at(values: Any, path: tuple[str | int, ...]) -> tuple[Any, bool]:
     return values, True
 
 
-def _hand_over(state_dict: MutableMapping[str, Any], values: Mapping[str, Any], rank: int) -> None:
+def _hand_over(state_dict: MutableMapping[str, Any], values: Mapping[str, Any], rank: int, found: _Found) -> None:
     for name, value in values.items():
         target = state_dict[name]
         if is_named(target) or is_stateful(target):
             mine = value[rank_key(rank)] if getattr(target, "per_rank", False) else value
-            put_back(state_dict, name, mine, rank, False, set())
+            if name in found.left_out:
+                mine = mine | found.left_out[name]
+            put_back(state_dict, name, mine, rank, False, found.not_started.get(name, set()))
         elif value is not target:
             state_dict[name] = value

@@ -13,10 +13,11 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from ckptman.errors import ConfigError
+from ckptman.sharded.container import is_plain
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,17 @@ def local_parts(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box,
             raise ConfigError(
                 f"{name} is a sum that was not taken (placements {tensor.placements}): call redistribute() first"
             )
-        box = _dtensor_box(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
-        return [(box, tensor.to_local().detach())] if box is not None else []
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is None:
+            return []
+        box = _dtensor_box(tuple(tensor.shape), tensor.device_mesh, tensor.placements, tuple(coordinate))
+        local = tensor.to_local().detach()
+        if is_plain(local) and tuple(local.shape) != box.sizes:
+            raise ConfigError(
+                f"{name}: this rank holds {list(local.shape)} of {list(tensor.shape)}, and by its placements "
+                f"{tensor.placements} it should be {list(box.sizes)}: shard it as torch.chunk does"
+            )
+        return [(box, local)]
     if isinstance(tensor, ShardedTensor):
         return [
             (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), ()), shard.tensor.detach())
@@ -49,12 +59,11 @@ def local_parts(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box,
     return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
 
 
-@lru_cache(maxsize=65536)
-def _dtensor_box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box | None:
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+@lru_cache(maxsize=8192)
+def _dtensor_box(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: tuple[int, ...]
+) -> Box:
+    sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)
     same = mesh.mesh
     for axis in reversed(range(mesh.ndim)):
         if not isinstance(placements[axis], Replicate):

@@ -21,11 +21,15 @@ _LOCAL_HEADER_BYTES = 30
 
 @dataclass(frozen=True)
 class Frame:
-    """The bytes of a container before and after its payload, `payload_bytes` long."""
+    """The bytes of a container before and after its payload, `payload_bytes` long.
+
+    `described`: the pickle in it that says what the payload means.
+    """
 
     head: bytes
     tail: bytes
     payload_bytes: int
+    described: bytes
 
     @property
     def size_bytes(self) -> int:
@@ -35,10 +39,15 @@ class Frame:
 @lru_cache(maxsize=16384)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     """The frame of a contiguous tensor. Its bytes can be loaded by `torch.load` with the payload put in between."""
+    payload_bytes = dtype.itemsize * math.prod(shape)
+    # Never written to: no memory is taken. On the CPU whatever the default device is, and not filled as torch.empty is
+    # where deterministic algorithms are asked for.
+    storage = torch.UntypedStorage(payload_bytes, device="cpu")  # type: ignore[no-untyped-call]
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(shape)
     recorder = _Recorder()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), recorder)  # type: ignore[arg-type]
-    return recorder.frame(dtype.itemsize * math.prod(shape))
+        torch.save(tensor, recorder)  # type: ignore[arg-type]
+    return recorder.frame(payload_bytes)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -63,7 +72,7 @@ def payload_of(container: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) 
             order = archive.read(names["byteorder"]) if "byteorder" in names else b"little"
         ours = frame_of(dtype, shape)
         if (
-            described != _described(ours)
+            described != ours.described
             or order != b"little"
             or payload.compress_type != zipfile.ZIP_STORED
             or payload.file_size != ours.payload_bytes
@@ -77,13 +86,7 @@ def payload_of(container: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) 
     return payload.header_offset + _data_start(local)
 
 
-def _described(frame: Frame) -> bytes:
-    """The pickle inside of a frame that says what the payload means: its first record."""
-    start = _data_start(frame.head)
-    return frame.head[start : frame.head.index(b"PK\x07\x08", start)]
-
-
-def _data_start(record: bytes) -> int:
+def _data_start(record: bytes | bytearray) -> int:
     """Where the data of a zip record begins, from its local header (APPNOTE.TXT 4.3.7)."""
     return _LOCAL_HEADER_BYTES + int.from_bytes(record[26:28], "little") + int.from_bytes(record[28:30], "little")
 
@@ -127,4 +130,5 @@ class _Recorder(io.RawIOBase):
                 assert position == end
                 head += data
             end = position + len(data)
-        return Frame(bytes(head), bytes(tail), payload_bytes)
+        # The first record is the pickle, and is written in one piece.
+        return Frame(bytes(head), bytes(tail), payload_bytes, self._written[_data_start(head)])

@@ -78,7 +78,8 @@ class Image:
     def __init__(
         self, parts: Iterable[tuple[int, bytes | memoryview | torch.Tensor]], memory: memoryview | None = None
     ) -> None:
-        self._parts = sorted(((place, part, _bytes_of(part)) for place, part in parts), key=lambda each: each[0])
+        sized = ((place, part, _bytes_of(part)) for place, part in parts)
+        self._parts = sorted((each for each in sized if each[2]), key=lambda each: each[0])
         self._places = [place for place, _, _ in self._parts]
         self._memory = memory if memory is not None else memoryview(b"")
         ends = [place + size for place, _, size in self._parts]
@@ -114,8 +115,8 @@ def copy_range(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         as_bytes(out).copy_(as_bytes(tensor.view(-1)[start : start + count]))
         return
-    if tensor.dim() == 1:
-        out.copy_(tensor[start : start + count])
+    if tensor.dim() < 2:
+        out.copy_(tensor.reshape(-1)[start : start + count])
         return
     row = math.prod(tensor.shape[1:])
     done = 0

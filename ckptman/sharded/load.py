@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,8 +62,8 @@ def fill(
 
     Raises on every rank alike: CorruptError, and then no target is usable.
     """
-    counts = all_or_corrupt(channel, lambda: read_together(channel, saved, targets, verify=verify), folder)
-    return counts[channel.rank]
+    with corrupt_on_all(folder):
+        return read_together(channel, saved, targets, verify=verify)
 
 
 def _hand_over(state: State, fit: _Fit, names: list[str], rank: int) -> None:
@@ -73,8 +74,15 @@ def _hand_over(state: State, fit: _Fit, names: list[str], rank: int) -> None:
 
 def all_or_corrupt(channel: Channel, work: Callable[[], T], folder: Path) -> list[T]:
     """Do `work` on all ranks. What one rank cannot read counts as corrupt on all; our own errors stay what they are."""
-    try:
+    with corrupt_on_all(folder):
         return channel.everywhere(work)
+
+
+@contextmanager
+def corrupt_on_all(folder: Path) -> Iterator[None]:
+    """What failed on one rank inside counts as corrupt on all."""
+    try:
+        yield
     except RankFailed as failed:
         if failed.failure.error is not None:
             raise failed.failure.error from failed
@@ -140,9 +148,7 @@ def _measure_named(name: str, target: object, live: dict[str, Any], fit: _Fit, r
     saved = fit.saved.values[name]
     if isinstance(target, torch.optim.Optimizer):
         saved = flat_optimizer(saved)
-        # A parameter that never had a gradient has no state yet: that is how it was saved, and how it will be again.
-        started = {parameter_of(entry) for entry in saved}
-        fit.not_started[name] = {each for entry in live if (each := parameter_of(entry)) and each not in started}
+        fit.not_started[name] = not_started(live, saved)
     fit.values[name] = {entry: saved.get(entry, value) for entry, value in live.items()}
     for entry, value in live.items():
         if parameter_of(entry) in fit.not_started.get(name, ()):
@@ -186,6 +192,12 @@ def _measure_free(name: str, saved: Any, live: Any, fit: _Fit) -> None:
         else:
             fit.targets[ref.name] = torch.empty(size, dtype=dtype, device=like.device if like is not None else None)
     fit.values[name] = saved
+
+
+def not_started(live: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
+    """The parameters of an optimizer that had no state yet when it was saved: they will have none again."""
+    started = {parameter_of(entry) for entry in saved}
+    return {each for entry in live if (each := parameter_of(entry)) and each not in started}
 
 
 def flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:

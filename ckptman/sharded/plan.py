@@ -17,7 +17,7 @@ from xxhash import xxh3_128_hexdigest
 from ckptman.errors import ConfigError
 from ckptman.sharded.boxes import Box, local_parts
 from ckptman.sharded.container import is_plain
-from ckptman.sharded.ranks import Channel
+from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.state import Snapshot
 
 CUT_BYTES = 1024 * 1024
@@ -105,7 +105,13 @@ def make_plan(snapshot: Snapshot, channel: Channel) -> SavePlan:
     else:
         sent = channel.gather(table if firsts[digest] == channel.rank else None)
         tables = [sent[firsts[each]] for each in digests]
-    return plan_for(snapshot, [each for each in tables if each is not None], channel.rank)
+    made: list[SavePlan] = []
+    known = [each for each in tables if each is not None]
+    try:
+        channel.everywhere(lambda: made.append(plan_for(snapshot, known, channel.rank)))
+    except RankFailed as failed:
+        raise failed.as_ckptman_error() from failed
+    return made[0]
 
 
 def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> SavePlan:
@@ -115,7 +121,7 @@ def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> SavePla
     held = []
     for name, tensor in snapshot.tensors.items():
         for part, (box, memory) in enumerate(local_parts(tensor, name)):
-            ranks = box.holders if box.holders is not None else (rank,) if snapshot.is_own(name) else holders.of(name)
+            ranks = (rank,) if snapshot.is_own(name) else holders.among(box.holders, name)
             whole = name in snapshot.from_lowest and box.holders is None
             cut = is_plain(memory) and not whole
             held.append(Held(name, Box(box.offsets, box.sizes, ranks or (rank,)), memory.dtype.itemsize, part, cut))
@@ -183,6 +189,11 @@ class _Holders:
             self._ranks.setdefault(id(table), []).append(rank)
         self._everyone = tuple(range(len(tables)))
         self._known: dict[frozenset[int], tuple[int, ...]] = {frozenset(self._tables): self._everyone}
+
+    def among(self, ranks: tuple[int, ...] | None, name: str) -> tuple[int, ...]:
+        """Those of `ranks` that have a name; None: of all ranks."""
+        having = self.of(name)
+        return having if ranks is None or ranks == having else tuple(rank for rank in ranks if rank in having)
 
     def of(self, name: str) -> tuple[int, ...]:
         which = frozenset(each for each, table in self._tables.items() if name in table.loose)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -58,28 +59,25 @@ class Channel:
         self.rank = dist.get_rank() if self.distributed else 0
         self.world_size = dist.get_world_size() if self.distributed else 1
         self.is_leader = self.rank == 0
-        self._timeout = timedelta(seconds=timeout_seconds)
-        self._families: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.group: dist.ProcessGroup | None = None
         self.lost = False
         """Whether contact was lost once: gloo's connections do not come back, only a new channel does."""
         if self.distributed:
-            self.group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
-    def family(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """A group of some of the ranks, made when it is first wanted. Exactly these ranks call it."""
-        if len(ranks) == self.world_size:
-            return self.group
-        if ranks not in self._families:
-            made = dist.new_group(list(ranks), self._timeout, "gloo", use_local_synchronization=True)
-            self._families[ranks] = made
-        return self._families[ranks]
+    def swap(self, sent: Mapping[int, torch.Tensor], sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        """Send flat bytes to some ranks, and receive from them as many as `sizes` says. Exactly these ranks call it,
+        each for the others. Raises: RankLostError."""
+        received = {rank: torch.empty(size, dtype=torch.uint8, device="cpu") for rank, size in sizes.items()}
+        messages = [dist.P2POp(dist.isend, data, rank, self.group) for rank, data in sent.items()]
+        messages += [dist.P2POp(dist.irecv, data, rank, self.group) for rank, data in received.items()]
+        with self._contact():
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+        return received
 
     def close(self) -> None:
-        """Free the groups. Only where all ranks get here."""
-        for family in self._families.values():
-            dist.destroy_process_group(family)
-        self._families.clear()
+        """Free the group. Only where all ranks get here."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None

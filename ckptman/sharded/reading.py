@@ -118,7 +118,7 @@ class _Cut:
         item, fill = self._dtype.itemsize, self._fill
         span = item * (1 + sum((size - 1) * stride for size, stride in zip(target.shape, self._strides)))
         in_one_run = span == item * target.numel()
-        if in_one_run and target.device.type == "cpu" and target.is_contiguous() and target.dtype == self._dtype:
+        if in_one_run and target.dtype == self._dtype and _is_flat_memory(target):
             yield Wanted(fill.chunk.file, offset, span, into=view_of(target), label=fill.name)
             return
         dim = next((dim for dim, size in enumerate(target.shape) if size > 1), None)
@@ -138,6 +138,11 @@ class _Cut:
 
     def _deliver(self, target: torch.Tensor, data: memoryview, _: int) -> None:
         self._put(target, flat(data, self._dtype).as_strided(target.shape, self._strides))
+
+
+def _is_flat_memory(tensor: torch.Tensor) -> bool:
+    """Whether the bytes in a tensor's memory are its elements one after the other."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def put(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -248,6 +248,8 @@ class Saver:
     def _refuse(self, reason: str) -> None:
         """Saves block training from now on, because there is no memory to stage in."""
         self._asynchronous = False
+        if self._stager is not None:
+            self._stager.give_back()
         self._note("async_refused", reason=reason)
         if self.channel.is_leader:
             self._warn_once("async", f"saves will block training until they are durable: {reason}")

@@ -8,15 +8,13 @@ after each band the members exchange what the others need. So nobody reads colum
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -24,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.sharded.boxes import local_parts
+from ckptman.sharded.container import is_plain
 from ckptman.sharded.image import as_bytes
 from ckptman.sharded.ranks import Channel
 from ckptman.sharded.reading import Fill, fills_for, fills_for_box, put, read_fills
@@ -44,18 +43,17 @@ class Member(NamedTuple):
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Common:
+class Common(NamedTuple):
     """A tensor that a family reads together: `memory` is this rank's part of it, `boxes` are the parts of all.
 
     `offsets` and `sizes` are the box that holds them all; along dimension 0 it is no larger than each of them.
     """
 
     name: str
-    memory: torch.Tensor
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     boxes: tuple[Member, ...]
+    memory: torch.Tensor
 
     @property
     def row_bytes(self) -> int:
@@ -73,55 +71,66 @@ class Band(NamedTuple):
     first: int
     rows: int
 
+    @property
+    def target(self) -> torch.Tensor:
+        """Where this rank's part of them belongs."""
+        return self.common.memory.narrow(0, self.first, self.rows)
+
 
 def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, torch.Tensor], *, verify: bool) -> int:
     """Fill the targets of all ranks, with each byte read from storage by one rank only where that can be.
 
-    Every rank calls it. Returns the bytes that this one read. Raises: CorruptError, only on the rank that met it and
-    after its part in every exchange, so that the caller can tell the others.
+    Every rank calls it. Returns the bytes that this one read. Raises: RankFailed on every rank alike, RankLostError.
     """
-    families, alone = _families(channel, targets)
+    families, own = _families(channel, targets)
     error: Exception | None = None
     read_bytes = 0
     try:
-        fills = [each for name in alone for each in fills_for(saved, name, targets[name])]
+        fills = [each for name in own for each in fills_for(saved, name, targets[name])]
         read_bytes = read_fills(saved, fills, verify=verify).read_bytes
     except Exception as failed:  # noqa: BLE001 the others wait for this rank's bands
         error = failed
     # Families in the same order on every rank: whoever waits for one waits for the smallest that is not done.
     for ranks in sorted(families):
-        group = channel.family(ranks)
-        work = _Exchange(saved, families[ranks], ranks.index(channel.rank), group, verify)
-        read_bytes += work.run(failed=error)
+        work = _Exchange(saved, families[ranks], ranks, channel, verify)
+        read_bytes += work.run(error)
         error = error or work.error
-    if error is not None:
-        raise error
+
+    def tell() -> None:
+        if error is not None:
+            raise error
+
+    channel.everywhere(tell)
     return read_bytes
 
 
 def _families(
     channel: Channel, targets: Mapping[str, torch.Tensor]
 ) -> tuple[dict[tuple[int, ...], list[Common]], list[str]]:
-    """The tensors that this rank reads together with others, by family, and the names it reads alone."""
+    """The tensors that this rank reads together with others, by family, and the names of those it reads by itself."""
     families: dict[tuple[int, ...], list[Common]] = {}
-    alone = []
+    own = []
     everyone = tuple(range(channel.world_size))
-    for name, tensor in sorted(targets.items()):
-        found = _common(name, tensor, everyone, channel.rank)
-        if found is None:
-            alone.append(name)
-        else:
-            families.setdefault(found[0], []).append(found[1])
+
+    def find() -> dict[str, str]:
+        for name, tensor in sorted(targets.items()):
+            found = _common(name, tensor, everyone, channel.rank)
+            if found is None:
+                own.append(name)
+            else:
+                families.setdefault(found[0], []).append(found[1])
+        return {_digest(ranks): _digest(each[:3] for each in line) for ranks, line in families.items()}
+
     # Together only if all members know it: ranks of another pipeline stage have other tensors.
-    digests = channel.gather({ranks: _digest(members) for ranks, members in families.items()})
+    digests = channel.everywhere(find)
     for ranks in list(families):
-        if any(digests[rank].get(ranks) != digests[channel.rank][ranks] for rank in ranks):
-            alone += [each.name for each in families.pop(ranks)]
-    return families, alone
+        if len({digests[rank].get(_digest(ranks)) for rank in ranks}) > 1:
+            own += [each.name for each in families.pop(ranks)]
+    return families, own
 
 
-def _digest(members: Sequence[Common]) -> str:
-    return xxh3_128_hexdigest(repr([(each.name, each.offsets, each.sizes) for each in members]).encode())
+def _digest(what: Iterable[object]) -> str:
+    return xxh3_128_hexdigest(repr(list(what)).encode())
 
 
 def _common(
@@ -131,6 +140,8 @@ def _common(
     if len(everyone) == 1 or len(parts) != 1 or not tensor.dim():
         return None
     box, memory = parts[0]
+    if not is_plain(memory) or memory.is_conj() or memory.is_neg():
+        return None
     if isinstance(tensor, DTensor):
         ranks, boxes = _relatives(tensor)
     elif box.holders is None:
@@ -141,7 +152,7 @@ def _common(
     ranks, boxes = ranks[start : start + MEMBERS], boxes[start : start + MEMBERS]
     low = tuple(min(each.offsets[dim] for each in boxes) for dim in range(tensor.dim()))
     high = tuple(max(each.offsets[dim] + each.sizes[dim] for each in boxes) for dim in range(tensor.dim()))
-    common = Common(name, memory, low, tuple(end - start for start, end in zip(low, high)), boxes)
+    common = Common(name, low, tuple(end - start for start, end in zip(low, high)), boxes, memory)
     total = common.rows * common.row_bytes
     if len(ranks) == 1 or total < SHARED_BYTES or common.row_bytes > BAND_BYTES // len(ranks):
         return None
@@ -150,15 +161,15 @@ def _common(
 
 def _relatives(tensor: DTensor) -> tuple[tuple[int, ...], tuple[Member, ...]]:
     """The ranks that hold parts of the same rows of a DTensor, and their parts."""
-    return _relatives_of(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
-
-
-@lru_cache(maxsize=65536)
-def _relatives_of(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> tuple[tuple[int, ...], tuple[Member, ...]]:
-    mine = mesh.get_coordinate()
+    mine = tensor.device_mesh.get_coordinate()
     assert mine is not None
+    return _relatives_of(tuple(tensor.shape), tensor.device_mesh, tensor.placements, tuple(mine))
+
+
+@lru_cache(maxsize=8192)
+def _relatives_of(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], mine: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[Member, ...]]:
     together = [isinstance(each, Replicate) or (isinstance(each, Shard) and each.dim > 0) for each in placements]
     axes = [range(size) if shared else [at] for size, shared, at in zip(mesh.shape, together, mine)]
     found = {}
@@ -170,18 +181,18 @@ def _relatives_of(
 
 
 class _Exchange:
-    """A family at work: `me` is this rank's number in it."""
+    """A family at work on its line of rows."""
 
     def __init__(
-        self, saved: SavedState, line: Sequence[Common], me: int, group: dist.ProcessGroup | None, verify: bool
+        self, saved: SavedState, line: Sequence[Common], ranks: tuple[int, ...], channel: Channel, verify: bool
     ) -> None:
-        self._saved, self._me, self._group, self._verify = saved, me, group, verify
-        self._members = len(line[0].boxes)
-        self._bands = [list(_bands(line, each, self._members)) for each in range(self._members)]
+        self._saved, self._ranks, self._channel, self._verify = saved, ranks, channel, verify
+        self._me = ranks.index(channel.rank)
+        self._bands = [list(_bands(line, member, len(ranks))) for member in range(len(ranks))]
         self.error: Exception | None = None
 
     def run(self, failed: Exception | None) -> int:
-        """Take part in all rounds; once something `failed`, without reading. Returns the bytes read from storage."""
+        """Take part in all rounds, or until one in which a member says that it `failed`. Returns the bytes read."""
         self.error = failed
         rounds = max(len(bands) for bands in self._bands)
         read_bytes = 0
@@ -190,9 +201,12 @@ class _Exchange:
             for number in range(rounds):
                 pieces, count = ahead.result()
                 read_bytes += count
+                failed = self.error
                 if number + 1 < rounds:
                     ahead = reader.submit(self._read, number + 1)
-                self._exchange(number, pieces)
+                if self._exchange(number, pieces, failed):
+                    ahead.result()
+                    break
         return read_bytes
 
     def _read(self, number: int) -> tuple[list[torch.Tensor], int]:
@@ -202,7 +216,7 @@ class _Exchange:
         for common, first, rows in bands:
             memory = common.memory.narrow(0, first, rows)
             if tuple(memory.shape[1:]) != common.sizes[1:] or memory.device.type != "cpu":
-                memory = torch.empty((rows, *common.sizes[1:]), dtype=common.memory.dtype)
+                memory = torch.empty((rows, *common.sizes[1:]), dtype=common.memory.dtype, device="cpu")
             pieces.append(memory)
         if self.error is None:
             try:
@@ -215,33 +229,33 @@ class _Exchange:
                 self.error = error
         return pieces, 0
 
-    def _exchange(self, number: int, pieces: list[torch.Tensor]) -> None:
-        sent: list[torch.Tensor] = []
-        send_sizes, receive_sizes = [], []
-        for member in range(self._members):
-            mine = []
-            for band, piece in zip(self._band(self._me, number), pieces):
-                part = _part(band, piece, member)
-                if member != self._me:
-                    mine.append(as_bytes(part.contiguous()))
-                elif part.data_ptr() != band.common.memory.narrow(0, band.first, band.rows).data_ptr():
-                    put(band.common.memory.narrow(0, band.first, band.rows), part)
-            sent += mine
-            send_sizes.append(sum(each.numel() for each in mine))
-            theirs = self._band(member, number) if member != self._me else []
-            receive_sizes.append(sum(_bytes_for(band, self._me) for band in theirs))
-        received = torch.empty(sum(receive_sizes), dtype=torch.uint8)
-        outgoing = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8)
-        dist.all_to_all_single(received, outgoing, receive_sizes, send_sizes, group=self._group)
-        at = 0
-        for member in range(self._members):
+    def _exchange(self, number: int, pieces: list[torch.Tensor], failed: Exception | None) -> bool:
+        """Send each member what it needs of this rank's bands, and take what it has. Whether any member failed."""
+        mine = self._band(self._me, number)
+        flag = torch.tensor([failed is not None], dtype=torch.uint8, device="cpu")
+        sent, sizes = {}, {}
+        for member, rank in enumerate(self._ranks):
+            if member != self._me:
+                parts = [as_bytes(_part(band, piece, member).contiguous()) for band, piece in zip(mine, pieces)]
+                sent[rank] = torch.cat([flag, *parts])
+                sizes[rank] = 1 + sum(_bytes_for(band, self._me) for band in self._band(member, number))
+        received = self._channel.swap(sent, sizes)
+        if failed is not None or any(int(each[0]) for each in received.values()):
+            return True
+        for band, piece in zip(mine, pieces):
+            part, target = _part(band, piece, self._me), band.target
+            if part.data_ptr() != target.data_ptr():
+                put(target, part)
+        for member, rank in enumerate(self._ranks):
+            at = 1
             for band in self._band(member, number) if member != self._me else []:
-                size = _bytes_for(band, self._me)
-                target = band.common.memory.narrow(0, band.first, band.rows)
+                target, size = band.target, _bytes_for(band, self._me)
                 if size:
-                    # A view of bytes as another dtype has to begin at a multiple of its size.
-                    put(target, received[at : at + size].clone().view(target.dtype).view(target.shape))
+                    # A view of bytes as another dtype has to begin at a multiple of its size: cloned, it does.
+                    data = received[rank][at : at + size].clone()
+                    put(target, data.view(target.dtype).view(target.shape))
                 at += size
+        return False
 
     def _band(self, member: int, number: int) -> list[Band]:
         bands = self._bands[member]

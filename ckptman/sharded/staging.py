@@ -29,8 +29,7 @@ class Slot:
         pinned = any(each.device.type != "cpu" for each in memory)
         self._bytes = _allocate(file.end, pinned)
         self.memory = view_of(self._bytes)
-        self.free = threading.Event()
-        self.free.set()
+        self.free = True
         for start, data in file.literals:
             self.memory[start : start + len(data)] = data
         self._targets = []
@@ -52,17 +51,23 @@ class Slot:
 class Staged:
     """A copy that is complete after `wait`."""
 
-    def __init__(self, slot: Slot, wait: Callable[[], None], hold: Callable[[], None]) -> None:
-        self.slot = slot
+    def __init__(
+        self, slot: Slot, freed: threading.Condition, wait: Callable[[], None], hold: Callable[[], None]
+    ) -> None:
+        self.slot, self._freed = slot, freed
+        self._released = False
         self.wait = wait
         """Until all is copied, on the calling thread."""
         self.hold = hold
         """Keep what comes next on this thread, or on its device's stream, from changing what is still being copied."""
 
     def release(self) -> None:
-        """The copy is no longer needed."""
+        """The copy is no longer needed. Once is enough: the slot may have another copy in it by then."""
         self.hold()
-        self.slot.free.set()
+        with self._freed:
+            if not self._released:
+                self._released = self.slot.free = True
+                self._freed.notify_all()
 
 
 class Stager:
@@ -71,6 +76,7 @@ class Stager:
     def __init__(self, may_take: Callable[[int], bool]) -> None:
         self._may_take = may_take
         self._slots: list[Slot] = []
+        self._freed = threading.Condition()
         self._file: RankFile | None = None
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="ckptman-stage")
         self._stream: Any = None
@@ -83,11 +89,16 @@ class Stager:
     def prepare(self, file: RankFile, memory: Sequence[torch.Tensor]) -> None:
         """Make the first slot for a file, so that the first save finds it warm. Raises: MemoryError, RuntimeError."""
         if self._file is not file:
-            for slot in self._slots:
-                slot.free.wait()
-            self._slots.clear()
+            self.give_back()
             self._file = file
             self._slots.append(Slot(file, memory))
+
+    def give_back(self) -> None:
+        """Give up all slots, when they are no longer needed."""
+        with self._freed:
+            self._freed.wait_for(lambda: all(slot.free for slot in self._slots))
+        self._slots.clear()
+        self._file = None
 
     def stage(self, file: RankFile, memory: Sequence[torch.Tensor], later: AbstractSet[int] = frozenset()) -> Staged:
         """Copy. The tensors whose numbers are in `later` may still be copied when this returns.
@@ -97,18 +108,18 @@ class Stager:
         self.prepare(file, memory)
         slot = self._free_slot(file, memory)
         now = [number for number in range(len(memory)) if number not in later]
-        slot.free.clear()
+        slot.free = False
         try:
             if any(each.device.type != "cpu" for each in memory):
                 return self._from_device(slot, memory, now, later)
             if not later:
                 slot.copy(memory, now)
-                return Staged(slot, _nothing, _nothing)
+                return Staged(slot, self._freed, _nothing, _nothing)
             copied: Future[None] = self._copier.submit(slot.copy, memory, later)
             slot.copy(memory, now)
-            return Staged(slot, copied.result, lambda: _over(copied))
+            return Staged(slot, self._freed, copied.result, lambda: _over(copied))
         except BaseException:
-            slot.free.set()
+            slot.free = True
             raise
 
     def close(self) -> None:
@@ -116,16 +127,11 @@ class Stager:
         self._copier.shutdown(wait=True)
 
     def _free_slot(self, file: RankFile, memory: Sequence[torch.Tensor]) -> Slot:
-        for slot in self._slots:
-            if slot.free.is_set():
-                return slot
-        if len(self._slots) < SLOTS and self._may_take(file.end):
+        if all(not slot.free for slot in self._slots) and len(self._slots) < SLOTS and self._may_take(file.end):
             self._slots.append(Slot(file, memory))
-            return self._slots[-1]
-        self._slots[0].free.wait()
-        # The one that has waited longest for its turn comes first again.
-        self._slots.append(self._slots.pop(0))
-        return self._slots[-1]
+        with self._freed:
+            self._freed.wait_for(lambda: any(slot.free for slot in self._slots))
+        return next(slot for slot in self._slots if slot.free)
 
     def _from_device(
         self, slot: Slot, memory: Sequence[torch.Tensor], now: Sequence[int], later: Collection[int]
@@ -141,14 +147,14 @@ class Stager:
             slot.copy(memory, later)
             last = self._stream.record_event()
         first.synchronize()
-        return Staged(slot, last.synchronize, lambda: module.current_stream(device).wait_event(last))
+        return Staged(slot, self._freed, last.synchronize, lambda: module.current_stream(device).wait_event(last))
 
 
 def _allocate(size: int, pinned: bool) -> torch.Tensor:
     if pinned:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
     if not size:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

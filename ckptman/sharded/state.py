@@ -21,6 +21,9 @@ from ckptman.sharded.optimizer import get_state, model_of, set_state
 from ckptman.store.manifest import Mesh
 from ckptman.store.plain import TensorRef, encode, tensor_ref
 
+SHARED_BYTES = 1024 * 1024
+"""Tensors of a plain state dict that are no smaller are written by all ranks that have them, each a part."""
+
 
 def rank_key(rank: int) -> str:
     """The entry under which the state of one rank is saved, for objects that differ on each rank."""
@@ -80,6 +83,8 @@ def snapshot(state: Mapping[str, Any], rank: int, *, strict: bool = True) -> Sna
             alike |= {f"{name}.{each}" for each in parameter_names(value)}
         elif isinstance(value, torch.optim.Optimizer):
             alike |= {each for each in result.tensors if each.startswith(f"{name}.")}
+    if not strict:  # as DCP: whoever has a tensor writes it; small ones still come from one rank
+        alike |= {name for name, each in result.tensors.items() if each.nbytes >= SHARED_BYTES}
     result.from_lowest = set(result.paths) - alike
     result.own = {name for name, value in state.items() if getattr(value, "per_rank", False)}
     return result

@@ -28,8 +28,10 @@ class Updates:
     def ignored(self) -> Iterator[None]:
         """Inside, steps do not count: torch makes one on zero gradients to learn what state an optimizer has."""
         count = self.count
-        yield
-        self.count = count
+        try:
+            yield
+        finally:
+            self.count = count
 
     def close(self) -> None:
         """Take the hooks off the optimizers again."""
@@ -51,9 +53,10 @@ def updated_tensors(state: Mapping[str, Any], snapshot: Snapshot) -> set[str]:
         each for optimizer in optimizers.values() for group in optimizer.param_groups for each in group["params"]
     ]
     memory = {part.data_ptr() for each in parameters for _, part in local_parts(each)}
+    # Not its groups: a learning rate that is a tensor changes when a schedule says so.
+    states = tuple(f"{name}.state." for name in optimizers)
     names = set()
     for name, tensor in snapshot.tensors.items():
-        key = snapshot.paths[name][0]
-        if key in optimizers or any(part.data_ptr() in memory for _, part in local_parts(tensor)):
+        if name.startswith(states) or any(part.data_ptr() in memory for _, part in local_parts(tensor)):
             names.add(name)
     return names

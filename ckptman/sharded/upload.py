@@ -47,9 +47,9 @@ class Uploader:
         try:
             buffer, event = _free.popleft()
         except IndexError:
-            buffer, event = torch.empty(0, dtype=torch.uint8), None
+            buffer, event = torch.empty(0, dtype=torch.uint8, device="cpu"), None
         if event is not None:
             event.synchronize()
         if len(buffer) < size:
-            buffer = torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, pin_memory=True)
+            buffer = torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, device="cpu", pin_memory=True)
         return buffer
