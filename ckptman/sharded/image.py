@@ -90,22 +90,24 @@ class Image:
         end = offset + len(scratch)
         if end <= len(self._memory):
             return self._memory[offset:end]
-        ctypes.memset(address_of(scratch), 0, len(scratch))
-        known = max(min(end, len(self._memory)) - offset, 0)
-        if known:
-            scratch[:known] = self._memory[offset : offset + known]
+        known = max(len(self._memory) - offset, 0)
+        scratch[:known] = self._memory[offset : offset + known]
+        filled = offset + known
         first = max(bisect_right(self._places, offset) - 1, 0)
         for place, part, size in self._parts[first:]:
             if place >= end:
                 break
-            low, high = max(place, offset + known), min(place + size, end)
+            low, high = max(place, filled), min(place + size, end)
             if low >= high:
                 continue
+            _clear(scratch[filled - offset : low - offset])
+            filled = high
             out = scratch[low - offset : high - offset]
             if isinstance(part, torch.Tensor):
                 copy_range(part, (low - place) // part.dtype.itemsize, flat(out, part.dtype))
             else:
                 out[:] = memoryview(part)[low - place : high - place]
+        _clear(scratch[filled - offset :])
         return scratch
 
 
@@ -173,6 +175,11 @@ def _pickled(value: Any) -> bytes:
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()
+
+
+def _clear(memory: memoryview) -> None:
+    if memory:
+        ctypes.memset(address_of(memory), 0, len(memory))
 
 
 def _bytes_of(part: bytes | memoryview | torch.Tensor) -> int:

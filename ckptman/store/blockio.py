@@ -89,6 +89,8 @@ def write_source(
             target.buffered_because = f"{size} bytes in blocks of {block_bytes} are no multiple of {ALIGN_BYTES}"
         else:
             target.go_direct()
+        with _named(path):
+            disk.reserve(fd, size)
         blocks = bytearray(-(-size // block_bytes) * DIGEST_BYTES)
 
         def write_stride(number: int, scratch: memoryview) -> None:

@@ -11,11 +11,14 @@ Tests replace one method of `Disk` to fail, or to die, at the n-th operation.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 
 class Disk:
@@ -64,6 +67,16 @@ class Disk:
         """Write at a place of an open file, and say how many bytes that took. Nothing is flushed."""
         return os.pwrite(fd, data, offset)
 
+    def reserve(self, fd: int, size: int) -> None:
+        """Take the room that a file will need, so that a full disk is known at once; where that cannot be, nothing.
+
+        Not os.posix_fallocate: where the file system has no such call, it writes to every block.
+        """
+        if _fallocate is not None and _fallocate(fd, 0, 0, size):
+            code = ctypes.get_errno()
+            if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+                raise OSError(code, os.strerror(code))
+
     def sync_file(self, fd: int) -> None:
         """Flush an open file to storage."""
         os.fsync(fd)
@@ -98,6 +111,16 @@ class Disk:
             shutil.rmtree(path, onerror=lambda what, name, info: _unless_gone(what, name, info[1]))
 
 
+def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
+    try:
+        found = ctypes.CDLL(None, use_errno=True).fallocate
+    except (AttributeError, OSError):
+        return None
+    found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return cast(Callable[[int, int, int, int], int], found)
+
+
+_fallocate = _find_fallocate()
 DISK = Disk()
 
 
