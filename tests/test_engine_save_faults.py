@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import resource
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
+from ckptman.monitor.journal import read_journal
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.durable import Disk
 from tests.ranks import run_ranks
@@ -262,3 +264,25 @@ def test_a_disk_that_is_really_full(small_disk: Path, way: str) -> None:
     assert first[2] is not None
     assert "No space left" in first[2][1]
     assert first[3:] == [[ONE], None, [ONE, THREE]]
+
+
+class NoDirectIO(Disk):
+    """A file system that takes the flag for direct I/O and refuses the writes, as some do."""
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().write_at(fd, data, offset)
+
+
+def test_where_there_is_no_direct_io_the_journal_says_so_once(tmp_path: Path) -> None:
+    state: State = {"x": noise(torch.int32, 2000, 300)}
+    with open_run(str(tmp_path / "run"), state, disk=NoDirectIO()) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step)
+    events, _ = read_journal(tmp_path / "run" / ".ckptman" / "journal.jsonl")
+    reasons = [each["reason"] for each in events if each["event"] == "direct_io_unavailable"]
+    assert reasons == ["a direct write was refused (Invalid argument)"]
+    fresh: State = {"x": torch.zeros(2000, 300, dtype=torch.int32)}
+    ckptman.load(fresh, tmp_path / "run" / "step-0000000002")
+    assert torch.equal(fresh["x"], state["x"])

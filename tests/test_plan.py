@@ -16,7 +16,7 @@ from torch import nn
 
 from ckptman.errors import ConfigError
 from ckptman.sharded.boxes import Box
-from ckptman.sharded.plan import CUT_BYTES, Held, Piece, SavePlan, divide, make_plan
+from ckptman.sharded.plan import CUT_BYTES, Held, Piece, WritePlan, divide, make_plan
 from ckptman.sharded.ranks import Failure, RankFailed, failure_of
 from ckptman.sharded.state import snapshot
 
@@ -177,7 +177,7 @@ class End:
         return found
 
 
-def plans_of(states: Sequence[dict[str, Any]]) -> tuple[list[SavePlan | Exception], Line]:
+def plans_of(states: Sequence[dict[str, Any]]) -> tuple[list[WritePlan | Exception], Line]:
     """The plans that ranks with these states agree on, and what was sent for it."""
     line = Line(len(states))
     found: list[Any] = [None] * len(states)
@@ -276,7 +276,7 @@ def test_what_is_a_ranks_own_is_written_by_each_and_shared_by_none() -> None:
     plans, _ = plans_of([{"own": Own(rank), "shared": torch.ones(2)} for rank in range(3)])
     assert [name for name, _, _ in plans[0].tensors] == ["shared"]  # type: ignore[union-attr]
     for rank, plan in enumerate(plans):
-        assert isinstance(plan, SavePlan)
+        assert isinstance(plan, WritePlan)
         name = f"own.rank-{rank:05d}.seen"
         assert plan.own_tensors == ((name, "int64", (3,)),)
         assert set(plan.own_paths) == {name, f"own.rank-{rank:05d}.count"}

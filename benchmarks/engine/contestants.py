@@ -38,25 +38,6 @@ class Contestant:
     reads: str | None = None
 
 
-def _has_api() -> bool:
-    """Whether this ckptman has `save` and `load`, or has to be reached through dcp."""
-    return {"save", "load"} <= set(ckptman.__all__)
-
-
-def ckptman_save(state: State, folder: Path) -> None:
-    if _has_api():
-        ckptman.save(state, folder)
-    else:
-        _ckptman_save_in_dcp(state, folder)
-
-
-def ckptman_load(state: State, folder: Path) -> None:
-    if _has_api():
-        ckptman.load(state, folder)
-    else:
-        _ckptman_load_in_dcp(state, folder)
-
-
 def _ckptman_save_in_dcp(state: State, folder: Path) -> None:
     dcp.save(state, storage_writer=ckptman.StorageWriter(folder))
 
@@ -145,7 +126,7 @@ def _raw(ways: list[Raw]) -> list[Contestant]:
 
 
 _LIBRARIES = [
-    Contestant(CKPTMAN, ckptman_save, ckptman_load),
+    Contestant(CKPTMAN, ckptman.save, ckptman.load),
     Contestant(CKPTMAN_IN_DCP, _ckptman_save_in_dcp, _ckptman_load_in_dcp, reads=CKPTMAN),
     Contestant(CKPTMAN_ON_DCP, None, _ckptman_load_in_dcp, reads=DCP),
     Contestant(DCP, _dcp_save, _dcp_load),

@@ -10,7 +10,6 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,8 @@ from benchmarks.engine.steps import QUIET_STEPS, Training
 from benchmarks.engine.team import MeasureError, fresh
 
 OVERLAP = f"{CKPTMAN}, overlap"
+NAMES = (CKPTMAN, OVERLAP, DCP, DCP_CACHED)
 SHM = Path("/dev/shm")
-
-
-def names() -> list[str]:
-    """Who takes part; `overlap` where this ckptman has it."""
-    has_overlap = "overlap" in signature(ckptman.Checkpointer).parameters
-    return [CKPTMAN, *([OVERLAP] if has_overlap else []), DCP, DCP_CACHED]
 
 
 def measure(plan: Plan, device: str = "cuda") -> list[Section]:
@@ -42,7 +36,7 @@ def measure(plan: Plan, device: str = "cuda") -> list[Section]:
     steps = Section("gpu_steps", "GPU: step time while a save is in the background, against no save", "x")
     root = plan.folder("gpu")
     for number in range(plan.repeat):
-        for name in names():
+        for name in NAMES:
             try:
                 pairs, inflation = fresh(_stalls, name, plan.state_bytes, root, device)
             except MeasureError as error:

@@ -55,7 +55,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class SavePlan:
+class WritePlan:
     """What one rank writes.
 
     `tensors`: all tensors that ranks share, the same list on every rank; `own_tensors`: those that only this rank has.
@@ -94,7 +94,7 @@ def signature_of(snapshot: Snapshot) -> int:
     return hash((tuple(tensors), tuple(snapshot.objects), tuple(units)))
 
 
-def make_plan(snapshot: Snapshot, channel: Channel) -> SavePlan:
+def make_plan(snapshot: Snapshot, channel: Channel) -> WritePlan:
     """Agree with the other ranks who writes what. Every rank calls it. Raises: ConfigError, on every rank alike."""
     table = _table_of(snapshot)
     digest = xxh3_128_hexdigest(repr((table.tensors, sorted(table.loose), table.paths)).encode())
@@ -105,7 +105,7 @@ def make_plan(snapshot: Snapshot, channel: Channel) -> SavePlan:
     else:
         sent = channel.gather(table if firsts[digest] == channel.rank else None)
         tables = [sent[firsts[each]] for each in digests]
-    made: list[SavePlan] = []
+    made: list[WritePlan] = []
     known = [each for each in tables if each is not None]
     try:
         channel.everywhere(lambda: made.append(plan_for(snapshot, known, channel.rank)))
@@ -114,7 +114,7 @@ def make_plan(snapshot: Snapshot, channel: Channel) -> SavePlan:
     return made[0]
 
 
-def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> SavePlan:
+def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> WritePlan:
     """The plan of one rank, given the names that each rank has."""
     tensors = _all_tensors(tables)
     holders = _Holders(tables)
@@ -126,7 +126,7 @@ def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> SavePla
             cut = is_plain(memory) and not whole
             held.append(Held(name, Box(box.offsets, box.sizes, ranks or (rank,)), memory.dtype.itemsize, part, cut))
     units = [number for number, unit in enumerate(snapshot.units) if unit.state not in snapshot.own]
-    return SavePlan(
+    return WritePlan(
         signature=signature_of(snapshot),
         tensors=tensors,
         own_tensors=tuple(_described(name, each) for name, each in snapshot.tensors.items() if snapshot.is_own(name)),

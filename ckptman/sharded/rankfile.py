@@ -12,7 +12,7 @@ from ckptman.errors import ConfigError
 from ckptman.sharded.boxes import local_parts
 from ckptman.sharded.container import is_plain
 from ckptman.sharded.image import Layout, Placed, in_order
-from ckptman.sharded.plan import Piece, SavePlan
+from ckptman.sharded.plan import Piece, WritePlan
 from ckptman.sharded.state import Snapshot
 from ckptman.store.chunks import Rows
 
@@ -25,7 +25,7 @@ class RankFile:
     tensors of classes of their own.
     """
 
-    plan: SavePlan
+    plan: WritePlan
     pieces: tuple[Piece, ...]
     places: tuple[Placed, ...]
     pickled: tuple[Piece, ...]
@@ -55,7 +55,7 @@ def make_rows(entries: Iterable[tuple[int, Sequence[int], Sequence[int], Placed]
     return {dims: np.array(each, dtype=np.int64) for dims, each in rows.items()}
 
 
-def make_rank_file(snapshot: Snapshot, plan: SavePlan) -> RankFile:
+def make_rank_file(snapshot: Snapshot, plan: WritePlan) -> RankFile:
     """Lay out what a plan gives this rank to write. Raises: ConfigError (a tensor without memory)."""
     memory = memory_of(plan.pieces, snapshot.tensors)
     for piece, each in zip(plan.pieces, memory):
