@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-import ckptman
 from benchmarks.engine import cache
 from benchmarks.engine.contestants import CKPTMAN, DCP, SAVERS, TORCH, WARM_LOADERS
 from benchmarks.engine.section import Plan, Section, last_line, say

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from benchmarks.engine.contestants import CKPTMAN, DCP, ckptman_load, ckptman_save
+import ckptman
+from benchmarks.engine.contestants import CKPTMAN, DCP
 from benchmarks.engine.section import Plan, Section, last_line, say
 from benchmarks.engine.state import State
 from benchmarks.engine.team import MeasureError, ranks
@@ -33,7 +34,7 @@ _RECEIVED, _ACKED, _TCP_INFO_BYTES = 128, 120, 192
 
 Move = Callable[[State, Path], None]
 LIBRARIES: dict[str, tuple[Move, Move]] = {
-    CKPTMAN: (ckptman_save, ckptman_load),
+    CKPTMAN: (ckptman.save, ckptman.load),
     DCP: (
         lambda state, folder: dcp.save(state, checkpoint_id=folder),
         lambda state, folder: dcp.load(state, checkpoint_id=folder),
