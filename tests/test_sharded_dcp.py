@@ -143,3 +143,13 @@ def test_a_hostile_metadata_pickle_is_refused_by_name(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(Evil()))
     with pytest.raises(ckptman.CorruptError, match=r"sys\.exit"):
         read_foreign_metadata(path)
+
+
+def test_a_writer_that_was_sent_to_another_process(tmp_path: Path) -> None:
+    """`dcp.async_save` with a process of its own pickles the writer."""
+    writer = pickle.loads(pickle.dumps(ckptman.StorageWriter(tmp_path / "x")))
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"x": torch.ones(5)}, storage_writer=writer)
+    state = {"x": torch.zeros(5)}
+    ckptman.load(state, tmp_path / "x")
+    assert torch.equal(state["x"], torch.ones(5))

@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptman.errors import ConfigError
-from ckptman.sharded.commit import Draft, SaveInfo
+from ckptman.sharded.commit import Draft
 from ckptman.sharded.container import is_plain
 from ckptman.sharded.describe import Describer, Part, pack, write_part
 from ckptman.sharded.foreign import load_plain
@@ -46,7 +45,6 @@ from ckptman.store.digest import digest_bytes
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import FileRecord
 from ckptman.store.names import METADATA, data_name
-from ckptman.store.place import Place
 
 _PART = "ckptman.part"
 """The name under which what a rank wrote travels to the leader among its write results."""
@@ -64,28 +62,28 @@ class StorageWriter(FileSystemWriter):
         self,
         path: str | os.PathLike[str],
         *,
-        info: SaveInfo | None = None,
         overwrite: bool = False,
-        place: Place | None = None,
-        tag: str | None = None,
         disk: Disk = DISK,
-        on_commit: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(path, sync_files=False, overwrite=True)
-        self._disk = disk
-        self._make_draft: Callable[[Path, Place | None], Draft] = lambda final, place: Draft(
-            final, info, overwrite=overwrite, place=place, tag=tag, disk=disk, on_commit=on_commit
-        )
-        self._draft = self._make_draft(Path(path), place)
-        # DCP tells nobody that another rank has failed: the draft goes when the leader's writer is used again, or goes.
-        self._abandon = weakref.finalize(self, self._draft.abandon)
+        self._overwriting, self._disk = overwrite, disk
+        self._begin_draft(Path(path))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
         self._draft.abandon()
-        if checkpoint_id:
-            self._draft = self._make_draft(Path(checkpoint_id), None)
-        self._abandon.detach()
+        self._begin_draft(Path(checkpoint_id or self._draft.final))
+
+    def _begin_draft(self, final: Path) -> None:
+        self._draft = Draft(final, None, overwrite=self._overwriting, disk=self._disk)
+        # DCP tells nobody that another rank has failed: the draft goes when the leader's writer is used again, or goes.
+        self._abandon = weakref.finalize(self, self._draft.abandon)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_abandon"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
         self._abandon = weakref.finalize(self, self._draft.abandon)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
