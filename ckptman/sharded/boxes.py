@@ -6,6 +6,7 @@ placements, so that no rank has to ask another one.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -57,6 +58,17 @@ def local_parts(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box,
             for shard in tensor.local_shards()
         ]
     return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
+
+
+def layout_of(tensor: torch.Tensor) -> Hashable:
+    """Changes where this rank's parts of a tensor would be others, or of another class."""
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        return type(tensor), tensor.placements, mesh, tuple(mesh.get_coordinate() or ()), type(tensor._local_tensor)
+    if isinstance(tensor, ShardedTensor):
+        shards = [each.metadata for each in tensor.local_shards()]
+        return type(tensor), *((tuple(each.shard_offsets), tuple(each.shard_sizes)) for each in shards)
+    return type(tensor)
 
 
 @lru_cache(maxsize=8192)

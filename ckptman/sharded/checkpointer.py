@@ -136,6 +136,7 @@ class Checkpointer:
         asked to stop meanwhile: there is nothing to save yet. Every rank calls it, once, before the first step.
         """
         self._leave_if_asked()
+        self._saver.hold()
         restorer = Restorer(self._talk, self._place, self._attempt)
         try:
             if path is None or self._attempt.finds_checkpoints:
@@ -189,7 +190,13 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
-        self._account_for(*self._saver.wait())
+        reports, failure = self._saver.wait()
+        # A rank that was lost at the last moment may have been lost for some only: they go on together all the same.
+        outcomes = self._talk.gather((failure is not None, self._saver.told))
+        self._saver.told = max(told for _, told in outcomes)
+        if failure is None and any(failed for failed, _ in outcomes):
+            failure = CommitError(self._pace.saved_step or 0, -1, "another rank reports that its part of it failed")
+        self._account_for(reports, failure)
 
     def should_stop(self) -> bool:
         """Whether `step` agreed to stop: the same on every rank. The state is durable then, if the policy saves."""
@@ -264,6 +271,8 @@ class Checkpointer:
         elif agreed.failed > self._saver.told:
             self._raise_failure(step, agreed.failed)
         decision = self._together(lambda: self._agreement.decision(step, agreed.stop))
+        if decision is not None and decision.stop and agreed.stop is None:
+            self._settle()
         if decision is not None:
             self._save(step, metrics, decision.reason)
         if agreed.stop is not None or (decision is not None and decision.stop):
@@ -318,9 +327,10 @@ class Checkpointer:
             restored_from=self._restored_from,
             metrics=metric_numbers(metrics) if self._talk.is_leader else {},
         )
+        overlapped = updated_tensors(self.state, shot) if self._overlap else ()
         self._pace.save_begins(step)
         try:
-            report = self._saver.save(shot, info, updated_tensors(self.state, shot) if self._overlap else ())
+            report = self._saver.save(shot, info, overlapped)
         except CommitError as error:
             self._account_for([], error)
         else:
@@ -348,6 +358,7 @@ class Checkpointer:
         self._rehearsed = True
         stock = self._take_stock()
         if not stock.planned:
+            self.wait()
             self._saver.prepare(self._talk, stock.snapshot)
 
     def _rehearse_early(self) -> None:

@@ -15,7 +15,7 @@ from ckptman.errors import ExistsError
 from ckptman.store.digest import BLOCK_BYTES
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import FileRecord, Manifest, Mesh
-from ckptman.store.names import parse_step
+from ckptman.store.names import MANIFEST, METADATA, parse_step
 from ckptman.store.place import FolderPlace, Place
 
 
@@ -32,6 +32,15 @@ class SaveInfo:
     attempt: int = 1
     restored_from: int | None = None
     metrics: Mapping[str, float] | None = None
+
+
+def is_replaceable(path: Path) -> bool:
+    """Whether a save may take the place of what is there: nothing, an empty folder, a checkpoint of any kind."""
+    if not os.path.lexists(path):
+        return True
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return any((path / name).exists() for name in (MANIFEST, METADATA)) or not any(path.iterdir())
 
 
 class Draft:
@@ -58,6 +67,8 @@ class Draft:
         """Make the folder that all ranks write to, and return its path. Raises: ExistsError, RootError, OSError."""
         if not self._overwrite and os.path.lexists(self.final):
             raise ExistsError(f"{self.final} exists already: save under another name, or say overwrite=True")
+        if self._overwrite and not is_replaceable(self.final):
+            raise ExistsError(f"{self.final} is no checkpoint, and is not replaced by one: name another path")
         if isinstance(self._place, FolderPlace):
             self._place.make()
         self._folder = self._place.begin(self.final.name, self._tag)

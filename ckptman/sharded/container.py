@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import zipfile
+import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import BinaryIO
@@ -17,6 +18,7 @@ from typing import BinaryIO
 import torch
 
 _LOCAL_HEADER_BYTES = 30
+_SMALL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,10 @@ def payload_of(container: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) 
     try:
         with zipfile.ZipFile(container) as archive:
             names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            payload, pickled = names["data/0"], names["data.pkl"]
-            described = archive.read(pickled)
-            order = archive.read(names["byteorder"]) if "byteorder" in names else b"little"
+            payload = names["data/0"]
+            described, order = _small(archive, names["data.pkl"]), b"little"
+            if "byteorder" in names:
+                order = _small(archive, names["byteorder"])
         ours = frame_of(dtype, shape)
         if (
             described != ours.described
@@ -81,9 +84,16 @@ def payload_of(container: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) 
             return None
         container.seek(payload.header_offset)
         local = container.read(_LOCAL_HEADER_BYTES)
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, RuntimeError):
+    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, RuntimeError, NotImplementedError, zlib.error, OSError):
         return None
     return payload.header_offset + _data_start(local)
+
+
+def _small(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """A record that torch writes as it is and that is never large."""
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size > _SMALL_BYTES:
+        raise ValueError(f"{info.filename} is not what torch.save writes")
+    return archive.read(info)
 
 
 def _data_start(record: bytes | bytearray) -> int:

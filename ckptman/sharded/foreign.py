@@ -55,7 +55,7 @@ def read_foreign_metadata(path: Path) -> Metadata:
     with path.open("rb") as file:
         try:
             metadata = _Restricted(file).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
+        except Exception as error:
             raise CorruptError(f"{path} was refused: {error}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise CorruptError(f"{path} is not the metadata of a torch distributed checkpoint")
@@ -91,6 +91,6 @@ def load_plain(data: io.BytesIO, what: str) -> Any:
     try:
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(data, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CorruptError(f"{what} was refused: {reason}") from error

@@ -20,6 +20,7 @@ import torch
 from ckptman.sharded.container import frame_of
 from ckptman.store.blockio import ALIGN_BYTES
 
+_CPU = torch.device("cpu")
 _LARGE_BYTES = 1024 * 1024
 _SMALL_ALIGN_BYTES = 64
 
@@ -82,6 +83,9 @@ class Image:
         self._parts = sorted((each for each in sized if each[2]), key=lambda each: each[0])
         self._places = [place for place, _, _ in self._parts]
         self._memory = memory if memory is not None else memoryview(b"")
+        for device in {part.device for _, part, _ in self._parts if isinstance(part, torch.Tensor)} - {_CPU}:
+            # What the caller's stream still does to them has to be over before other threads read them.
+            torch.accelerator.synchronize(device)
         ends = [place + size for place, _, size in self._parts]
         self.size_bytes = _up(max([len(self._memory), *ends]), ALIGN_BYTES)
 
@@ -132,6 +136,18 @@ def copy_range(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
             size = min(row - inside, count - done)
             copy_range(tensor[number], inside, out[done : done + size])
         done += size
+
+
+def put(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy, also between dtypes, and also for dtypes that can be stored and not copied."""
+    try:
+        target.copy_(source, non_blocking=non_blocking)
+    except NotImplementedError:
+        if target.is_contiguous() and source.is_contiguous():
+            as_bytes(target).copy_(as_bytes(source), non_blocking=non_blocking)
+        elif target.dim() and len(target):
+            for row, each in zip(target.unbind(), source.unbind()):
+                put(row, each, non_blocking=non_blocking)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

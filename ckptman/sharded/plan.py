@@ -15,7 +15,7 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import ConfigError
-from ckptman.sharded.boxes import Box, local_parts
+from ckptman.sharded.boxes import Box, layout_of, local_parts
 from ckptman.sharded.container import is_plain
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.state import Snapshot
@@ -87,7 +87,7 @@ class _Table:
 def signature_of(snapshot: Snapshot) -> int:
     """Changes when a plan for another snapshot of the same run would be another one. Means nothing elsewhere."""
     tensors = [
-        (name, each.dtype, each.shape, getattr(each, "placements", None), each.device.type)
+        (name, each.dtype, each.shape, each.layout, each.device, layout_of(each))
         for name, each in snapshot.tensors.items()
     ]
     units = [(unit.state, str(unit.key)) for unit in snapshot.units]

@@ -13,7 +13,7 @@ import torch
 from ckptman.errors import CorruptError
 from ckptman.sharded.boxes import local_parts
 from ckptman.sharded.foreign import load_plain
-from ckptman.sharded.image import as_bytes, flat, view_of
+from ckptman.sharded.image import flat, put, view_of
 from ckptman.sharded.saved import ChunkPlace, SavedState
 from ckptman.sharded.upload import Uploader
 from ckptman.store.blockio import Digests, ReadReport, Wanted, read_wanted
@@ -43,6 +43,7 @@ def fills_for(saved: SavedState, name: str, target: torch.Tensor) -> Iterator[Fi
 def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: torch.Tensor) -> Iterator[Fill]:
     """What is needed to fill `memory`, the box of a tensor that begins at `offsets`."""
     sizes = tuple(memory.shape)
+    found = 0
     for chunk in saved.chunks_in(name, offsets, sizes):
         region, start = memory, []
         for dim, (low, size) in enumerate(zip(offsets, sizes)):
@@ -50,7 +51,13 @@ def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: 
             end = min(low + size, chunk.offsets[dim] + chunk.sizes[dim])
             region = region.narrow(dim, begin - low, end - begin)
             start.append(begin - chunk.offsets[dim])
+        found += region.numel()
         yield Fill(name, chunk, tuple(start), region)
+    if found != memory.numel():
+        raise CorruptError(
+            f"{saved.folder}: of {memory.numel()} elements of {name} that are needed, {found} were saved: restore an "
+            f"older checkpoint"
+        )
 
 
 def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True) -> ReadReport:
@@ -74,9 +81,11 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
             wanted += _Cut(fill, dtype, uploaders.get(device)).from_payload(payload)
     digests = _digests(saved, wanted) if verify else None
     try:
-        report = read_wanted(saved.folder, wanted, digests)
-        for uploader in uploaders.values():
-            uploader.finish()
+        try:
+            report = read_wanted(saved.folder, wanted, digests)
+        finally:
+            for uploader in uploaders.values():
+                uploader.finish()
         for fill, container in special:
             _unpack(saved, fill, container)
     except CorruptError as error:
@@ -143,18 +152,6 @@ class _Cut:
 def _is_flat_memory(tensor: torch.Tensor) -> bool:
     """Whether the bytes in a tensor's memory are its elements one after the other."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def put(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, also between dtypes, and also for dtypes that can be stored and not copied."""
-    try:
-        target.copy_(source)
-    except NotImplementedError:
-        if target.is_contiguous():
-            as_bytes(target).copy_(as_bytes(source.contiguous()))
-        else:
-            for row, each in zip(target, source):
-                put(row, each)
 
 
 def _unpack(saved: SavedState, fill: Fill, container: memoryview) -> None:

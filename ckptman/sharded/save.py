@@ -126,6 +126,7 @@ class Saver:
         Raises: CommitError, on every rank alike. Called by every rank, after `prepare` of a snapshot of this kind.
         """
         begun = time.monotonic()
+        self.hold()
         self._number += 1
         number, file = self._number, self._file
         assert file is not None
@@ -133,13 +134,16 @@ class Saver:
         if self._running:
             self._note("save_queued", step=info.step)
         if self._pool is None or self._stager is None or not self._asynchronous:
-            content = Content.of(snapshot, file, file.memory(snapshot))
+            content_or_error: Content | Exception
             try:
-                return self._write(number, content, info, begun, None)
+                content_or_error = Content.of(snapshot, file, file.memory(snapshot))
+            except Exception as error:  # noqa: BLE001
+                content_or_error = error
+            try:
+                return self._write(number, content_or_error, info, begun, None)
             finally:
                 self.told, self.failed = self._number, 0
         # A rank that cannot stage takes its failure along into the save, where all the others hear of it.
-        content_or_error: Content | Exception
         staged = None
         try:
             later = {number for number, piece in enumerate(file.pieces) if piece.name in overlapped}
@@ -152,7 +156,12 @@ class Saver:
         self._staged = staged
         stall_seconds = time.monotonic() - begun
         self._note("save_staged", step=info.step, seconds=stall_seconds)
-        self._running.append(self._pool.submit(self._write, number, content_or_error, info, begun, stall_seconds))
+        try:
+            self._running.append(self._pool.submit(self._write, number, content_or_error, info, begun, stall_seconds))
+        except BaseException:
+            if staged is not None:
+                staged.release()
+            raise
         return None
 
     def hold(self) -> None:
@@ -196,37 +205,45 @@ class Saver:
         begun: float,
         stall_seconds: float | None,
     ) -> SaveReport:
-        draft = Draft(
-            Path(self._place.root) / step_folder(info.step),
-            info,
-            overwrite=True,
-            place=self._place,
-            tag=self._claim.next_tag() if self._claim else None,
-            disk=self._disk,
-            on_commit=self._claim.check if self._claim else None,
-        )
+        draft: Draft | None = None
         try:
+            draft = Draft(
+                Path(self._place.root) / step_folder(info.step),
+                info,
+                overwrite=True,
+                place=self._place,
+                tag=self._claim.next_tag() if self._claim else None,
+                disk=self._disk,
+                on_commit=self._claim.check if self._claim else None,
+            )
             buffered_because = self._writing.save(self.channel, draft, content)
         except RankFailed as error:
             self._give_up(number, draft, info.step, error.failure.rank, error.failure.text, error)
         except RankLostError as error:
             self._give_up(number, draft, info.step, -1, error.cause, error)
+        except Exception as error:  # noqa: BLE001 whatever it is, the training loop has to hear of it
+            self._give_up(number, draft, info.step, -1, f"{type(error).__name__}: {error}", error)
         finally:
             if isinstance(content, Content) and isinstance(content.tensors, Staged):
                 content.tensors.release()
         seconds = time.monotonic() - begun
-        self._note("save_durable", sync=True, step=info.step, seconds=seconds, reason=info.reason)
-        if buffered_because is not None and "buffered" not in self._warned:
-            self._warned.add("buffered")
-            self._note("direct_io_unavailable", reason=buffered_because)
-        self._prune()
+        try:
+            self._note("save_durable", sync=True, step=info.step, seconds=seconds, reason=info.reason)
+            if buffered_because is not None and "buffered" not in self._warned:
+                self._warned.add("buffered")
+                self._note("direct_io_unavailable", reason=buffered_because)
+            self._prune()
+        except Exception as error:  # noqa: BLE001 the save is durable: a warning that is an error must not undo it
+            self._note("prune_failed", cause=f"{type(error).__name__}: {error}")
         return SaveReport(info.step, seconds if stall_seconds is None else stall_seconds, seconds)
 
-    def _give_up(self, number: int, draft: Draft, step: int, rank: int, cause: str, error: Exception) -> NoReturn:
-        if self.channel.is_leader:
+    def _give_up(
+        self, number: int, draft: Draft | None, step: int, rank: int, cause: str, error: Exception
+    ) -> NoReturn:
+        self.failed = number
+        if self.channel.is_leader and draft is not None:
             draft.abandon()
         self._note("save_failed", step=step, rank=rank, cause=cause)
-        self.failed = number
         raise CommitError(step, rank, cause) from error
 
     def _prune(self) -> None:

@@ -31,6 +31,9 @@ from ckptman.store.manifest import Manifest, read_manifest
 from ckptman.store.names import MANIFEST, METADATA
 from ckptman.store.plain import TensorRef, decode
 
+MAX_LIST = 1_000_000
+"""The longest list of a foreign checkpoint that is believed."""
+
 
 class ChunkPlace(NamedTuple):
     """A saved box of a tensor, and the container that holds it. `payload`: -1 if it has to be looked for."""
@@ -317,7 +320,8 @@ def _set(root: dict[str, Any], path: tuple[str | int, ...], leaf: Any) -> None:
         is_last = following is None
         fresh: Any = leaf if is_last else ([] if isinstance(following, int) else {})
         if isinstance(here, list):
-            assert isinstance(part, int)
+            if not isinstance(part, int) or not 0 <= part <= MAX_LIST:
+                raise CorruptError(f"the metadata has a value at {path!r}, which is no place in a list")
             here.extend([None] * (part + 1 - len(here)))
             if is_last or here[part] is None:
                 here[part] = fresh

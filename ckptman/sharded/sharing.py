@@ -23,9 +23,9 @@ from xxhash import xxh3_128_hexdigest
 
 from ckptman.sharded.boxes import local_parts
 from ckptman.sharded.container import is_plain
-from ckptman.sharded.image import as_bytes
+from ckptman.sharded.image import as_bytes, put
 from ckptman.sharded.ranks import Channel
-from ckptman.sharded.reading import Fill, fills_for, fills_for_box, put, read_fills
+from ckptman.sharded.reading import Fill, fills_for, fills_for_box, read_fills
 from ckptman.sharded.saved import SavedState
 
 BAND_BYTES = 32 * 1024 * 1024
@@ -201,48 +201,78 @@ class _Exchange:
             for number in range(rounds):
                 pieces, count = ahead.result()
                 read_bytes += count
-                failed = self.error
                 if number + 1 < rounds:
                     ahead = reader.submit(self._read, number + 1)
-                if self._exchange(number, pieces, failed):
+                if self._exchange(number, pieces):
                     ahead.result()
                     break
         return read_bytes
 
     def _read(self, number: int) -> tuple[list[torch.Tensor], int]:
-        """This rank's bands of one round, whole rows."""
-        bands = self._band(self._me, number)
-        pieces = []
-        for common, first, rows in bands:
-            memory = common.memory.narrow(0, first, rows)
-            if tuple(memory.shape[1:]) != common.sizes[1:] or memory.device.type != "cpu":
-                memory = torch.empty((rows, *common.sizes[1:]), dtype=common.memory.dtype, device="cpu")
-            pieces.append(memory)
-        if self.error is None:
-            try:
-                fills: list[Fill] = []
-                for (common, first, _), memory in zip(bands, pieces):
-                    offsets = (common.offsets[0] + first, *common.offsets[1:])
-                    fills += fills_for_box(self._saved, common.name, offsets, memory)
-                return pieces, read_fills(self._saved, fills, verify=self._verify).read_bytes
-            except Exception as error:  # noqa: BLE001 the others wait for these bands, whatever is in them
-                self.error = error
-        return pieces, 0
+        """This rank's bands of one round, whole rows. What goes wrong is kept in `error`: the others wait for them."""
+        if self.error is not None:
+            return [], 0
+        try:
+            fills: list[Fill] = []
+            pieces = []
+            for band in self._band(self._me, number):
+                common, memory = band.common, band.target
+                if tuple(memory.shape[1:]) != common.sizes[1:] or memory.device.type != "cpu":
+                    memory = torch.empty((band.rows, *common.sizes[1:]), dtype=memory.dtype, device="cpu")
+                offsets = (common.offsets[0] + band.first, *common.offsets[1:])
+                fills += fills_for_box(self._saved, common.name, offsets, memory)
+                pieces.append(memory)
+            return pieces, read_fills(self._saved, fills, verify=self._verify).read_bytes
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+            return [], 0
 
-    def _exchange(self, number: int, pieces: list[torch.Tensor], failed: Exception | None) -> bool:
+    def _exchange(self, number: int, pieces: list[torch.Tensor]) -> bool:
         """Send each member what it needs of this rank's bands, and take what it has. Whether any member failed."""
-        mine = self._band(self._me, number)
-        flag = torch.tensor([failed is not None], dtype=torch.uint8, device="cpu")
-        sent, sizes = {}, {}
-        for member, rank in enumerate(self._ranks):
-            if member != self._me:
-                parts = [as_bytes(_part(band, piece, member).contiguous()) for band, piece in zip(mine, pieces)]
-                sent[rank] = torch.cat([flag, *parts])
-                sizes[rank] = 1 + sum(_bytes_for(band, self._me) for band in self._band(member, number))
+        sent = self._pack(number, pieces)
+        sizes = {
+            rank: 1 + sum(_bytes_for(band, self._me) for band in self._band(member, number))
+            for member, rank in enumerate(self._ranks)
+            if member != self._me
+        }
         received = self._channel.swap(sent, sizes)
-        if failed is not None or any(int(each[0]) for each in received.values()):
+        # What was said, and not `error`, which the reading of the next round may set any moment: all end alike.
+        if any(int(each[0]) for each in (*sent.values(), *received.values())):
             return True
-        for band, piece in zip(mine, pieces):
+        try:
+            self._take(number, pieces, received)
+        except Exception as error:  # noqa: BLE001 told with the next message
+            self.error = error
+        return False
+
+    def _pack(self, number: int, pieces: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The messages to the others: a flag, 1 if something went wrong here, and the bytes they need."""
+        mine = self._band(self._me, number)
+        sizes = {
+            rank: sum(_bytes_for(band, member) for band in mine)
+            for member, rank in enumerate(self._ranks)
+            if member != self._me
+        }
+        messages = {rank: torch.ones(1 + size, dtype=torch.uint8, device="cpu") for rank, size in sizes.items()}
+        if self.error is not None:
+            return messages
+        try:
+            for member, rank in enumerate(self._ranks):
+                at = 1
+                for band, piece in zip(mine, pieces) if member != self._me else []:
+                    part = torch.empty(_part(band, piece, member).shape, dtype=piece.dtype, device="cpu")
+                    put(part, _part(band, piece, member))
+                    size = _bytes_for(band, member)
+                    messages[rank][at : at + size] = as_bytes(part)
+                    at += size
+            for message in messages.values():
+                message[0] = 0
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+        return messages
+
+    def _take(self, number: int, pieces: list[torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        for band, piece in zip(self._band(self._me, number), pieces):
             part, target = _part(band, piece, self._me), band.target
             if part.data_ptr() != target.data_ptr():
                 put(target, part)
@@ -255,7 +285,6 @@ class _Exchange:
                     data = received[rank][at : at + size].clone()
                     put(target, data.view(target.dtype).view(target.shape))
                 at += size
-        return False
 
     def _band(self, member: int, number: int) -> list[Band]:
         bands = self._bands[member]

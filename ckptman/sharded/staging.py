@@ -7,8 +7,10 @@ a second one is made when a save comes while the first is still being written.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,7 +43,8 @@ class Slot:
     def copy(self, memory: Sequence[torch.Tensor], numbers: Collection[int]) -> None:
         """Copy the tensors of these numbers into their places; from a device without waiting for it."""
         for number in numbers:
-            source, target = memory[number], self._targets[number]
+            # A lazy conjugation would be made up for on the host, before a copy that is not waited for has arrived.
+            source, target = memory[number].resolve_conj().resolve_neg(), self._targets[number]
             try:
                 target.copy_(source, non_blocking=True)
             except NotImplementedError:  # a dtype that can be stored and not copied
@@ -63,7 +66,8 @@ class Staged:
 
     def release(self) -> None:
         """The copy is no longer needed. Once is enough: the slot may have another copy in it by then."""
-        self.hold()
+        with contextlib.suppress(Exception):  # what went wrong is for the save to tell
+            self.wait()
         with self._freed:
             if not self._released:
                 self._released = self.slot.free = True
@@ -79,7 +83,7 @@ class Stager:
         self._freed = threading.Condition()
         self._file: RankFile | None = None
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="ckptman-stage")
-        self._stream: Any = None
+        self._streams: dict[torch.device, Any] = {}
 
     @property
     def held_bytes(self) -> int:
@@ -128,7 +132,8 @@ class Stager:
 
     def _free_slot(self, file: RankFile, memory: Sequence[torch.Tensor]) -> Slot:
         if all(not slot.free for slot in self._slots) and len(self._slots) < SLOTS and self._may_take(file.end):
-            self._slots.append(Slot(file, memory))
+            with contextlib.suppress(MemoryError, RuntimeError, OSError):  # then it waits for the first
+                self._slots.append(Slot(file, memory))
         with self._freed:
             self._freed.wait_for(lambda: any(slot.free for slot in self._slots))
         return next(slot for slot in self._slots if slot.free)
@@ -136,29 +141,55 @@ class Stager:
     def _from_device(
         self, slot: Slot, memory: Sequence[torch.Tensor], now: Sequence[int], later: Collection[int]
     ) -> Staged:
-        device = next(each.device for each in memory if each.device.type != "cpu")
-        module = torch.get_device_module(device)
-        if self._stream is None:
-            self._stream = module.Stream(device)
-        self._stream.wait_stream(module.current_stream(device))
-        with module.stream(self._stream):
-            slot.copy(memory, now)
-            first = self._stream.record_event()
-            slot.copy(memory, later)
-            last = self._stream.record_event()
-        first.synchronize()
-        return Staged(slot, self._freed, last.synchronize, lambda: module.current_stream(device).wait_event(last))
+        events: list[tuple[Any, torch.device, Any]] = []
+        urgent: list[Any] = []
+        for device in dict.fromkeys(each.device for each in memory if each.device.type != "cpu"):
+            module = torch.get_device_module(device)
+            if not hasattr(module, "Stream"):  # such as MPS
+                slot.copy(memory, [number for number, each in enumerate(memory) if each.device == device])
+                module.synchronize()
+                continue
+            if device not in self._streams:
+                self._streams[device] = module.Stream(device)
+            stream = self._streams[device]
+            stream.wait_stream(module.current_stream(device))
+            with module.stream(stream):
+                slot.copy(memory, [number for number in now if memory[number].device == device])
+                urgent.append(stream.record_event())
+                slot.copy(memory, [number for number in later if memory[number].device == device])
+                events.append((module, device, stream.record_event()))
+        slot.copy(memory, [number for number in range(len(memory)) if memory[number].device.type == "cpu"])
+        for event in urgent:
+            event.synchronize()
+
+        def wait(_kept: Sequence[torch.Tensor] = tuple(memory)) -> None:
+            # The sources are kept until they are copied: freed ones would be overwritten by the next forward.
+            for _, _, event in events:
+                event.synchronize()
+
+        def hold() -> None:
+            for module, device, event in events:
+                module.current_stream(device).wait_event(event)
+
+        return Staged(slot, self._freed, wait, hold)
 
 
 def _allocate(size: int, pinned: bool) -> torch.Tensor:
-    if pinned:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
+    """Zeroed memory on pages. Pinned, it is registered as it is: torch's own pool rounds up to a power of two."""
     if not size:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return flat(memoryview(memory)).zero_()
+        with contextlib.suppress(OSError):  # not on every kernel
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    allocated = flat(memoryview(memory)).zero_()
+    if pinned and torch.cuda.is_available():
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = runtime.cudaHostRegister(allocated.data_ptr(), size, 0)
+        if int(code):
+            raise MemoryError(f"{size} bytes of host memory cannot be pinned: {code}")
+        weakref.finalize(memory, runtime.cudaHostUnregister, allocated.data_ptr())
+    return allocated
 
 
 def _nothing() -> None:

@@ -103,6 +103,11 @@ class StorageWriter(FileSystemWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assignment: _Assignment = plan.storage_data
+        if not Path(assignment.draft).is_dir():
+            raise ConfigError(
+                f"{assignment.draft} is not there any more: DCP's plan caching hands out the plan of an earlier save. "
+                f"Say enable_plan_caching=False: StorageWriter plans quickly, and Checkpointer keeps its own plan"
+            )
         image, placed = _lay_out(plan, planner)
         part = write_part(Path(assignment.draft), assignment.rank, image, (), self._disk)
         part.own_tensors, part.rows = _describe(placed)

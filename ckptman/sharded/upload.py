@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ckptman.sharded.image import put
+
 BUFFER_BYTES = 8 * 1024 * 1024
 BUFFERS = 8
 
@@ -30,9 +32,9 @@ class Uploader:
         size = math.prod(source.shape) * source.dtype.itemsize
         buffer = self._buffer(size)
         pinned = buffer[:size].view(source.dtype).view(source.shape)
-        pinned.copy_(source)
+        put(pinned, source)
         with self._module.stream(self._stream):
-            target.copy_(pinned, non_blocking=True)
+            put(target, pinned, non_blocking=True)
             event = self._stream.record_event()
         if len(_free) < BUFFERS:
             _free.append((buffer, event))

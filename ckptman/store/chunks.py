@@ -219,6 +219,8 @@ class ChunkTable:
         if min(record.shape, default=0) < 0 or max(record.shape, default=0) >= 2**62 or elements * (item or 1) >= 2**62:
             raise self._corrupt(name, f"no tensor has the shape {list(record.shape)}")
         if not len(chunks):
+            if elements:
+                raise self._corrupt(name, "no part of it was saved")
             return
         # Nothing here is added up before it is known to be small: what is damaged must not wrap around.
         shape = np.array(record.shape, np.int64)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import CorruptError
@@ -27,8 +27,8 @@ class Location(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     file: str
-    offset: int
-    bytes: int
+    offset: Annotated[int, Field(gt=-(2**62), lt=2**62)]
+    bytes: Annotated[int, Field(gt=-(2**62), lt=2**62)]
 
 
 class Unit(BaseModel):

@@ -27,7 +27,7 @@ class FileRecord(BaseModel):
     """One file of a checkpoint: size in bytes and digest (see `ckptman.store.digest`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    bytes: Annotated[int, Field(ge=0)]
+    bytes: Annotated[int, Field(ge=0, lt=2**62)]
     digest: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
