@@ -91,6 +91,8 @@ def load_plain(data: io.BytesIO, what: str) -> Any:
     try:
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(data, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CorruptError(f"{what} was refused: {reason}") from error

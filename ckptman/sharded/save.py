@@ -70,7 +70,7 @@ class Saver:
         self._file: RankFile | None = None
         self._neighbours = 1
         self._asynchronous = background
-        self._staged: Staged | None = None
+        self._staged: list[Staged] = []
         self._number = 0
         self._warned: set[str] = set()
         self.failed = 0
@@ -126,7 +126,6 @@ class Saver:
         Raises: CommitError, on every rank alike. Called by every rank, after `prepare` of a snapshot of this kind.
         """
         begun = time.monotonic()
-        self.hold()
         self._number += 1
         number, file = self._number, self._file
         assert file is not None
@@ -153,7 +152,8 @@ class Saver:
             content_or_error = error
             if staged is not None:
                 staged.release()
-        self._staged = staged
+        else:
+            self._staged += [staged] if later else []
         stall_seconds = time.monotonic() - begun
         self._note("save_staged", step=info.step, seconds=stall_seconds)
         try:
@@ -166,9 +166,8 @@ class Saver:
 
     def hold(self) -> None:
         """Before the state changes: wait until what is being copied is copied."""
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            staged.hold()
+        while self._staged:
+            self._staged.pop().hold()
 
     def wait(self) -> tuple[list[SaveReport], CommitError | None]:
         """Wait for the saves in the background: the reports of those that succeeded, and the error of the first that
