@@ -137,7 +137,7 @@ def save(root: Path, step: int, content: bytes = b"", disk: Disk = DISK, tag: st
     for rank in range(2):
         data = bytes([rank]) * 32 + content
         files |= {data_name(rank): data, blocks_name(rank): blocks_of(data)}
-        parts.append({1: np.array([[0, 0, len(data), 0, rank * 8, 8]])})
+        parts.append({1: np.array([[0, 0, 32, 0, rank * 8, 8]])})
     files |= index_files([("weight", "float32", (16,))], parts)
     for name, data in files.items():
         disk.write_file(draft / name, data)
