@@ -16,7 +16,8 @@ from ckptman.sharded.boxes import Box
 from ckptman.sharded.metadata import write_metadata
 from ckptman.sharded.plan import Held, divide
 from ckptman.sharded.rankfile import lay_out, make_rows
-from ckptman.store.chunks import ChunkTable, assemble, pack, unpack
+from ckptman.store.assembly import assemble, pack, unpack
+from ckptman.store.chunks import ChunkTable
 from ckptman.store.names import data_name
 
 WORLDS = (256, 1024, 4096)

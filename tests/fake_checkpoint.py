@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_128_digest
 
+from ckptman.store.assembly import assemble
 from ckptman.store.catalogue import Catalogue, Entry
-from ckptman.store.chunks import Rows, assemble
+from ckptman.store.chunks import Rows
 from ckptman.store.digest import BLOCK_BYTES, digest_bytes
 from ckptman.store.durable import Disk
 from ckptman.store.index import Index, Unit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,37 @@ def test_a_checkpoint_is_replaced_only_if_asked_for(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["x"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("writer", ["ckptman.save", "StorageWriter"])
+@pytest.mark.parametrize("what", ["a folder of somebody's", "a file", "a link"])
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, what: str, writer: str) -> None:
+    """`overwrite=True` and a slip of the hand: the home folder in place of the checkpoint."""
+    path = tmp_path / "x"
+    if what == "a file":
+        path.write_text("thesis")
+    elif what == "a link":
+        ckptman.save(state(1.0), tmp_path / "elsewhere")
+        path.symlink_to("elsewhere")
+    else:
+        (path / "deep").mkdir(parents=True)
+        (path / "deep" / "thesis.tex").write_text("thesis")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((ckptman.ExistsError, dcp.api.CheckpointException), match="is no checkpoint, and is not replac"):
+        if writer == "ckptman.save":
+            ckptman.save(state(2.0), path, overwrite=True)
+        else:
+            dcp.save(state(2.0), storage_writer=ckptman.StorageWriter(path, overwrite=True), no_dist=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_folder_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    ckptman.save(state(2.0), tmp_path / "x", overwrite=True)
+    fresh = state(0.0)
+    ckptman.load(fresh, tmp_path / "x")
+    assert fresh["step"] == 2
+
+
 def test_what_is_refused_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "x"
     ckptman.save(state(1.0), path)
@@ -75,6 +107,31 @@ def test_what_is_refused_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     ckptman.load(fresh, path)
     assert fresh["step"] == 1
     assert [each.name for each in tmp_path.iterdir()] == ["x"]
+
+
+SPARSE: dict[str, Callable[[], torch.Tensor]] = {
+    "coo": lambda: torch.eye(4).to_sparse(),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "mkldnn": lambda: torch.eye(4).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*prototype", "ignore:Sparse CSR")
+def test_what_has_no_shards_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """torch's own DCP cannot save these either."""
+    tensor = SPARSE[kind]()
+    with pytest.raises(ckptman.ConfigError, match=r"deep\.x is a nested or sparse tensor .*to_dense"):
+        ckptman.save({"deep": {"x": tensor}}, tmp_path / "x")
+    with pytest.raises((dcp.api.CheckpointException, NotImplementedError)):
+        dcp.save({"deep": {"x": tensor}}, storage_writer=ckptman.StorageWriter(tmp_path / "x"))
+    with (
+        pytest.raises(ckptman.ConfigError, match="to_dense"),
+        ckptman.Checkpointer(tmp_path / "run", {"deep": {"x": tensor}}, deadline=None) as checkpointer,
+    ):
+        checkpointer.step(1)
+    assert not (tmp_path / "x").exists()
 
 
 def test_nothing_to_load_from(tmp_path: Path) -> None:

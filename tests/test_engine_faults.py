@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -194,7 +195,11 @@ def test_an_index_that_does_not_fit_its_table(tmp_path: Path, reader: str) -> No
     path = tmp_path / "x"
     save(tensors(), path, "StorageWriter")
     original = (path / "index.json").read_bytes()
-    changes = ({"start": 10**9}, {"start": -1}, {"count": 99}, {"axis": 7}, {"shape": [3]}, {"dtype": "complex128"})
+    changes = (
+        *({"start": 10**9}, {"start": -1}, {"start": 2**70}),
+        *({"count": 0}, {"count": 99}, {"count": 2**62}, {"count": -1}),
+        *({"axis": 7}, {"axis": 2**65}, {"shape": [3]}, {"dtype": "complex128"}),
+    )
     for change in changes:
         raw = json.loads(original)
         raw["tensors"]["first"] |= change
@@ -202,6 +207,26 @@ def test_an_index_that_does_not_fit_its_table(tmp_path: Path, reader: str) -> No
         dtype = torch.complex128 if "dtype" in change else torch.float32
         state = {"first": torch.zeros(3 if "shape" in change else 1000, dtype=dtype)}
         refusal(path, state, reader)
+
+
+@with_both_readers
+@pytest.mark.parametrize("shape", [[2**70], [2**40, 2**40], [2**62], [-1, -1000], [0, 2**80]])
+def test_shapes_that_nobody_has(tmp_path: Path, shape: list[int], reader: str) -> None:
+    """Nothing is added up that wraps around, and no memory is taken for it."""
+    path = tmp_path / "x"
+    save(tensors(), path, "StorageWriter")
+    raw = json.loads((path / "index.json").read_bytes())
+    raw["tensors"]["first"]["shape"] = shape
+    forge(path, "index.json", json.dumps(raw).encode())
+    for state in (blank(), {"last": blank()["last"]}, {"first": torch.zeros(1000)}):
+        with contextlib.suppress(ckptman.MismatchError):
+            try:
+                load(state, path, reader)
+            except (Exception, dcp.api.CheckpointException) as caught:
+                error = unwrapped(caught)
+                assert isinstance(error, (ckptman.CkptmanError, ValueError, RuntimeError)), repr(error)
+            else:
+                assert "first" not in state
 
 
 @with_both_readers

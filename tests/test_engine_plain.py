@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,36 @@ def test_a_name_that_was_not_saved_is_told_and_one_that_is_not_wanted_is_left(tm
         load(state, tmp_path / "x", "ckptman.load")
     assert not state["a"].any()
     assert not state["b"].any()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"w": ("w", 10**9)},
+        {"w": (-1, "w")},
+        {"w": ()},
+        {"w": ("a", 0), "v": ("a", "b")},
+        {"w": ("a",), "v": ("a", "b")},
+        {"w": "text"},
+        {"w": (None, 2.5)},
+        {"w": 5},
+        "text",
+    ],
+    ids=str,
+)
+def test_paths_in_metadata_that_lead_nowhere(tmp_path: Path, paths: Any) -> None:
+    """Whatever somebody's metadata says of where the values are: it is refused by name, or it is read."""
+    path = tmp_path / "x"
+    dcp.save({"w": torch.ones(3), "v": torch.ones(2)}, checkpoint_id=path, no_dist=True)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.planner_data = paths
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    state = {"w": torch.zeros(3)}
+    try:
+        ckptman.load(state, path)
+    except (ckptman.CorruptError, ckptman.MismatchError) as error:
+        assert str(path) in str(error)
+        assert not state["w"].any()
+    else:
+        assert state["w"].all()

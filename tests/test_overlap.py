@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ckptman
-from ckptman.sharded.staging import Slot
+from ckptman.sharded.staging import Slot, Stager
 from tests.apps import App
 from tests.ranks import run_ranks
 from tests.test_staging import WAIT, HeldUp
@@ -274,3 +274,36 @@ def test_sharded_parameters_too(tmp_path: Path) -> None:
     saved = run_ranks(2, train_sharded, str(tmp_path / "run"), limit=2 * WAIT)
     assert run_ranks(2, load_sharded, str(tmp_path / "run"), limit=2 * WAIT) == saved
     assert saved[0][1] != saved[0][2]
+
+
+def test_what_is_still_being_copied_is_held_for_although_the_next_copy_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that copies is at save 1 when save 2 cannot be staged: the optimizer has to wait all the same."""
+    run, stage, fails = Run(), Stager.stage, []
+
+    def failing(*args: Any) -> Any:
+        if fails:
+            raise MemoryError("no memory for the copy")
+        return stage(*args)
+
+    monkeypatch.setattr(Stager, "stage", failing)
+    held = HeldUp(monkeypatch)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        expected = run.values()
+        checkpointer.save(1)
+        fails.append(1)
+        checkpointer.save(2)
+        assert not held.copied.is_set()
+        timer = threading.Timer(0.1, held.go.set)
+        timer.start()
+        run.backward(1)
+        run.step()
+        assert held.copied.is_set(), "the parameters changed while they were copied"
+        timer.join()
+        fails.clear()
+        with pytest.raises(ckptman.CommitError, match="no memory for the copy"):
+            checkpointer.wait()
+        checkpointer.save(3)
+    assert differing(saved_values(tmp_path / ONE), expected) == []
+    assert not (tmp_path / "step-0000000002").exists()

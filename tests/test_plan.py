@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptman.errors import ConfigError
 from ckptman.sharded.boxes import Box
-from ckptman.sharded.plan import CUT_BYTES, Held, Piece, WritePlan, divide, make_plan
+from ckptman.sharded.plan import CUT_BYTES, Held, Piece, WritePlan, divide, make_plan, signature_of
 from ckptman.sharded.ranks import Failure, RankFailed, failure_of
 from ckptman.sharded.state import snapshot
+from tests.ranks import run_ranks
 
 Divided = list[list[Piece]]
 """The pieces of each rank."""
@@ -292,3 +296,33 @@ def test_one_name_for_two_things_is_refused_on_every_rank_alike(other: torch.Ten
     assert all(isinstance(plan, ConfigError) for plan in plans)
     assert len({str(plan) for plan in plans}) == 1
     assert "x is float32 [2] on one rank" in str(plans[0])
+
+
+class Marked(torch.nn.Parameter):
+    """A class of somebody's own: it is saved as torch.save does it, and not as bytes alone."""
+
+
+def layouts() -> list[Any]:
+    """What one tensor of eight numbers may be on this rank, of two: each needs a plan of its own."""
+    mesh, other = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [1, 0])
+    whole = torch.arange(8.0)
+    return [
+        whole,
+        Marked(whole),
+        distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None),
+        distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None),
+        distribute_tensor(whole, other, [Shard(0)], src_data_rank=None),
+        whole.double(),
+        whole[:7],
+    ]
+
+
+def signatures() -> list[list[int]]:
+    rank = dist.get_rank()
+    return [[signature_of(snapshot({"x": each}, rank, strict=False)) for each in layouts()] for _ in range(2)]
+
+
+def test_another_layout_is_another_plan() -> None:
+    for first, second in run_ranks(2, signatures):
+        assert first == second, "the same state, the same plan"
+        assert len(set(first)) == len(first)

@@ -11,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import ckptman
 from ckptman.sharded.foreign import read_foreign_metadata
@@ -153,3 +156,29 @@ def test_a_writer_that_was_sent_to_another_process(tmp_path: Path) -> None:
     state = {"x": torch.zeros(5)}
     ckptman.load(state, tmp_path / "x")
     assert torch.equal(state["x"], torch.ones(5))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_plan_that_dcp_kept_from_an_earlier_save_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    state, planner = {"x": torch.ones(5)}, DefaultSavePlanner(enable_plan_caching=True)
+    dcp.save(state, storage_writer=ckptman.StorageWriter(tmp_path / "one"), planner=planner, no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException, match="enable_plan_caching=False"):
+        dcp.save(state, storage_writer=ckptman.StorageWriter(tmp_path / "two"), planner=planner, no_dist=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["one"], "nothing is left of it"
+
+
+def save_with_unlike_tensors(path: str) -> str:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    dtype = torch.float32 if rank else torch.int32
+    local = DTensor.from_local(torch.ones(3, dtype=dtype), mesh, [Shard(0)])
+    try:
+        dcp.save({"x": local}, storage_writer=ckptman.StorageWriter(path))
+    except (Exception, dcp.api.CheckpointException) as error:
+        return str(error)
+    return "saved"
+
+
+def test_ranks_that_do_not_mean_the_same_tensor_are_told(tmp_path: Path) -> None:
+    texts = run_ranks(2, save_with_unlike_tensors, str(tmp_path / "x"))
+    assert all("float32" in text and "int32" in text for text in texts), texts
+    assert list(tmp_path.iterdir()) == []

@@ -10,13 +10,17 @@ import threading
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ckptman
+from ckptman.policy.saving import Decision, Facts
+from ckptman.sharded.save import Saver
 from ckptman.sharded.saved import SavedState
+from ckptman.sharded.writing import Content, Writing
 from ckptman.store.durable import Disk
 from tests.apps import App
 from tests.ranks import run_ranks, say, start_ranks
@@ -339,3 +343,122 @@ def fail_before_the_end(root: str) -> None:
 def test_a_failed_save_is_tried_once_more_at_the_end(tmp_path: Path) -> None:
     run_ranks(2, fail_before_the_end, str(tmp_path))
     assert (tmp_path / "step-0000000003" / "manifest.json").exists()
+
+
+def wait_unlike(root: str) -> list[str]:
+    """Rank 1 alone knows that the save has failed: its connection broke when the others had finished."""
+    app, events = App((2,)), []
+    with open_run(root, app) as checkpointer:
+        checkpointer.restore()
+        app.train_step()
+        checkpointer.save(1)
+        original = checkpointer._saver.wait
+
+        def broken() -> Any:
+            reports, failure = original()
+            if dist.get_rank() == 1:
+                return [], ckptman.CommitError(1, -1, "the connection broke")
+            return reports, failure
+
+        checkpointer._saver.wait = broken  # type: ignore[method-assign]
+        try:
+            checkpointer.wait()
+        except ckptman.CommitError:
+            events.append("told")
+        checkpointer._saver.wait = original  # type: ignore[method-assign]
+        app.train_step()
+        checkpointer.save(2)
+        checkpointer.wait()
+    return events
+
+
+def test_wait_raises_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    assert run_ranks(2, wait_unlike, str(tmp_path)) == [["told"]] * 2
+    assert (tmp_path / "step-0000000002" / "manifest.json").exists()
+
+
+def fail_before_writing(root: str, where: str) -> list[str]:
+    """An error of no class of ours, on one rank, in a save that the loop waits for; the next save is good."""
+    app, events, rank = App((2,)), [], dist.get_rank()
+    with open_run(root, app, async_save=False, save_policy=ckptman.AtStep(10**6)) as checkpointer:
+        checkpointer.restore()
+        app.train_step()
+        owner, name = {"content": (Content, "of"), "write": (Writing, "_write"), "prune": (Saver, "_prune")}[where]
+        patch = mock.patch.object(owner, name, side_effect=TypeError("what nobody thought of"))
+        with patch if rank == 1 or where == "prune" else contextlib.nullcontext():
+            try:
+                checkpointer.save(1)
+            except ckptman.CommitError as error:
+                assert "what nobody thought of" in str(error)
+                events.append(f"told of rank {error.rank}")
+            else:
+                events.append("saved")
+        app.train_step()
+        checkpointer.save(2)
+        events.append("saved")
+    return events
+
+
+@pytest.mark.parametrize("where", ["content", "write", "prune"])
+def test_an_error_that_nobody_thought_of_is_told_by_every_rank(tmp_path: Path, where: str) -> None:
+    first = "saved" if where == "prune" else "told of rank 1"
+    assert run_ranks(2, fail_before_writing, str(tmp_path), where, limit=40) == [[first, "saved"]] * 2
+    assert (tmp_path / "step-0000000002" / "manifest.json").exists()
+    assert (tmp_path / "step-0000000001").exists() == (first == "saved")
+
+
+class StopAt(ckptman.SavePolicy):
+    """Saves at step 2, and saves and stops at step 4."""
+
+    def decide(self, facts: Facts) -> Decision | None:
+        return Decision("planned", stop=facts.step == 4) if facts.step in (2, 4) else None
+
+
+def stop_after_a_failure(root: str) -> tuple[list[str], int]:
+    """Nobody was told yet that the save before failed when the policy wants the run to end."""
+    app, disk, step = App((2,)), GatedDisk(), 0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with open_run(root, app, disk=disk, save_policy=StopAt()) as checkpointer:
+            checkpointer.restore()
+            for step in range(1, 6):
+                disk.full = dist.get_rank() == 1
+                app.train_step()
+                if step == 4:
+                    disk.gate.set()
+                    checkpointer._saver._running[-1].exception()  # only to make the order certain
+                    disk.full = False
+                checkpointer.step(step)
+                if checkpointer.should_stop():
+                    break
+    return [str(each.message) for each in warned if "tried once more" in str(each.message)], step
+
+
+def test_a_stop_of_the_policy_is_not_lost_to_an_earlier_failure(tmp_path: Path) -> None:
+    for warned, step in run_ranks(2, stop_after_a_failure, str(tmp_path)):
+        assert step == 4
+        assert len(warned) == 1
+    assert (tmp_path / "step-0000000004" / "manifest.json").exists()
+
+
+def test_a_first_step_after_a_save_waits_for_it_before_it_plans_anew(tmp_path: Path) -> None:
+    """The optimizer got its state in between, so that what was planned no longer fits."""
+    app, gate = App(), threading.Event()
+    original = Writing._write
+
+    def held(writing: Writing, *args: Any) -> Any:
+        assert gate.wait(20)
+        return original(writing, *args)
+
+    with mock.patch.object(Writing, "_write", held), open_run(tmp_path, app) as checkpointer:
+        checkpointer.restore()
+        app.state["extra"] = torch.zeros(3)
+        checkpointer.save(1)
+        app.state["more"] = torch.zeros(300_000)
+        app.train_step()
+        timer = threading.Timer(0.2, gate.set)
+        timer.start()
+        checkpointer.step(2)
+        timer.join()
+    for step, more in ((1, False), (2, True)):
+        assert ("more" in SavedState.read(tmp_path / f"step-{step:010d}").index.tensors) == more

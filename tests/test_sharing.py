@@ -357,3 +357,49 @@ def save_a_sum(path: str) -> str:
 
 def test_what_one_rank_cannot_plan_is_told_to_all(tmp_path: Path) -> None:
     assert run_ranks(2, save_a_sum, str(tmp_path / "x"), limit=30) == ["ConfigError"] * 2
+
+
+def be_told_of(path: str, what: str) -> tuple[str, float]:
+    """An error of this library's own on one rank, in the middle of an exchange."""
+    original = getattr(sharing_module, what)
+
+    def broken(*args: Any, **options: Any) -> Any:
+        if dist.get_rank() == 2:
+            raise TypeError("what nobody thought of")
+        return original(*args, **options)
+
+    setattr(sharing_module, what, broken)
+    sharing_module.BAND_BYTES = 1 << 20
+    mesh = init_device_mesh("cpu", (4,))
+    state = lay_out({key: torch.zeros_like(each) for key, each in large().items()}, mesh, (Shard(1),))
+    begun = time.monotonic()
+    try:
+        ckptman.load(state, path)
+    except Exception as error:
+        return str(error), time.monotonic() - begun
+    return "loaded", 0
+
+
+@pytest.mark.parametrize("what", ["put", "as_bytes", "read_fills", "fills_for_box"])
+def test_an_error_that_nobody_thought_of_is_told_and_does_not_hang(tmp_path: Path, what: str) -> None:
+    ckptman.save(large(), tmp_path / "x")
+    for text, seconds in run_ranks(4, be_told_of, str(tmp_path / "x"), what):
+        assert "rank 2" in text
+        assert "TypeError: what nobody thought of" in text
+        assert seconds < 15
+
+
+def load_columns_of_halves(path: str) -> bool:
+    """A dtype that can be stored and not copied, cut into columns."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = noise(torch.uint8, 600, 64)
+    state = {"x": distribute_tensor(torch.zeros_like(whole), mesh, [Shard(1)], src_data_rank=None)}
+    state["x"] = DTensor.from_local(state["x"].to_local().view(torch.float4_e2m1fn_x2), mesh, [Shard(1)])
+    ckptman.load(state, path)
+    expected = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None).to_local()
+    return torch.equal(state["x"].to_local().view(torch.uint8), expected)
+
+
+def test_columns_of_a_dtype_that_cannot_be_copied(tmp_path: Path) -> None:
+    ckptman.save({"x": noise(torch.uint8, 600, 64).view(torch.float4_e2m1fn_x2)}, tmp_path / "x")
+    assert run_ranks(2, load_columns_of_halves, str(tmp_path / "x"), limit=30) == [True, True]

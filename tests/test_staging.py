@@ -243,6 +243,49 @@ def test_what_may_be_copied_later_is_waited_for_by_hold_and_wait(monkeypatch: py
             monkeypatch.undo()
 
 
+def test_a_slot_is_not_free_while_what_was_to_be_copied_later_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, memory = file_of({"x": {"later": torch.zeros(1000), "now": torch.zeros(1000)}})
+    number = [piece.name for piece in file.pieces].index("x.later")
+    held = HeldUp(monkeypatch)
+    waiting = Slot.copy
+
+    def copy(slot: Slot, memory: Any, numbers: Any) -> None:
+        if threading.current_thread().name.startswith("ckptman-stage"):
+            waiting(slot, memory, numbers)
+        else:
+            raise RuntimeError("no")
+
+    def fail() -> None:
+        with pytest.raises(RuntimeError, match="no"):
+            stager.stage(file, memory, {number})
+
+    with stager_of(lambda size: False) as stager:
+        stager.prepare(file, memory)
+        monkeypatch.setattr(Slot, "copy", copy)
+        with behind(fail) as done:
+            assert not done.wait(0.1)
+            held.go.set()
+        assert held.copied.is_set()
+        monkeypatch.undo()
+        with behind(lambda: stager.stage(file, memory)):
+            pass
+
+
+def test_memory_that_cannot_be_taken_for_a_second_slot_is_waited_for() -> None:
+    """It was said to be there and is not: the save waits for the slot that there is."""
+    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
+    with stager_of() as stager:
+        first = stager.stage(file, memory)
+        second: list[Staged] = []
+        with (
+            mock.patch("ckptman.sharded.staging._allocate", side_effect=MemoryError("none left")),
+            behind(lambda: second.append(stager.stage(file, memory))) as done,
+        ):
+            assert not done.wait(0.1)
+            first.release()
+        assert second[0].slot is first.slot
+
+
 def test_a_copy_that_fails_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     file, memory = file_of({"x": {"w": torch.zeros(1000)}})
     with stager_of(lambda size: False) as stager:

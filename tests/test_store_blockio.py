@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptman.errors import ConfigError, CorruptError
-from ckptman.store import parallel, spans
+from ckptman.store import parallel, ranges, spans
 from ckptman.store.blockio import (
     ALIGN_BYTES,
     STRIDE_BYTES,
@@ -116,6 +116,13 @@ def random_bytes(size: int, seed: int = 0) -> bytes:
 def digests_of(path: Path, block_bytes: int = BLOCK) -> Digests:
     size, blocks = digest_file(path, block_bytes)
     return Digests(block_bytes, b"".join(blocks), size)
+
+
+def evict(path: Path) -> None:
+    """Have a file out of the page cache, where the file system has anything below it."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def into(file: str, offset: int, size: int, label: str = "", place: bytearray | None = None) -> Wanted:
@@ -319,9 +326,16 @@ def two_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     st.sampled_from([1, 2, 4]),
     st.sampled_from([0, 1, 5000]),
     st.sampled_from([4096, 65536, 1 << 22]),
+    st.sampled_from(["warm", "cold", "from place to place"]),
 )
 def test_every_range_gets_its_bytes(
-    two_files: Path, pieces: list[tuple[int, int, int, str]], block: int | None, threads: int, gap: int, stride: int
+    two_files: Path,
+    pieces: list[tuple[int, int, int, str]],
+    block: int | None,
+    threads: int,
+    gap: int,
+    stride: int,
+    cache: str,
 ) -> None:
     data = [(two_files / f"{number}").read_bytes() for number in range(2)]
     digests = None if block is None else {f"{n}": digests_of(two_files / f"{n}", block) for n in range(2)}
@@ -343,6 +357,11 @@ def test_every_range_gets_its_bytes(
         wanted.append(Wanted(f"{file}", offset, size, deliver=deliver, whole="whole" in how))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "STRIDE_BYTES", stride)
+        patch.setattr(ranges, "_DIRECT_BYTES", 1)
+        for number in range(2) if cache != "warm" else []:
+            evict(two_files / f"{number}")
+        if cache == "from place to place":
+            (two_files / "0").read_bytes()
         report = read_wanted(two_files, wanted, digests, threads=threads, gap_bytes=gap)
     for place, expected in places:
         assert place == expected
@@ -539,6 +558,89 @@ def test_short_reads_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         wanted = [into("x", number * 101_000, 100_000, place=place) for number, place in enumerate(places)]
         read_wanted(tmp_path, wanted, digests, threads=2)
         assert all(place == data[n * 101_000 : n * 101_000 + 100_000] for n, place in enumerate(places))
+
+
+Preadv = Callable[..., int]
+
+
+def as_ever(real: Preadv) -> Preadv:
+    return real
+
+
+def refused(real: Preadv) -> Preadv:
+    def call(fd: int, *rest: Any) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, *rest)
+
+    return call
+
+
+def cut_short(real: Preadv) -> Preadv:
+    def call(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            buffers = [buffers[0][: len(buffers[0]) // 2 // ALIGN_BYTES * ALIGN_BYTES]]
+        return real(fd, buffers, offset, flags)
+
+    return call
+
+
+@pytest.mark.parametrize("how", [as_ever, refused, cut_short])
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="no direct I/O on this system")
+def test_what_is_not_in_the_page_cache_is_read_past_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool, how: Callable[[Preadv], Preadv]
+) -> None:
+    size = 9 * MIB + 777
+    data, path = random_bytes(size), tmp_path / "x"
+    path.write_bytes(data)
+    digests = {"x": digests_of(path)} if checked else None
+    wanted = [into("x", 1000, 5 * MIB), into("x", 6 * MIB + 1, 3 * MIB + 776)]
+    flags, real = [], os.open
+
+    def record(path: Any, flag: int, *rest: Any) -> int:
+        flags.append(flag)
+        return real(path, flag, *rest)
+
+    monkeypatch.setattr(os, "open", record)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    read_wanted(tmp_path, wanted, digests)
+    assert len(flags) == 1, "it is in the page cache"
+    evict(path)
+    monkeypatch.setattr(os, "preadv", how(os.preadv))
+    for each in wanted:
+        assert each.into is not None
+        each.into[:] = bytes(len(each.into))
+    read_wanted(tmp_path, wanted, digests)
+    assert any(flag & os.O_DIRECT for flag in flags)
+    for each in wanted:
+        assert each.into == data[each.offset : each.offset + each.bytes]
+
+
+@pytest.mark.parametrize("place", [0, 3 * MIB + 5, 8 * MIB])
+def test_a_flipped_byte_is_found_in_what_is_read_past_the_cache(tmp_path: Path, place: int) -> None:
+    data, path = bytearray(random_bytes(8 * MIB + 1)), tmp_path / "x"
+    path.write_bytes(data)
+    digests = {"x": digests_of(path)}
+    data[place] ^= 4
+    path.write_bytes(data)
+    evict(path)
+    delivered: list[tuple[int, int]] = []
+    wanted = [
+        Wanted("x", at, MIB, deliver=lambda piece, _, at=at: delivered.append((at, len(piece))), whole=True)  # type: ignore[misc]
+        for at in range(0, 8 * MIB, MIB)
+    ]
+    with pytest.raises(CorruptError, match=rf"does not match its digests in block {place // BLOCK} "):
+        read_wanted(tmp_path, [*wanted, into("x", 8 * MIB, 1)], digests, threads=1)
+    assert all(not at <= place < at + MIB for at, _ in delivered)
+
+
+def test_what_is_no_file_does_not_hang_a_load(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x")
+    for digests in ({"x": Digests(BLOCK, bytes(16), 100)}, None):
+        with pytest.raises(CorruptError, match="is no file"):
+            read_wanted(tmp_path, [into("x", 0, 100)], digests)
 
 
 @pytest.mark.parametrize("threads", [1, 4])

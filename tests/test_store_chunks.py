@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptman.errors import CorruptError
+from ckptman.store.assembly import assemble, pack, unpack
 from ckptman.store.chunks import (
     HEAD,
     Chunks,
@@ -21,12 +22,9 @@ from ckptman.store.chunks import (
     Ints,
     Rows,
     TensorRecord,
-    assemble,
-    find_flaw,
     item_bytes,
-    pack,
-    unpack,
 )
+from ckptman.store.coverage import flaw_of
 
 Box = tuple[list[int], list[int]]
 Tensor = tuple[str, str, tuple[int, ...]]
@@ -198,7 +196,7 @@ def test_flaws_are_found_exactly(seed: int) -> None:
         other = rng.randrange(len(boxes))
         moved = [rng.randint(0, whole - size) for whole, size in zip(shape, sizes)]
         boxes[other] = (moved if rng.random() < 0.7 else offsets, sizes)
-    flaw = find_flaw(np.array([o for o, _ in boxes]), np.array([s for _, s in boxes]), shape)
+    flaw = flaw_of(np.array([o for o, _ in boxes]), np.array([s for _, s in boxes]), shape)
     assert (flaw is None) == painted(boxes, shape), (boxes, shape, flaw)
     tensors: list[Tensor] = [("weight", "int8", shape)]
     parts = spread(tensors, [boxes], 2, rng)
@@ -225,8 +223,8 @@ def test_flaws_of_a_shape_of_too_many_corners() -> None:
     shape = (2,) * 40
     boxes = bricks(shape, random.Random(1), 6)
     offsets, sizes = np.array([o for o, _ in boxes]), np.array([s for _, s in boxes])
-    assert find_flaw(offsets, sizes, shape) is None
-    assert "elements of" in str(find_flaw(offsets[1:], sizes[1:], shape))
+    assert flaw_of(offsets, sizes, shape) is None
+    assert "elements of" in str(flaw_of(offsets[1:], sizes[1:], shape))
 
 
 # ---- finding chunks --------------------------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""Load: from the page cache and from a cold disk, into tensors that are there already."""
+"""Load: from the page cache and from a cold disk, into tensors that are there already.
+
+From a cold disk each reads files of its own. Below the page cache there are others, of the disk and of the machine
+under a virtual one: files that somebody else has read a moment ago would come from there.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,18 @@ def measure(plan: Plan) -> list[Section]:
     warm = Section("load_cached", "Load from the page cache", "s", size)
     cold = Section("load_cold", "Load from a cold disk", "s", size)
     folders = _prepare(state, root, warm)
-    _rounds(plan, warm, state, WARM_LOADERS, folders, cold=False)
-    _rounds(plan, cold, state, COLD_LOADERS, folders, cold=True)
+    shared = {
+        each.name: folders[each.reads or each.name] for each in WARM_LOADERS if (each.reads or each.name) in folders
+    }
+    _rounds(plan, warm, state, WARM_LOADERS, shared, cold=False)
+    own = {}
+    for each in COLD_LOADERS:
+        if (each.reads or each.name) in folders:
+            own[each.name] = root / f"own-{len(own)}"
+            shutil.copytree(folders[each.reads or each.name], own[each.name])
+    for folder in folders.values():
+        shutil.rmtree(folder)
+    _rounds(plan, cold, state, COLD_LOADERS, own, cold=True)
     shutil.rmtree(root)
     return [warm, cold]
 
@@ -52,7 +66,7 @@ def _save(contestant: Contestant, state: State, folder: Path) -> None:
 def _rounds(
     plan: Plan, section: Section, state: State, loaders: list[Contestant], folders: dict[str, Path], cold: bool
 ) -> None:
-    there = [each for each in loaders if (each.reads or each.name) in folders]
+    there = [each for each in loaders if each.name in folders]
     members = {each.name: Member(_load, each, state) for each in there}
     stayed = 0.0
     order = random.Random(20)
@@ -61,7 +75,7 @@ def _rounds(
             for each in order.sample(there, len(there)):
                 if each.name not in members:
                     continue
-                folder = folders[each.reads or each.name]
+                folder = folders[each.name]
                 if cold:
                     stayed = max(stayed, cache.evict(folder))
                 else:

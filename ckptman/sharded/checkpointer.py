@@ -19,7 +19,7 @@ from ckptman.sharded.agreement import Agreed, Agreement
 from ckptman.sharded.arguments import check_arguments, metric_numbers, step_number
 from ckptman.sharded.attempt import Attempt
 from ckptman.sharded.commit import SaveInfo
-from ckptman.sharded.pace import Pace
+from ckptman.sharded.pace import Pace, process_started
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.restore import Restorer
 from ckptman.sharded.save import Saver, SaveReport
@@ -94,7 +94,9 @@ class Checkpointer:
         self._place = FolderPlace(self.root, disk)
         try:
             self._attempt = Attempt.open(self._talk, self._place, run_id, disk)
-            end = self._talk.ask_leader(lambda: _deadline(deadline))
+            end = self._talk.ask_leader(
+                lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
+            )
         except RankFailed as failed:
             raise failed.as_ckptman_error() from failed
         self._timeout_seconds = timeout_seconds
@@ -107,7 +109,7 @@ class Checkpointer:
             background=async_save,
             disk=disk,
         )
-        self._pace = Pace(_process_started(), end)
+        self._pace = Pace(process_started(), end)
         self._agreement = Agreement(self._talk, self._policy, self._pace, signals, self._saver)
         self._restored_from: int | None = None
         self._ready = not self._attempt.finds_checkpoints
@@ -391,13 +393,3 @@ class Checkpointer:
             return self._talk.ask_leader(work)
         except RankFailed as failed:
             raise failed.as_ckptman_error() from failed
-
-
-def _deadline(deadline: float | Literal["auto"] | None) -> float | None:
-    return deadline_from_environment(os.environ) if deadline == "auto" else deadline
-
-
-def _process_started() -> float:
-    import psutil
-
-    return psutil.Process().create_time()

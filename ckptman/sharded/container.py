@@ -42,8 +42,8 @@ class Frame:
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     """The frame of a contiguous tensor. Its bytes can be loaded by `torch.load` with the payload put in between."""
     payload_bytes = dtype.itemsize * math.prod(shape)
-    # Never written to: no memory is taken. On the CPU whatever the default device is, and not filled as torch.empty is
-    # where deterministic algorithms are asked for.
+    # Never written to, so it takes addresses and no pages. On the CPU whatever the default device is, and not filled,
+    # as torch.empty is where deterministic algorithms are asked for.
     storage = torch.UntypedStorage(payload_bytes, device="cpu")  # type: ignore[no-untyped-call]
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(shape)
     recorder = _Recorder()
@@ -54,11 +54,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but its dtype, its shape and its bytes, so that `frame_of` describes it."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        and tensor.layout == torch.strided
-        and not tensor.is_quantized
-    )
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not tensor.is_quantized
 
 
 def payload_of(container: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:

@@ -12,8 +12,9 @@ import numpy as np
 from ckptman.sharded.image import Image
 from ckptman.sharded.metadata import StoredObject, write_metadata
 from ckptman.sharded.plan import Described
+from ckptman.store.assembly import assemble, unpack
 from ckptman.store.blockio import write_source
-from ckptman.store.chunks import ChunkTable, Ints, Rows, TensorRecord, assemble, pack, unpack
+from ckptman.store.chunks import ChunkTable, Ints, Rows, TensorRecord
 from ckptman.store.digest import BlockDigester, digest_bytes
 from ckptman.store.durable import Disk
 from ckptman.store.index import Index, Location, values_json
@@ -146,6 +147,3 @@ def _renumber(rows: Rows, tensors: list[tuple[Described, dict[int, int]]], rank:
         return rows
     to = np.array([*range(shared), *(own[each] for each in range(len(own)))], dtype=np.int64)
     return {dims: np.concatenate([to[each[:, :1]], each[:, 1:]], axis=1) for dims, each in rows.items()}
-
-
-__all__ = ["Describer", "Part", "pack", "write_part"]

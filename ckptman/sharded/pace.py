@@ -35,7 +35,7 @@ class Pace:
         self._durable_seconds: float | None = None
         self._start_step = 0
         self._step_began = monotonic()
-        # What a crash now would fall back to: (step or None, when its save began), and the same before a running save.
+        # What a crash now would fall back to: (step or None, when its save began), and the same for what is durable.
         self._saved: tuple[int | None, float] = (None, monotonic())
         self._committed: tuple[int | None, float] = self._saved
         self._begun: deque[tuple[int | None, float]] = deque()
@@ -106,3 +106,10 @@ class Pace:
             left,
             stop,
         )
+
+
+def process_started() -> float:
+    """When this process began, in unix seconds."""
+    import psutil
+
+    return psutil.Process().create_time()

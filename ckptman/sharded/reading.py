@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,9 +13,9 @@ import torch
 from ckptman.errors import CorruptError
 from ckptman.sharded.boxes import local_parts
 from ckptman.sharded.foreign import load_plain
-from ckptman.sharded.image import flat, put, view_of
+from ckptman.sharded.image import flat, view_of
 from ckptman.sharded.saved import ChunkPlace, SavedState
-from ckptman.sharded.upload import Uploader
+from ckptman.sharded.upload import Uploads
 from ckptman.store.blockio import Digests, ReadReport, Wanted, read_wanted
 from ckptman.store.digest import BLOCK_BYTES
 
@@ -62,7 +62,7 @@ def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: 
 
 def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True) -> ReadReport:
     """Read. Raises: CorruptError; the targets may be partly filled then, and its text says so."""
-    uploaders: dict[torch.device, Uploader] = {}
+    uploads = Uploads()
     wanted: list[Wanted] = []
     special: list[tuple[Fill, memoryview]] = []
     for fill in fills:
@@ -75,17 +75,13 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
             wanted.append(Wanted(fill.chunk.file, fill.chunk.offset, len(container), into=container, label=fill.name))
             special.append((fill, container))
         else:
-            device = fill.target.device
-            if device.type != "cpu" and device not in uploaders:
-                uploaders[device] = Uploader(device)
-            wanted += _Cut(fill, dtype, uploaders.get(device)).from_payload(payload)
+            wanted += _Cut(fill, dtype, uploads.to(fill.target.device)).from_payload(payload)
     digests = _digests(saved, wanted) if verify else None
     try:
         try:
             report = read_wanted(saved.folder, wanted, digests)
         finally:
-            for uploader in uploaders.values():
-                uploader.finish()
+            uploads.finish()
         for fill, container in special:
             _unpack(saved, fill, container)
     except CorruptError as error:
@@ -113,9 +109,8 @@ def _digests(saved: SavedState, wanted: Sequence[Wanted]) -> dict[str, Digests] 
 class _Cut:
     """Cuts a part of a chunk into ranges of bytes: straight into the target where both are one run of bytes."""
 
-    def __init__(self, fill: Fill, dtype: torch.dtype, uploader: Uploader | None) -> None:
-        self._fill, self._dtype = fill, dtype
-        self._put = put if uploader is None else uploader.put
+    def __init__(self, fill: Fill, dtype: torch.dtype, put: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        self._fill, self._dtype, self._put = fill, dtype, put
         self._strides = [math.prod(fill.chunk.sizes[dim + 1 :]) for dim in range(len(fill.chunk.sizes))]
 
     def from_payload(self, payload: int) -> Iterator[Wanted]:

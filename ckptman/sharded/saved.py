@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 from ckptman.errors import CorruptError, NotFoundError
 from ckptman.sharded.container import payload_of
 from ckptman.sharded.foreign import load_plain, read_foreign_metadata, read_foreign_object
+from ckptman.store.assembly import assemble
 from ckptman.store.blockio import Digests
-from ckptman.store.chunks import ChunkTable, Rows, TensorRecord, assemble
+from ckptman.store.chunks import ChunkTable, Rows, TensorRecord
 from ckptman.store.index import Index, Location, data_files, open_table, ranks_with_values, read_blocks, read_index
 from ckptman.store.manifest import Manifest, read_manifest
 from ckptman.store.names import MANIFEST, METADATA
@@ -287,12 +288,15 @@ def _index_of(folder: Path, metadata: Metadata) -> tuple[Index, ChunkTable]:
 def _foreign_values(folder: Path, metadata: Metadata) -> dict[str, Any]:
     """The nested state that plain DCP flattened, rebuilt from the paths in its metadata."""
     values: dict[str, Any] = {}
+    paths = metadata.planner_data or {}
     for name, described in metadata.state_dict_metadata.items():
-        path = (metadata.planner_data or {}).get(name, (name,))
+        path = paths.get(name, (name,)) if isinstance(paths, dict) else None
+        if not isinstance(path, tuple) or not path or not all(isinstance(part, (str, int)) for part in path):
+            raise CorruptError(f"{folder / METADATA} does not say where in the state {name} is, but {path!r}")
         if isinstance(described, TensorStorageMetadata):
-            _set(values, path, TensorRef(name))
+            _set(values, path, TensorRef(name), folder)
         else:
-            _set(values, path, _Lazy(partial(read_foreign_object, folder, metadata, name)))
+            _set(values, path, _Lazy(partial(read_foreign_object, folder, metadata, name)), folder)
     return values
 
 
@@ -314,17 +318,19 @@ def resolve(value: Any) -> Any:
     return value
 
 
-def _set(root: dict[str, Any], path: tuple[str | int, ...], leaf: Any) -> None:
+def _set(root: dict[str, Any], path: tuple[str | int, ...], leaf: Any, folder: Path) -> None:
     here: Any = root
     for part, following in zip(path, (*path[1:], None)):
         is_last = following is None
         fresh: Any = leaf if is_last else ([] if isinstance(following, int) else {})
-        if isinstance(here, list):
-            if not isinstance(part, int) or not 0 <= part <= MAX_LIST:
-                raise CorruptError(f"the metadata has a value at {path!r}, which is no place in a list")
+        if isinstance(here, list) and isinstance(part, int) and 0 <= part <= MAX_LIST:
             here.extend([None] * (part + 1 - len(here)))
             if is_last or here[part] is None:
                 here[part] = fresh
-        elif is_last or part not in here:
-            here[part] = fresh
-        here = here[part]
+            here = here[part]
+        elif isinstance(here, dict):
+            if is_last or part not in here:
+                here[part] = fresh
+            here = here[part]
+        else:
+            raise CorruptError(f"{folder / METADATA} has a value at {path!r}, where there can be none")

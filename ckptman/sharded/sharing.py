@@ -27,6 +27,7 @@ from ckptman.sharded.image import as_bytes, put
 from ckptman.sharded.ranks import Channel
 from ckptman.sharded.reading import Fill, fills_for, fills_for_box, read_fills
 from ckptman.sharded.saved import SavedState
+from ckptman.sharded.upload import Uploads
 
 BAND_BYTES = 32 * 1024 * 1024
 """What the members of a family hold in flight together, twice: one band is read while the one before is exchanged."""
@@ -189,6 +190,7 @@ class _Exchange:
         self._saved, self._ranks, self._channel, self._verify = saved, ranks, channel, verify
         self._me = ranks.index(channel.rank)
         self._bands = [list(_bands(line, member, len(ranks))) for member in range(len(ranks))]
+        self._uploads = Uploads()
         self.error: Exception | None = None
 
     def run(self, failed: Exception | None) -> int:
@@ -206,6 +208,10 @@ class _Exchange:
                 if self._exchange(number, pieces):
                     ahead.result()
                     break
+        try:
+            self._uploads.finish()
+        except Exception as error:  # noqa: BLE001 told with everything else
+            self.error = self.error or error
         return read_bytes
 
     def _read(self, number: int) -> tuple[list[torch.Tensor], int]:
@@ -275,7 +281,7 @@ class _Exchange:
         for band, piece in zip(self._band(self._me, number), pieces):
             part, target = _part(band, piece, self._me), band.target
             if part.data_ptr() != target.data_ptr():
-                put(target, part)
+                self._uploads.to(target.device)(target, part)
         for member, rank in enumerate(self._ranks):
             at = 1
             for band in self._band(member, number) if member != self._me else []:
@@ -283,7 +289,7 @@ class _Exchange:
                 if size:
                     # A view of bytes as another dtype has to begin at a multiple of its size: cloned, it does.
                     data = received[rank][at : at + size].clone()
-                    put(target, data.view(target.dtype).view(target.shape))
+                    self._uploads.to(target.device)(target, data.view(target.dtype).view(target.shape))
                 at += size
 
     def _band(self, member: int, number: int) -> list[Band]:

@@ -120,15 +120,21 @@ class Stager:
                 slot.copy(memory, now)
                 return Staged(slot, self._freed, _nothing, _nothing)
             copied: Future[None] = self._copier.submit(slot.copy, memory, later)
-            slot.copy(memory, now)
+            try:
+                slot.copy(memory, now)
+            except BaseException:
+                _over(copied)  # a slot that is free is one that nobody writes to
+                raise
             return Staged(slot, self._freed, copied.result, lambda: _over(copied))
         except BaseException:
             slot.free = True
             raise
 
     def close(self) -> None:
-        """Stop the thread that copies."""
+        """Stop the thread that copies, and give up the slots."""
         self._copier.shutdown(wait=True)
+        self._slots.clear()
+        self._file = None
 
     def _free_slot(self, file: RankFile, memory: Sequence[torch.Tensor]) -> Slot:
         if all(not slot.free for slot in self._slots) and len(self._slots) < SLOTS and self._may_take(file.end):

@@ -65,11 +65,6 @@ class Snapshot:
         """Whether a flat name is of something that each rank saves for itself."""
         return self.paths[name][0] in self.own
 
-    @property
-    def flat(self) -> dict[str, Any]:
-        """All names, tensors and plain values, as DCP's planner wants them."""
-        return {**self.tensors, **self.objects}
-
 
 def snapshot(state: Mapping[str, Any], rank: int, *, strict: bool = True) -> Snapshot:
     """Take stock of an application's state without copying a tensor.
@@ -252,6 +247,11 @@ def _collect(value: Any, path: tuple[str | int, ...], result: Snapshot, names: l
     name = ".".join(map(str, path))
     if name in result.paths:
         raise ConfigError(f"two values of the state have the flat name {name}: rename one of them")
+    if isinstance(value, torch.Tensor) and (value.is_nested or value.layout != torch.strided):
+        raise ConfigError(
+            f"{name} is a nested or sparse tensor ({value.layout}), which has no shards: save it as a dense one "
+            f"(to_dense(), to_padded_tensor()), or the tensors that it is made of"
+        )
     result.paths[name] = path
     names.append(name)
     (result.tensors if isinstance(value, torch.Tensor) else result.objects)[name] = value

@@ -33,7 +33,7 @@ from torch.futures import Future
 from ckptman.errors import ConfigError
 from ckptman.sharded.commit import Draft
 from ckptman.sharded.container import is_plain
-from ckptman.sharded.describe import Describer, Part, pack, write_part
+from ckptman.sharded.describe import Describer, Part, write_part
 from ckptman.sharded.foreign import load_plain
 from ckptman.sharded.image import Image, Layout, Placed, in_order, pickled
 from ckptman.sharded.plan import Described
@@ -41,6 +41,7 @@ from ckptman.sharded.rankfile import make_rows
 from ckptman.sharded.reading import Fill, read_bytes, read_fills
 from ckptman.sharded.saved import SavedState
 from ckptman.sharded.state import Snapshot, snapshot_of
+from ckptman.store.assembly import pack
 from ckptman.store.digest import digest_bytes
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import FileRecord

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,9 +50,33 @@ class Uploader:
         try:
             buffer, event = _free.popleft()
         except IndexError:
-            buffer, event = torch.empty(0, dtype=torch.uint8, device="cpu"), None
-        if event is not None:
-            event.synchronize()
-        if len(buffer) < size:
-            buffer = torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, device="cpu", pin_memory=True)
-        return buffer
+            return _pinned(size)
+        if len(_free) + 1 < BUFFERS and not event.query():  # the oldest is on its way still: rather one more
+            _free.appendleft((buffer, event))
+            return _pinned(size)
+        event.synchronize()
+        return buffer if len(buffer) >= size else _pinned(size)
+
+
+def _pinned(size: int) -> torch.Tensor:
+    return torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+class Uploads:
+    """Puts host memory into tensors wherever they are; those of a device are there after `finish`."""
+
+    def __init__(self) -> None:
+        self._uploaders: dict[torch.device, Uploader] = {}
+
+    def to(self, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """How to put memory into a tensor of a device, for any thread. The memory may change when that returns."""
+        if device.type == "cpu":
+            return put
+        if device not in self._uploaders:
+            self._uploaders[device] = Uploader(device)
+        return self._uploaders[device].put
+
+    def finish(self) -> None:
+        """Wait until everything is where it belongs."""
+        for uploader in self._uploaders.values():
+            uploader.finish()

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from ckptman.sharded.commit import Draft
-from ckptman.sharded.describe import Describer, Part, pack, write_part
+from ckptman.sharded.describe import Describer, Part, write_part
 from ckptman.sharded.image import Image, Layout, pickled
 from ckptman.sharded.rankfile import RankFile, memory_of
 from ckptman.sharded.ranks import Channel
 from ckptman.sharded.staging import Staged
 from ckptman.sharded.state import Snapshot
+from ckptman.store.assembly import pack
 from ckptman.store.durable import Disk
 from ckptman.store.names import METADATA
 

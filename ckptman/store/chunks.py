@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import weakref
-import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,11 +33,9 @@ FRAME_BYTES = 8192
 """A container is no more than this larger than its payload."""
 HEAD = 4
 """Numbers of a row before its offsets."""
-_LITTLE = np.dtype("<i8")
+LITTLE = np.dtype("<i8")
 _MANY = 256
 """Candidates along one dimension from which on it pays to ask the others too."""
-_CORNERS = 2**24
-"""Corners of boxes that are looked at, at most, to find two that overlap while the volumes add up."""
 _REMEDY = "restore an older checkpoint, or run `ckptman verify` to see which are whole"
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
@@ -158,14 +155,14 @@ class RowFile:
         self.size_bytes = os.fstat(self._fd).st_size
 
     def __len__(self) -> int:
-        return self.size_bytes // _LITTLE.itemsize
+        return self.size_bytes // LITTLE.itemsize
 
     def __getitem__(self, which: slice) -> Ints:
-        size = (which.stop - which.start) * _LITTLE.itemsize
-        data = os.pread(self._fd, size, which.start * _LITTLE.itemsize)
+        size = (which.stop - which.start) * LITTLE.itemsize
+        data = os.pread(self._fd, size, which.start * LITTLE.itemsize)
         if len(data) != size:
             raise CorruptError(f"{self._path} ends early: it has changed since it was opened; {_REMEDY}")
-        return np.frombuffer(data, _LITTLE)
+        return np.frombuffer(data, LITTLE)
 
 
 class ChunkTable:
@@ -185,7 +182,7 @@ class ChunkTable:
         rows = RowFile(path)
         if rows.size_bytes != expected_bytes:
             raise CorruptError(f"{path} has {rows.size_bytes} bytes instead of {expected_bytes}; {_REMEDY}")
-        if expected_bytes % _LITTLE.itemsize:
+        if expected_bytes % LITTLE.itemsize:
             raise CorruptError(f"{path} is no chunk table: {expected_bytes} bytes are no whole numbers; {_REMEDY}")
         return cls(tensors, rows, str(path))
 
@@ -260,164 +257,3 @@ class ChunkTable:
 
     def _corrupt(self, name: str, flaw: str) -> CorruptError:
         return CorruptError(f"{self._where}: {name}: {flaw}; {_REMEDY}")
-
-
-def assemble(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], parts: Sequence[Rows]
-) -> tuple[dict[str, TensorRecord], Ints]:
-    """The records by name, and the table, out of what all ranks wrote: `parts[i]` is in file number i.
-
-    `tensors` are names, dtypes and shapes; a row names one by its place in this list. Chunks without elements are left
-    out; of a tensor without elements one stays. `parts` is gone through twice, and only a part at a time is needed.
-    Raises: ValueError naming the first tensor that the chunks do not fill exactly. Leader only.
-    """
-    dims_of = np.array([len(shape) for _, _, shape in tensors], np.int64)
-    bare = np.array([0 in shape for _, _, shape in tensors], np.bool_)
-    counts = np.zeros(len(tensors), np.int64)
-    for part in parts:
-        for dims, rows in part.items():
-            numbers = rows[:, 0]
-            if len(rows) and not 0 <= numbers.min() <= numbers.max() < len(tensors):
-                raise ValueError(f"there is a chunk of a tensor that is none of the {len(tensors)}")
-            for number in numbers[dims_of[numbers] != dims]:
-                name, _, shape = tensors[number]
-                raise ValueError(f"{name} {list(shape)}: a chunk of it has {dims} dimensions")
-            counts += np.bincount(_worth(rows, dims, bare)[:, 0], minlength=len(tensors))
-    counts[bare] = np.minimum(counts[bare], 1)
-
-    table = np.empty(int((counts * (HEAD + 2 * dims_of)).sum()), np.int64)
-    firsts, bodies, starts, end = np.zeros_like(counts), {}, np.zeros_like(counts), 0
-    for dims in sorted(set(dims_of.tolist())):
-        own, width = np.flatnonzero(dims_of == dims), HEAD + 2 * dims
-        firsts[own] = np.cumsum(counts[own]) - counts[own]
-        starts[own] = end + firsts[own] * width
-        total = int(counts[own].sum())
-        bodies[dims] = table[end : end + total * width].reshape(total, width)
-        end += total * width
-    filled = np.zeros_like(counts)
-    for file, part in enumerate(parts):
-        for dims, rows in part.items():
-            rows = _worth(rows, dims, bare)
-            rows = rows[np.argsort(rows[:, 0], kind="stable")]
-            numbers = rows[:, 0]
-            place = filled[numbers] + np.arange(len(rows)) - np.searchsorted(numbers, numbers)
-            filled += np.bincount(numbers, minlength=len(tensors))
-            stays = place < counts[numbers]
-            target = (firsts[numbers] + place)[stays]
-            bodies[dims][target] = rows[stays]
-            bodies[dims][target, 0] = file
-
-    records: dict[str, TensorRecord] = {}
-    for (name, dtype, shape), first, count, start in zip(tensors, firsts.tolist(), counts.tolist(), starts.tolist()):
-        axis = _arrange(bodies[len(shape)][first : first + count], shape, name)
-        records[name] = TensorRecord(dtype=dtype, shape=shape, start=start, count=count, axis=axis)
-    return records, table
-
-
-def _worth(rows: Ints, dims: int, bare: NDArray[np.bool_]) -> Ints:
-    """The rows that have elements, or whose tensor has none."""
-    full = rows[:, HEAD + dims :].all(axis=1)
-    return rows if full.all() else rows[full | bare[rows[:, 0]]]
-
-
-def _arrange(rows: Ints, shape: tuple[int, ...], name: str) -> int:
-    """Sort the rows of a tensor in their place, and return the axis. Raises: ValueError."""
-    dims = len(shape)
-    if len(rows) == 1 and rows[0, HEAD:].tolist() == [*[0] * dims, *shape]:
-        return 0
-    offsets, sizes = rows[:, HEAD : HEAD + dims], rows[:, HEAD + dims :]
-    places = [np.unique(offsets[:, dim]) for dim in range(dims)]
-    order = sorted(range(dims), key=lambda dim: -len(places[dim]))
-    if len(rows) > 1 and dims:
-        # Along `axis` first, in the other dimensions where they begin at the same place: a grid is then in row order.
-        rows[:] = rows[np.lexsort([offsets[:, dim] for dim in reversed(order)])]
-    flaw = None if _is_grid(offsets, sizes, places, order, shape) else find_flaw(offsets, sizes, shape)
-    if flaw is not None:
-        raise ValueError(f"{name} {list(shape)} is not filled exactly by its chunks: {flaw}")
-    return order[0] if order else 0
-
-
-def _is_grid(offsets: Ints, sizes: Ints, places: Sequence[Ints], order: Sequence[int], shape: tuple[int, ...]) -> bool:
-    """Whether chunks in row order, outer dimensions first, are all those between the places where any begins."""
-    form = [len(places[dim]) for dim in order]
-    if not len(offsets) or prod(form) != len(offsets):
-        return False
-    for at, dim in enumerate(order):
-        along = [-1 if other == at else 1 for other in range(len(order))]
-        begins, steps = places[dim].reshape(along), np.diff(places[dim], append=shape[dim]).reshape(along)
-        if places[dim][0] or steps.min() <= 0 or (sizes[:, dim].reshape(form) != steps).any():
-            return False
-        if (offsets[:, dim].reshape(form) != begins).any():
-            return False
-    return True
-
-
-def find_flaw(offsets: Ints, sizes: Ints, shape: tuple[int, ...]) -> str | None:
-    """What is wrong with chunks that are to fill a tensor, each element once; None where nothing is."""
-    whole = np.array(shape, np.int64)
-    inside = (offsets >= 0) & (sizes >= 0) & (offsets <= whole) & (sizes <= whole - offsets)
-    if not inside.all():
-        row = int(np.argmin(inside.all(axis=1)))
-        return f"one lies outside of it, offsets {offsets[row].tolist()}, sizes {sizes[row].tolist()}"
-    held, elements = int(sizes.prod(axis=1).sum()), prod(shape)
-    if held != elements:
-        return f"they hold {held} elements of {elements}"
-    if not elements:
-        return None
-    # A dimension that every chunk fills from end to end tells nothing.
-    split = np.flatnonzero((sizes != whole).any(axis=0))
-    offsets, sizes, whole = offsets[:, split], sizes[:, split], whole[split]
-    exact = _corners_cancel(np.vstack([offsets, 0 * whole]), np.vstack([sizes, whole]))
-    return None if exact else "some of them overlap, and others leave a hole"
-
-
-def _corners_cancel(offsets: Ints, sizes: Ints) -> bool:
-    """Whether all boxes but the last add up to the last.
-
-    A box is known by its corners: +1 at each that takes an even number of upper ends, -1 at the others (its mixed
-    difference). So boxes add up to a box exactly where their corners, with these signs, add up to its corners.
-    """
-    dims = offsets.shape[1]
-    extent = [int(size) + 1 for size in sizes[-1]]
-    if 2**dims * len(offsets) > _CORNERS or prod(extent) >= 2**63:
-        return True  # Their volumes add up: that has to do for what no training has.
-    strides = np.array([prod(extent[dim + 1 :]) for dim in range(dims)], np.int64)
-    corners, signs = (offsets @ strides)[np.newaxis], np.ones((1, len(offsets)))
-    signs[0, -1] = -1
-    for dim in range(dims):
-        corners = np.concatenate([corners, corners + sizes[:, dim] * strides[dim]])
-        signs = np.concatenate([signs, -signs])
-    _, places = np.unique(corners.reshape(-1), return_inverse=True)
-    return not np.bincount(places, signs.reshape(-1)).any()
-
-
-def pack(rows: Rows) -> bytes:
-    """The rows of one rank, small enough to be sent: some ten bytes a row where shapes repeat."""
-    columns = [np.array([len(rows), *(number for dims in rows for number in (dims, len(rows[dims])))], _LITTLE)]
-    for array in rows.values():
-        packed = array.T.astype(_LITTLE)
-        packed[3] -= packed[1]
-        packed[1, 1:] -= array[:-1, 1] + array[:-1, 2]
-        packed[0, 1:] -= array[:-1, 0]
-        columns.append(packed.reshape(-1))
-    # All first bytes, then all second bytes: the upper ones are zero.
-    planes = np.concatenate(columns).view(np.uint8).reshape(-1, 8).T
-    return zlib.compress(planes.tobytes(), 1)
-
-
-def unpack(data: bytes) -> Rows:
-    """What `pack` was given."""
-    planes = np.frombuffer(zlib.decompress(data), np.uint8).reshape(8, -1)
-    numbers = np.ascontiguousarray(planes.T).view(_LITTLE).reshape(-1)
-    groups = int(numbers[0])
-    rows: Rows = {}
-    begin = 1 + 2 * groups
-    for dims, count in numbers[1:begin].reshape(groups, 2).tolist():
-        width = HEAD + 2 * dims
-        packed = numbers[begin : begin + width * count].reshape(width, count).copy()
-        begin += width * count
-        packed[1, 1:] += packed[2, :-1]
-        packed[:2] = np.cumsum(packed[:2], axis=1)
-        packed[3] += packed[1]
-        rows[dims] = np.ascontiguousarray(packed.T)
-    return rows

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman.errors import CorruptError
 from ckptman.store.catalogue import Entry
-from ckptman.store.chunks import find_flaw as quick_flaw
+from ckptman.store.coverage import first_flaw, flaw_of
 from ckptman.store.digest import digest_file, digest_of_blocks
 from ckptman.store.index import data_files, open_table, read_blocks, read_index
 from ckptman.store.manifest import FileRecord, Manifest
@@ -76,9 +76,9 @@ def check_coverage(folder: Path, manifest: Manifest) -> list[str]:
     table.check(files)
     for name, tensor in index.tensors.items():
         chunks = table.chunks(name)
-        if quick_flaw(chunks.offsets, chunks.sizes, tensor.shape) is None:
+        if flaw_of(chunks.offsets, chunks.sizes, tensor.shape) is None:
             continue
-        flaw = find_flaw(chunks.boxes(), tensor.shape)
+        flaw = first_flaw(chunks.boxes(), tensor.shape)
         if flaw is not None:
             where, times = flaw
             problems.append(f"{name} {list(tensor.shape)}: element {list(where)} was saved {times} times, not once")
@@ -89,32 +89,3 @@ def check_coverage(folder: Path, manifest: Manifest) -> list[str]:
         except CorruptError as error:
             problems.append(str(error))
     return problems
-
-
-Box = tuple[Sequence[int], Sequence[int]]
-"""Offsets and sizes."""
-
-
-def find_flaw(boxes: Sequence[Box], shape: Sequence[int], dim: int = 0) -> tuple[tuple[int, ...], int] | None:
-    """The first element of a tensor that is not in exactly one box, and in how many it is; None if there is none.
-
-    Exact for any boxes inside the tensor; n log n for a grid. Sweeps along `dim` and looks, between each two places
-    where a box begins or ends, at the boxes there in the dimensions after it.
-    """
-    if dim == len(shape):
-        return None if len(boxes) == 1 else ((), len(boxes))
-    if len(boxes) == 1 and all(boxes[0][1][after] == shape[after] for after in range(dim, len(shape))):
-        return None
-    waiting = sorted(boxes, key=lambda box: -box[0][dim])
-    edges = {0, shape[dim]}.union(*((offsets[dim], offsets[dim] + sizes[dim]) for offsets, sizes in boxes))
-    here: list[Box] = []
-    for low in sorted(edges - {shape[dim]}):
-        here = [box for box in here if box[0][dim] + box[1][dim] > low]
-        while waiting and waiting[-1][0][dim] == low:
-            box = waiting.pop()
-            if box[1][dim]:
-                here.append(box)
-        flaw = find_flaw(here, shape, dim + 1)
-        if flaw is not None:
-            return (low, *flaw[0]), flaw[1]
-    return None
