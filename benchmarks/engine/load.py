@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 
 from benchmarks.engine import cache
@@ -30,16 +31,22 @@ def measure(plan: Plan) -> list[Section]:
         each.name: folders[each.reads or each.name] for each in WARM_LOADERS if (each.reads or each.name) in folders
     }
     _rounds(plan, warm, state, WARM_LOADERS, shared, cold=False)
-    own = {}
-    for each in COLD_LOADERS:
-        if (each.reads or each.name) in folders:
-            own[each.name] = root / f"own-{len(own)}"
-            shutil.copytree(folders[each.reads or each.name], own[each.name])
-    for folder in folders.values():
-        shutil.rmtree(folder)
+    own = _for_each(COLD_LOADERS, folders, root)
     _rounds(plan, cold, state, COLD_LOADERS, own, cold=True)
     shutil.rmtree(root)
     return [warm, cold]
+
+
+def _for_each(loaders: list[Contestant], folders: dict[str, Path], root: Path) -> dict[str, Path]:
+    """A folder for each loader. Those that several read from are copied; the last one gets the folder itself."""
+    own = {}
+    able = [each for each in loaders if (each.reads or each.name) in folders]
+    left = Counter(each.reads or each.name for each in able)
+    for each in able:
+        source, own[each.name] = each.reads or each.name, root / f"own-{len(own)}"
+        left[source] -= 1
+        (shutil.copytree if left[source] else shutil.move)(folders[source], own[each.name])
+    return own
 
 
 def _prepare(state: State, root: Path, section: Section) -> dict[str, Path]:

@@ -81,3 +81,8 @@ def _dtensor_box(
         if not isinstance(placements[axis], Replicate):
             same = same.select(axis, coordinate[axis])
     return Box(tuple(offsets), tuple(sizes), tuple(sorted(same.flatten().tolist())))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is elements in rows and columns, so that a box of it is a tensor too."""
+    return isinstance(tensor, ShardedTensor) or (tensor.layout == torch.strided and not tensor.is_nested)

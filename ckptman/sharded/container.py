@@ -54,7 +54,11 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but its dtype, its shape and its bytes, so that `frame_of` describes it."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not tensor.is_quantized
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+    )
 
 
 def payload_of(container: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:

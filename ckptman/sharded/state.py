@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import ConfigError
+from ckptman.sharded.boxes import is_dense
 from ckptman.sharded.optimizer import get_state, model_of, set_state
 from ckptman.store.manifest import Mesh
 from ckptman.store.plain import TensorRef, encode, tensor_ref
@@ -247,7 +248,7 @@ def _collect(value: Any, path: tuple[str | int, ...], result: Snapshot, names: l
     name = ".".join(map(str, path))
     if name in result.paths:
         raise ConfigError(f"two values of the state have the flat name {name}: rename one of them")
-    if isinstance(value, torch.Tensor) and (value.is_nested or value.layout != torch.strided):
+    if isinstance(value, torch.Tensor) and not is_dense(value):
         raise ConfigError(
             f"{name} is a nested or sparse tensor ({value.layout}), which has no shards: save it as a dense one "
             f"(to_dense(), to_padded_tensor()), or the tensors that it is made of"
