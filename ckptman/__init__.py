@@ -43,6 +43,7 @@ _HOME = {
     "RankLostError": "ckptman.errors",
     "RootError": "ckptman.errors",
     "SchedulerError": "ckptman.errors",
+    "SuspectError": "ckptman.errors",
     "UnknownKeyError": "ckptman.errors",
 }
 
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from ckptman.errors import RankLostError as RankLostError
     from ckptman.errors import RootError as RootError
     from ckptman.errors import SchedulerError as SchedulerError
+    from ckptman.errors import SuspectError as SuspectError
     from ckptman.errors import UnknownKeyError as UnknownKeyError
     from ckptman.lifecycle.signals import SignalHandler as SignalHandler
     from ckptman.policy.retention import KeepBest as KeepBest

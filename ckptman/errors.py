@@ -6,6 +6,7 @@
     │   └── IntervalError              2   an interval, count or factor that cannot be (negative, zero, NaN)
     ├── NotFoundError (FileNotFoundError)  3   no such root, step or path
     ├── CorruptError                   4   bytes, sizes or a manifest are not what was saved
+    │   └── SuspectError               4   a run crashed twice at the same step after loading it
     ├── ExistsError (FileExistsError)  5   something is already there and is not overwritten
     ├── CommitError                    6   a save did not become durable; names the rank and its cause
     ├── MismatchError                  7   the checkpoint does not fit the model, or does not reshard
@@ -69,6 +70,10 @@ class CorruptError(CkptmanError):
     """Bytes, sizes or a manifest are not what was saved."""
 
     exit_code = 4
+
+
+class SuspectError(CorruptError):
+    """What was saved is what is there, but a run crashed twice at the same step after loading it."""
 
 
 class ExistsError(CkptmanError, FileExistsError):

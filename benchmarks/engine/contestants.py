@@ -30,12 +30,18 @@ TORCH = "torch.save/load"
 
 @dataclass(frozen=True)
 class Contestant:
-    """`reads`: whose files it loads, where not its own."""
+    """`reads`: whose files it loads, where not its own. `only_moves`: bytes, and not to where they belong."""
 
     name: str
     save: Move | None = None
     load: Move | None = None
     reads: str | None = None
+    only_moves: bool = False
+
+    @property
+    def source(self) -> str:
+        """Whose files it loads."""
+        return self.reads or self.name
 
 
 def _ckptman_save_in_dcp(state: State, folder: Path) -> None:
@@ -121,8 +127,11 @@ def _copy_in(loaded: State, state: State) -> None:
         state[name].copy_(tensor)
 
 
-def _raw(ways: list[Raw]) -> list[Contestant]:
-    return [Contestant(each.name, each.save, each.load, reads=RAW[0].name) for each in ways]
+def _raw(ways: list[Raw], reads: str) -> list[Contestant]:
+    return [
+        Contestant(each.name, each.save, each.load, reads, only_moves=each.direct or reads != RAW[0].name)
+        for each in ways
+    ]
 
 
 _LIBRARIES = [
@@ -137,6 +146,7 @@ _LIBRARIES = [
     Contestant("nvidia-resiliency-ext", _resiliency_save),
 ]
 
-SAVERS = [each for each in _LIBRARIES + _raw(RAW) if each.save]
-WARM_LOADERS = [each for each in _LIBRARIES + _raw(BUFFERED) if each.load]
-COLD_LOADERS = [each for each in _LIBRARIES + _raw(RAW) if each.load]
+SAVERS = [each for each in _LIBRARIES + _raw(RAW, RAW[0].name) if each.save]
+WARM_LOADERS = [each for each in _LIBRARIES + _raw(BUFFERED, RAW[0].name) if each.load]
+COLD_LOADERS = [each for each in _LIBRARIES + _raw(RAW, CKPTMAN) if each.load]
+"""From a cold disk, raw reads are of the very file that ckptman reads: how fast a disk is depends on the place."""

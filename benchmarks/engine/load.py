@@ -1,7 +1,7 @@
 """Load: from the page cache and from a cold disk, into tensors that are there already.
 
-From a cold disk each reads files of its own. Below the page cache there are others, of the disk and of the machine
-under a virtual one: files that somebody else has read a moment ago would come from there.
+Disks are not the same everywhere: of two copies of a file, the one may be read twice as fast as the other, again and
+again. So for each round from a cold disk all files are copied anew, and those who can read the same ones do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections import Counter
 from pathlib import Path
 
 from benchmarks.engine import cache
@@ -27,33 +26,17 @@ def measure(plan: Plan) -> list[Section]:
     warm = Section("load_cached", "Load from the page cache", "s", size)
     cold = Section("load_cold", "Load from a cold disk", "s", size)
     folders = _prepare(state, root, warm)
-    shared = {
-        each.name: folders[each.reads or each.name] for each in WARM_LOADERS if (each.reads or each.name) in folders
-    }
-    _rounds(plan, warm, state, WARM_LOADERS, shared, cold=False)
-    own = _for_each(COLD_LOADERS, folders, root)
-    _rounds(plan, cold, state, COLD_LOADERS, own, cold=True)
+    _rounds(plan, warm, state, WARM_LOADERS, folders, None)
+    _rounds(plan, cold, state, COLD_LOADERS, folders, root / "round")
     shutil.rmtree(root)
     return [warm, cold]
-
-
-def _for_each(loaders: list[Contestant], folders: dict[str, Path], root: Path) -> dict[str, Path]:
-    """A folder for each loader. Those that several read from are copied; the last one gets the folder itself."""
-    own = {}
-    able = [each for each in loaders if (each.reads or each.name) in folders]
-    left = Counter(each.reads or each.name for each in able)
-    for each in able:
-        source, own[each.name] = each.reads or each.name, root / f"own-{len(own)}"
-        left[source] -= 1
-        (shutil.copytree if left[source] else shutil.move)(folders[source], own[each.name])
-    return own
 
 
 def _prepare(state: State, root: Path, section: Section) -> dict[str, Path]:
     """The folders that are loaded from, by the name of who wrote them."""
     savers = {each.name: each for each in SAVERS}
     folders: dict[str, Path] = {}
-    for name in sorted({each.reads or each.name for each in COLD_LOADERS}):
+    for name in sorted({each.source for each in COLD_LOADERS + WARM_LOADERS}):
         folder = root / f"files-{len(folders)}"
         with Member(_save, savers[name], state) as member:
             try:
@@ -64,6 +47,16 @@ def _prepare(state: State, root: Path, section: Section) -> dict[str, Path]:
     return folders
 
 
+def _copy_anew(folders: dict[str, Path], to: Path) -> dict[str, Path]:
+    """Copies at other places of the disk: the ones before go only when these are there."""
+    copies = {name: to / folder.name for name, folder in folders.items()}
+    for name, folder in folders.items():
+        shutil.copytree(folder, copies[name])
+    for folder in folders.values():
+        shutil.rmtree(folder)
+    return copies
+
+
 def _save(contestant: Contestant, state: State, folder: Path) -> None:
     assert contestant.save is not None
     contestant.save(state, folder)
@@ -71,19 +64,28 @@ def _save(contestant: Contestant, state: State, folder: Path) -> None:
 
 
 def _rounds(
-    plan: Plan, section: Section, state: State, loaders: list[Contestant], folders: dict[str, Path], cold: bool
+    plan: Plan,
+    section: Section,
+    state: State,
+    loaders: list[Contestant],
+    folders: dict[str, Path],
+    copies: Path | None,
 ) -> None:
-    there = [each for each in loaders if each.name in folders]
+    """Let all load in turn. `copies`: from a cold disk, where copies of the folders are made for each round."""
+    there = [each for each in loaders if each.source in folders]
+    folders = {each.source: folders[each.source] for each in there}
     members = {each.name: Member(_load, each, state) for each in there}
     stayed = 0.0
     order = random.Random(20)
     try:
         for number in range(plan.repeat + 1):
+            if copies is not None:
+                folders = _copy_anew(folders, copies / str(number))
             for each in order.sample(there, len(there)):
                 if each.name not in members:
                     continue
-                folder = folders[each.name]
-                if cold:
+                folder = folders[each.source]
+                if copies is not None:
                     stayed = max(stayed, cache.evict(folder))
                 else:
                     cache.warm(folder)
@@ -92,7 +94,7 @@ def _rounds(
                         for tensor in state.values():
                             tensor.zero_()
                     seconds = members[each.name].call(folder)
-                    wrong = first_difference(state) if number == 0 and not _only_moves(each) else None
+                    wrong = first_difference(state) if number == 0 and not each.only_moves else None
                     if wrong:
                         raise MeasureError(f"loads wrong values: {wrong}")
                 except MeasureError as error:
@@ -106,7 +108,7 @@ def _rounds(
         for member in members.values():
             member.close()
     section.sort(each.name for each in there)
-    if cold:
+    if copies is not None:
         section.notes.append(f"at most {stayed:.1%} of the files was still in the page cache when a load began")
 
 
@@ -115,7 +117,3 @@ def _load(contestant: Contestant, state: State, folder: Path) -> float:
     begun = time.perf_counter()
     contestant.load(state, folder)
     return time.perf_counter() - begun
-
-
-def _only_moves(contestant: Contestant) -> bool:
-    return contestant.name.startswith("raw, direct")

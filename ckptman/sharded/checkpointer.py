@@ -124,25 +124,29 @@ class Checkpointer:
 
     # ---- what a loop calls -------------------------------------------------------------------------------------
 
-    def restore(self, step: int | None = None, *, path: str | os.PathLike[str] | None = None) -> int:
+    def restore(
+        self, step: int | None = None, *, path: str | os.PathLike[str] | None = None, allow_suspect: bool = False
+    ) -> int:
         """Load the newest good checkpoint into `state`, on any number of ranks, and return its step; 0 on a fresh run.
 
         A damaged or incomplete one is passed over with a warning and the one before is used; there is no way from
         damaged checkpoints to a fresh start. `step` names one of this root. `path` says where a *new* run starts: any
         checkpoint folder, also one that plain `dcp.save` wrote (the run then starts at its step, or at 0 where it has
         none). A root that has checkpoints of its own goes on from those: each attempt of a chain is given the same
-        `path`, and must not start over.
+        `path`, and must not start over. One after which the run crashed twice at the same step is passed over too,
+        unless `allow_suspect` or `step` says otherwise.
 
-        Raises: NotFoundError (no such step or path), CorruptError (nothing good is left), FormatVersionError,
-        MismatchError (names and shapes that differ, before a byte is copied), RootError; SystemExit(75) if a signal
-        asked to stop meanwhile: there is nothing to save yet. Every rank calls it, once, before the first step.
+        Raises: NotFoundError (no such step or path), CorruptError (nothing good is left; SuspectError: nothing that did
+        not crash the run twice), FormatVersionError, MismatchError (names and shapes that differ, before a byte is
+        copied), RootError; SystemExit(75) if a signal asked to stop meanwhile: there is nothing to save yet. Every rank
+        calls it, once, before the first step.
         """
         self._leave_if_asked()
         self._saver.hold()
         restorer = Restorer(self._talk, self._place, self._attempt)
         try:
             if path is None or self._attempt.finds_checkpoints:
-                found = restorer.best(self.state, step)
+                found = restorer.best(self.state, step, allow_suspect=allow_suspect)
             else:
                 found = restorer.at(self.state, Path(path))
         except RankFailed as failed:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from ckptman.errors import CorruptError, NotFoundError
+from ckptman.errors import CorruptError, NotFoundError, SuspectError
+from ckptman.monitor.journal import read_journal
+from ckptman.policy.suspicion import crashes_of, suspects
 from ckptman.sharded.attempt import Attempt
 from ckptman.sharded.load import State, load
 from ckptman.sharded.ranks import Channel
 from ckptman.store.catalogue import Entry
 from ckptman.store.manifest import read_manifest
-from ckptman.store.names import MANIFEST
+from ckptman.store.names import MANIFEST, journal_path
 from ckptman.store.place import FolderPlace
 
 
@@ -46,10 +48,10 @@ class Restorer:
         self.damaged: set[int] = set()
         """Commit sequences of the checkpoints that were passed over although they look complete."""
 
-    def best(self, state: State, step: int | None) -> int | None:
+    def best(self, state: State, step: int | None, *, allow_suspect: bool = False) -> int | None:
         """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
         refused: list[str] = []
-        for entry in self._talk.ask_leader(lambda: self._candidates(step)):
+        for entry in self._talk.ask_leader(lambda: self._candidates(step, allow_suspect)):
             try:
                 load(self._talk, state, entry.path)
             except CorruptError as error:
@@ -77,7 +79,7 @@ class Restorer:
         self._attempt.note("restored", step=step, path=str(folder))
         return step
 
-    def _candidates(self, step: int | None) -> list[Entry]:
+    def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
         entries = self._place.list()
         if step is not None and all(entry.step != step for entry in entries):
             known = ", ".join(str(entry.step) for entry in entries[-10:]) or "none"
@@ -85,7 +87,24 @@ class Restorer:
         for entry in entries:
             if not entry.complete and entry.newer_format is None and step is None:
                 self._pass_over(entry, CorruptError(entry.problem))
-        return choose(entries, step)
+        chosen = choose(entries, step)
+        return chosen if step is not None or allow_suspect else self._without_suspects(chosen)
+
+    def _without_suspects(self, chosen: list[Entry]) -> list[Entry]:
+        """Raises: SuspectError where nothing else is left: a run never falls back to step 0 over checkpoints."""
+        try:
+            events, _ = read_journal(journal_path(Path(self._place.root)))
+        except NotFoundError:
+            return chosen
+        reasons = suspects(crashes_of(events))
+        left = [entry for entry in chosen if entry.step not in reasons]
+        if chosen and not left:
+            step = chosen[0].step
+            raise SuspectError(f"{self._place.root}: step {step} is all there is to go on from, and {reasons[step]}")
+        for entry in chosen:
+            if entry.step in reasons and entry.sequence > left[0].sequence:
+                self._pass_over(entry, SuspectError(reasons[entry.step]))
+        return left
 
     def _pass_over(self, entry: Entry, why: Exception) -> None:
         self._attempt.note("restore_refused", step=entry.step, reason=str(why))

@@ -8,7 +8,6 @@ a second one is made when a save comes while the first is still being written.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +19,7 @@ import torch
 
 from ckptman.sharded.image import as_bytes, flat, view_of
 from ckptman.sharded.rankfile import RankFile
+from ckptman.store.parallel import aligned_memory
 
 SLOTS = 2
 
@@ -181,20 +181,17 @@ class Stager:
 
 
 def _allocate(size: int, pinned: bool) -> torch.Tensor:
-    """Zeroed memory on pages. Pinned, it is registered as it is: torch's own pool rounds up to a power of two."""
+    """Zeroed memory, touched. Pinned, it is registered as it is: torch's own pool rounds up to a power of two."""
     if not size:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # not on every kernel
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    allocated = flat(memoryview(memory)).zero_()
+    memory = aligned_memory(size)
+    allocated = flat(memory).zero_()
     if pinned and torch.cuda.is_available():
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = runtime.cudaHostRegister(allocated.data_ptr(), size, 0)
         if int(code):
             raise MemoryError(f"{size} bytes of host memory cannot be pinned: {code}")
-        weakref.finalize(memory, runtime.cudaHostUnregister, allocated.data_ptr())
+        weakref.finalize(memory.obj, runtime.cudaHostUnregister, allocated.data_ptr())
     return allocated
 
 

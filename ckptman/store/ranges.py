@@ -90,11 +90,14 @@ def read_wanted(
         file.read(span, scratch)
 
     try:
-        longest = max((span.high - span.low for _, span in spans), default=0)
-        if threads is None:
-            # Whoever waits for a disk computes nothing: twice as many keep it busy.
-            threads = io_threads() * (2 if any(file.is_cold(span) for file, span in spans[:1]) else 1)
-        share_out(len(spans), read_span, threads=threads, scratch_bytes=longest + 2 * ALIGN_BYTES)
+        longest = max(range(len(spans)), key=lambda number: spans[number][1].bytes, default=None)
+        if longest is None:
+            return ReadReport(0, 0, 0)
+        file, span = spans[longest]
+        # Whoever waits for a disk computes nothing: twice as many keep it busy.
+        threads = threads or io_threads() * (2 if file.is_cold(span) else 1)
+        around = 2 * ALIGN_BYTES if any(file.block_bytes % ALIGN_BYTES for file in files) else 0
+        share_out(len(spans), read_span, threads=threads, scratch_bytes=span.bytes + around)
     finally:
         for file in files:
             file.close()
@@ -110,6 +113,8 @@ class _File:
         self.size_bytes = 1 << 62 if digests is None else digests.size_bytes
         self.spans_left = self.read_bytes = self.calls = 0
         self._fd = self._direct_fd = -1
+        # What others wrote may be stored as links; ours, of which the digests are known, never is.
+        self._flags = _OPEN if digests is None else _OPEN | os.O_NOFOLLOW
         self._takes_direct = hasattr(os, "O_DIRECT") and hasattr(os, "RWF_NOWAIT")
         self._lock = threading.Lock()
         if digests is not None and len(digests.blocks) != -(-digests.size_bytes // digests.block_bytes) * DIGEST_BYTES:
@@ -136,7 +141,7 @@ class _File:
 
     def is_cold(self, span: Span) -> bool:
         """Whether a large span begins with what is not in the page cache, on a file system that can say so."""
-        if not self._takes_direct or span.high - span.low < _DIRECT_BYTES:
+        if not self._takes_direct or span.bytes < _DIRECT_BYTES:
             return False
         try:
             return not os.preadv(self._open(span), [bytearray(1)], span.low, os.RWF_NOWAIT)
@@ -152,11 +157,11 @@ class _File:
         if self.is_cold(span):
             # Direct I/O begins at a page of the file and of the memory, and so perhaps before the span.
             around, inside = scratch, span.low % ALIGN_BYTES
-            scratch = around[inside : inside + span.high - span.low]
+            scratch = around[inside : inside + span.bytes]
             segments, copies = [scratch], span.parts
             calls, done = self._read_direct(span, around, inside)
         else:
-            scratch = scratch[: span.high - span.low]
+            scratch = scratch[: span.bytes]
             segments, copies = lay_out(span, scratch)
         calls += self._fill(fd, span, segments, done)
         for start, stop, each in copies:
@@ -182,10 +187,11 @@ class _File:
             if self._fd >= 0:
                 return self._fd
             try:
-                self._fd = os.open(self.path, _OPEN)
+                self._fd = os.open(self.path, self._flags)
             except OSError as error:
                 if error.errno in _MISSING:
-                    raise CorruptError(f"{self.path} is missing{_of_span(span)}; {self._remedy}") from error
+                    what = "no file, but a link or a folder" if os.path.lexists(self.path) else "missing"
+                    raise CorruptError(f"{self.path} is {what}{_of_span(span)}; {self._remedy}") from error
                 if error.errno in _UNREADABLE:
                     raise self._unreadable(error, span.low, span.high, span) from error
                 raise
@@ -207,13 +213,13 @@ class _File:
         with self._lock:
             if self._direct_fd < 0 and self._takes_direct:
                 try:
-                    self._direct_fd = os.open(self.path, _OPEN | os.O_DIRECT)
+                    self._direct_fd = os.open(self.path, self._flags | os.O_DIRECT)
                 except OSError:
                     self._takes_direct = False
             fd = self._direct_fd
         if fd < 0:
             return 0, 0
-        size = span.high - span.low
+        size = span.bytes
         try:
             count = os.preadv(fd, [around[: _up(inside + size)]], span.low - inside)
         except OSError:
@@ -229,7 +235,7 @@ class _File:
             if self._digests is not None
             else None
         )
-        for batch, size in _batches(segments, step or span.high - span.low):
+        for batch, size in _batches(segments, step or span.bytes):
             there = min(done, size)
             done -= there
             if there < size:

@@ -44,6 +44,10 @@ class Span:
         self.low, self.high, self.limit = low, low, limit
         self.parts: list[Part] = []
 
+    @property
+    def bytes(self) -> int:
+        return self.high - self.low
+
 
 def plan(wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int) -> list[Span]:
     """The spans of the ranges of one file, which are sorted by offset. Edges lie on blocks where there are digests."""

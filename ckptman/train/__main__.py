@@ -27,6 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one value; may be repeated"
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what it means, and leave")
+    parser.add_argument(
+        "--allow-suspect",
+        action="store_true",
+        help="go on from the newest checkpoint even if the run crashed twice at the same step after loading it",
+    )
     options = parser.parse_args(arguments)
     launch = Launch()
     try:
@@ -39,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with SignalHandler() as signals:
             from ckptman.train.loop import train  # only now: torch takes seconds, and a wrong key should not
 
-            return train(setup, signals)
+            return train(setup, signals, allow_suspect=options.allow_suspect)
     except CkptmanError as error:
         if launch.local_rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from ckptman.train.setup import Setup
 from ckptman.train.step import accumulate_gradients, update
 
 
-def train(setup: Setup, signals: ckptman.SignalHandler) -> int:
+def train(setup: Setup, signals: ckptman.SignalHandler, *, allow_suspect: bool = False) -> int:
     """Train from the newest checkpoint to the last step, or until asked to stop; returns the exit code (0 or 75).
 
     Every rank calls it, with handlers that listen already: a signal while torch is imported counts too. Raises what
@@ -44,7 +44,7 @@ def train(setup: Setup, signals: ckptman.SignalHandler) -> int:
             async_save=checkpoint.async_save,
             timeout_seconds=run.timeout_seconds,
         ) as checkpointer:
-            start = checkpointer.restore()
+            start = checkpointer.restore(allow_suspect=allow_suspect)
             report.say(f"{setup.parameters:,} parameters on {world.size} ranks ({device.type}), from step {start}")
             report.begin(start)
             for step in range(start + 1, run.steps + 1):

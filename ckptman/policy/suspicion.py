@@ -1,0 +1,72 @@
+"""Which checkpoints are not to be loaded a third time: a run crashed twice at the same step after loading them. Pure.
+
+It is the checkpoint that is to blame only while no other one leads to a crash at that step too: then it is the code, or
+the data of that step, and the newest one is as good as any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+CRASHES = 2
+_NOT_THE_STATE = (
+    "BusyError",
+    "CommitError",
+    "KeyboardInterrupt",
+    "RankLostError",
+    "RootError",
+    "SystemExit",
+)
+"""How an attempt may fail for reasons that lie outside of what it had loaded: the disk, another rank, its user."""
+
+
+@dataclass(frozen=True)
+class Crash:
+    """An attempt that loaded the checkpoint of step `restored`, and crashed in the step after `step`."""
+
+    attempt: int
+    restored: int
+    step: int
+
+
+def crashes_of(events: Sequence[Mapping[str, Any]]) -> list[Crash]:
+    """The crashes that a journal tells of. A checkpoint that was saved anew since then is another one."""
+    found: list[Crash] = []
+    restored: int | None = None
+    for event in events:
+        kind, step = event.get("event"), event.get("step")
+        if kind == "attempt_started":
+            restored = None
+        elif type(step) is not int:
+            continue
+        elif kind == "restored":
+            restored = step
+        elif kind == "save_durable":
+            found = [each for each in found if each.restored != step]
+            if restored is not None and step >= restored:
+                restored = None  # what comes is no longer the doing of what was loaded
+        elif kind == "failed" and restored is not None:
+            cause = str(event.get("reason", "")).partition(":")[0]
+            if cause not in _NOT_THE_STATE:
+                found.append(Crash(int(event.get("attempt", 0)), restored, step))
+    return found
+
+
+def suspects(crashes: Sequence[Crash]) -> dict[int, str]:
+    """The steps of the checkpoints that are not to be loaded again, each with the reason."""
+    found = {}
+    for restored in dict.fromkeys(each.restored for each in crashes):
+        own = [each for each in crashes if each.restored == restored][-CRASHES:]
+        step = own[-1].step
+        if len(own) < CRASHES or any(each.step != step for each in own):
+            continue
+        if any(each.step == step and each.restored != restored for each in crashes):
+            continue
+        attempts = " and ".join(str(each.attempt) for each in own)
+        found[restored] = (
+            f"attempts {attempts} loaded it and crashed both after step {step}; it is tried again only if asked for "
+            f"(restore(allow_suspect=True), --allow-suspect)"
+        )
+    return found

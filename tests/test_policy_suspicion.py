@@ -1,0 +1,130 @@
+"""A checkpoint after which a run crashed twice at the same step is not loaded a third time."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptman
+from ckptman.monitor.journal import read_journal
+from ckptman.policy.suspicion import Crash, crashes_of, suspects
+from ckptman.store.names import journal_path
+
+
+def attempt(number: int, *events: tuple[str, int], reason: str = "ValueError: no") -> list[dict[str, Any]]:
+    """The events of one attempt: its start, and pairs of a kind and a step."""
+    said = [{"event": "attempt_started", "attempt": number}]
+    return said + [{"event": kind, "step": step, "attempt": number, "reason": reason} for kind, step in events]
+
+
+RESTORED = ("restored", 100)
+CRASHED = ("failed", 120)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "steps"),
+    [
+        ([[RESTORED, CRASHED]], []),
+        ([[RESTORED, CRASHED], [RESTORED, CRASHED]], [100]),
+        ([[RESTORED, CRASHED], [RESTORED, ("failed", 121)]], []),
+        ([[RESTORED, ("failed", 121)], [RESTORED, CRASHED], [RESTORED, CRASHED]], [100]),
+        ([[RESTORED, CRASHED], [RESTORED], [RESTORED, CRASHED]], [100]),  # one was killed in between: nobody knows why
+        ([[RESTORED, CRASHED], [RESTORED, ("stopped", 130)], [RESTORED, CRASHED]], [100]),
+        ([[RESTORED, CRASHED], [RESTORED, ("save_durable", 110), CRASHED]], []),  # it got further
+        ([[RESTORED, CRASHED], [RESTORED, CRASHED], [("restored", 50), CRASHED]], []),  # so it is not the checkpoint
+        ([[RESTORED, CRASHED], [RESTORED, CRASHED], [("restored", 50), ("failed", 60)]], [100]),
+        ([[RESTORED, CRASHED], [RESTORED, CRASHED], [("restored", 50), ("save_durable", 100)]], []),  # another one now
+        ([[CRASHED], [CRASHED]], []),  # a fresh start
+    ],
+)
+def test_who_is_suspected(attempts: list[list[tuple[str, int]]], steps: list[int]) -> None:
+    events = [event for number, told in enumerate(attempts, 1) for event in attempt(number, *told)]
+    assert list(suspects(crashes_of(events))) == steps
+
+
+@pytest.mark.parametrize("reason", ["CommitError: disk full", "RankLostError: gone", "KeyboardInterrupt: "])
+def test_what_lies_outside_of_the_state_is_nobodys_fault(reason: str) -> None:
+    events = [event for number in (1, 2, 3) for event in attempt(number, RESTORED, CRASHED, reason=reason)]
+    assert suspects(crashes_of(events)) == {}
+
+
+def test_a_journal_of_other_shapes_is_read_all_the_same() -> None:
+    strange: list[dict[str, Any]] = [{"event": "failed"}, {"event": "restored", "step": "7"}, {"event": 5}, {}]
+    assert crashes_of(strange) == []
+
+
+def test_the_reason_names_attempts_step_and_remedy() -> None:
+    (reason,) = suspects([Crash(3, 100, 120), Crash(4, 100, 120)]).values()
+    assert "attempts 3 and 4 loaded it and crashed both after step 120" in reason
+    assert "allow_suspect=True" in reason
+
+
+class Poisoned:
+    """An application whose state of some steps makes it crash at step 5, whatever happens before."""
+
+    def __init__(self, poison: bool) -> None:
+        self.state = {"x": {"w": torch.zeros(3)}}
+        self.poison = poison
+
+    def run(self, root: Path, until: int, **options: Any) -> int:
+        policy = ckptman.AtStep(2, 3)
+        with ckptman.Checkpointer(root, self.state, save_policy=policy, deadline=None) as checkpointer:
+            start = checkpointer.restore(**options)
+            for step in range(start + 1, until + 1):
+                if step == 5 and self.poison and self.state["x"]["w"].max() >= 3:
+                    raise ValueError("loss is NaN")
+                self.state["x"]["w"].fill_(step if step <= 3 else 0)
+                if start == 3:
+                    self.state["x"]["w"].fill_(3)
+                checkpointer.step(step)
+        return start
+
+
+def test_a_run_goes_back_behind_a_checkpoint_that_crashed_it_twice(tmp_path: Path) -> None:
+    assert Poisoned(False).run(tmp_path, 3) == 0
+    for _ in range(2):
+        with pytest.raises(ValueError, match="loss is NaN"):
+            Poisoned(True).run(tmp_path, 8)
+    with pytest.warns(RuntimeWarning, match="step 3 is passed over: attempts 2 and 3 loaded it and crashed both after"):
+        assert Poisoned(True).run(tmp_path, 8) == 2
+    refused = [each for each in read_journal(journal_path(tmp_path))[0] if each["event"] == "restore_refused"]
+    assert [each["step"] for each in refused] == [3]
+    assert "crashed both" in refused[0]["reason"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Poisoned(False).run(tmp_path, 8) == 8
+
+
+def test_it_is_loaded_if_asked_for(tmp_path: Path) -> None:
+    Poisoned(False).run(tmp_path, 3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="loss is NaN"):
+            Poisoned(True).run(tmp_path, 8)
+    with pytest.raises(ValueError, match="loss is NaN"):
+        Poisoned(True).run(tmp_path, 8, step=3)
+    with pytest.raises(ValueError, match="loss is NaN"):
+        Poisoned(True).run(tmp_path, 8, allow_suspect=True)
+
+
+def test_a_run_never_goes_back_to_step_0(tmp_path: Path) -> None:
+    state = {"x": {"w": torch.zeros(3)}}
+    with ckptman.Checkpointer(tmp_path, state, save_policy=ckptman.AtStep(1), deadline=None) as checkpointer:
+        checkpointer.step(1)
+    for _ in range(2):
+        with (
+            pytest.raises(ValueError, match="no"),
+            ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+        ):
+            assert checkpointer.restore() == 1
+            raise ValueError("no")
+    with (
+        pytest.raises(ckptman.SuspectError, match="step 1 is all there is to go on from, and attempts 2 and 3"),
+        ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+    ):
+        checkpointer.restore()
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        assert checkpointer.restore(allow_suspect=True) == 1
