@@ -1,7 +1,7 @@
 """Load: from the page cache and from a cold disk, into tensors that are there already.
 
-Disks are not the same everywhere: of two copies of a file, the one may be read twice as fast as the other, again and
-again. So for each round from a cold disk all files are copied anew, and those who can read the same ones do.
+Below the page cache there are others, of the disk and of the machine under a virtual one, and files lie at places of
+different speed. So for each round from a cold disk all files are copied anew, and those who can read the same ones do.
 """
 
 from __future__ import annotations
