@@ -102,7 +102,7 @@ def _options() -> argparse.Namespace:
 
 def _check_room(plan: Plan) -> None:
     free = shutil.disk_usage(plan.root).free
-    needed = 8 * plan.state_bytes
+    needed = 12 * plan.state_bytes
     if free < needed:
         sys.exit(
             f"{plan.root} has {free / GIB:.1f} GiB free; {needed / GIB:.1f} GiB are needed (see --size-gib, --root)"
