@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.engine.contestants import CKPTMAN, CKPTMAN_IN_DCP, DCP, DCP_BEST
+from benchmarks.engine.contestants import CKPTMAN, CKPTMAN_IN_DCP, DCP, DCP_BEST, DEVICE_ALONE
 from benchmarks.engine.section import Section
 from benchmarks.planning import Planned
 
@@ -61,6 +61,8 @@ def _moves(sections: Mapping[str, Section]) -> Iterator[Bar]:
             yield Bar(f"{what}: {own}, speed over {raw or 'raw'}", section.ratios(raw, own), of_raw, at_least=True)
             for name, bound in others:
                 yield Bar(f"{what}: {own}, speed over {name}", section.ratios(name, own), bound, at_least=True)
+            if device := section.fastest(DEVICE_ALONE):
+                yield Bar(f"{what}: {own}, speed over {device}", section.ratios(device, own), None, at_least=True)
 
 
 def _stalls(sections: Mapping[str, Section]) -> Iterator[Bar]:

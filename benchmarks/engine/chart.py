@@ -8,11 +8,12 @@ from html import escape
 from pathlib import Path
 
 from benchmarks.engine.bars import RAW
-from benchmarks.engine.contestants import CKPTMAN
+from benchmarks.engine.contestants import CKPTMAN, DEVICE_ALONE
 from benchmarks.engine.section import Section
 
 WIDTH, LABEL, BAR, PITCH = 760, 250, 400, 22
 OWN, OTHER, LIMIT = "#2563eb", "#a8b3c4", "#475569"
+LIMITS = (RAW, DEVICE_ALONE)
 INK, FAINT = "#1f2937", "#6b7280"
 
 
@@ -45,9 +46,9 @@ def draw(sections: Mapping[str, Section], path: Path) -> bool:
 
 
 def _chosen(section: Section) -> dict[str, list[float]]:
-    """All rows, but of the raw ones the fastest alone."""
-    raw = section.fastest(RAW)
-    return {row: samples for row, samples in section.rows.items() if row == raw or not row.startswith(RAW)}
+    """All rows, but of each kind of raw ones the fastest alone."""
+    shown = [section.fastest(kind) for kind in LIMITS]
+    return {row: samples for row, samples in section.rows.items() if row in shown or not row.startswith(LIMITS)}
 
 
 def _rates(section: Section, seconds: list[float]) -> list[float]:
@@ -62,7 +63,7 @@ def _panel(parts: list[str], y: float, heading: str, rows: Mapping[str, list[flo
     y += 22
     for row, samples in rows.items():
         middle, low, high = statistics.median(samples), min(samples), max(samples)
-        colour = OWN if row.startswith(CKPTMAN) else LIMIT if row.startswith(RAW) else OTHER
+        colour = OWN if row.startswith(CKPTMAN) else LIMIT if row.startswith(LIMITS) else OTHER
         centre = y + PITCH / 2
         parts += [
             f'<text x="{LABEL - 8}" y="{centre + 4:.1f}" text-anchor="end" fill="{INK}">{escape(row)}</text>',

@@ -7,7 +7,7 @@ costs those nothing that have done so and is what the others leave to the operat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import ckptman
-from benchmarks.engine.raw import BUFFERED, RAW, Raw
+from benchmarks.engine.raw import BUFFERED, DEVICE, FILLING, RAW, Raw
 from benchmarks.engine.state import State
 
 Move = Callable[[State, Path], None]
@@ -26,6 +26,8 @@ CKPTMAN_ON_DCP = "ckptman, files of plain DCP"
 DCP = "plain DCP"
 DCP_BEST = "plain DCP, two writer threads"
 TORCH = "torch.save/load"
+DEVICE_ALONE = "device alone"
+"""Reads into one buffer that stays in the cache of the processor: nothing is in memory afterwards."""
 
 
 @dataclass(frozen=True)
@@ -148,5 +150,6 @@ _LIBRARIES = [
 
 SAVERS = [each for each in _LIBRARIES + _raw(RAW, RAW[0].name) if each.save]
 WARM_LOADERS = [each for each in _LIBRARIES + _raw(BUFFERED, RAW[0].name) if each.load]
-COLD_LOADERS = [each for each in _LIBRARIES + _raw(RAW, CKPTMAN) if each.load]
+_DEVICE = [replace(each, name=each.name.replace("raw", DEVICE_ALONE)) for each in _raw(DEVICE, CKPTMAN)]
+COLD_LOADERS = [each for each in _LIBRARIES + _raw(FILLING, CKPTMAN) + _DEVICE if each.load]
 """From a cold disk, raw reads are of the very file that ckptman reads: how fast a disk is depends on the place."""

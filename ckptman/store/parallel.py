@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeVar
 
 from ckptman.errors import ConfigError
 
@@ -17,10 +20,14 @@ ALIGN_BYTES = 4096
 """What direct I/O wants offsets, sizes and addresses to be a multiple of, on every disk that is in use."""
 STRIDE_BYTES = 4 * 1024 * 1024
 """The most that one call moves, as a rule."""
+COLD_STRIDE_BYTES = 4 * STRIDE_BYTES
+"""The same where a disk is waited for: the kernel keeps a few requests of such a call under way by itself."""
 _THREADS = 4
 _HUGE_BYTES = 2 * 1024 * 1024
 _KEPT_BUFFERS = 8
-_KEPT_BYTES = 4 * STRIDE_BYTES
+_KEPT_BYTES = 2 * STRIDE_BYTES
+
+T = TypeVar("T")
 
 # Appending to a deque and popping from it are atomic, so a fork in between leaves no lock behind.
 _free: deque[memoryview] = deque()
@@ -44,9 +51,14 @@ def io_threads() -> int:
     return count
 
 
-def stride_of(block_bytes: int) -> int:
-    """How much one piece of work is: whole blocks, as many as `STRIDE_BYTES` holds but at least one."""
-    return max(block_bytes, STRIDE_BYTES // block_bytes * block_bytes)
+def cores() -> int:
+    """How many cores this process may run on: in a job, those it was given."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def stride_of(block_bytes: int, most_bytes: int = STRIDE_BYTES) -> int:
+    """How much one piece of work is: whole blocks, as many as `most_bytes` hold but at least one."""
+    return max(block_bytes, most_bytes // block_bytes * block_bytes)
 
 
 def share_out(count: int, work: Callable[[int, memoryview], None], *, threads: int, scratch_bytes: int) -> None:
@@ -55,58 +67,121 @@ def share_out(count: int, work: Callable[[int, memoryview], None], *, threads: i
     Numbers are handed out in order. `scratch` is page-aligned memory of the thread, of at least `scratch_bytes`.
     The first error stops the others after the piece they are at, and is raised as it is. No thread outlives the call.
     """
-    job = _Job(count, work, scratch_bytes)
-    helpers = [threading.Thread(target=job.run, name="ckptman-io", daemon=True) for _ in range(min(threads, count) - 1)]
-    try:
-        for helper in helpers:
-            try:
-                helper.start()
-            except RuntimeError:  # no more threads for this user, or the interpreter is leaving: slower, not wrong
-                break
-        job.run()
-    except BaseException as error:  # noqa: BLE001
-        job.stop(error)
-    for helper in helpers:
-        while helper.is_alive():
-            try:
-                helper.join()
-            except BaseException as error:  # noqa: BLE001
-                job.stop(error)
-    first, job.error = job.error, None
-    if first is not None:
+    job = _Job(count)
+
+    def run() -> None:
+        scratch = _borrow(scratch_bytes)
         try:
-            raise first
-        finally:
-            del first  # its traceback holds this frame
-
-
-class _Job:
-    def __init__(self, count: int, work: Callable[[int, memoryview], None], scratch_bytes: int) -> None:
-        self.error: BaseException | None = None
-        self._count, self._work, self._scratch_bytes = count, work, scratch_bytes
-        self._next = 0
-        self._lock = threading.Lock()
-
-    def run(self) -> None:
-        scratch = _borrow(self._scratch_bytes)
-        try:
-            while (number := self._take()) is not None:
-                self._work(number, scratch)
-        except BaseException as error:  # noqa: BLE001  (raised again by share_out)
-            self.stop(error)
+            while (number := job.take()) is not None:
+                work(number, scratch)
         finally:
             _give_back(scratch)
 
-    def stop(self, error: BaseException) -> None:
-        with self._lock:
-            self.error = self.error or error
+    job.start(run, min(threads, count) - 1)
+    job.end(run)
 
-    def _take(self) -> int | None:
+
+def relay(
+    count: int,
+    fetch: Callable[[int, memoryview], T],
+    finish: Callable[[int, memoryview, T], None],
+    *,
+    fetchers: int,
+    finishers: int,
+    scratch_bytes: int,
+) -> None:
+    """As `share_out`, for work of two halves: `finish(number, scratch, fetch(number, scratch))` for each number.
+
+    Who fetches waits for storage, who finishes computes, each in threads of their own: so a fetch is under way all the
+    time, and no more is computed at once than there are cores for. Up to `fetchers + finishers` pieces are in memory.
+    """
+    fetchers, finishers = min(fetchers, count), min(finishers, count)
+    free: SimpleQueue[memoryview | None] = SimpleQueue()
+    fetched: SimpleQueue[tuple[int, memoryview, T] | None] = SimpleQueue()
+    finished = itertools.count(1)
+
+    def leave() -> None:
+        for _ in range(fetchers):
+            free.put(None)
+        for _ in range(finishers):
+            fetched.put(None)
+
+    def run_fetcher() -> None:
+        while (scratch := free.get()) is not None and (number := job.take()) is not None:
+            fetched.put((number, scratch, fetch(number, scratch)))
+
+    def run_finisher() -> None:
+        while (piece := fetched.get()) is not None and job.error is None:
+            finish(*piece)
+            free.put(piece[1])
+            if next(finished) == count:
+                leave()
+
+    job = _Job(count, leave)
+    if not job.start(run_fetcher, fetchers):
+        share_out(
+            count,
+            lambda number, scratch: finish(number, scratch, fetch(number, scratch)),
+            threads=1,
+            scratch_bytes=scratch_bytes,
+        )
+        return
+    buffers = [_borrow(scratch_bytes) for _ in range(fetchers + finishers)]
+    for buffer in buffers:
+        free.put(buffer)
+    job.start(run_finisher, finishers - 1)
+    try:
+        job.end(run_finisher)
+    finally:
+        for buffer in buffers:
+            _give_back(buffer)
+
+
+class _Job:
+    """Numbers that threads take until there are no more, or one of them has failed."""
+
+    def __init__(self, count: int, on_stop: Callable[[], None] = lambda: None) -> None:
+        self.error: BaseException | None = None
+        self._numbers = iter(range(count))
+        self._on_stop = on_stop
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> int | None:
         with self._lock:
-            if self.error is not None or self._next >= self._count:
-                return None
-            self._next += 1
-            return self._next - 1
+            return None if self.error is not None else next(self._numbers, None)
+
+    def start(self, run: Callable[[], None], threads: int) -> int:
+        """Call `run` in so many threads. Returns in how many it could be."""
+        for started in range(threads):
+            thread = threading.Thread(target=self._run, args=(run,), name="ckptman-io", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads for this user, or the interpreter is leaving: slower, not wrong
+                return started
+            self._threads.append(thread)
+        return threads
+
+    def end(self, run: Callable[[], None]) -> None:
+        """Call `run` here too, wait for the threads, and raise the first error."""
+        self._run(run)
+        for thread in self._threads:
+            while thread.is_alive():
+                self._run(thread.join)
+        first, self.error = self.error, None
+        if first is not None:
+            try:
+                raise first
+            finally:
+                del first  # its traceback holds this frame
+
+    def _run(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:  # noqa: BLE001  (raised again by `end`)
+            with self._lock:
+                self.error = self.error or error
+            self._on_stop()
 
 
 def _borrow(size: int) -> memoryview:

@@ -20,7 +20,16 @@ import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from ckptman.errors import CorruptError
-from ckptman.store.parallel import ALIGN_BYTES, io_threads, share_out
+from ckptman.store.parallel import (
+    ALIGN_BYTES,
+    COLD_STRIDE_BYTES,
+    STRIDE_BYTES,
+    cores,
+    io_threads,
+    relay,
+    share_out,
+    stride_of,
+)
 from ckptman.store.spans import WHOLE_BYTES, Span, Wanted, lay_out, plan
 
 DIGEST_BYTES = 16
@@ -69,39 +78,62 @@ def read_wanted(
     Raises: CorruptError where a file is missing, has another size, ends early, cannot be read or differs from its
     digests; whatever `deliver` raises; ValueError where a range is no range.
     """
-    wanted_bytes = 0
-    spans: list[tuple[_File, Span]] = []
-    files: list[_File] = []
+    chosen: dict[_File, list[Wanted]] = {}
     for name, ranges in groupby(sorted(wanted, key=lambda each: (each.file, each.offset)), lambda each: each.file):
         if digests is not None and name not in digests:
             raise CorruptError(f"{folder / name} has no digests: what was read from it cannot be checked")
         file = _File(folder / name, None if digests is None else digests[name])
-        chosen = list(ranges)
-        for each in chosen:
+        chosen[file] = list(ranges)
+        for each in chosen[file]:
             file.admit(each)
-        planned = plan(chosen, file.block_bytes, file.size_bytes, gap_bytes)
-        wanted_bytes += sum(each.bytes for each in chosen)
-        file.spans_left = len(planned)
-        files.append(file)
-        spans += [(file, span) for span in planned]
-
-    def read_span(number: int, scratch: memoryview) -> None:
-        file, span = spans[number]
-        file.read(span, scratch)
-
     try:
-        longest = max(range(len(spans)), key=lambda number: spans[number][1].bytes, default=None)
-        if longest is None:
-            return ReadReport(0, 0, 0)
-        file, span = spans[longest]
-        # Whoever waits for a disk computes nothing: twice as many keep it busy.
-        threads = threads or io_threads() * (2 if file.is_cold(span) else 1)
-        around = 2 * ALIGN_BYTES if any(file.block_bytes % ALIGN_BYTES for file in files) else 0
-        share_out(len(spans), read_span, threads=threads, scratch_bytes=span.bytes + around)
+        _read_chosen(chosen, threads or io_threads(), gap_bytes)
     finally:
-        for file in files:
+        for file in chosen:
             file.close()
-    return ReadReport(wanted_bytes, sum(file.read_bytes for file in files), sum(file.calls for file in files))
+    wanted_bytes = sum(each.bytes for ranges in chosen.values() for each in ranges)
+    return ReadReport(wanted_bytes, sum(file.read_bytes for file in chosen), sum(file.calls for file in chosen))
+
+
+def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, gap_bytes: int) -> None:
+    cold = threads > 1 and _begins_cold(chosen)
+    spans: list[tuple[_File, Span]] = []
+    for file, ranges in chosen.items():
+        stride = stride_of(file.block_bytes, COLD_STRIDE_BYTES if cold else STRIDE_BYTES)
+        planned = plan(ranges, file.block_bytes, file.size_bytes, gap_bytes, stride)
+        file.spans_left = len(planned)
+        spans += [(file, span) for span in planned]
+    around = 2 * ALIGN_BYTES if any(file.block_bytes % ALIGN_BYTES for file in chosen) else 0
+    scratch_bytes = max((span.bytes for _, span in spans), default=0) + around
+
+    def fetch(number: int, scratch: memoryview) -> int | None:
+        file, span = spans[number]
+        return file.fetch(span, scratch)
+
+    def finish(number: int, scratch: memoryview, fetched: int | None) -> None:
+        file, span = spans[number]
+        file.finish(span, scratch, fetched)
+
+    if cold:
+        finishers = min(threads, max(1, cores() // 2))
+        relay(len(spans), fetch, finish, fetchers=threads - 1, finishers=finishers, scratch_bytes=scratch_bytes)
+    else:
+        share_out(
+            len(spans),
+            lambda number, scratch: finish(number, scratch, fetch(number, scratch)),
+            threads=threads,
+            scratch_bytes=scratch_bytes,
+        )
+
+
+def _begins_cold(chosen: Mapping[_File, Sequence[Wanted]]) -> bool:
+    """Whether the longest range has to come from a disk."""
+    ranges = ((each, file) for file, ranges in chosen.items() for each in ranges)
+    longest, file = max(ranges, key=lambda found: found[0].bytes, default=(None, None))
+    if longest is None or file is None:
+        return False
+    stride = stride_of(file.block_bytes, longest.bytes)
+    return any(map(file.is_cold, plan([longest], file.block_bytes, file.size_bytes, 0, stride)[:1]))
 
 
 class _File:
@@ -151,19 +183,21 @@ class _File:
             self._takes_direct = False
             return False
 
-    def read(self, span: Span, scratch: memoryview) -> None:
-        """Fill the destinations of a span."""
-        fd, calls, done = self._open(span), 0, 0
-        if self.is_cold(span):
-            # Direct I/O begins at a page of the file and of the memory, and so perhaps before the span.
-            around, inside = scratch, span.low % ALIGN_BYTES
-            scratch = around[inside : inside + span.bytes]
+    def fetch(self, span: Span, scratch: memoryview) -> int | None:
+        """Read a span to scratch memory if it has to come from a disk. Returns how much of it was; None: it has not."""
+        return self._read_direct(span, scratch) if self.is_cold(span) else None
+
+    def finish(self, span: Span, scratch: memoryview, fetched: int | None) -> None:
+        """Fill the destinations of a span from what was fetched, or read it to them, and check it."""
+        calls = 1 if fetched else 0
+        if fetched is not None:
+            inside = span.low % ALIGN_BYTES
+            scratch = scratch[inside : inside + span.bytes]
             segments, copies = [scratch], span.parts
-            calls, done = self._read_direct(span, around, inside)
         else:
             scratch = scratch[: span.bytes]
             segments, copies = lay_out(span, scratch)
-        calls += self._fill(fd, span, segments, done)
+        calls += self._fill(self._open(span), span, segments, fetched or 0)
         for start, stop, each in copies:
             piece = scratch[start - span.low : stop - span.low]
             if each.into is not None:
@@ -205,10 +239,11 @@ class _File:
                 )
             return self._fd
 
-    def _read_direct(self, span: Span, around: memoryview, inside: int) -> tuple[int, int]:
-        """Read a span past the page cache to place `inside` of the memory, in one call. How many calls, how many bytes.
+    def _read_direct(self, span: Span, scratch: memoryview) -> int:
+        """Read a span past the page cache in one call, from a page of the file and so perhaps from before the span on.
 
-        Where it is refused or gives less, the rest is for the page cache, which says best what is wrong.
+        Returns how much of it was read: where that is refused or gives less, the rest is for the page cache, which says
+        best what is wrong.
         """
         with self._lock:
             if self._direct_fd < 0 and self._takes_direct:
@@ -218,14 +253,14 @@ class _File:
                     self._takes_direct = False
             fd = self._direct_fd
         if fd < 0:
-            return 0, 0
-        size = span.bytes
+            return 0
+        inside = span.low % ALIGN_BYTES
         try:
-            count = os.preadv(fd, [around[: _up(inside + size)]], span.low - inside)
+            count = os.preadv(fd, [scratch[: _up(inside + span.bytes)]], span.low - inside)
         except OSError:
             self._takes_direct = False
-            return 0, 0
-        return 1, min(max(count - inside, 0), size)
+            return 0
+        return min(max(count - inside, 0), span.bytes)
 
     def _fill(self, fd: int, span: Span, segments: list[memoryview], done: int) -> int:
         """Read what is not `done`, and check all of it. Returns the number of calls."""

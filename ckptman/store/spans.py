@@ -6,8 +6,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptman.store.parallel import stride_of
-
 WHOLE_BYTES = 8 * 1024 * 1024
 """The largest range that can be delivered in one piece."""
 _SMALL_BYTES = 8 * 1024
@@ -49,9 +47,11 @@ class Span:
         return self.high - self.low
 
 
-def plan(wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int) -> list[Span]:
-    """The spans of the ranges of one file, which are sorted by offset. Edges lie on blocks where there are digests."""
-    stride = stride_of(block)
+def plan(wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int, stride: int) -> list[Span]:
+    """The spans of the ranges of one file, which are sorted by offset. Edges lie on blocks where there are digests.
+
+    A span has at most `stride` bytes, whole blocks, as far as no range has to be in one piece.
+    """
     spans: list[Span] = []
     lows: list[int] = []
     apart: list[Span] = []
