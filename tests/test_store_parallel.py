@@ -1,0 +1,135 @@
+"""Work that is shared out, and work in two halves: each piece once, the first error, no thread that stays."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from ckptman.store import parallel
+from ckptman.store.parallel import relay, share_out
+
+MIB = 1024 * 1024
+
+
+def threads_of_ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "ckptman-io"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 100])
+@pytest.mark.parametrize(("fetchers", "finishers"), [(1, 1), (3, 1), (2, 4)])
+def test_each_piece_is_fetched_and_then_finished_once(count: int, fetchers: int, finishers: int) -> None:
+    finished: list[tuple[int, str]] = []
+
+    def fetch(number: int, scratch: memoryview) -> str:
+        assert len(scratch) >= MIB
+        scratch[:4] = number.to_bytes(4, "little")
+        return f"fetched {number}"
+
+    def finish(number: int, scratch: memoryview, fetched: str) -> None:
+        assert scratch[:4] == number.to_bytes(4, "little"), "another piece lies in this memory"
+        finished.append((number, fetched))
+
+    relay(count, fetch, finish, fetchers=fetchers, finishers=finishers, scratch_bytes=MIB)
+    assert sorted(finished) == [(number, f"fetched {number}") for number in range(count)]
+    assert not threads_of_ours()
+
+
+def test_the_next_are_fetched_while_one_is_finished() -> None:
+    others = threading.Barrier(4, timeout=60)
+
+    def fetch(number: int, scratch: memoryview) -> None:
+        if number in (1, 2, 3):
+            others.wait()
+
+    def finish(number: int, scratch: memoryview, fetched: None) -> None:
+        if number == 0:
+            others.wait()
+
+    relay(4, fetch, finish, fetchers=3, finishers=1, scratch_bytes=1)
+
+
+def test_no_more_memory_than_there_are_threads() -> None:
+    places: set[int] = set()
+
+    def fetch(number: int, scratch: memoryview) -> None:
+        places.add(id(scratch))
+
+    relay(50, fetch, lambda number, scratch, fetched: None, fetchers=3, finishers=2, scratch_bytes=1)
+    assert len(places) <= 5
+
+
+@pytest.mark.parametrize("half", ["fetch", "finish"])
+@pytest.mark.parametrize("at", [0, 7, 39])
+@pytest.mark.parametrize(("fetchers", "finishers"), [(1, 1), (3, 1), (2, 3)])
+def test_the_first_error_ends_both_halves(half: str, at: int, fetchers: int, finishers: int) -> None:
+    fetched: list[int] = []
+
+    def fail(which: str, number: int) -> None:
+        if which == half and number == at:
+            raise LookupError(f"{which} {number}")
+
+    def fetch(number: int, scratch: memoryview) -> None:
+        fetched.append(number)
+        fail("fetch", number)
+
+    def finish(number: int, scratch: memoryview, result: None) -> None:
+        fail("finish", number)
+
+    with pytest.raises(LookupError, match=f"{half} {at}"):
+        relay(40, fetch, finish, fetchers=fetchers, finishers=finishers, scratch_bytes=1)
+    assert len(fetched) <= at + 1 + fetchers + finishers
+    assert not threads_of_ours()
+
+
+def test_an_error_everywhere_is_raised_once() -> None:
+    def fail(*arguments: object) -> None:
+        raise LookupError("no")
+
+    for fetch in (fail, lambda number, scratch: None):
+        with pytest.raises(LookupError, match="no"):
+            relay(40, fetch, fail, fetchers=4, finishers=4, scratch_bytes=1)
+    assert not threads_of_ours()
+
+
+def test_an_interrupt_ends_both_halves() -> None:
+    def finish(number: int, scratch: memoryview, fetched: None) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        relay(1000, lambda number, scratch: None, finish, fetchers=3, finishers=1, scratch_bytes=1)
+    assert not threads_of_ours()
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_with_fewer_threads_all_is_done(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], threading.Thread.start
+
+    def sometimes(self: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", sometimes)
+    finished: list[int] = []
+    relay(
+        20,
+        lambda number, scratch: number,
+        lambda number, scratch, fetched: finished.append(fetched),
+        fetchers=3,
+        finishers=2,
+        scratch_bytes=1,
+    )
+    assert sorted(finished) == list(range(20))
+    started.clear()
+    finished.clear()
+    share_out(20, lambda number, scratch: finished.append(number), threads=4, scratch_bytes=1)
+    assert sorted(finished) == list(range(20))
+
+
+def test_large_scratch_is_not_kept() -> None:
+    relay(9, lambda *_: None, lambda *_: None, fetchers=3, finishers=1, scratch_bytes=parallel.COLD_STRIDE_BYTES)
+    assert all(len(buffer) <= 2 * parallel.STRIDE_BYTES for buffer in parallel._free)
