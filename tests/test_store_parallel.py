@@ -31,7 +31,7 @@ def test_each_piece_is_fetched_and_then_finished_once(count: int, fetchers: int,
         assert scratch[:4] == number.to_bytes(4, "little"), "another piece lies in this memory"
         finished.append((number, fetched))
 
-    relay(count, fetch, finish, fetchers=fetchers, finishers=finishers, scratch_bytes=MIB)
+    relay(count, fetch, finish, first_threads=fetchers, then_threads=finishers, scratch_bytes=MIB)
     assert sorted(finished) == [(number, f"fetched {number}") for number in range(count)]
     assert not threads_of_ours()
 
@@ -47,7 +47,7 @@ def test_the_next_are_fetched_while_one_is_finished() -> None:
         if number == 0:
             others.wait()
 
-    relay(4, fetch, finish, fetchers=3, finishers=1, scratch_bytes=1)
+    relay(4, fetch, finish, first_threads=3, then_threads=1, scratch_bytes=1)
 
 
 def test_no_more_memory_than_there_are_threads() -> None:
@@ -56,7 +56,7 @@ def test_no_more_memory_than_there_are_threads() -> None:
     def fetch(number: int, scratch: memoryview) -> None:
         places.add(id(scratch))
 
-    relay(50, fetch, lambda number, scratch, fetched: None, fetchers=3, finishers=2, scratch_bytes=1)
+    relay(50, fetch, lambda number, scratch, fetched: None, first_threads=3, then_threads=2, scratch_bytes=1)
     assert len(places) <= 5
 
 
@@ -78,7 +78,7 @@ def test_the_first_error_ends_both_halves(half: str, at: int, fetchers: int, fin
         fail("finish", number)
 
     with pytest.raises(LookupError, match=f"{half} {at}"):
-        relay(40, fetch, finish, fetchers=fetchers, finishers=finishers, scratch_bytes=1)
+        relay(40, fetch, finish, first_threads=fetchers, then_threads=finishers, scratch_bytes=1)
     assert len(fetched) <= at + 1 + fetchers + finishers
     assert not threads_of_ours()
 
@@ -89,7 +89,7 @@ def test_an_error_everywhere_is_raised_once() -> None:
 
     for fetch in (fail, lambda number, scratch: None):
         with pytest.raises(LookupError, match="no"):
-            relay(40, fetch, fail, fetchers=4, finishers=4, scratch_bytes=1)
+            relay(40, fetch, fail, first_threads=4, then_threads=4, scratch_bytes=1)
     assert not threads_of_ours()
 
 
@@ -99,7 +99,7 @@ def test_an_interrupt_ends_both_halves() -> None:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        relay(1000, lambda number, scratch: None, finish, fetchers=3, finishers=1, scratch_bytes=1)
+        relay(1000, lambda number, scratch: None, finish, first_threads=3, then_threads=1, scratch_bytes=1)
     assert not threads_of_ours()
 
 
@@ -119,8 +119,8 @@ def test_with_fewer_threads_all_is_done(allowed: int, monkeypatch: pytest.Monkey
         20,
         lambda number, scratch: number,
         lambda number, scratch, fetched: finished.append(fetched),
-        fetchers=3,
-        finishers=2,
+        first_threads=3,
+        then_threads=2,
         scratch_bytes=1,
     )
     assert sorted(finished) == list(range(20))
@@ -131,5 +131,7 @@ def test_with_fewer_threads_all_is_done(allowed: int, monkeypatch: pytest.Monkey
 
 
 def test_large_scratch_is_not_kept() -> None:
-    relay(9, lambda *_: None, lambda *_: None, fetchers=3, finishers=1, scratch_bytes=parallel.COLD_STRIDE_BYTES)
+    relay(
+        9, lambda *_: None, lambda *_: None, first_threads=3, then_threads=1, scratch_bytes=parallel.COLD_STRIDE_BYTES
+    )
     assert all(len(buffer) <= 2 * parallel.STRIDE_BYTES for buffer in parallel._free)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import ckptman
-from benchmarks.engine.raw import BUFFERED, DEVICE, FILLING, RAW, Raw
+from benchmarks.engine.raw import BUFFERED, DEVICE, RAW, Raw
 from benchmarks.engine.state import State
 
 Move = Callable[[State, Path], None]
@@ -27,7 +27,7 @@ DCP = "plain DCP"
 DCP_BEST = "plain DCP, two writer threads"
 TORCH = "torch.save/load"
 DEVICE_ALONE = "device alone"
-"""Reads into one buffer that stays in the cache of the processor: nothing is in memory afterwards."""
+"""To or from one buffer that stays in the cache of the processor: no state is in memory."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,12 @@ _LIBRARIES = [
     Contestant("nvidia-resiliency-ext", _resiliency_save),
 ]
 
-SAVERS = [each for each in _LIBRARIES + _raw(RAW, RAW[0].name) if each.save]
+
+def _device(reads: str) -> list[Contestant]:
+    return [replace(each, name=each.name.replace("raw", DEVICE_ALONE)) for each in _raw(DEVICE, reads)]
+
+
+SAVERS = [each for each in _LIBRARIES + _raw(RAW, RAW[0].name) + _device(RAW[0].name) if each.save]
 WARM_LOADERS = [each for each in _LIBRARIES + _raw(BUFFERED, RAW[0].name) if each.load]
-_DEVICE = [replace(each, name=each.name.replace("raw", DEVICE_ALONE)) for each in _raw(DEVICE, CKPTMAN)]
-COLD_LOADERS = [each for each in _LIBRARIES + _raw(FILLING, CKPTMAN) + _DEVICE if each.load]
+COLD_LOADERS = [each for each in _LIBRARIES + _raw(RAW, CKPTMAN) + _device(CKPTMAN) if each.load]
 """From a cold disk, raw reads are of the very file that ckptman reads: how fast a disk is depends on the place."""

@@ -1,8 +1,8 @@
 """The limit of the file system: the same bytes moved by threads that do nothing else.
 
 Buffered, the bytes move straight between the tensors and the file. Direct, they move between the file and aligned
-memory on huge pages: of one reused buffer a thread, which stays in the cache of the processor, so that it is the device
-alone that is measured; or, for a load that `fills`, of as much memory as the state has.
+memory on huge pages: as much as the state has (`whole`), or one buffer a thread that is used again. That buffer stays
+in the cache of the processor: it is the device alone that is measured, and not what it takes to have a state in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Raw:
 
     direct: bool
     threads: int
-    fills: bool = False
+    whole: bool = False
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class Raw:
     def save(self, state: State, folder: Path) -> None:
         """Write and flush: space taken first, then the bytes."""
         folder.mkdir()
-        pieces, size = _pieces(state)
+        pieces, size = self._pieces(state)
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if self.direct else 0)
         fd = os.open(folder / FILE, flags, 0o644)
         try:
@@ -58,10 +58,7 @@ class Raw:
 
     def load(self, state: State, folder: Path) -> None:
         """Read as many bytes as the state has from the largest file of a folder."""
-        pieces, size = _pieces(state)
-        if self.fills:
-            memory = _memory_of(size)
-            pieces = [(memory[at : at + _up(len(view))], at) for view, at in pieces]
+        pieces, _ = self._pieces(state)
         path = max(folder.iterdir(), key=lambda each: each.stat().st_size)
         fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.direct else 0))
         try:
@@ -69,12 +66,25 @@ class Raw:
         finally:
             os.close(fd)
 
+    def _pieces(self, state: State) -> tuple[list[tuple[memoryview, int]], int]:
+        """Strides of all tensors, each tensor from a page of the file on, and the size of the file."""
+        found: list[tuple[memoryview, int]] = []
+        at = 0
+        for tensor in state.values():
+            view = flat_bytes(tensor)
+            found += [(view[i : i + STRIDE_BYTES], at + i) for i in range(0, len(view), STRIDE_BYTES)]
+            at += _up(len(view))
+        if self.whole:
+            memory = _memory_of(at)
+            found = [(memory[start : start + _up(len(view))], start) for view, start in found]
+        return found, at
+
     def _move(self, call: Callable[[int, memoryview, int], int], fd: int, pieces: list[tuple[memoryview, int]]) -> None:
         numbers = itertools.count()
         errors: list[BaseException] = []
 
         def work() -> None:
-            scratch = _huge_pages(STRIDE_BYTES) if self.direct and not self.fills else None
+            scratch = _huge_pages(STRIDE_BYTES) if self.direct and not self.whole else None
             try:
                 while not errors and (number := next(numbers)) < len(pieces):
                     view, offset = pieces[number]
@@ -115,19 +125,6 @@ def _huge_pages(size: int) -> memoryview:
     return memoryview(memory)[start : start + size]
 
 
-def _pieces(state: State) -> tuple[list[tuple[memoryview, int]], int]:
-    """Strides of all tensors, each tensor from a page of the file on, and the size of the file."""
-    found: list[tuple[memoryview, int]] = []
-    at = 0
-    for tensor in state.values():
-        view = flat_bytes(tensor)
-        found += [(view[i : i + STRIDE_BYTES], at + i) for i in range(0, len(view), STRIDE_BYTES)]
-        at += _up(len(view))
-    return found, at
-
-
-RAW = [Raw(direct, threads) for direct in (False, True) for threads in (1, 2, 4, 8)]
-BUFFERED = [each for each in RAW if not each.direct]
-FILLING = [*BUFFERED, *(Raw(True, threads, fills=True) for threads in (1, 2, 4, 8))]
-"""What a load can be measured by: when it has returned, the bytes are in memory."""
-DEVICE = [each for each in RAW if each.direct]
+BUFFERED = [Raw(False, threads) for threads in (1, 2, 4, 8)]
+RAW = [*BUFFERED, *(Raw(True, threads, whole=True) for threads in (1, 2, 4, 8))]
+DEVICE = [Raw(True, threads) for threads in (1, 2, 4, 8)]

@@ -58,7 +58,7 @@ def _save(contestant: Contestant, state: State, folder: Path) -> float:
 
 def _wrong(contestant: Contestant, state_bytes: int, folder: Path) -> str | None:
     """The first tensor that does not come back, for those that can load what they wrote."""
-    if contestant.load is None or contestant.name.startswith("raw, direct"):
+    if contestant.load is None or contestant.only_moves:
         return None
     state = empty_state(state_bytes)
     contestant.load(state, folder)

@@ -21,7 +21,7 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.store.digest import BLOCK_BYTES
 from ckptman.store.durable import Disk
-from ckptman.store.parallel import ALIGN_BYTES, STRIDE_BYTES, io_threads, share_out, stride_of
+from ckptman.store.parallel import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, share_out, stride_of
 from ckptman.store.ranges import DIGEST_BYTES, Digests, ReadReport, read_wanted
 from ckptman.store.spans import Wanted
 
@@ -93,16 +93,35 @@ def write_source(
             disk.reserve(fd, size)
         blocks = bytearray(-(-size // block_bytes) * DIGEST_BYTES)
 
-        def write_stride(number: int, scratch: memoryview) -> None:
+        def prepare(number: int, scratch: memoryview) -> memoryview:
             offset = number * stride
             scratch = scratch[: min(stride, size - offset)]
             data = _flat(source.view(offset, scratch), len(scratch))
             data, digests = target.prepare(data, scratch, block_bytes)
             at = offset // block_bytes * DIGEST_BYTES
             blocks[at : at + len(digests)] = digests
-            target.write(data, offset)
+            return data
 
-        share_out(-(-size // stride), write_stride, threads=threads or io_threads(), scratch_bytes=stride)
+        def write(number: int, scratch: memoryview, data: memoryview) -> None:
+            target.write(data, number * stride)
+
+        strides, threads = -(-size // stride), threads or io_threads()
+        if target.buffered_because is None and threads > 1:
+            relay(
+                strides,
+                prepare,
+                write,
+                first_threads=computing_threads(threads),
+                then_threads=threads - 1,
+                scratch_bytes=stride,
+            )
+        else:  # who writes to the page cache copies, and waits for nothing
+            share_out(
+                strides,
+                lambda number, scratch: write(number, scratch, prepare(number, scratch)),
+                threads=threads,
+                scratch_bytes=stride,
+            )
         with _named(path):
             disk.sync_file(fd)
     finally:

@@ -51,9 +51,10 @@ def io_threads() -> int:
     return count
 
 
-def cores() -> int:
-    """How many cores this process may run on: in a job, those it was given."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def computing_threads(threads: int) -> int:
+    """How many of so many threads may compute at the same time: one for every two cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(threads, max(1, cores // 2))
 
 
 def stride_of(block_bytes: int, most_bytes: int = STRIDE_BYTES) -> int:
@@ -83,55 +84,56 @@ def share_out(count: int, work: Callable[[int, memoryview], None], *, threads: i
 
 def relay(
     count: int,
-    fetch: Callable[[int, memoryview], T],
-    finish: Callable[[int, memoryview, T], None],
+    first: Callable[[int, memoryview], T],
+    then: Callable[[int, memoryview, T], None],
     *,
-    fetchers: int,
-    finishers: int,
+    first_threads: int,
+    then_threads: int,
     scratch_bytes: int,
 ) -> None:
-    """As `share_out`, for work of two halves: `finish(number, scratch, fetch(number, scratch))` for each number.
+    """As `share_out`, for work of two halves: `then(number, scratch, first(number, scratch))` for each number.
 
-    Who fetches waits for storage, who finishes computes, each in threads of their own: so a fetch is under way all the
-    time, and no more is computed at once than there are cores for. Up to `fetchers + finishers` pieces are in memory.
+    One half waits for storage and the other computes, each in threads of its own: so storage has something to do all
+    the time, and no more is computed at once than there are cores for. As many pieces are in memory as there are
+    threads.
     """
-    fetchers, finishers = min(fetchers, count), min(finishers, count)
+    first_threads, then_threads = min(first_threads, count), min(then_threads, count)
     free: SimpleQueue[memoryview | None] = SimpleQueue()
-    fetched: SimpleQueue[tuple[int, memoryview, T] | None] = SimpleQueue()
-    finished = itertools.count(1)
+    halfway: SimpleQueue[tuple[int, memoryview, T] | None] = SimpleQueue()
+    done = itertools.count(1)
 
     def leave() -> None:
-        for _ in range(fetchers):
+        for _ in range(first_threads):
             free.put(None)
-        for _ in range(finishers):
-            fetched.put(None)
+        for _ in range(then_threads):
+            halfway.put(None)
 
-    def run_fetcher() -> None:
+    def run_first() -> None:
         while (scratch := free.get()) is not None and (number := job.take()) is not None:
-            fetched.put((number, scratch, fetch(number, scratch)))
+            halfway.put((number, scratch, first(number, scratch)))
 
-    def run_finisher() -> None:
-        while (piece := fetched.get()) is not None and job.error is None:
-            finish(*piece)
+    def run_then() -> None:
+        while (piece := halfway.get()) is not None and job.error is None:
+            then(*piece)
             free.put(piece[1])
-            if next(finished) == count:
+            if next(done) == count:
                 leave()
 
     job = _Job(count, leave)
-    if not job.start(run_fetcher, fetchers):
+    if not job.start(run_first, first_threads):
         share_out(
             count,
-            lambda number, scratch: finish(number, scratch, fetch(number, scratch)),
+            lambda number, scratch: then(number, scratch, first(number, scratch)),
             threads=1,
             scratch_bytes=scratch_bytes,
         )
         return
-    buffers = [_borrow(scratch_bytes) for _ in range(fetchers + finishers)]
+    buffers = [_borrow(scratch_bytes) for _ in range(first_threads + then_threads)]
     for buffer in buffers:
         free.put(buffer)
-    job.start(run_finisher, finishers - 1)
+    job.start(run_then, then_threads - 1)
     try:
-        job.end(run_finisher)
+        job.end(run_then)
     finally:
         for buffer in buffers:
             _give_back(buffer)

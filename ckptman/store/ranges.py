@@ -24,7 +24,7 @@ from ckptman.store.parallel import (
     ALIGN_BYTES,
     COLD_STRIDE_BYTES,
     STRIDE_BYTES,
-    cores,
+    computing_threads,
     io_threads,
     relay,
     share_out,
@@ -115,8 +115,14 @@ def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, gap_byt
         file.finish(span, scratch, fetched)
 
     if cold:
-        finishers = min(threads, max(1, cores() // 2))
-        relay(len(spans), fetch, finish, fetchers=threads - 1, finishers=finishers, scratch_bytes=scratch_bytes)
+        relay(
+            len(spans),
+            fetch,
+            finish,
+            first_threads=threads - 1,
+            then_threads=computing_threads(threads),
+            scratch_bytes=scratch_bytes,
+        )
     else:
         share_out(
             len(spans),
