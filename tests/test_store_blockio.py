@@ -43,7 +43,8 @@ def nothing_left() -> Iterator[None]:
     """No test leaves a file open or a thread running."""
     before = _open_files()
     yield
-    assert _open_files() == before
+    # What earlier tests left to be collected may go meanwhile.
+    assert _open_files() <= before
     assert not [each for each in threading.enumerate() if each.name == "ckptman-io"]
 
 
