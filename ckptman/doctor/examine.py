@@ -1,0 +1,316 @@
+"""What a folder's file system promises and gives, tried out: the checks of `ckptman doctor DIR`, one after the other.
+
+Each runs in a process of its own and has a limit: a file system that hangs is left alone after it. They work in one
+folder of their own inside the one that is examined; it is removed at the end, whatever happens, and nothing else is
+touched. Torch-free.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from ckptman.doctor import mount, promises, quota, renames, speed
+from ckptman.doctor.finding import Finding, Verdict, size_text, why
+from ckptman.errors import CkptmanError, NotFoundError, RootError
+from ckptman.lifecycle.deadline import run_command
+from ckptman.policy.timing import seconds_text
+from ckptman.store.apart import Died, NoAnswer, apart
+from ckptman.store.durable import DISK, Disk
+
+SIZE_BYTES = 256 * 1024 * 1024
+TIMEOUT_SECONDS = 60.0
+SHARE_OF_FREE = 0.05
+"""A test of bandwidth takes no more of what is free than this. The small files of the others are under 1 MB."""
+LEAST_BYTES = 1024 * 1024
+OVERHEAD = 0.05
+"""How much of the time saves that block training may take."""
+MOST_SECONDS = 900.0
+"""A run should save at least so often: HKUST, training of a 7B model, 2024."""
+PREFIX = ".ckptman-doctor-"
+_RESERVE_BYTES = 8 * 1024 * 1024
+_REMOVE_SECONDS = 10.0
+_COMMAND_SECONDS = 5.0
+_SPEED_SECONDS = 10.0
+_SHARE_OF_TIMEOUT = 1 / 6
+"""What a part of a check may take: no check has more than four."""
+_CORE = ("writable", "rename", "fsync", "claim")
+"""What saves build on: good only when it was tried to its end."""
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Means:
+    """What the checks act through: the disk, commands, the kernel's tables, the clock.
+
+    `repeat_seconds`: for how long the checks that try something again and again do so.
+    """
+
+    disk: Disk = DISK
+    run: quota.Run = run_command
+    mountinfo: Callable[[], str] = lambda: mount.MOUNTINFO.read_text(errors="surrogateescape")
+    statvfs: Callable[[str], os.statvfs_result] = os.statvfs
+    lock: Callable[[str, int], None] = promises.lock
+    now: Callable[[], float] = time.time
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    repeat_seconds: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The folder that is examined: its path without links, the mount it is on, its group."""
+
+    path: str
+    mount_number: int | None
+    gid: int
+
+
+def examine(
+    folder: Path,
+    *,
+    size_bytes: int = SIZE_BYTES,
+    against_bytes: int | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    means: Means | None = None,
+    note: Note = lambda name: None,
+) -> list[Finding]:
+    """Examine the file system of a folder. `note` is told the name of each check before it begins.
+
+    `size_bytes` bounds what is written at a time, besides small files; less where little is free. `against_bytes`: of
+    a checkpoint.
+    Raises: NotFoundError (no such folder), RootError (it is a file, or cannot be read).
+    """
+    checks = _Checks(timeout_seconds, note)
+    share = timeout_seconds * _SHARE_OF_TIMEOUT
+    means = means or Means(run=partial(run_command, timeout_seconds=min(_COMMAND_SECONDS, share)))
+    means = replace(means, repeat_seconds=min(means.repeat_seconds, share))
+    mounts = mount.parse_mountinfo(means.mountinfo())
+    try:
+        where = _find(folder, timeout_seconds)
+    except (NoAnswer, Died) as error:
+        kind = mount.check_kind(mount.find_mount(mounts, os.path.abspath(folder)), means.environ)  # noqa: PTH100
+        consequence = "a run that saves or restores here would hang, too"
+        return [kind, Finding("answer", "FAILED", f"{folder} {error}", consequence)]
+    mounted = mount.find_mount(mounts, where.path, where.mount_number)
+    checks.do("file system", lambda: mount.check_kind(mounted, means.environ, _stripes(mounted, where, means)))
+    free = _check_room(checks, where, mounted, against_bytes, means)
+    size = min(size_bytes, int(SHARE_OF_FREE * free)) // 4096 * 4096
+    with _own_folder(checks, Path(where.path), means.disk) as own:
+        if own is not None:
+            _check_promises(checks, own, size, mounted, means)
+            in_memory = mounted is not None and mount.family_of(mounted) is mount.MEMORY
+            _check_speed(checks, own, size, in_memory, means)
+    return [*checks.found, *bill(checks.found, against_bytes)]
+
+
+def bill(found: Sequence[Finding], against_bytes: int | None) -> list[Finding]:
+    """What a checkpoint of that size costs at the rates that were found: a save, a load, and the interval it allows."""
+    measured = {each.name: each for each in found if each.figures.get("bytes_per_second")}
+    if against_bytes is None or "write" not in measured:
+        return []
+    save = _cost("save", measured["write"], against_bytes, _PER_NODE)
+    rows = [save, _cost("load", measured["read"], against_bytes, "")] if "read" in measured else [save]
+    save_seconds: float = save.figures["seconds"]
+    interval = save_seconds / OVERHEAD
+    figures = {"blocking_seconds": interval, "background_seconds": save_seconds, "overhead": OVERHEAD}
+    value = f"at least {seconds_text(interval)} where saves block training, for {OVERHEAD * 100:.0f} % of the time"
+    value += f"; {seconds_text(save_seconds)} where they are made in the background"
+    if interval <= MOST_SECONDS:
+        return [*rows, Finding("interval", "ok", value, "", figures)]
+    advice = f"a run should save every {MOST_SECONDS / 60:.0f} min: save in the background"
+    if save_seconds > MOST_SECONDS:
+        advice += " and to a faster tier: one save takes longer than that"
+    else:
+        advice += ", or to a faster tier"
+    return [*rows, Finding("interval", "slow", value, advice, figures)]
+
+
+def _cost(name: str, measured: Finding, size_bytes: int, advice: str) -> Finding:
+    """So many bytes at a rate that was measured; a warning where that is not the rate of a checkpoint."""
+    seconds = size_bytes / measured.figures["bytes_per_second"]
+    doubts: list[str] = measured.figures.get("doubts", [])
+    value = f"{size_text(size_bytes)} in {seconds_text(seconds)}" + (f" ({', '.join(doubts)})" if doubts else "")
+    return Finding(name, "warning" if doubts else "ok", value, advice, {"seconds": seconds})
+
+
+_PER_NODE = "at the rate of this node alone: with more nodes give the share of one, and share the file system's limit"
+
+
+class _Checks:
+    """Runs checks one after the other and keeps what they found. After one that hung or found no room, no more are."""
+
+    def __init__(self, timeout_seconds: float, note: Note) -> None:
+        self.timeout_seconds, self.found = timeout_seconds, list[Finding]()
+        self._note = note
+        self.over: str | None = None
+        """Why nothing more can be tried."""
+        self.hung = False
+
+    def do(self, name: str, check: Callable[[], Finding], consequence: str = "") -> Finding:
+        """One check, in a process of its own. `consequence`: of its failure, where the check itself cannot say."""
+        self._note(name)
+        found = self._left_out(name) if self.over else self._try(name, check, consequence)
+        self.found.append(found)
+        return found
+
+    def _try(self, name: str, check: Callable[[], Finding], consequence: str) -> Finding:
+        try:
+            return apart(check, self.timeout_seconds)
+        except NoAnswer as error:
+            self.over, self.hung = "the file system does not answer any more", True
+            return Finding(name, "FAILED", str(error), "a run would hang here, too, until it is killed")
+        except Died as error:
+            return _not_done(name, str(error))
+        except OSError as error:
+            if error.errno in promises.FULL:
+                self.over = "there is no room"
+            return Finding(name, "FAILED", why(error), _remedies.get(error.errno or 0, consequence))
+        except CkptmanError as error:
+            return Finding(name, "FAILED", str(error), consequence)
+        except Exception as error:  # noqa: BLE001 (a check that goes wrong is told, and the others are done)
+            return _not_done(name, f"{type(error).__name__}: {error}")
+
+    def _left_out(self, name: str) -> Finding:
+        return Finding(name, "unknown", f"not tried: {self.over}")
+
+
+def _not_done(name: str, why_not: str) -> Finding:
+    if name in _CORE:
+        return Finding(name, "FAILED", why_not, "it was not found out: run doctor again")
+    return Finding(name, "unknown", why_not)
+
+
+_remedies = {
+    errno.ENOSPC: "the disk is full: nothing can be saved",
+    errno.EDQUOT: "the quota is used up: nothing can be saved",
+    errno.EROFS: "read-only: nothing can be saved",
+    errno.EACCES: "this user may not write here: nothing can be saved",
+    errno.EPERM: "this user may not write here: nothing can be saved",
+}
+
+
+def _find(folder: Path, timeout_seconds: float) -> _Where:
+    def look() -> _Where:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return _Where(os.path.realpath(folder), mount.mount_number(fd), os.fstat(fd).st_gid)
+        finally:
+            os.close(fd)
+
+    try:
+        return apart(look, timeout_seconds)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"there is no folder {folder}: make it first, or name one that is there") from error
+    except NotADirectoryError as error:
+        raise RootError(errno.ENOTDIR, f"{folder} is a file, not a folder: name a folder") from error
+    except OSError as error:
+        message = f"{folder} cannot be read ({why(error)}): check the mount and its permissions"
+        raise RootError(error.errno or errno.EIO, message) from error
+
+
+def _stripes(mounted: mount.Mount | None, where: _Where, means: Means) -> str | None:
+    if mounted is None or mounted.kind != "lustre":
+        return None
+    try:
+        return means.run(("lfs", "getstripe", "-d", where.path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _check_room(
+    checks: _Checks, where: _Where, mounted: mount.Mount | None, against_bytes: int | None, means: Means
+) -> int:
+    """Space and quota; the bytes that are free for us."""
+    space = checks.do("space", lambda: mount.check_space(means.statvfs(where.path), against_bytes))
+    free: int = space.figures.get("free_bytes", 0)
+    if mounted is None:
+        return free
+
+    def ask() -> Finding:
+        return quota.check_quota(quota.quotas(where.path, mounted, means.run, os.getuid(), where.gid), against_bytes)
+
+    told = checks.do("quota", ask).figures.get("quotas", [])
+    left: list[int | None] = [each["left_bytes"] for each in told]
+    return min([free, *(each for each in left if each is not None)])
+
+
+def _check_promises(checks: _Checks, own: Path, size: int, mounted: mount.Mount | None, means: Means) -> None:
+    disk = means.disk
+    unsafe = mount.unsafe_sync(mounted)
+
+    def sync() -> Finding:
+        found = promises.check_sync(own, disk, means.repeat_seconds)
+        if unsafe is None or found.verdict == "FAILED":
+            return found
+        return Finding(found.name, "warning", found.value, unsafe, found.figures)
+
+    reserve_bytes = min(_RESERVE_BYTES, max(size, 4096))
+    checks.do("rename", lambda: renames.check_rename(own, disk, means.repeat_seconds), "commits are not safe here")
+    checks.do("fsync", sync, "nothing that is saved here is durable")
+    checks.do("claim", lambda: promises.check_claim(own, disk), "two runs could write to one root")
+    checks.do("locks", lambda: promises.check_locks(own, means.lock), "locks cannot be relied on")
+    checks.do("clock", lambda: promises.check_clock(own, disk, means.now))
+    checks.do("direct I/O", lambda: promises.check_direct(own, disk))
+    checks.do("reserve", lambda: promises.check_reserve(own, reserve_bytes, disk))
+    checks.do("links", lambda: promises.check_links(own))
+
+
+def _check_speed(checks: _Checks, own: Path, size: int, in_memory: bool, means: Means) -> None:
+    limit = min(_SPEED_SECONDS, checks.timeout_seconds * _SHARE_OF_TIMEOUT)
+    checks.do("small files", lambda: speed.check_small_files(own, means.repeat_seconds, means.disk))
+    if size < LEAST_BYTES:
+        share = f"{SHARE_OF_FREE * 100:.0f} % of what is known to be free"
+        little = f"not measured: {share} is less than {size_text(LEAST_BYTES)}"
+        checks.found += [Finding(name, "unknown", little) for name in ("write", "read")]
+        return
+    written = checks.do("write", lambda: speed.check_write(own, size, limit, means.disk))
+    if "bytes_per_second" in written.figures or checks.over:
+        checks.do("read", lambda: speed.check_read(own, size, limit, in_memory))
+    else:
+        checks.found.append(Finding("read", "unknown", "not tried: nothing could be written"))
+
+
+@contextmanager
+def _own_folder(checks: _Checks, folder: Path, disk: Disk) -> Iterator[Path | None]:
+    """A folder for the checks, removed at the end; None where none can be made, which is found then."""
+    own = folder / f"{PREFIX}{os.urandom(4).hex()}"
+
+    def make() -> Finding:
+        left = sorted(path.name for path in folder.glob(f"{PREFIX}*"))
+        disk.make_folder(own)
+        if not left:
+            return Finding("writable", "ok", "yes")
+        advice = "of a doctor that was killed: remove it by hand (or it is at work right now)"
+        return Finding("writable", "warning", f"yes; there is {', '.join(left)}", advice)
+
+    try:
+        made = checks.do("writable", make, "nothing can be saved here")
+        yield own if made.verdict in ("ok", "warning") else None
+    finally:
+        gone = _is_gone(own, disk, min(_REMOVE_SECONDS, checks.timeout_seconds))
+        if not gone or checks.hung:
+            # A process that hangs in the middle of making it may end that when the file system is back.
+            value = "the folder of the checks may be there, or come back with the file system"
+            verdict: Verdict = "warning" if gone else "FAILED"
+            checks.found.append(Finding("clean-up", verdict, value, f"see that {own} is gone"))
+
+
+def _is_gone(own: Path, disk: Disk, limit_seconds: float) -> bool:
+    """Remove a folder. It goes on even if this process is killed meanwhile, or asked a second time to stop."""
+
+    def remove() -> bool:
+        disk.remove_tree(own)
+        return not own.exists()
+
+    try:
+        return apart(remove, limit_seconds, outlive=True)
+    except (NoAnswer, Died, OSError):
+        return False

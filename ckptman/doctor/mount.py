@@ -1,0 +1,277 @@
+"""Which file system a folder is on, and what is known about its kind: from the kernel's table of mounts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptman.doctor.facts import first_number
+from ckptman.doctor.finding import Finding, Verdict, size_text
+
+MOUNTINFO = Path("/proc/self/mountinfo")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A line of /proc/self/mountinfo (proc_pid_mountinfo(5)): options of the mount and of the file system together."""
+
+    number: int
+    point: str
+    kind: str
+    source: str
+    options: tuple[str, ...]
+
+    def option(self, name: str) -> str | None:
+        """The value of an option, "" for one without a value, None where it is not set."""
+        for each in self.options:
+            key, _, value = each.partition("=")
+            if key == name:
+                return value
+        return None
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known about a kind of file system. `shared`: other nodes see it; None: that depends."""
+
+    name: str
+    shared: bool | None
+    advice: str
+    verdict: Verdict = "ok"
+
+
+LUSTRE = Family(
+    "Lustre",
+    True,
+    "a file is as fast as the servers it is striped over: lfs setstripe -c 4 on the folder before the first save where "
+    "few ranks write large files; with hundreds of ranks, which write a file each, a stripe count of 1 is right",
+)
+GPFS = Family(
+    "GPFS (Spectrum Scale)",
+    True,
+    "all nodes see a commit at once; it likes few large files better than many small ones",
+)
+NFS = Family(
+    "NFS",
+    True,
+    "other nodes see what this one did only after seconds (attribute caches, actimeo=); only the leader lists a root, "
+    "so that is safe. All nodes share the rate of one server: save to a faster tier and copy here",
+)
+MEMORY = Family(
+    "memory",
+    False,
+    "gone with the job or the node, and counted as memory of the job: a fast first tier, never the only one",
+    "warning",
+)
+LOCAL = "other nodes do not see it: for runs on one node, or as a first tier; often cleared when the job ends"
+OBJECT = Family(
+    "an object store behind FUSE",
+    True,
+    "renaming a folder copies every file in it, and is not atomic on most of them: do not save here; copy here",
+    "warning",
+)
+
+BEEGFS = Family(
+    "BeeGFS",
+    True,
+    "striping is per folder: beegfs-ctl --setpattern --numtargets=4 before the first save where few ranks write large "
+    "files; locks hold between nodes only where tuneUseGlobalFileLocks is on",
+)
+WEKA = Family("WekaFS", True, "where it is tiered to an object store, old checkpoints are slow to read at first")
+CEPH = Family("CephFS", True, "the size that is shown is the quota of the folder where one is set")
+CEPH_FUSE = Family("CephFS", True, "through FUSE: the kernel's client is faster")
+JUICE = Family("JuiceFS", True, "with --writeback, what is fsynced is only in the cache of this node")
+OVERLAY = Family(
+    "overlay (inside a container)",
+    False,
+    "gone with the container, and slower than the disk below: bind a folder of the host into the container",
+    "warning",
+)
+NOT_YET = Family("autofs", None, "nothing is mounted here yet: look into the folder, and ask again", "warning")
+
+_KINDS: tuple[tuple[str, Family], ...] = (
+    ("lustre", LUSTRE),
+    ("gpfs", GPFS),
+    ("nfs nfs4", NFS),
+    ("beegfs beegfs_nodev fhgfs fhgfs_nodev", BEEGFS),
+    ("wekafs", WEKA),
+    ("ceph", CEPH),
+    ("fuse.ceph-fuse fuse.ceph", CEPH_FUSE),
+    ("panfs", Family("PanFS", True, "")),
+    ("pvfs2", Family("OrangeFS", True, "it has no locks")),
+    ("fuse.glusterfs", Family("GlusterFS", True, "metadata is slow: keep the number of files low")),
+    ("fuse.dfuse", Family("DAOS", True, "through FUSE: preload libioil or libpil4dfs for the full rate")),
+    ("fuse.juicefs", JUICE),
+    ("fuse.sshfs", Family("sshfs", True, "one connection: slow", "warning")),
+    ("cifs smb3", Family("SMB", True, "slow for this: save to a faster tier and copy here", "warning")),
+    ("fuse.s3fs fuse.gcsfuse fuse.goofys fuse.mountpoint-s3 fuse.rclone fuse.blobfuse fuse.blobfuse2", OBJECT),
+    ("fuse.geesefs fuse.ossfs", OBJECT),
+    ("tmpfs ramfs devtmpfs", MEMORY),
+    *(
+        (name, Family(name, False, LOCAL))
+        for name in ["ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs"]
+    ),
+    ("overlay fuse.fuse-overlayfs", OVERLAY),
+    (
+        "squashfs iso9660 erofs fuse.squashfuse",
+        Family("a read-only image", None, "nothing can be saved here", "warning"),
+    ),
+    ("9p virtiofs", Family("a folder of the host of this virtual machine", None, "")),
+    ("autofs", NOT_YET),
+)
+FAMILIES: Mapping[str, Family] = {kind: family for kinds, family in _KINDS for kind in kinds.split()}
+
+
+def parse_mountinfo(text: str) -> list[Mount]:
+    """The mounts of /proc/self/mountinfo, in its order. Lines that are none are left out."""
+    found = []
+    for line in text.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, more = left.split(" "), right.split(" ")
+        if len(fields) < 6 or len(more) < 3 or not fields[0].isdigit():
+            continue
+        options = dict.fromkeys([*fields[5].split(","), *more[2].split(",")])
+        found.append(Mount(int(fields[0]), _unescape(fields[4]), more[0], _unescape(more[1]), tuple(options)))
+    return found
+
+
+def find_mount(mounts: list[Mount], path: str, number: int | None = None) -> Mount | None:
+    """The mount with this number, else the last of those with the longest point above `path` (absolute, no links)."""
+    for each in mounts:
+        if each.number == number:
+            return each
+    above = [each for each in mounts if (path + "/").startswith(each.point.rstrip("/") + "/")]
+    # Of several on one point, the last one hides the others.
+    return max(reversed(above), key=lambda each: len(each.point), default=None)
+
+
+def mount_number(fd: int) -> int | None:
+    """The number of the mount that an open file is on; None where the kernel does not tell."""
+    try:
+        lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "mnt_id" and value.strip().isdigit():
+            return int(value)
+    return None
+
+
+def family_of(mount: Mount) -> Family:
+    """What is known about the kind of a mount."""
+    if mount.kind in FAMILIES:
+        return FAMILIES[mount.kind]
+    if mount.kind.startswith("fuse"):
+        kind = mount.kind.partition(".")[2] or "no name"
+        return Family(
+            f"FUSE ({kind})", None, "a program of its own makes this file system: the checks below tell", "ok"
+        )
+    return Family(mount.kind, None, "nothing is known about this kind: the checks below tell")
+
+
+def check_kind(mount: Mount | None, environ: Mapping[str, str], stripes: str | None = None) -> Finding:
+    """The file system, with advice for its kind and its options. `stripes`: what `lfs getstripe -d` prints."""
+    if mount is None:
+        return Finding("file system", "unknown", "the kernel's table of mounts does not show it")
+    family = family_of(mount)
+    verdict, advice = family.verdict, [family.advice]
+    value = f"{family.name}, {mount.source} at {mount.point}"
+    if family.name != mount.kind and family.name.lower() != mount.kind:
+        value = f"{family.name}: {mount.kind}, {mount.source} at {mount.point}"
+    if mount.option("ro") is not None:
+        verdict, advice = "warning", ["mounted read-only: nothing can be saved here"]
+    if family.shared is False and (nodes := _nodes(environ)) > 1:
+        verdict = "warning"
+        advice.insert(0, f"this job has {nodes} nodes, and each would see its own files only: name a shared folder")
+    if family is NFS:
+        warnings = nfs_warnings(mount)
+        verdict = "warning" if warnings else verdict
+        advice = [*warnings, *advice]
+    if family is LUSTRE and stripes is not None and (said := stripe_text(stripes)):
+        value += f", {said}"
+    figures = {
+        "type": mount.kind,
+        "source": mount.source,
+        "mount_point": mount.point,
+        "shared": family.shared,
+        "options": list(mount.options),
+    }
+    return Finding("file system", verdict, value, "; ".join(filter(None, advice)), figures)
+
+
+def nfs_warnings(mount: Mount) -> list[str]:
+    """What the options of an NFS mount take away."""
+    found = []
+    if any(mount.option(name) is not None for name in ("soft", "softerr")):
+        found.append(
+            "mounted soft: a server that is slow to answer becomes an I/O error, and fails a save (hard waits)"
+        )
+    local = mount.option("local_lock")
+    if mount.option("nolock") is not None or local not in (None, "none"):
+        found.append("locks hold on this host only (nolock or local_lock)")
+    return found
+
+
+def stripe_text(printed: str) -> str:
+    """`stripe count 1`, of what `lfs getstripe -d` prints about a folder; "" if it says nothing."""
+    if "lcm_" in printed or "lcme_" in printed:
+        return "a composite layout (the stripe count grows with the file)"
+    count = re.search(r"stripe_count:\s*(-?\d+)", printed)
+    if count is None:
+        return ""
+    return "striped over all servers" if count[1] == "-1" else f"stripe count {count[1]}"
+
+
+def unsafe_sync(mount: Mount | None) -> str | None:
+    """Why fsync on this mount does less than it says, where an option takes that away; None: nothing is known of it."""
+    if mount is None:
+        return None
+    if mount.kind == "overlay" and mount.option("volatile") is not None:
+        return "the container is mounted volatile: fsync does nothing, and a crash of the host loses what was saved"
+    if mount.option("nobarrier") is not None or mount.option("barrier") == "0":
+        return "mounted without barriers: a power cut may lose what was fsynced"
+    return None
+
+
+def check_space(space: os.statvfs_result, against_bytes: int | None = None) -> Finding:
+    """Free bytes and files for us, against room for two checkpoints: the new one is there before the old one goes."""
+    if not space.f_blocks:
+        return Finding("space", "unknown", "this file system does not say how large it is")
+    free = space.f_bavail * space.f_frsize
+    total = space.f_blocks * space.f_frsize
+    figures: dict[str, object] = {"free_bytes": free, "total_bytes": total}
+    value = f"{size_text(free)} free of {size_text(total)}"
+    if space.f_files:
+        figures["free_inodes"] = space.f_favail
+        value += f", room for {space.f_favail:,} files"
+    if space.f_files and not space.f_favail:
+        return Finding("space", "FAILED", value, "no file can be made: remove files", figures)
+    return room_for(Finding("space", "ok", value, figures=figures), free, against_bytes, total_bytes=total)
+
+
+def room_for(found: Finding, free: int, against_bytes: int | None, total_bytes: int = 0) -> Finding:
+    """A finding about free bytes, judged: FAILED without room for one checkpoint, a warning without room for two."""
+    verdict, advice = found.verdict, found.advice
+    if not free:
+        verdict, advice = "FAILED", "nothing can be saved: prune, or name another root"
+    elif against_bytes is not None and free < against_bytes:
+        verdict, advice = "FAILED", "a save does not fit: prune, or name another root"
+    elif against_bytes is not None and free < 2 * against_bytes:
+        verdict = "warning"
+        advice = "room for one more save only, and the one before is deleted after the new one is there: make room"
+    elif against_bytes is None and free < min(total_bytes // 20, 10**12):
+        verdict, advice = "warning", "nearly full: file systems get slow, and a save needs room beside the one before"
+    return Finding(found.name, verdict, found.value, advice, found.figures)
+
+
+def _nodes(environ: Mapping[str, str]) -> int:
+    return first_number(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "") or 1
+
+
+def _unescape(text: str) -> str:
+    # The kernel writes blanks, tabs, newlines and backslashes as octal numbers.
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

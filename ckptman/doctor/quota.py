@@ -1,0 +1,171 @@
+"""Quotas, where the file system tells them: asked of the commands that sites have for it. Never required."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from ckptman.doctor.finding import Finding, size_text
+from ckptman.doctor.mount import Mount, room_for
+
+Run = Callable[[Sequence[str]], str]
+"""Runs a command and returns what it prints. Raises: OSError, subprocess.SubprocessError."""
+_KIB = 1024
+# A name, then twice: used, soft limit, hard limit, grace. Long names are on a line of their own; `*`: above the soft
+# limit; `[ ]`: not exact.
+_ROW = re.compile(
+    r"(?P<name>\S+)\s+\[?(?P<kib>\d+)\*?\]?\*?\s+(?P<soft>\d+)\s+(?P<hard>\d+)\s+(?P<grace>\S+)"
+    r"\s+\[?(?P<files>\d+)\*?\]?\*?\s+(?P<files_soft>\d+)\s+(?P<files_hard>\d+)\s+(?P<files_grace>\S+)"
+)
+_NO_LIMIT = re.compile(r"^Disk quotas for .*\): none\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What may be used and what is. `whose`: user, group, project or fileset. Limits are None where there are none.
+
+    `in_grace`: above a limit that may be passed for some days. `grace_over`: those days are over.
+    """
+
+    whose: str
+    used_bytes: int
+    limit_bytes: int | None
+    used_files: int
+    limit_files: int | None
+    in_grace: bool = False
+    grace_over: bool = False
+
+    @property
+    def left_bytes(self) -> int | None:
+        return None if self.limit_bytes is None else max(0, self.limit_bytes - self.used_bytes)
+
+    @property
+    def left_files(self) -> int | None:
+        return None if self.limit_files is None else max(0, self.limit_files - self.used_files)
+
+
+def quotas(folder: str, mount: Mount, run: Run, uid: int, gid: int) -> list[Quota]:
+    """The quotas that count for a folder; none where no command tells. `gid`: of the folder."""
+    if mount.kind == "lustre":
+        return [*_lustre(folder, run, uid, gid)]
+    if mount.kind == "gpfs":
+        return parse_mmlsquota(_ask(run, "mmlsquota", "-Y", mount.source.removeprefix("/dev/")))
+    if mount.kind in ("tmpfs", "overlay", "ramfs", "squashfs"):
+        return []
+    commands = (("user", "-u"), ("group", "-g"))
+    return [*chain(*(parse_quota(_ask(run, "quota", "-w", "-p", flag, "-f", mount.point), w) for w, flag in commands))]
+
+
+def parse_quota(printed: str, whose: str) -> list[Quota]:
+    """The rows that `quota -w -p` and `lfs quota -q` print: KiB and files; one without limits for `none`."""
+    names = ("kib", "soft", "hard", "files", "files_soft", "files_hard")
+    found = [
+        _quota(whose, [int(row[name]) for name in names], _is_past(row["grace"]), _is_past(row["files_grace"]))
+        for row in _ROW.finditer(printed)
+    ]
+    return found or [Quota(whose, 0, None, 0, None) for _ in _NO_LIMIT.findall(printed)]
+
+
+def parse_mmlsquota(printed: str) -> list[Quota]:
+    """The rows that `mmlsquota -Y` prints, fields between colons under the names of its HEADER line: KiB and files."""
+    columns = ("blockUsage", "blockQuota", "blockLimit", "filesUsage", "filesQuota", "filesLimit")
+    found, names = [], list[str]()
+    for line in printed.splitlines():
+        fields = line.split(":")
+        if len(fields) > 2 and fields[2] == "HEADER":
+            names = fields
+            continue
+        row = dict(zip(names, fields))
+        with contextlib.suppress(KeyError, ValueError):
+            whose = {"USR": "user", "GRP": "group", "FILESET": "fileset"}.get(row["quotaType"], row["quotaType"])
+            if fileset := row.get("filesetname"):
+                whose += f" (fileset {fileset})"
+            numbers = [int(row[name]) for name in columns]
+            over = [row.get(name) == "expired" for name in ("blockGrace", "filesGrace")]
+            found.append(_quota(whose, numbers, *over))
+    return found
+
+
+def check_quota(found: Sequence[Quota], against_bytes: int | None = None) -> Finding:
+    """The quota that leaves least, against room for two checkpoints."""
+    limited = [each for each in found if each.limit_bytes is not None or each.limit_files is not None or each.in_grace]
+    if not found:
+        advice = "no command tells it here: a quota shows when it is used up, unless your site has another way to ask"
+        return Finding("quota", "unknown", "not known", advice)
+    if not limited:
+        return Finding("quota", "ok", "no limit is set")
+    figures = {"quotas": [{**vars(each), "left_bytes": each.left_bytes} for each in limited]}
+    full = [each for each in limited if each.left_files == 0]
+    if full:
+        return Finding("quota", "FAILED", _text(full[0]), "no file can be made: remove files", figures)
+    tightest = min(limited, key=lambda each: 1 << 63 if each.left_bytes is None else each.left_bytes)
+    row = Finding("quota", "ok", "; ".join(_text(each) for each in limited), figures=figures)
+    left = tightest.left_bytes
+    if left is not None:
+        row = room_for(row, left, against_bytes, total_bytes=tightest.limit_bytes or 0)
+    if row.verdict == "ok" and any(each.in_grace for each in limited):
+        advice = "above the soft limit: when the days of grace are over, saves fail; remove files"
+        return Finding("quota", "warning", row.value, advice, figures)
+    return row
+
+
+def _lustre(folder: str, run: Run, uid: int, gid: int) -> list[Quota]:
+    found = parse_quota(_ask(run, "lfs", "quota", "-q", "-u", str(uid), folder), "user")
+    found += parse_quota(_ask(run, "lfs", "quota", "-q", "-g", str(gid), folder), "group")
+    project = re.match(r"\s*(\d+)\s", _ask(run, "lfs", "project", "-d", folder))
+    if project is not None and int(project[1]):
+        found += parse_quota(_ask(run, "lfs", "quota", "-q", "-p", project[1], folder), "project")
+    return found
+
+
+def _ask(run: Run, *command: str) -> str:
+    try:
+        return run(command)
+    except subprocess.CalledProcessError as error:
+        return error.stdout or ""  # quota(1) says so much, and then fails, where something is above its limit
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _quota(whose: str, numbers: Sequence[int], kib_over: bool, files_over: bool) -> Quota:
+    """`numbers`: used, soft limit and hard limit, of KiB and of files. `*_over`: the days of grace are."""
+    kib, soft_kib, hard_kib, files, soft_files, hard_files = numbers
+    above_kib, above_files = 0 < soft_kib < kib, 0 < soft_files < files
+    kib_over, files_over = kib_over and above_kib, files_over and above_files
+    return Quota(
+        whose,
+        kib * _KIB,
+        _limit(soft_kib, hard_kib, above_kib, kib_over) * _KIB or None,
+        files,
+        _limit(soft_files, hard_files, above_files, files_over) or None,
+        in_grace=above_kib or above_files,
+        grace_over=kib_over or files_over,
+    )
+
+
+def _limit(soft: int, hard: int, above: bool, over: bool) -> int:
+    # 0 is no limit. Above the soft one it goes on for some days, up to the hard one.
+    return soft if over else hard or (0 if above else soft)
+
+
+def _is_past(grace: str) -> bool:
+    """Whether the days of grace are over: said in a word, or as the time when they end (`quota -p`; 0 is none)."""
+    if re.fullmatch(r"[0-9]{1,12}", grace):
+        return 0 < int(grace) <= time.time()
+    return grace in ("none", "expired")
+
+
+def _text(quota: Quota) -> str:
+    parts = []
+    if quota.limit_bytes is not None:
+        parts.append(f"{size_text(quota.left_bytes or 0)} left of {size_text(quota.limit_bytes)}")
+    if quota.limit_files is not None:
+        parts.append(f"{quota.left_files:,} files left of {quota.limit_files:,}")
+    if quota.in_grace:
+        parts.append("above the soft limit" + (", and the days of grace are over" if quota.grace_over else ""))
+    return f"{quota.whose}: {', '.join(parts)}"

@@ -1,0 +1,246 @@
+"""How fast a mount is: durable writes and cold reads with one stream and with several, and small files.
+
+Moved as saves and loads move bytes: 4 MiB a call, past the page cache where the file system takes that. What is written
+cannot be compressed. Every test ends after some seconds, with what it has moved by then. Called in a process of its own
+(`apart`). Raises: OSError.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptman.doctor.finding import Finding, Verdict, size_text
+from ckptman.doctor.promises import set_direct
+from ckptman.store.durable import DISK, Disk
+from ckptman.store.parallel import ALIGN_BYTES, STRIDE_BYTES
+
+STREAMS = 4
+"""As many as a rank writes with."""
+SLOW_BYTES_PER_SECOND = 0.5e9
+"""What one process gets from a project folder on NFS, by the practitioners' table; scratch gives it four times that."""
+SLOW_FILES_PER_SECOND = 100.0
+ROUGH_BYTES = 64 * 1024 * 1024
+_FLUSH_BYTES = 64 * 1024 * 1024
+_SMALL_FILES = 200
+_SMALL_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a test of bandwidth moved, and how. `cold`: what was read was not in the cache of this host."""
+
+    streams: int
+    bytes: int
+    seconds: float
+    direct: bool
+    cold: bool = True
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.bytes / max(self.seconds, 1e-9)
+
+
+def write_streams(folder: Path, size_bytes: int, streams: int, limit_seconds: float, disk: Disk = DISK) -> Moved:
+    """Write `size_bytes` in files of one stream each, and flush files and folder. Files are left there."""
+    share = max(ALIGN_BYTES, size_bytes // streams // ALIGN_BYTES * ALIGN_BYTES)
+    memory = mmap.mmap(-1, STRIDE_BYTES)
+    memory.write(os.urandom(STRIDE_BYTES))
+    data = memoryview(memory)
+    began = time.monotonic()
+    stop = began + limit_seconds
+    moved = _together(streams, lambda number: _write(folder / f"stream-{number}", data, share, stop, disk))
+    disk.sync_folder(folder)
+    seconds = time.monotonic() - began
+    return Moved(streams, sum(count for count, _ in moved), seconds, all(direct for _, direct in moved))
+
+
+def read_streams(folder: Path, streams: int, limit_seconds: float) -> Moved:
+    """Read the files of `write_streams` once, past the cache of this host as far as it lets go of them."""
+    paths = sorted(folder.glob("stream-*"))
+    dropped = [_drop(path) for path in paths]
+    began = time.monotonic()
+    stop = began + limit_seconds
+    shares = [paths[number::streams] for number in range(streams)]
+    moved = _together(streams, lambda number: _read(shares[number], stop))
+    seconds = time.monotonic() - began
+    direct = all(each for _, each in moved)
+    cold = all(direct if each is None else each for each in dropped)
+    return Moved(streams, sum(count for count, _ in moved), seconds, direct, cold)
+
+
+def check_write(folder: Path, size_bytes: int, limit_seconds: float, disk: Disk = DISK) -> Finding:
+    """Durable writes with one stream, then with `STREAMS`, whose files stay for `check_read`."""
+    one = write_streams(folder, size_bytes, 1, limit_seconds, disk)
+    for path in folder.glob("stream-*"):
+        disk.remove_file(path)
+    both = [one, write_streams(folder, size_bytes, STREAMS, limit_seconds, disk)]
+    return _bandwidth("write", both, size_bytes, "durable")
+
+
+def check_read(folder: Path, size_bytes: int, limit_seconds: float, in_memory: bool = False) -> Finding:
+    """Cold reads of the files that `check_write` left, with one stream, then with several."""
+    both = [read_streams(folder, streams, limit_seconds) for streams in (1, STREAMS)]
+    if in_memory:
+        both = [replace(each, cold=False) for each in both]
+    cached = "from memory" if in_memory else "from the cache of this host, which does not let go of it"
+    return _bandwidth("read", both, size_bytes, "cold", "" if all(each.cold for each in both) else cached)
+
+
+def check_small_files(folder: Path, limit_seconds: float, disk: Disk = DISK) -> Finding:
+    """Files of 4 KiB: made and flushed one by one, looked at, removed. Each part ends after `limit_seconds`."""
+    data = os.urandom(_SMALL_BYTES)
+    paths = [folder / f"small-{number}" for number in range(_SMALL_FILES)]
+    made = _repeat(paths, lambda path: disk.write_file(path, data), limit_seconds)
+    paths = paths[: made.count]
+    looked = _repeat(paths, os.stat, limit_seconds)
+    removed = _repeat(paths, disk.remove_file, limit_seconds)
+    verdict: Verdict = "slow" if made.rate < SLOW_FILES_PER_SECOND else "ok"
+    advice = "" if verdict == "ok" else "a save makes some files for each rank: many ranks wait for this"
+    value = f"{_rate(made.rate)} made and flushed, {_rate(looked.rate)} looked at, {_rate(removed.rate)} removed per s"
+    figures = {
+        "files": made.count,
+        "create_per_second": made.rate,
+        "stat_per_second": looked.rate,
+        "unlink_per_second": removed.rate,
+    }
+    return Finding("small files", verdict, value, advice, figures)
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    count: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.count / max(self.seconds, 1e-9)
+
+
+def _bandwidth(name: str, both: Sequence[Moved], size_bytes: int, how: str, instead: str = "") -> Finding:
+    """`how` it was moved; `instead`: how it was, where that makes the rate another one than that of a checkpoint."""
+    best = max(each.rate for each in both)
+    rates = ", ".join(
+        f"{size_text(each.rate)}/s with {each.streams} stream{'s' if each.streams > 1 else ''}" for each in both
+    )
+    doubts, rough = [instead] if instead else [], size_bytes < ROUGH_BYTES
+    if min(each.bytes for each in both) < size_bytes // 2:
+        doubts.append(f"stopped after {size_text(min(each.bytes for each in both))}")
+    if rough:
+        doubts.append(f"rough: measured on {size_text(size_bytes)}")
+    notes = doubts if instead else [how, *doubts]
+    verdict: Verdict = "ok" if best >= SLOW_BYTES_PER_SECOND else "unknown" if rough else "slow"
+    advice = "less than a project folder on NFS gives one process (0.5 GB/s)" if verdict == "slow" else ""
+    figures: dict[str, object] = {"test_bytes": size_bytes, "bytes_per_second": best, "doubts": doubts}
+    figures |= {f"bytes_per_second_{each.streams}": each.rate for each in both}
+    figures |= {"direct": all(each.direct for each in both), "cold": all(each.cold for each in both)}
+    return Finding(name, verdict, f"{rates} ({', '.join(notes)})", advice, figures)
+
+
+def _together(streams: int, work: Callable[[int], tuple[int, bool]]) -> list[tuple[int, bool]]:
+    if streams == 1:
+        return [work(0)]
+    with ThreadPoolExecutor(streams) as pool:
+        return list(pool.map(work, range(streams)))
+
+
+def _write(path: Path, data: memoryview, size: int, stop: float, disk: Disk) -> tuple[int, bool]:
+    """Write a file until it is full or the time is over, and flush it: how many bytes, and whether by direct I/O."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    done, unflushed = 0, 0
+    try:
+        file = _File(fd)
+        disk.reserve(fd, size)
+        # At least one call, so that there is a rate.
+        while done < size and (not done or time.monotonic() < stop):
+            count = file.transfer(disk.write_at, fd, data[: min(len(data), size - done)], done)
+            done, unflushed = done + count, unflushed + count
+            if unflushed >= _FLUSH_BYTES and not file.direct:
+                disk.sync_file(fd)  # else the last flush takes longer than the test may
+                unflushed = 0
+        if done < size:
+            os.ftruncate(fd, done)
+        disk.sync_file(fd)
+    finally:
+        os.close(fd)
+    return done, file.direct
+
+
+def _read(paths: Sequence[Path], stop: float) -> tuple[int, bool]:
+    done, directs = 0, list[bool]()
+    data = memoryview(mmap.mmap(-1, STRIDE_BYTES))
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            file, offset = _File(fd), 0
+            while not done or time.monotonic() < stop:
+                count = file.transfer(os.preadv, fd, [data], offset)
+                if not count:
+                    break
+                done, offset = done + count, offset + count
+            directs.append(file.direct)
+        finally:
+            os.close(fd)
+    return done, all(directs)
+
+
+class _File:
+    """An open file that is moved by direct I/O as far as that is taken."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        try:
+            set_direct(fd)
+            self.direct = True
+        except OSError:
+            self.direct = False
+
+    def transfer(self, call: Callable[..., int], *args: object) -> int:
+        """One read or write; again through the page cache where it is refused."""
+        try:
+            return call(*args)
+        except OSError as error:
+            if not self.direct or error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            self.direct = False
+            return call(*args)
+
+
+def _drop(path: Path) -> bool | None:
+    """Take a file out of the page cache; whether its first byte is gone from it, None where nobody can say."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return not os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return True
+    except (OSError, AttributeError):
+        return None
+    finally:
+        os.close(fd)
+
+
+def _repeat(paths: Sequence[Path], work: Callable[[Path], object], limit_seconds: float) -> _Repeated:
+    began = time.monotonic()
+    count = 0
+    for path in paths:
+        work(path)
+        count += 1
+        if time.monotonic() > began + limit_seconds:
+            break
+    return _Repeated(count, time.monotonic() - began)
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"

@@ -1,0 +1,332 @@
+"""Which file system a folder is on, its room and its quota: from tables and texts that real systems print."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from ckptman.doctor.finding import Finding, size_text
+from ckptman.doctor.mount import (
+    MOUNTINFO,
+    Mount,
+    check_kind,
+    check_space,
+    find_mount,
+    mount_number,
+    parse_mountinfo,
+    unsafe_sync,
+)
+from ckptman.doctor.quota import Quota, check_quota, parse_mmlsquota, parse_quota, quotas
+
+TABLE = r"""
+22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw,discard
+30 27 0:44 / /scratch rw,noatime - lustre 10.1.1.1@o2ib:10.1.1.2@o2ib:/scratch rw,flock,lazystatfs
+31 27 0:45 / /gpfs/projects rw,relatime shared:9 master:2 - gpfs projects rw
+32 27 0:46 /home /home rw,relatime - nfs4 server:/export/home rw,vers=4.2,hard,proto=tcp,local_lock=none
+33 27 0:47 / /old\040home rw,relatime - nfs server:/old rw,vers=3,soft,nolock,local_lock=all
+34 27 0:48 / /dev/shm rw,nosuid - tmpfs tmpfs rw,size=24684084k
+35 34 0:49 / /dev/shm rw,nosuid - tmpfs later rw,size=1k
+36 27 0:50 / /merged rw - overlay overlay rw,lowerdir=/l,upperdir=/u,workdir=/w,volatile
+37 27 0:51 / /bucket rw,nosuid - fuse.s3fs s3fs rw
+38 27 0:52 / /mine rw - fuse.gocryptfs gocryptfs rw
+39 27 0:53 / /image ro,relatime - squashfs /dev/loop0 ro
+40 27 0:54 / /strange rw - hammer2 x rw
+41 27 0:55 / /beegfs rw - beegfs beegfs_nodev rw
+42 27 8:3 / /fast rw - xfs /dev/sdb1 rw,nobarrier
+43 27 0:56 / /weka rw - wekafs weka rw,writecache
+44 27 0:57 / /ceph rw - ceph mon:/ rw
+no line of the table
+"""
+
+
+def mounted_at(path: str) -> Mount:
+    found = find_mount(parse_mountinfo(TABLE), path)
+    assert found is not None
+    return found
+
+
+def kind_of(path: str, environ: Mapping[str, str] | None = None, stripes: str | None = None) -> Finding:
+    return check_kind(mounted_at(path), environ or {}, stripes)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "point"),
+    [
+        ("/", "ext4", "/"),
+        ("/scratch/run/1", "lustre", "/scratch"),
+        ("/scratchy", "ext4", "/"),
+        ("/old home/x", "nfs", "/old home"),
+        ("/gpfs/projects", "gpfs", "/gpfs/projects"),
+        ("/gpfs", "ext4", "/"),
+    ],
+)
+def test_the_mount_of_a_path(path: str, kind: str, point: str) -> None:
+    assert (mounted_at(path).kind, mounted_at(path).point) == (kind, point)
+
+
+def test_of_two_mounts_on_one_point_the_last_counts_and_a_number_beats_both() -> None:
+    assert mounted_at("/dev/shm").source == "later"
+    found = find_mount(parse_mountinfo(TABLE), "/dev/shm", 34)
+    assert found is not None
+    assert found.source == "tmpfs"
+    assert find_mount([], "/x") is None
+
+
+def test_the_kernel_tells_the_mount_of_this_folder(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        number = mount_number(fd)
+    finally:
+        os.close(fd)
+    mounts = parse_mountinfo(MOUNTINFO.read_text())
+    found = find_mount(mounts, str(tmp_path), number)
+    assert found is not None
+    assert str(tmp_path.resolve()).startswith(found.point)
+    assert mount_number(-1) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "verdict", "value", "advice"),
+    [
+        ("/x", "ok", "ext4, /dev/vda1 at /", "other nodes do not see it"),
+        ("/scratch", "ok", "Lustre, 10.1.1.1@o2ib:10.1.1.2@o2ib:/scratch at /scratch", "lfs setstripe -c 4"),
+        ("/gpfs/projects/a", "ok", "GPFS (Spectrum Scale): gpfs, projects at", "all nodes see a commit at once"),
+        ("/home/u", "ok", "NFS: nfs4, server:/export/home", "only after seconds"),
+        ("/old home", "warning", "NFS, server:/old", "mounted soft: a server that is slow"),
+        ("/old home", "warning", "NFS", "locks hold on this host only"),
+        ("/dev/shm", "warning", "memory: tmpfs", "gone with the job or the node"),
+        ("/merged", "warning", "overlay (inside a container)", "bind a folder of the host"),
+        ("/bucket", "warning", "an object store behind FUSE: fuse.s3fs", "do not save here"),
+        ("/mine", "ok", "FUSE (gocryptfs)", "a program of its own"),
+        ("/image", "warning", "a read-only image", "mounted read-only"),
+        ("/strange", "ok", "hammer2", "nothing is known about this kind"),
+        ("/beegfs", "ok", "BeeGFS", "--setpattern"),
+        ("/weka", "ok", "WekaFS", "tiered to an object store"),
+        ("/ceph", "ok", "CephFS", "quota of the folder"),
+    ],
+)
+def test_each_kind_has_its_advice(path: str, verdict: str, value: str, advice: str) -> None:
+    found = kind_of(path)
+    assert found.verdict == verdict
+    assert value in found.value
+    assert advice in found.advice
+
+
+def test_a_folder_that_the_other_nodes_do_not_see_is_a_warning_in_a_job_of_several() -> None:
+    assert kind_of("/fast", {"SLURM_JOB_NUM_NODES": "1"}).verdict == "ok"
+    found = kind_of("/fast", {"SLURM_JOB_NUM_NODES": "16"})
+    assert found.verdict == "warning"
+    assert "this job has 16 nodes, and each would see its own files only" in found.advice
+    assert kind_of("/scratch", {"SLURM_JOB_NUM_NODES": "16"}).verdict == "ok"
+
+
+@pytest.mark.parametrize("text", ["²", "9" * 5000, "-1", "many"])
+def test_a_number_of_nodes_that_is_none_is_passed_over(text: str) -> None:
+    assert kind_of("/fast", {"SLURM_JOB_NUM_NODES": text}).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        ("stripe_count:  1 stripe_size:   1048576 pattern:       0 stripe_offset: -1\n", "stripe count 1"),
+        ("stripe_count:  -1 stripe_size:   1048576\n", "striped over all servers"),
+        ("  lcm_layout_gen:    0\n  lcm_entry_count:   3\n  stripe_count: 1", "a composite layout"),
+        ("", "/scratch"),
+    ],
+)
+def test_stripes_of_lustre_are_told(printed: str, told: str) -> None:
+    assert told in kind_of("/scratch", stripes=printed).value
+
+
+def test_a_mount_that_the_table_does_not_show_is_unknown() -> None:
+    assert check_kind(None, {}).verdict == "unknown"
+
+
+def test_mounts_whose_fsync_does_less_than_it_says() -> None:
+    assert "volatile: fsync does nothing" in (unsafe_sync(mounted_at("/merged")) or "")
+    assert "without barriers" in (unsafe_sync(mounted_at("/fast")) or "")
+    assert unsafe_sync(mounted_at("/scratch")) is None
+    assert unsafe_sync(None) is None
+
+
+# ---- space -----------------------------------------------------------------------------------------------------------
+
+
+def space(free: int, total: int = 10**12, files: int = 1000, free_files: int = 500) -> os.statvfs_result:
+    return os.statvfs_result((4096, 1, total, free, free, files, free_files, free_files, 0, 255))
+
+
+@pytest.mark.parametrize(
+    ("free", "against", "verdict", "advice"),
+    [
+        (500 * 10**9, None, "ok", ""),
+        (20 * 10**9, None, "warning", "nearly full"),
+        (0, None, "FAILED", "nothing can be saved"),
+        (500 * 10**9, 70 * 10**9, "ok", ""),
+        (100 * 10**9, 70 * 10**9, "warning", "room for one more save only"),
+        (60 * 10**9, 70 * 10**9, "FAILED", "a save does not fit"),
+    ],
+)
+def test_space_against_two_checkpoints(free: int, against: int | None, verdict: str, advice: str) -> None:
+    found = check_space(space(free), against)
+    assert found.verdict == verdict
+    assert found.advice.startswith(advice)
+    assert found.figures["free_bytes"] == free
+
+
+def test_a_disk_with_no_inode_left_fails_and_one_that_counts_none_does_not() -> None:
+    found = check_space(space(500 * 10**9, free_files=0))
+    assert (found.verdict, found.advice) == ("FAILED", "no file can be made: remove files")
+    assert check_space(space(500 * 10**9, files=0, free_files=0)).verdict == "ok"
+
+
+def test_a_file_system_that_does_not_say_how_large_it_is_is_unknown() -> None:
+    found = check_space(space(0, total=0, files=0, free_files=0), 70 * 10**9)
+    assert (found.verdict, found.figures) == ("unknown", {})
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(512, "512 B"), (999.7, "1 kB"), (70e9, "70 GB"), (1.5e12, "1.5 TB"), (2.5e18, "2,500 PB"), (0, "0 B")],
+)
+def test_sizes_are_told_in_powers_of_1000(count: float, told: str) -> None:
+    assert size_text(count) == told
+
+
+# ---- quota -----------------------------------------------------------------------------------------------------------
+
+QUOTA = """Disk quotas for user ada (uid 1000):
+     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace
+server:/export/home 14340 16384 20480 0 160 0 0 0
+"""
+LFS = "       /scratch  1000000* 900000 2000000  6d23h   12000       0 1000000       -\n"
+LFS_WRAPPED = "/lustre/a/very/long/name\n      [10]   0   0   -   5   0   0   -\nuid 5 is using default block quota"
+GPFS = """mmlsquota::HEADER:version:reserved:reserved:filesystemName:quotaType:id:name:blockUsage:blockQuota:\
+blockLimit:blockInDoubt:blockGrace:filesUsage:filesQuota:filesLimit:filesInDoubt:filesGrace:remarks:quota:defQuota:fid:filesetname:
+mmlsquota::0:1:::projects:USR:1001:ada:1048576:2097152:3145728:0:none:1000:0:0:0:none:e:on:off:::
+mmlsquota::0:1:::projects:GRP:100:lab:1:0:0:0:none:1:0:0:0:none:e:on:off:::
+"""
+
+
+def test_quotas_as_the_commands_print_them() -> None:
+    assert parse_quota(QUOTA, "user") == [Quota("user", 14340 * 1024, 20480 * 1024, 160, None)]
+    assert parse_quota(LFS, "group") == [Quota("group", 1024000000, 2048000000, 12000, 1000000, in_grace=True)]
+    assert parse_quota(LFS_WRAPPED, "user") == [Quota("user", 10240, None, 5, None)]
+    assert parse_quota("Disk quotas for user root (uid 0): none\n", "user") == [Quota("user", 0, None, 0, None)]
+    assert parse_quota("Disk quotas for user ada (uid 1): no limited resources used\n", "user") == []
+    assert parse_quota("lfs quota: error", "user") == []
+    assert parse_mmlsquota(GPFS) == [
+        Quota("user", 2**30, 3 * 2**30, 1000, None),
+        Quota("group", 1024, None, 1, None),
+    ]
+    assert parse_mmlsquota("mmlsquota: Command not found\n::\n") == []
+
+
+def test_a_limit_that_is_told_to_be_none_is_known() -> None:
+    none = parse_quota("Disk quotas for user ada (uid 1): none\n", "user")
+    assert (check_quota(none).verdict, check_quota(none).value) == ("ok", "no limit is set")
+
+
+@pytest.mark.parametrize(
+    ("grace", "over"),
+    [("expired", True), ("none", True), ("1000", True), ("0", False), ("99999999999", False), ("6d23h", False)],
+)
+def test_days_of_grace_that_are_over(grace: str, over: bool) -> None:
+    (bytes_over,) = parse_quota(f"/scratch 12000* 10000 20000 {grace} 1 0 0 -\n", "user")
+    assert (bytes_over.in_grace, bytes_over.grace_over) == (True, over)
+    row = check_quota([bytes_over])
+    assert row.verdict == ("FAILED" if over else "warning")
+    assert row.value.endswith("0 B left of 10.2 MB, above the soft limit, and the days of grace are over") is over
+    (files_over,) = parse_quota(f"/scratch 1 0 0 - 12* 10 20 {grace}\n", "user")
+    assert (files_over.left_files, check_quota([files_over]).verdict) == ((0, "FAILED") if over else (8, "warning"))
+    (below,) = parse_quota(f"/scratch 9 10 20 {grace} 1 0 0 -\n", "user")
+    assert not below.grace_over
+
+
+def test_filesets_do_not_hide_each_other() -> None:
+    header, row = GPFS.splitlines()[:2]
+    home = row.replace("off:::", "off::home:")
+    other = row.replace("off:::", "off::root:").replace("1048576", "3145727").replace(":none:1000", ":expired:1000")
+    found = parse_mmlsquota("\n".join([header, other, home]))
+    assert [(each.whose, each.left_bytes) for each in found] == [
+        ("user (fileset root)", 0),
+        ("user (fileset home)", 2 * 2**30),
+    ]
+    row_found = check_quota(found)
+    assert row_found.verdict == "FAILED"
+    assert [each["left_bytes"] for each in row_found.figures["quotas"]] == [0, 2 * 2**30]
+
+
+class Commands:
+    """Answers like the commands of a site, and notes what it was asked."""
+
+    def __init__(self, answers: Mapping[str, str | Exception]) -> None:
+        self.answers, self.asked = answers, list[str]()
+
+    def __call__(self, command: Sequence[str]) -> str:
+        self.asked.append(" ".join(command))
+        answer = self.answers.get(self.asked[-1], FileNotFoundError(2, "No such file"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_lustre_is_asked_for_user_group_and_project() -> None:
+    run = Commands(
+        {
+            "lfs quota -q -u 7 /scratch/x": LFS,
+            "lfs project -d /scratch/x": " 1234 P /scratch/x\n",
+            "lfs quota -q -p 1234 /scratch/x": LFS,
+        }
+    )
+    found = quotas("/scratch/x", mounted_at("/scratch"), run, 7, 8)
+    assert [each.whose for each in found] == ["user", "project"]
+    assert "lfs quota -q -g 8 /scratch/x" in run.asked
+
+
+def test_others_are_asked_by_their_commands_and_nobody_is_asked_of_memory() -> None:
+    run = Commands({"mmlsquota -Y projects": GPFS})
+    assert len(quotas("/gpfs/projects/x", mounted_at("/gpfs/projects"), run, 7, 8)) == 2
+    over = subprocess.CalledProcessError(1, "quota", output=QUOTA)  # it fails where a limit is passed, and says it
+    run = Commands({"quota -w -p -u -f /home": over, "quota -w -p -g -f /home": subprocess.TimeoutExpired("quota", 5)})
+    assert [each.whose for each in quotas("/home/u", mounted_at("/home"), run, 7, 8)] == ["user"]
+    run = Commands({})
+    assert quotas("/dev/shm", mounted_at("/dev/shm"), run, 7, 8) == []
+    assert run.asked == []
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("found", "against", "verdict", "value", "advice"),
+    [
+        ([], None, "unknown", "not known", "no command tells it here"),
+        ([Quota("user", 5, None, 5, None)], None, "ok", "no limit is set", ""),
+        ([Quota("user", 10 * GB, 100 * GB, 5, None)], 40 * GB, "ok", "user: 90 GB left of 100 GB", ""),
+        ([Quota("user", 10 * GB, 100 * GB, 5, None)], 60 * GB, "warning", "user: 90 GB", "room for one more save only"),
+        (
+            [Quota("user", 0, None, 5, 9), Quota("group", 95 * GB, 100 * GB, 5, None)],
+            60 * GB,
+            "FAILED",
+            "user: 4 files left of 9; group: 5 GB left",
+            "a save does not fit",
+        ),
+        ([Quota("group", 1, 2, 100, 100)], None, "FAILED", "group: 1 B left of 2 B, 0 files", "no file can be made"),
+        ([Quota("user", 120 * GB, 100 * GB, 5, None)], None, "FAILED", "0 B left of 100 GB", "nothing can be saved"),
+        ([Quota("user", 9 * GB, 100 * GB, 5, None, in_grace=True)], None, "warning", "above the soft", "days of grace"),
+        ([Quota("user", 9 * GB, None, 5, None, in_grace=True)], None, "warning", "above the soft limit", "days of"),
+    ],
+)
+def test_quota_against_two_checkpoints(
+    found: list[Quota], against: int | None, verdict: str, value: str, advice: str
+) -> None:
+    row = check_quota(found, against)
+    assert row.verdict == verdict
+    assert value in row.value
+    assert advice in row.advice
