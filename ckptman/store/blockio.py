@@ -19,10 +19,10 @@ from typing import Protocol
 import numpy as np
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from ckptman.store.digest import BLOCK_BYTES
+from ckptman.store.digest import BLOCK_BYTES, DIGEST_BYTES
 from ckptman.store.durable import Disk
 from ckptman.store.parallel import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, share_out, stride_of
-from ckptman.store.ranges import DIGEST_BYTES, Digests, ReadReport, read_wanted
+from ckptman.store.ranges import Digests, ReadReport, read_wanted
 from ckptman.store.spans import Wanted
 
 __all__ = [

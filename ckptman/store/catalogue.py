@@ -12,6 +12,7 @@ from ckptman.errors import CorruptError, FormatVersionError, NotFoundError, Root
 from ckptman.policy.retention import Record
 from ckptman.store.manifest import Manifest, missing_file, read_manifest
 from ckptman.store.names import StepName, parse_step
+from ckptman.store.verified import read_verified
 
 _LOOKS = 10
 """A commit renames folders while others look: after so many looks what was gone each time is taken to be gone."""
@@ -42,7 +43,11 @@ class Entry:
     def record(self) -> Record:
         """The facts that retention rules look at. Only for complete entries."""
         manifest = self.require_manifest()
-        return Record(self.step, manifest.sequence, manifest.time_seconds, manifest.total_bytes, manifest.metrics)
+        note = read_verified(self.path, manifest)
+        verified = note is not None and note.every_byte
+        return Record(
+            self.step, manifest.sequence, manifest.time_seconds, manifest.total_bytes, manifest.metrics, verified
+        )
 
     def require_manifest(self) -> Manifest:
         """The manifest. Raises: FormatVersionError, CorruptError if this is no complete checkpoint."""
@@ -100,7 +105,9 @@ class Catalogue:
         try:
             names = os.listdir(self.root)  # noqa: PTH208 names alone are wanted
         except FileNotFoundError as error:
-            raise NotFoundError(f"there is no checkpoint root {self.root}") from error
+            raise NotFoundError(
+                f"there is no checkpoint root {self.root}: name another one, or check the mount"
+            ) from error
         except NotADirectoryError as error:
             raise RootError(
                 errno.ENOTDIR, f"the checkpoint root {self.root} is a file, not a folder: name another root"
@@ -124,7 +131,7 @@ class Catalogue:
             before = _lstat(path)
             entry = _look(path, parsed.step)
             after = _lstat(path)
-            if before is None or after is None or not os.path.samestat(before, after):
+            if before is None or after is None or not _stayed(before, after, entry.complete):
                 settled = False
                 continue
             # A crash between the two renames of a commit leaves the previous save of this step as "old" only. It also
@@ -133,6 +140,11 @@ class Catalogue:
             merit = (counts, parsed.kind == "step", entry.sequence)
             found.setdefault(parsed.step, []).append((merit, entry))
         return {step: max(each, key=itemgetter(0))[1] for step, each in found.items()}, settled
+
+
+def _stayed(before: os.stat_result, after: os.stat_result, complete: bool) -> bool:
+    # Two saves later a folder may have the inode of one that was deleted: what is incomplete may not have changed.
+    return os.path.samestat(before, after) and (complete or before.st_ctime_ns == after.st_ctime_ns)
 
 
 def _look(path: Path, step: int) -> Entry:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from ckptman.errors import CorruptError
+from ckptman.store.regular import open_regular
 
 Ints = NDArray[np.int64]
 Rows = dict[int, Ints]
@@ -150,7 +151,7 @@ class RowFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_regular(path)
         weakref.finalize(self, os.close, self._fd)
         self.size_bytes = os.fstat(self._fd).st_size
 
@@ -159,7 +160,10 @@ class RowFile:
 
     def __getitem__(self, which: slice) -> Ints:
         size = (which.stop - which.start) * LITTLE.itemsize
-        data = os.pread(self._fd, size, which.start * LITTLE.itemsize)
+        try:
+            data = os.pread(self._fd, size, which.start * LITTLE.itemsize)
+        except OSError as error:
+            raise CorruptError(f"{self._path} cannot be read: {error.strerror or error}; {_REMEDY}") from error
         if len(data) != size:
             raise CorruptError(f"{self._path} ends early: it has changed since it was opened; {_REMEDY}")
         return np.frombuffer(data, LITTLE)

@@ -12,8 +12,11 @@ from pathlib import Path
 
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
+from ckptman.store.regular import open_regular
+
 BLOCK_BYTES = 32 * 1024
 """Small, because a rank that reads a slice reads whole blocks at both ends of it."""
+DIGEST_BYTES = 16
 _READ_BYTES = 4 * 1024 * 1024
 
 
@@ -52,6 +55,32 @@ class BlockDigester:
         self._room = self._block_bytes
 
 
+def digest_segments(segments: Sequence[memoryview], block_bytes: int) -> list[bytes]:
+    """The digests of the blocks that segments make one after the other; the last block may be shorter."""
+    digests: list[bytes] = []
+    hasher, room = xxh3_128(), block_bytes
+    for segment in segments:
+        at, size = 0, len(segment)
+        if room < block_bytes:
+            at = min(room, size)
+            hasher.update(segment[:at])
+            room -= at
+            if room:
+                continue
+            digests.append(hasher.digest())
+            hasher.reset()
+            room = block_bytes
+        while at + block_bytes <= size:
+            digests.append(xxh3_128_digest(segment[at : at + block_bytes]))
+            at += block_bytes
+        if at < size:
+            hasher.update(segment[at:])
+            room -= size - at
+    if room < block_bytes:
+        digests.append(hasher.digest())
+    return digests
+
+
 def digest_of_blocks(blocks: Sequence[bytes]) -> str:
     """The digest of a file from the digests of its blocks."""
     return xxh3_128_hexdigest(b"".join(blocks))
@@ -65,11 +94,16 @@ def digest_bytes(data: bytes, block_bytes: int = BLOCK_BYTES) -> str:
 
 
 def digest_file(path: Path, block_bytes: int = BLOCK_BYTES) -> tuple[int, list[bytes]]:
-    """Size in bytes and block digests of a file, read once from front to back."""
+    """Size in bytes and block digests of a regular file, read once from front to back.
+
+    Raises: CorruptError (it is no file), OSError.
+    """
     blocks: list[bytes] = []
     size = 0
-    buffer = memoryview(bytearray(block_bytes * max(1, _READ_BYTES // block_bytes)))
-    with path.open("rb", buffering=0) as file:
+    with open(open_regular(path), "rb", buffering=0) as file:
+        # A byte more than there is, to see the end; and not all that a damaged block size asks for.
+        there = os.fstat(file.fileno()).st_size
+        buffer = memoryview(bytearray(min(block_bytes * max(1, _READ_BYTES // block_bytes), there + 1)))
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while True:

@@ -5,6 +5,9 @@ the bytes of `write_file` survive a power cut once `sync_folder` was called on t
 atomic for everybody who looks, and durable after `sync_folder` of the parent.
 What does not: nothing here protects against a disk that acknowledges a flush it did not make.
 
+Folders get the permissions that the user's umask leaves, or 0700 where `CKPTMAN_PRIVATE` is set to 1: then nobody else
+gets at what is in them, whatever permissions the files have.
+
 Tests replace one method of `Disk` to fail, or to die, at the n-th operation.
 """
 
@@ -20,13 +23,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+PRIVATE_ENV = "CKPTMAN_PRIVATE"
+"""1: folders that ckptman makes are for their owner alone. 0, empty or not set: as the umask says."""
+
+
+def folder_mode() -> int:
+    """The permissions of a new folder, from which the umask takes its part. Raises: OSError where the setting is none.
+
+    A slip in it must not lay open what was to be private.
+    """
+    setting = os.environ.get(PRIVATE_ENV, "")
+    if setting not in ("", "0", "1"):
+        raise OSError(
+            errno.EINVAL, f"{PRIVATE_ENV} is {setting!r}: set it to 1 (folders for you alone) or 0 (by umask)"
+        )
+    return 0o700 if setting == "1" else 0o777
+
 
 class Disk:
     """The operations a commit is made of. Stateless; `DISK` is the one to use."""
 
     def make_folder(self, path: Path) -> None:
-        """Make one new folder. Raises FileExistsError."""
-        path.mkdir()
+        """Make one new folder (see `folder_mode`). Raises FileExistsError."""
+        path.mkdir(folder_mode())
 
     def make_folders(self, path: Path) -> None:
         """Make a folder and its parents where missing, each of them durable."""
@@ -35,7 +54,7 @@ class Disk:
             missing.append(path)
             path = path.parent
         for folder in reversed(missing):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(folder_mode(), exist_ok=True)
             self.sync_folder(folder.parent)
 
     def write_file(self, path: Path, data: bytes) -> None:

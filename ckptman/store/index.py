@@ -15,11 +15,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.errors import CorruptError
+from ckptman.errors import CorruptError, plain
 from ckptman.store.chunks import ChunkTable, TensorRecord
 from ckptman.store.digest import digest_bytes, digest_file, digest_of_blocks
 from ckptman.store.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_versioned
 from ckptman.store.names import CHUNKS, INDEX, blocks_name, rank_of, values_name
+from ckptman.store.regular import read_regular
 
 
 class Location(BaseModel):
@@ -95,8 +96,8 @@ def open_table(folder: Path, manifest: Manifest, index: Index) -> ChunkTable:
     """The chunk table of a checkpoint, checked against its digest. Raises: CorruptError."""
     path, record = folder / CHUNKS, _record(folder, CHUNKS, manifest)
     try:
-        size, blocks = digest_file(path, manifest.block_bytes)
         table = ChunkTable.open(path, index.tensors, record.bytes)
+        size, blocks = digest_file(path, manifest.block_bytes)
     except OSError as error:
         raise CorruptError(f"{path} cannot be read: {error.strerror or error}; {_remedy(folder)}") from error
     if size != record.bytes or digest_of_blocks(blocks) != record.digest:
@@ -113,7 +114,8 @@ def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
     """A whole file of a checkpoint, checked against its digest. Raises: CorruptError."""
     path, record = folder / name, _record(folder, name, manifest)
     try:
-        data = path.read_bytes()
+        # A byte more, to see whether it has grown.
+        data = read_regular(path, record.bytes + 1)
     except OSError as error:
         raise CorruptError(f"{path} cannot be read: {error.strerror or error}; {_remedy(folder)}") from error
     if len(data) != record.bytes:
@@ -127,10 +129,10 @@ def read_blocks(folder: Path, file: str, manifest: Manifest) -> bytes:
     """The digests of the blocks of a data file, 16 bytes each. Raises: CorruptError."""
     rank = rank_of(file)
     if rank is None or blocks_name(rank) not in manifest.files or file not in manifest.files:
-        raise CorruptError(f"{folder}: {file} has no block digests; {_remedy(folder)}")
+        raise CorruptError(f"{folder}: {plain(file)} has no block digests; {_remedy(folder)}")
     blocks = read_checked(folder, blocks_name(rank), manifest)
     if xxh3_128_hexdigest(blocks) != manifest.files[file].digest:
-        raise CorruptError(f"{folder}: {blocks_name(rank)} holds no digests of {file}; {_remedy(folder)}")
+        raise CorruptError(f"{folder}: {blocks_name(rank)} holds no digests of {plain(file)}; {_remedy(folder)}")
     return blocks
 
 
@@ -158,8 +160,9 @@ def _read(folder: Path, name: str, manifest: Manifest, model: type[M]) -> M:
     raw = parse_versioned(path, read_checked(folder, name, manifest))
     try:
         return model.model_validate(raw)
-    except (ValidationError, RecursionError) as error:
-        raise CorruptError(f"{path} is not what ckptman writes there; {_remedy(folder)}: {error}") from error
+    except (ValidationError, RecursionError, MemoryError) as error:
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else type(error).__name__
+        raise CorruptError(f"{path} is not what ckptman writes there ({why}); {_remedy(folder)}") from None
 
 
 def values_json(units: Sequence[Mapping[str, Any]]) -> bytes:

@@ -9,18 +9,27 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.errors import CorruptError, FormatVersionError
-from ckptman.store.names import MANIFEST
+from ckptman.errors import CorruptError, FormatVersionError, plain
+from ckptman.store.names import MANIFEST, MAX_STEP
+from ckptman.store.regular import read_regular
 
 FORMAT_VERSION = 1
+MOST_BYTES = 64 * 1024 * 1024
+"""No manifest is larger: it has three lines a rank, of some 40 bytes each."""
+_REMEDY = "restore an older checkpoint, or bring this one back from a copy"
+_MOST_NAME_BYTES = 255
+_YEAR_9999_SECONDS = 253_402_300_799
+"""The last time of which every calendar can tell the date."""
 _SEAL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
 class FileRecord(BaseModel):
@@ -36,7 +45,7 @@ class Mesh(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     names: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
 
 
 class Manifest(BaseModel):
@@ -48,18 +57,18 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     format_version: int = FORMAT_VERSION
-    step: Annotated[int, Field(ge=0)]
-    sequence: Annotated[int, Field(ge=1)]
-    time_seconds: FiniteFloat
+    step: Step
+    sequence: Annotated[int, Field(ge=1, lt=2**62)]
+    time_seconds: Annotated[FiniteFloat, Field(ge=0, le=_YEAR_9999_SECONDS)]
     reason: str
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: Annotated[Count, Field(ge=1)]
     mesh: Mesh | None = None
     torch_version: str
     ckptman_version: str
     run_id: str
     job_id: str | None = None
-    attempt: int = 1
-    restored_from: int | None = None
+    attempt: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 1
+    restored_from: Step | None = None
     metrics: dict[str, float] = {}
     block_bytes: Annotated[int, Field(gt=0, le=2**30)]
     files: dict[str, FileRecord]
@@ -81,26 +90,26 @@ def read_manifest(folder: Path) -> Manifest:
     Raises: FileNotFoundError (no manifest), CorruptError (not as it was written), FormatVersionError (a newer ckptman).
     """
     path = folder / MANIFEST
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise CorruptError(f"{path} is not a regular file")
-    data = path.read_bytes()
+    data = read_regular(path, MOST_BYTES)
     sealed = _SEAL.search(data)
     if sealed is not None and xxh3_128_hexdigest(data[: sealed.start()]).encode() != sealed[1]:
-        raise CorruptError(f"{path} does not match its digest: its bytes have changed since it was saved")
+        raise CorruptError(f"{path} does not match its digest: its bytes have changed since it was saved; {_REMEDY}")
     raw = parse_versioned(path, data)
     if sealed is None:
-        raise CorruptError(f"{path} has no digest at its end: it was cut short or edited")
+        raise CorruptError(f"{path} has no digest at its end: it was cut short or edited; {_REMEDY}")
     del raw["digest"]
     try:
         manifest = Manifest.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = _shown(".".join(str(part) for part in first["loc"]))
         what = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
-        raise CorruptError(f"{path} (format version {raw['format_version']}): {where}: {what}") from error
+        raise CorruptError(f"{path} (format version {raw['format_version']}): {where}: {what}; {_REMEDY}") from None
     for name in manifest.files:
         if not is_plain_name(name):
-            raise CorruptError(f"{path} names {name!r}, which is not a plain file name in the checkpoint folder")
+            raise CorruptError(
+                f"{path} names {_shown(name)}, which is not a plain file name in the checkpoint folder; {_REMEDY}"
+            )
     return manifest
 
 
@@ -112,18 +121,30 @@ def parse_versioned(path: Path, data: bytes) -> dict[str, Any]:
     try:
         raw = json.loads(data)
         version = raw["format_version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptError(f"{path} is not what ckptman wrote there: {type(error).__name__}: {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
+        raise CorruptError(
+            f"{path} is not what ckptman wrote there: {type(error).__name__}: {error}; {_REMEDY}"
+        ) from error
     if type(version) is not int or version < 1:
-        raise CorruptError(f"{path} has the format version {version!r}, which there never was")
+        raise CorruptError(f"{path} has the format version {_shown(str(version))}, which there never was; {_REMEDY}")
     if version > FORMAT_VERSION:
         raise FormatVersionError(str(path), version, FORMAT_VERSION)
     return cast("dict[str, Any]", raw)
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name stays in its folder: no separator, no `..`, nothing that a path could be made of."""
-    return bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name
+    """Whether a name stays in its folder: no separator, no `..`, nothing that a path could be made of.
+
+    Nor anything that a terminal would obey, nor more than a file system takes: nobody saves under such names.
+    """
+    if not name or name in (".", "..") or "/" in name or not name.isprintable():
+        return False
+    return len(name.encode()) <= _MOST_NAME_BYTES
+
+
+def _shown(text: str, most: int = 200) -> str:
+    """A part of somebody's file, for a message: not too long, and with escapes where a terminal would obey."""
+    return plain(text if len(text) <= most else f"{text[:most]}...") or "''"
 
 
 def missing_file(folder: Path, manifest: Manifest) -> str | None:

@@ -22,13 +22,15 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ckptman.errors import BusyError, RootError
+from ckptman.errors import BusyError, CorruptError, RootError
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.names import owner_path, parse_owner, run_folder
+from ckptman.store.regular import open_regular, read_regular
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
 _LOOKS = 10
+_MOST_BYTES = 1024 * 1024
 
 
 class Owner(BaseModel):
@@ -136,6 +138,12 @@ def claim(
     Raises: BusyError (a live run owns it), RootError (it cannot be written).
     """
     me = this_process(run_id, job_id)
+    if run_folder(root).is_symlink():
+        raise RootError(
+            errno.ELOOP,
+            f"{run_folder(root)} is a link, and a run writes nothing outside of its root: remove it, or name another "
+            f"root",
+        )
     try:
         disk.make_folders(run_folder(root))
         last = _newest(root)
@@ -197,7 +205,10 @@ def _numbers(root: Path) -> list[int]:
 
 
 def _read(root: Path, number: int) -> _Mark:
-    owner, _, more = owner_path(root, number).read_bytes().partition(b"\n")
+    try:
+        owner, _, more = read_regular(owner_path(root, number), _MOST_BYTES).partition(b"\n")
+    except CorruptError:  # a link, a pipe, a device: no run claims a root like that
+        return _Mark(number, None, released=True)
     try:
         return _Mark(number, Owner.model_validate_json(owner), released=bool(more))
     except ValidationError:
@@ -271,10 +282,13 @@ def _is_touched(root: Path, mark: _Mark, patience_seconds: float) -> bool:
 def _touched_at(path: Path) -> int | None:
     # Opened, not only stat'ed: NFS looks at the server again when a file is opened.
     try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_mtime_ns
-    except FileNotFoundError:
+        fd = open_regular(path)
+    except (FileNotFoundError, CorruptError):
         return None
+    try:
+        return os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)
 
 
 def _host_key() -> str:

@@ -51,10 +51,14 @@ def io_threads() -> int:
     return count
 
 
+def cores() -> int:
+    """How many cores this process may use: in a job, those it was given."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def computing_threads(threads: int) -> int:
-    """How many of so many threads may compute at the same time: one for every two cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(threads, max(1, cores // 2))
+    """How many of so many threads may compute at the same time: one for every two cores."""
+    return min(threads, max(1, cores() // 2))
 
 
 def stride_of(block_bytes: int, most_bytes: int = STRIDE_BYTES) -> int:

@@ -14,6 +14,7 @@ from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import Manifest
 from ckptman.store.names import MANIFEST, step_folder
+from ckptman.store.regular import open_regular
 
 
 class Place(Protocol):
@@ -102,7 +103,7 @@ class FolderPlace:
         return Catalogue(self.root).scan()
 
     def open(self, entry: Entry, name: str) -> BinaryIO:
-        return (entry.path / name).open("rb")
+        return open(open_regular(entry.path / name), "rb")
 
     def delete(self, entry: Entry, tag: str) -> None:
         self.remove(entry.path, step_folder(entry.step), tag)

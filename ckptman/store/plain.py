@@ -18,6 +18,7 @@ from ckptman.errors import ConfigError, CorruptError
 
 MAX_DEPTH = 64
 """Containers in containers. JSON in between goes three levels deeper for each, and its parsers have limits."""
+_MAX_JSON_DEPTH = 3 * MAX_DEPTH + 4
 _KIND = "~"
 _JSON_INT = 2**63
 """Integers beyond 64 bits go as hexadecimal text: other readers of JSON have no more, Python's refuses 4,300 digits."""
@@ -48,10 +49,9 @@ def tensor_ref(name: str) -> Any:
 
 def decode(data: Any) -> Any:
     """The value that was encoded; tensors come back as `TensorRef`. Raises: CorruptError."""
-    try:
-        return _decode(data)
-    except RecursionError as error:
-        raise CorruptError("an encoded value is nested too deeply to be one that ckptman wrote") from error
+    if _is_too_deep(data):
+        raise CorruptError("an encoded value is nested too deeply to be one that ckptman wrote")
+    return _decode(data)
 
 
 def _encode(value: Any, path: str, hook: Hook | None, depth: int) -> Any:
@@ -112,6 +112,20 @@ def _encode_numpy(value: Any) -> dict[str, Any] | None:
 
 def _tagged(kind: str, value: Any) -> dict[str, Any]:
     return {_KIND: kind, "v": value}
+
+
+def _is_too_deep(data: Any) -> bool:
+    level = [data]
+    for _ in range(_MAX_JSON_DEPTH):
+        level = [
+            each
+            for held in level
+            for each in (held.values() if isinstance(held, dict) else held if isinstance(held, list) else ())
+            if isinstance(each, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _decode(data: Any) -> Any:

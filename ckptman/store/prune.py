@@ -105,10 +105,12 @@ def one_at_a_time(root: Path) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
-    if not run_folder(root).is_dir():  # FileLock would make it, and the root too
+    lock_path = run_folder(root) / "prune.lock"
+    # FileLock would make the folder, and the root too; and through a link it would write to what is none of ours.
+    if not _is_folder(run_folder(root)) or lock_path.is_symlink():
         yield
         return
-    lock = FileLock(run_folder(root) / "prune.lock", timeout=LOCK_SECONDS)
+    lock = FileLock(lock_path, timeout=LOCK_SECONDS)
     try:
         lock.acquire()
     except Timeout:
@@ -178,6 +180,8 @@ def _is_as_planned(entry: Entry) -> bool:
 
 
 def _half_written(root: Path) -> list[tuple[Path, int]]:
+    if not _is_folder(run_folder(root)):
+        return []
     try:
         paths = sorted(run_folder(root).iterdir())
     except OSError:
@@ -185,9 +189,14 @@ def _half_written(root: Path) -> list[tuple[Path, int]]:
     return [(path, pid) for path in paths if (pid := parse_half_written(path.name)) is not None]
 
 
+def _is_folder(path: Path) -> bool:
+    """Whether there is a folder and not a link to one: what lies outside of the root is not looked at."""
+    return path.is_dir() and not path.is_symlink()
+
+
 def _tree_bytes(path: Path) -> int:
     total = 0
-    for folder, _, names in os.walk(path) if path.is_dir() else [(path.parent, (), [path.name])]:
+    for folder, _, names in os.walk(path) if _is_folder(path) else [(path.parent, (), [path.name])]:
         for name in names:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_size

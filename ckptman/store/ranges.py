@@ -17,9 +17,9 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-from xxhash import xxh3_128, xxh3_128_digest
 
 from ckptman.errors import CorruptError
+from ckptman.store.digest import DIGEST_BYTES, digest_segments
 from ckptman.store.parallel import (
     ALIGN_BYTES,
     COLD_STRIDE_BYTES,
@@ -32,14 +32,13 @@ from ckptman.store.parallel import (
 )
 from ckptman.store.spans import WHOLE_BYTES, Span, Wanted, lay_out, plan
 
-DIGEST_BYTES = 16
 GAP_BYTES = 64 * 1024
 _CHECKED_BYTES = 512 * 1024
 """What one call reads where digests are checked: it is digested while it lies in the cache of the core."""
-_DIRECT_BYTES = 1024 * 1024
+DIRECT_BYTES = 1024 * 1024
 """Spans of less than this are read through the page cache: the next ones lie near, and it reads ahead."""
 _IOV_MAX = 1024
-_UNREADABLE = (errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ)
+UNREADABLE = (errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ)
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """To open what is no file, such as a pipe, must not wait for somebody to write to it."""
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
@@ -179,7 +178,7 @@ class _File:
 
     def is_cold(self, span: Span) -> bool:
         """Whether a large span begins with what is not in the page cache, on a file system that can say so."""
-        if not self._takes_direct or span.bytes < _DIRECT_BYTES:
+        if not self._takes_direct or span.bytes < DIRECT_BYTES:
             return False
         try:
             return not os.preadv(self._open(span), [bytearray(1)], span.low, os.RWF_NOWAIT)
@@ -232,7 +231,7 @@ class _File:
                 if error.errno in _MISSING:
                     what = "no file, but a link or a folder" if os.path.lexists(self.path) else "missing"
                     raise CorruptError(f"{self.path} is {what}{_of_span(span)}; {self._remedy}") from error
-                if error.errno in _UNREADABLE:
+                if error.errno in UNREADABLE:
                     raise self._unreadable(error, span.low, span.high, span) from error
                 raise
             found = os.fstat(self._fd)
@@ -292,7 +291,7 @@ class _File:
             try:
                 count = os.preadv(fd, batch[:_IOV_MAX], offset)
             except OSError as error:
-                if error.errno in _UNREADABLE:
+                if error.errno in UNREADABLE:
                     raise self._unreadable(error, offset, end, span) from error
                 error.filename = error.filename or str(self.path)
                 raise
@@ -308,7 +307,7 @@ class _File:
 
     def _check(self, span: Span, offset: int, segments: Sequence[memoryview]) -> None:
         assert self._digests is not None
-        found = b"".join(_digest_blocks(segments, self.block_bytes))
+        found = b"".join(digest_segments(segments, self.block_bytes))
         at = offset // self.block_bytes * DIGEST_BYTES
         if found == self._digests.blocks[at : at + len(found)]:
             return
@@ -368,32 +367,6 @@ def _copy(into: memoryview, piece: memoryview) -> None:
 
 def _up(number: int) -> int:
     return -(-number // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _digest_blocks(segments: Sequence[memoryview], block_bytes: int) -> list[bytes]:
-    """The digests of the blocks that segments make one after the other; the last block may be shorter."""
-    digests: list[bytes] = []
-    hasher, room = xxh3_128(), block_bytes
-    for segment in segments:
-        at, size = 0, len(segment)
-        if room < block_bytes:
-            at = min(room, size)
-            hasher.update(segment[:at])
-            room -= at
-            if room:
-                continue
-            digests.append(hasher.digest())
-            hasher.reset()
-            room = block_bytes
-        while at + block_bytes <= size:
-            digests.append(xxh3_128_digest(segment[at : at + block_bytes]))
-            at += block_bytes
-        if at < size:
-            hasher.update(segment[at:])
-            room -= size - at
-    if room < block_bytes:
-        digests.append(hasher.digest())
-    return digests
 
 
 def _of(wanted: Iterable[Wanted]) -> str:

@@ -1,91 +1,201 @@
-"""Proving that the bytes of a checkpoint are the bytes that were saved. Torch-free, parallel over files."""
+"""Proving that the bytes of a checkpoint are the bytes that were saved, and that they fill its tensors. Torch-free.
+
+The manifest is what everything is held against: it vouches for itself, and for each file. All damage is found, not only
+the first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+import errno
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ckptman.errors import CorruptError
-from ckptman.store.catalogue import Entry
-from ckptman.store.coverage import first_flaw, flaw_of
-from ckptman.store.digest import digest_file, digest_of_blocks
-from ckptman.store.index import data_files, open_table, read_blocks, read_index
-from ckptman.store.manifest import FileRecord, Manifest
+from xxhash import xxh3_128_hexdigest
+
+from ckptman.errors import CorruptError, plain
+from ckptman.store.blockread import Scanned, stamp_of
+from ckptman.store.blockscan import scan
+from ckptman.store.damage import Damage, located, of_bytes, of_size
+from ckptman.store.index import Index, data_files, open_table, read_blocks, read_index
+from ckptman.store.manifest import Manifest
+from ckptman.store.names import MANIFEST, parse_half_written
+from ckptman.store.plain import TensorRef, decode
+from ckptman.store.tablecheck import check_table
+from ckptman.store.verified import VERIFIED
 
 
 @dataclass(frozen=True)
 class FileReport:
-    """The outcome for one checkpoint: bytes read and, for each bad file, what is wrong with it."""
+    """The outcome for one checkpoint: the files and bytes it is to have, and what is damaged.
+
+    `unread`: files of which nothing was proved, for reasons that say nothing about their bytes (permissions; somebody
+    wrote to them meanwhile). `remarks`: what is odd and does no harm.
+    """
 
     files: int
     bytes: int
-    problems: tuple[str, ...]
+    damage: tuple[Damage, ...]
+    unread: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is damaged, in sentences."""
+        return tuple(map(str, self.damage))
 
     @property
     def good(self) -> bool:
-        return not self.problems
+        """Whether every byte was read and found to be what was saved."""
+        return not self.damage and not self.unread
 
 
-def check_file(folder: Path, name: str, record: FileRecord, block_bytes: int) -> str | None:
-    """Read one file and say what is wrong with it, or None."""
-    try:
-        size, blocks = digest_file(folder / name, block_bytes)
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror or error}"
-    if size != record.bytes:
-        return f"{name} has {size} bytes instead of {record.bytes}"
-    if digest_of_blocks(blocks) != record.digest:
-        return f"{name} does not match its digest: its bytes have changed since they were saved"
-    return None
-
-
-def verify_files(
-    entry: Entry, names: Iterable[str] | None = None, threads: int = 2, done: Callable[[int], None] | None = None
+def verify_folder(
+    folder: Path,
+    manifest: Manifest,
+    *,
+    threads: int | None = None,
+    done: Callable[[int], None] | None = None,
+    processes: bool = False,
 ) -> FileReport:
-    """Check every byte of an entry, or of the files named. `done` is told the bytes of each file that was read.
+    """Check every byte of every file that a manifest names, with as many threads as `blockscan.scan` says.
 
-    Raises: CorruptError, FormatVersionError where the entry is not complete to begin with.
+    `done` is told the bytes that were read, from several threads. `processes`: forked ones go before the threads where
+    there is much to read, which is faster; not for a process that has a device, or threads that hold locks.
+    Raises: OSError where the folder cannot be listed.
     """
-    manifest = entry.require_manifest()
-    chosen = sorted(manifest.files) if names is None else list(names)
+    damage, sizes, remarks = compare_folder(folder, manifest)
+    suspects: dict[str, Scanned] = {}
+    stamps: list[Scanned] = []
 
-    def check(name: str) -> str | None:
-        problem = check_file(entry.path, name, manifest.files[name], manifest.block_bytes)
-        if done is not None:
-            done(manifest.files[name].bytes)
-        return problem
+    def finish(found: Scanned) -> None:
+        record = manifest.files[found.name]
+        right = sizes[found.name] == record.bytes and not found.unreadable and found.refused is None
+        if right and xxh3_128_hexdigest(found.blocks) == record.digest:
+            found.blocks = bytearray()
+        else:
+            suspects[found.name] = found
+        stamps.append(found)
 
-    with ThreadPoolExecutor(threads) as pool:
-        problems = [problem for problem in pool.map(check, chosen) if problem]
-    return FileReport(len(chosen), sum(manifest.files[name].bytes for name in chosen), tuple(problems))
+    wanted = [(name, min(size, manifest.files[name].bytes)) for name, size in sizes.items()]
+    wanted.sort(key=lambda each: -each[1])  # what is large first: what is small fills the gaps at the end
+    scan(folder, wanted, manifest.block_bytes, finish=finish, threads=threads, done=done, processes=processes)
+    unread = []
+    for name, found in sorted(suspects.items()):
+        if found.refused is not None and found.refused.errno == errno.ENOENT:
+            damage.append(Damage(name, "is missing", manifest.files[name].bytes))
+        elif found.refused is not None:
+            unread.append(f"{name} cannot be read: {found.refused.strerror or found.refused}")
+        elif sizes[name] != manifest.files[name].bytes:
+            damage.append(of_size(name, sizes[name], found, folder, manifest))
+        else:
+            damage += of_bytes(found, folder, manifest)
+    unread += [fate for found in stamps if (fate := _fate(folder, found)) is not None]
+    damage.sort(key=lambda each: each.file)
+    return FileReport(
+        len(manifest.files),
+        manifest.total_bytes,
+        tuple(located(damage, folder, manifest) if damage else ()),
+        tuple(unread),
+        tuple(remarks),
+    )
 
 
-def check_coverage(folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with how the chunks of each tensor fill it: each element is to be saved exactly once.
+def compare_folder(folder: Path, manifest: Manifest) -> tuple[list[Damage], dict[str, int], list[str]]:
+    """A manifest against what lies in its folder, by names and sizes alone.
 
-    What a load needs besides, the digests of every data file's blocks, has to be there too.
+    What is missing or no file; the sizes in bytes of the files that are there; remarks about what the manifest does not
+    know. Raises: OSError.
+    """
+    damage: list[Damage] = []
+    sizes: dict[str, int] = {}
+    with os.scandir(folder) as items:
+        there = {item.name: item for item in items}
+    for name, record in manifest.files.items():
+        item = there.get(name)
+        if item is None:
+            damage.append(Damage(name, "is missing", record.bytes))
+        elif not item.is_file(follow_symlinks=False):
+            damage.append(Damage(name, "is not a regular file", record.bytes))
+        else:
+            sizes[name] = item.stat(follow_symlinks=False).st_size
+    unknown = sorted(name for name in there if name not in manifest.files and not _is_beside(name))
+    return damage, sizes, [f"{name} is not in the manifest: no load reads it" for name in unknown]
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> FileReport:
+    """A manifest against what lies in its folder, by names and sizes alone: no file is read. Raises: OSError."""
+    damage, sizes, remarks = compare_folder(folder, manifest)
+    damage += [
+        of_size(name, size, None, folder, manifest)
+        for name, size in sizes.items()
+        if size != manifest.files[name].bytes
+    ]
+    damage.sort(key=lambda each: each.file)
+    return FileReport(
+        len(manifest.files),
+        manifest.total_bytes,
+        tuple(located(damage, folder, manifest) if damage else ()),
+        (),
+        tuple(remarks),
+    )
+
+
+def check_coverage(folder: Path, manifest: Manifest, *, lists: bool = True) -> list[str]:
+    """What is wrong with how the chunks of each tensor fill it: each element is to be saved exactly once. And which
+    plain values cannot be read, or hold a tensor that was not saved.
+
+    `lists`: what a load needs besides, the digests of every data file's blocks, has to be there too.
 
     Raises: CorruptError where the index cannot be read.
     """
-    problems = []
     index = read_index(folder, manifest)
     files = data_files(manifest, index)
-    table = open_table(folder, manifest, index)
-    table.check(files)
-    for name, tensor in index.tensors.items():
-        chunks = table.chunks(name)
-        if flaw_of(chunks.offsets, chunks.sizes, tensor.shape) is None:
-            continue
-        flaw = first_flaw(chunks.boxes(), tensor.shape)
-        if flaw is not None:
-            where, times = flaw
-            problems.append(f"{name} {list(tensor.shape)}: element {list(where)} was saved {times} times, not once")
+    found = check_table(open_table(folder, manifest, index), index, files) + _unreadable_values(index)
     for name, size in files:
         try:
-            if size >= 0:
+            if lists and size >= 0:
                 read_blocks(folder, name, manifest)
         except CorruptError as error:
-            problems.append(str(error))
+            found.append(str(error))
+    return found
+
+
+def _unreadable_values(index: Index) -> list[str]:
+    problems = []
+    for unit in index.units:
+        try:
+            key, value = decode(unit.key), decode(unit.value)
+            hash(key)
+        except (CorruptError, TypeError) as error:
+            problems.append(f"the value {plain(unit.state)} cannot be read: {error}")
+            continue
+        name = plain(f"{unit.state}.{key}" if isinstance(key, str) and not unit.whole else unit.state)
+        lost = sorted({ref for ref in _tensors_in(value) if ref not in index.tensors})
+        problems += [f"the value {name} holds the tensor {plain(ref)}, which was not saved" for ref in lost]
     return problems
+
+
+def _tensors_in(value: Any) -> Iterator[str]:
+    if isinstance(value, TensorRef):
+        yield value.name
+    elif isinstance(value, (dict, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each)
+
+
+def _is_beside(name: str) -> bool:
+    """Whether a name is one that ckptman itself leaves beside the files of the manifest."""
+    half_written = parse_half_written(name) is not None and name.startswith(VERIFIED)
+    return name in (MANIFEST, VERIFIED) or half_written
+
+
+def _fate(folder: Path, found: Scanned) -> str | None:
+    """What became of a file while others were read; None where it is still the one that was read."""
+    try:
+        same = found.stamp is None or stamp_of(os.lstat(folder / found.name)) == found.stamp
+    except FileNotFoundError:
+        return f"{found.name} was removed while it was verified"
+    return None if same else f"{found.name} was written to while it was verified"

@@ -1,0 +1,162 @@
+"""What was proved about a checkpoint, and when: `verified.json` beside its manifest, never inside it.
+
+A note for people and for retention, not a proof: whoever can write to the folder can write anything there. It counts
+for the very files that were verified, as long as nobody has written to them: neither for a later save of the same step
+nor for a copy of the folder, whose bytes nobody has looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from xxhash import xxh3_128_hexdigest
+
+from ckptman.errors import CorruptError
+from ckptman.store.manifest import MOST_BYTES as MANIFEST_BYTES
+from ckptman.store.manifest import Manifest
+from ckptman.store.names import MANIFEST
+from ckptman.store.regular import read_regular
+
+if TYPE_CHECKING:
+    from ckptman.store.durable import Disk
+
+VERIFIED = "verified.json"
+FORMAT_VERSION = 1
+_MOST_BYTES = 1024 * 1024
+Level = Literal["digests", "coverage"]
+"""digests: every byte of every file was read and is what was saved. coverage: each element was saved exactly once."""
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class Verified(BaseModel):
+    """What was proved. `time_seconds` (unix time) is when the strongest of `levels` was proved last, and
+    `ckptman_version` by what.
+
+    `world_sizes`: it was loaded on so many processes, bit for bit. `meshes`: the same, as HSDP on such a mesh.
+    `plan_world_sizes`: it was planned onto so many ranks. `manifest_digest`, `files_digest`: which files.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    format_version: int = FORMAT_VERSION
+    time_seconds: FiniteFloat
+    ckptman_version: Annotated[str, Field(max_length=100)]
+    levels: tuple[Level, ...]
+    world_sizes: tuple[Count, ...] = ()
+    meshes: tuple[tuple[Count, ...], ...] = ()
+    plan_world_sizes: tuple[Count, ...] = ()
+    manifest_digest: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    files_digest: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+    @property
+    def every_byte(self) -> bool:
+        """Whether all its bytes were read back and found to be what was saved."""
+        return "digests" in self.levels
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The files of a checkpoint: the xxh3-128 of the bytes of its manifest, and of the name, inode, size and time of
+    each file. A copy does not share it, nor does a file that was written to."""
+
+    manifest: str
+    files: str
+
+
+def identify(folder: Path, manifest: Manifest) -> Identity:
+    """The files that lie in a folder now, of those that its manifest names.
+
+    Raises: CorruptError (the manifest is no regular file), FileNotFoundError (it is gone), OSError.
+    """
+    data = read_regular(folder / MANIFEST, MANIFEST_BYTES)
+    with os.scandir(folder) as items:
+        there = {item.name: item for item in items}
+    stamps = []
+    for name in (MANIFEST, *sorted(manifest.files)):
+        found = there[name].stat(follow_symlinks=False) if name in there else None
+        stamps.append((name, *((found.st_ino, found.st_size, found.st_mtime_ns) if found else ())))
+    return Identity(xxh3_128_hexdigest(data), xxh3_128_hexdigest(repr(stamps).encode()))
+
+
+def read_verified(folder: Path, manifest: Manifest) -> Verified | None:
+    """What was proved about the checkpoint in a folder; None where nothing was, or what is noted is about other files.
+
+    A note that cannot be read is none: it is not worth failing for.
+    """
+    note = _read(folder)
+    try:
+        return note if note is not None and _is_about(note, identify(folder, manifest)) else None
+    except (CorruptError, OSError):
+        return None
+
+
+def note_verified(
+    folder: Path,
+    identity: Identity,
+    *,
+    time_seconds: float,
+    ckptman_version: str,
+    levels: Iterable[Level],
+    world_sizes: Iterable[int] = (),
+    meshes: Iterable[tuple[int, ...]] = (),
+    plan_world_sizes: Iterable[int] = (),
+    disk: Disk,
+) -> None:
+    """Note what was proved about the files `identity`, beside what was proved about it before.
+
+    What is weaker than what is there adds to it and takes nothing away. Raises: OSError (the folder is read-only).
+    """
+    new = Verified(
+        time_seconds=time_seconds,
+        ckptman_version=ckptman_version,
+        levels=_in_order(levels),
+        world_sizes=tuple(sorted(set(world_sizes))),
+        meshes=tuple(sorted(set(meshes))),
+        plan_world_sizes=tuple(sorted(set(plan_world_sizes))),
+        manifest_digest=identity.manifest,
+        files_digest=identity.files,
+    )
+    old = _read(folder)
+    if old is not None and _is_about(old, identity):
+        newest = old if old.every_byte and not new.every_byte else new
+        new = newest.model_copy(
+            update={
+                "levels": _in_order((*old.levels, *new.levels)),
+                "world_sizes": tuple(sorted({*old.world_sizes, *new.world_sizes})),
+                "meshes": tuple(sorted({*old.meshes, *new.meshes})),
+                "plan_world_sizes": tuple(sorted({*old.plan_world_sizes, *new.plan_world_sizes})),
+            }
+        )
+    if new != old:
+        disk.replace_file(folder / VERIFIED, json.dumps(new.model_dump(mode="json"), indent=1).encode() + b"\n")
+
+
+def forget_verified(folder: Path, disk: Disk) -> None:
+    """Take back what was noted: it no longer holds. Raises: OSError (the folder is read-only)."""
+    path = folder / VERIFIED
+    if os.path.lexists(path):
+        disk.remove_file(path)
+        disk.sync_folder(folder)
+
+
+def _read(folder: Path) -> Verified | None:
+    try:
+        note = Verified.model_validate_json(read_regular(folder / VERIFIED, _MOST_BYTES))
+    except (CorruptError, OSError, ValidationError, RecursionError):
+        return None
+    return note if note.format_version == FORMAT_VERSION else None
+
+
+def _is_about(note: Verified, identity: Identity) -> bool:
+    return (note.manifest_digest, note.files_digest) == (identity.manifest, identity.files)
+
+
+def _in_order(levels: Iterable[Level]) -> tuple[Level, ...]:
+    known: tuple[Level, ...] = ("digests", "coverage")
+    chosen = set(levels)
+    return tuple(level for level in known if level in chosen)
