@@ -7,17 +7,16 @@ import os
 import socket
 import time
 import uuid
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ckptman.errors import NotFoundError, RootError
+from ckptman.errors import ConfigError, NotFoundError, RootError, warn
 from ckptman.lifecycle.outcome import OUTCOME_ENV, Outcome, attempt_number, write_outcome
 from ckptman.monitor.journal import Journal, read_journal
 from ckptman.sharded.ranks import Channel
-from ckptman.store.durable import Disk
-from ckptman.store.names import journal_path, outcome_path
+from ckptman.store.durable import Disk, folder_mode
+from ckptman.store.names import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
 from ckptman.store.owner import Claim, claim
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import clear, find_leftovers
@@ -32,7 +31,7 @@ class Attempt:
     run_id: str
     job_id: str | None
     finds_checkpoints: bool = False
-    """Whether the root held complete checkpoints when the attempt began."""
+    """Whether the root held anything that has a checkpoint's name when the attempt began."""
     claim: Claim | None = None
     journal: Journal | None = None
 
@@ -80,7 +79,7 @@ class Attempt:
             try:
                 self.write_outcome(state, step, reason, exit_code)
             except OSError as error:
-                warnings.warn(f"the outcome could not be written: {error}", RuntimeWarning, stacklevel=3)
+                warn(f"the outcome could not be written: {error}")
         self.note(state, sync=True, step=step, reason=reason)
 
     def release(self) -> None:
@@ -92,8 +91,11 @@ class Attempt:
 
 
 def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) -> Attempt:
+    _check_privacy()
     place.make()
     entries = place.list()
+    if not entries:
+        refuse_other_checkpoints(place.root)
     manifests = [entry.manifest for entry in entries if entry.manifest is not None]
     run_id = run_id or (manifests[-1].run_id if manifests else "") or uuid.uuid4().hex[:12]
     job_id = os.environ.get("SLURM_JOB_ID")
@@ -101,7 +103,8 @@ def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) 
     try:
         # What killed saves left may be what fills the disk, so it goes before the first save and not after it.
         _clear_leftovers(place.root, held.next_tag(), disk)
-        finds = any(entry.complete for entry in entries)
+        # Looked at again: until the claim was ours, another run may have saved.
+        finds = bool(entries or place.list())
         attempt = Attempt(place.root, _number(place.root), run_id, job_id, finds, held)
         attempt.journal = Journal(journal_path(place.root), disk=disk)
         attempt.journal.bind(attempt=attempt.number)
@@ -112,6 +115,33 @@ def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) 
         held.release()
         raise
     return attempt
+
+
+def refuse_other_checkpoints(root: Path, *, below: bool = False) -> None:
+    """For a root without checkpoints of a run: nobody starts over or beside what lies there under other names.
+
+    `below`: look into its folders too. Raises: ConfigError where the root, or one of them, is a checkpoint.
+    """
+    folders = [root]
+    if below:
+        with os.scandir(root) as items:
+            there = [item.name for item in items if not item.is_file(follow_symlinks=False)]
+        folders += [root / name for name in sorted(there) if name != DOT and parse_step(name) is None]
+    marks = (each / name for each in folders for name in (MANIFEST, METADATA))
+    found = next((mark for mark in marks if os.path.lexists(mark)), None)
+    if found is not None:
+        where = "it is" if found.parent == root else f"{found.parent} is"
+        raise ConfigError(
+            f"{root} holds no checkpoints of a run, but {where} a checkpoint itself (there is a {found.name}): nothing "
+            f"is started at 0 there. Name another root, or start from a checkpoint: restore(path={str(found.parent)!r})"
+        )
+
+
+def _check_privacy() -> None:
+    try:
+        folder_mode()
+    except OSError as error:
+        raise ConfigError(error.strerror or str(error)) from None
 
 
 def _claim(root: Path, run_id: str, job_id: str | None, disk: Disk) -> Claim:
@@ -128,7 +158,7 @@ def _clear_leftovers(root: Path, tag: str, disk: Disk) -> None:
     try:
         clear(root, find_leftovers(root), tag, disk)
     except OSError as error:
-        warnings.warn(f"leftovers in {root} could not be removed: {error}", RuntimeWarning, stacklevel=3)
+        warn(f"leftovers in {root} could not be removed: {error}")
 
 
 def _number(root: Path) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar
 
-from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, warn
 from ckptman.lifecycle.deadline import deadline_from_environment
 from ckptman.lifecycle.signals import SignalHandler
 from ckptman.policy.retention import RetentionPolicy
@@ -19,6 +18,7 @@ from ckptman.sharded.agreement import Agreed, Agreement
 from ckptman.sharded.arguments import check_arguments, metric_numbers, step_number
 from ckptman.sharded.attempt import Attempt
 from ckptman.sharded.commit import SaveInfo
+from ckptman.sharded.freshness import Watcher
 from ckptman.sharded.pace import Pace, process_started
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.restore import Restorer
@@ -132,14 +132,14 @@ class Checkpointer:
         A damaged or incomplete one is passed over with a warning and the one before is used; there is no way from
         damaged checkpoints to a fresh start. `step` names one of this root. `path` says where a *new* run starts: any
         checkpoint folder, also one that plain `dcp.save` wrote (the run then starts at its step, or at 0 where it has
-        none). A root that has checkpoints of its own goes on from those: each attempt of a chain is given the same
-        `path`, and must not start over. One after which the run crashed twice at the same step is passed over too,
-        unless `allow_suspect` or `step` says otherwise.
+        none). A root that has checkpoints of its own goes on from those, or raises: each attempt of a chain is given
+        the same `path`, and must not start over. One after which the run crashed twice at the same step is passed over
+        too, unless `allow_suspect` or `step` says otherwise.
 
         Raises: NotFoundError (no such step or path), CorruptError (nothing good is left; SuspectError: nothing that did
         not crash the run twice), FormatVersionError, MismatchError (names and shapes that differ, before a byte is
-        copied), RootError; SystemExit(75) if a signal asked to stop meanwhile: there is nothing to save yet. Every rank
-        calls it, once, before the first step.
+        copied), RootError, ConfigError (a folder in the root is a checkpoint, but none of a run); SystemExit(75) if a
+        signal asked to stop meanwhile: there is nothing to save yet. Every rank calls it, once, before the first step.
         """
         self._leave_if_asked()
         self._saver.hold()
@@ -264,8 +264,7 @@ class Checkpointer:
         step, metrics, updates = self._last
         if any(self._talk.gather(self._updates.count != updates)):
             if self._talk.is_leader:
-                text = f"the run ended in the middle of a step: what came after step {step} is not saved"
-                warnings.warn(text, RuntimeWarning, stacklevel=4)
+                warn(f"the run ended in the middle of a step: what came after step {step} is not saved")
         else:
             self._save(step, metrics, "the run ended")
 
@@ -300,7 +299,7 @@ class Checkpointer:
         try:
             self.wait()
         except CommitError as error:
-            warnings.warn(f"{error} It is tried once more before the run ends.", RuntimeWarning, stacklevel=4)
+            warn(f"{error} It is tried once more before the run ends.")
 
     def _leave_if_asked(self) -> None:
         agreed = self._agreement.at(self._pace.previous_step)
@@ -336,7 +335,7 @@ class Checkpointer:
         overlapped = updated_tensors(self.state, shot) if self._overlap else ()
         self._pace.save_begins(step)
         try:
-            report = self._saver.save(shot, info, overlapped)
+            report = self._saver.save(shot, info, overlapped, Watcher(self.state, self._updates))
         except CommitError as error:
             self._account_for([], error)
         else:
@@ -384,7 +383,7 @@ class Checkpointer:
         # A save that runs may be a second from durable, and is bounded by its own timeout.
         _, failed = self._saver.wait()
         if failed is not None:
-            warnings.warn(str(failed), RuntimeWarning, stacklevel=3)
+            warn(str(failed))
         code = getattr(error, "exit_code", 1)
         self._attempt.end("failed", self._pace.previous_step, f"{type(error).__name__}: {error}", code)
         self._saver.close()

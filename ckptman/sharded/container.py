@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -17,8 +18,14 @@ from typing import BinaryIO
 
 import torch
 
-_LOCAL_HEADER_BYTES = 30
+from ckptman.store.zips import data_at, data_start, records
+
 _SMALL_BYTES = 64 * 1024
+_NOT_AS_TORCH_WRITES = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, KeyError, IndexError, ValueError, EOFError, OSError),
+    *(RuntimeError, NotImplementedError, OverflowError),
+)
+"""What zipfile raises on bytes that are no archive."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,11 @@ def payload_of(container: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) 
     None where the container holds anything but exactly that tensor: then only `torch.load` can tell what it means.
     """
     try:
-        with zipfile.ZipFile(container) as archive:
-            names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            payload = names["data/0"]
-            described, order = _small(archive, names["data.pkl"]), b"little"
-            if "byteorder" in names:
-                order = _small(archive, names["byteorder"])
+        names = {info.orig_filename.partition("/")[2]: info for info in records(container)}
+        payload = names["data/0"]
+        described, order = _small(container, names["data.pkl"]), b"little"
+        if "byteorder" in names:
+            order = _small(container, names["byteorder"])
         ours = frame_of(dtype, shape)
         if (
             described != ours.described
@@ -82,23 +88,19 @@ def payload_of(container: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) 
             or "data/1" in names
         ):
             return None
-        container.seek(payload.header_offset)
-        local = container.read(_LOCAL_HEADER_BYTES)
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, RuntimeError, NotImplementedError, zlib.error, OSError):
+        start = data_at(container, payload)
+        # A damaged header may point behind the payload, and even behind the container.
+        return start if start + ours.payload_bytes <= container.seek(0, io.SEEK_END) else None
+    except _NOT_AS_TORCH_WRITES:
         return None
-    return payload.header_offset + _data_start(local)
 
 
-def _small(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+def _small(container: BinaryIO, info: zipfile.ZipInfo) -> bytes:
     """A record that torch writes as it is and that is never large."""
     if info.compress_type != zipfile.ZIP_STORED or info.file_size > _SMALL_BYTES:
         raise ValueError(f"{info.filename} is not what torch.save writes")
-    return archive.read(info)
-
-
-def _data_start(record: bytes | bytearray) -> int:
-    """Where the data of a zip record begins, from its local header (APPNOTE.TXT 4.3.7)."""
-    return _LOCAL_HEADER_BYTES + int.from_bytes(record[26:28], "little") + int.from_bytes(record[28:30], "little")
+    container.seek(data_at(container, info))
+    return container.read(info.file_size)
 
 
 class _Recorder(io.RawIOBase):
@@ -141,4 +143,4 @@ class _Recorder(io.RawIOBase):
                 head += data
             end = position + len(data)
         # The first record is the pickle, and is written in one piece.
-        return Frame(bytes(head), bytes(tail), payload_bytes, self._written[_data_start(head)])
+        return Frame(bytes(head), bytes(tail), payload_bytes, self._written[data_start(head)])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ckptman.sharded.freshness import Seen
 from ckptman.sharded.image import Image
 from ckptman.sharded.metadata import StoredObject, write_metadata
 from ckptman.sharded.plan import Described
@@ -27,7 +28,8 @@ class Part:
     """What one rank tells the leader about what it wrote.
 
     `rows`: its packed rows of the chunk table; None: they are as in the last save. Their tensors are counted through
-    those that the ranks share and then `own_tensors`. `objects`: where the pickles of plain values lie.
+    those that the ranks share and then `own_tensors`. `objects`: where the pickles of plain values lie. `seen`: whether
+    its parameters are those of the save before.
     """
 
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -37,15 +39,25 @@ class Part:
     units: list[dict[str, Any]] = field(default_factory=list)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     buffered_because: str | None = None
+    seen: Seen | None = None
 
 
-def write_part(folder: Path, rank: int, image: Image, own_units: Sequence[Mapping[str, Any]], disk: Disk) -> Part:
-    """Write the files of one rank, durably, and say what they are. Raises: OSError."""
+def write_part(
+    folder: Path,
+    rank: int,
+    image: Image,
+    own_units: Sequence[Mapping[str, Any]],
+    disk: Disk,
+    look: Callable[[bytes], Seen | None] | None = None,
+) -> Part:
+    """Write the files of one rank, durably, and say what they are. `look` is shown the digests of the data file's
+    blocks. Raises: OSError."""
     part = Part()
     if image.size_bytes:
         written = write_source(folder / data_name(rank), image, disk=disk)
         part.files[data_name(rank)] = FileRecord(bytes=written.size_bytes, digest=written.digest)
         part.buffered_because = written.buffered_because
+        part.seen = look(written.blocks) if look is not None else None
         _write(folder, blocks_name(rank), written.blocks, part.files, disk)
     if own_units:
         _write(folder, values_name(rank), values_json(own_units), part.files, disk)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptman.errors import CorruptError, MismatchError
+from ckptman.errors import CkptmanError, CorruptError, MismatchError
 from ckptman.sharded.optimizer import parameter_of
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.saved import SavedState, resolve
@@ -87,8 +87,14 @@ def corrupt_on_all(folder: Path) -> Iterator[None]:
         if failed.failure.error is not None:
             raise failed.failure.error from failed
         if failed.failure.text.startswith(("MemoryError", "torch.OutOfMemoryError")):
-            raise failed.as_ckptman_error() from failed
-        raise CorruptError(f"{folder} cannot be read on rank {failed.failure.rank}: {failed.failure.text}") from failed
+            raise CkptmanError(
+                f"{folder}: rank {failed.failure.rank} has not enough memory to load it ({failed.failure.text}): load "
+                f"it on more ranks, or ask for more memory; `ckptman verify {folder}` tells if it is what was saved"
+            ) from failed
+        raise CorruptError(
+            f"{folder} cannot be read on rank {failed.failure.rank}: {failed.failure.text}; check the mount and its "
+            f"permissions there, or restore an older checkpoint"
+        ) from failed
 
 
 @dataclass

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptman.errors import CkptmanError, ConfigError, RankLostError
+from ckptman.errors import CkptmanError, ConfigError, RankLostError, plain_lines
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,7 +43,10 @@ class RankFailed(Exception):
 
     def as_ckptman_error(self) -> CkptmanError:
         """The error of the rank that failed if it is one of ours, else one that names rank and cause."""
-        return self.failure.error or CkptmanError(f"rank {self.failure.rank} failed: {self.failure.text}")
+        return self.failure.error or CkptmanError(
+            f"rank {self.failure.rank} failed: {self.failure.text}. If it is the disk: check the mount, its "
+            f"permissions and its quota on that rank"
+        )
 
 
 class Channel:
@@ -164,6 +167,6 @@ class Channel:
 
 def failure_of(rank: int, error: BaseException) -> Failure:
     """An exception in a form that crosses ranks."""
-    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    text = plain_lines("".join(traceback.format_exception_only(type(error), error)).strip())
     trace = "".join(traceback.format_tb(error.__traceback__))
     return Failure(rank, text, trace, error if isinstance(error, CkptmanError) else None)

@@ -1,204 +1,314 @@
-"""Proof that a checkpoint loads on a number of ranks: real processes load it, and each compares its shard bit for bit.
+"""Proof that a checkpoint loads on a number of ranks: processes load it, and each compares its shard bit for bit.
 
 `main` runs in a process of its own, because ranks are forked from it. Called by `ckptman verify --world-size`.
 
-What is loaded goes the way of a restore: DTensors, the chunk table, ranges of bytes. What it is compared with does not:
-each saved chunk is read from its place in its file, and cut to this rank's rows by the arithmetic in this file.
+What is loaded goes the way of a restore: DTensors on a mesh, the chunk table, ranges of bytes, replicas that read once
+and send each other the rest. What it is compared with does not: see `witness`. Digests are not checked here.
+
+Where the ranks do not fit into memory together, or are too many for this machine, they load in waves: a few processes
+take the place of one rank after the other. Then each rank's own part is proved as before. Not proved is what takes all
+ranks at once: that so many processes find each other, that their shards are in memory together, and the exchange by
+which replicas read a byte only once (in a wave each replica reads all of its part).
 """
 
 from __future__ import annotations
 
-import io
 import json
+import math
+import mmap
+import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ckptman.errors import CkptmanError, CorruptError
-from ckptman.sharded.forked import run_forked
+from ckptman.errors import CkptmanError, RankLostError
+from ckptman.lifecycle.memory import available_bytes
+from ckptman.sharded import proof
+from ckptman.sharded.chunkfiles import Saved, Tensors
+from ckptman.sharded.container_check import Containers
+from ckptman.sharded.forked import Done, Tell, run_forked
+from ckptman.sharded.placement_check import placement_problems, too_many_to_compare
+from ckptman.sharded.proof import LoadReport
+from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.reading import fills_for, read_fills
 from ckptman.sharded.saved import SavedState, resolve
+from ckptman.sharded.sharing import read_together
 from ckptman.sharded.state import refs_in
+from ckptman.sharded.witness import LoadedRows, Witness
+from ckptman.store.names import METADATA
+from ckptman.store.parallel import THREADS_ENV, cores, io_threads
 
-BATCH_BYTES = 512 * 1024 * 1024
-"""A rank holds this much of its shards at a time, and one saved chunk: a checkpoint may be larger than the memory."""
+BATCH_BYTES = 16 * 1024 * 1024
+"""A rank holds this much of its shards at a time, or one shard that is larger: a checkpoint may exceed the memory."""
+PROCESS_BYTES = 192 * 1024 * 1024
+"""What a rank needs besides its shards: scratch memory of its reads, and pages that it no longer shares."""
+TOGETHER = 16
+"""The most ranks that are processes of their own at a time, on a machine with no more than half as many cores."""
 POISON = 0xA5
 """What a tensor is filled with before it is loaded, so that a part nobody wrote is found."""
-PROBLEMS_SHOWN = 20
+_ALIGN_BYTES = 64
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
 @dataclass(frozen=True)
-class Box:
-    """A saved chunk: its place in a file in bytes, and in its tensor in elements."""
+class Job:
+    """What each rank is to do. `silence_seconds`: how long it may take over one step.
 
-    file: str
-    offset: int
-    bytes: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A tensor as the checkpoint describes it. `shape` is global."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    boxes: tuple[Box, ...]
-
-
-def check(folder: Path, world_size: int, silence_seconds: float = 300.0) -> list[str]:
-    """Load a checkpoint with that many processes and compare. Every problem names tensor, rank and world size.
-
-    A rank that dies, or makes no progress for `silence_seconds`, is a problem too. Forks: call it from a process that
-    has no other thread. Raises: NotFoundError, CorruptError, FormatVersionError if it cannot be read at all.
+    `containers`: also see that each container holds what the chunk table says; that does not depend on the world size.
     """
+
+    state: SavedState
+    batches: list[list[Saved]]
+    layout: tuple[int, ...]
+    containers: bool
+    threads: int
+    silence_seconds: float
+
+    @property
+    def shards(self) -> int:
+        return self.layout[-1]
+
+
+def check(
+    folder: Path,
+    world_sizes: Sequence[int],
+    mesh: Sequence[int] | None = None,
+    silence_seconds: float = 300.0,
+    done: Done | None = None,
+) -> Iterator[LoadReport]:
+    """Load a checkpoint on each of these numbers of ranks and compare. Every problem names tensor, rank and world size.
+
+    The world size that `mesh` has is loaded as that mesh says, (S,) or (R, S): R replicas of S shards of rows; all
+    others as shards. A rank that dies, or makes no progress for `silence_seconds`, is a problem too. `done` is told
+    about once a second how much of a world size is done, from 0 to 1. Forks: call it from a process that has no other
+    thread.
+
+    Raises: NotFoundError, CorruptError, FormatVersionError if it cannot be read at all; ConfigError (no such mesh).
+    """
+    world_sizes = proof.world_sizes_with(world_sizes, mesh)
     state = SavedState.read(folder)
     tensors = saved_tensors(state)
-    return run_forked(partial(check_rank, state, tensors), world_size, silence_seconds)
+    left_out = [saved.name for saved in tensors if saved.dtype in _QUANTIZED]
+    tensors = [saved for saved in tensors if saved.dtype not in _QUANTIZED]
+    misplaced, unseen = _check_placement(state)
+    for number, world_size in enumerate(world_sizes):
+        begun = time.monotonic()
+        layout = proof.layout_for(world_size, mesh)
+        found = _check_on(state, tensors, layout, number == 0, silence_seconds, done)
+        yield replace(
+            found,
+            problems=proof.shown([*misplaced, *found.problems]),
+            left_out=left_out,
+            notes=[*unseen, *found.notes],
+            seconds=time.monotonic() - begun,
+        )
+
+
+def _check_placement(state: SavedState) -> tuple[list[str], list[str]]:
+    """Problems of where things are to be found, and what is not proved of it."""
+    if state.manifest is None:
+        return [], []
+    if too_many_to_compare(state):
+        return [], [f"that {METADATA}, which plain DCP reads, names the same places: there are too many chunks"]
+    return list(placement_problems(state)), []
 
 
 def saved_tensors(state: SavedState) -> list[Saved]:
     """All tensors, in the order of their place on disk."""
     found = []
     for name, record in state.index.tensors.items():
-        boxes = (Box(*chunk[:3], chunk.offsets, chunk.sizes) for chunk in state.all_chunks(name))
-        found.append(Saved(name, record.shape, state.dtype(name), tuple(boxes)))
-    return sorted(found, key=lambda each: min(((box.file, box.offset) for box in each.boxes), default=("", 0)))
+        next(state.all_chunks(name), None)  # sees that no row of it is one that cannot be
+        chunks = state.table.chunks(name)
+        first = int(chunks.file.min()) if len(chunks) else 0
+        offset = int(chunks.offset[chunks.file == first].min()) if len(chunks) else 0
+        found.append((first, offset, Saved(name, record.shape, state.dtype(name))))
+    return [saved for _, _, saved in sorted(found, key=lambda each: each[:2])]
 
 
-def check_rank(
-    state: SavedState, tensors: Sequence[Saved], rank: int, world_size: int, tell: Callable[[str], None]
-) -> list[str]:
-    """What one rank finds. Called in a forked process, inside a process group. `tell` hears what it is about to do."""
-    mesh = init_device_mesh("cpu", (world_size,))
+def _largest_whole_bytes(state: SavedState, tensors: Sequence[Saved]) -> int:
+    """Bytes of the largest container that every rank reads as a whole, because only torch can; small ones count not."""
+    largest = PROCESS_BYTES // 8
+    for saved in tensors:
+        chunks = state.table.chunks(saved.name)
+        if ((chunks.payload == -1) & (chunks.bytes > largest)).any():
+            whole = (chunk for chunk in state.all_chunks(saved.name) if state.payload(saved.name, chunk) is None)
+            largest = max([largest, *(chunk.bytes for chunk in whole)])
+    return largest if largest > PROCESS_BYTES // 8 else 0
+
+
+def processes_for(world_size: int, shard_bytes: int, free_bytes: int, cores: int) -> int:
+    """How many processes may take the ranks at a time: as many as ranks, if they can be in memory together."""
+    room = int(free_bytes * 0.8) // (shard_bytes + PROCESS_BYTES)
+    if world_size <= min(room, max(TOGETHER, 2 * cores)):
+        return world_size
+    return min(world_size, max(1, min(room, cores)))
+
+
+def _check_on(
+    state: SavedState,
+    tensors: Sequence[Saved],
+    layout: tuple[int, ...],
+    containers: bool,
+    silence_seconds: float,
+    done: Done | None,
+) -> LoadReport:
+    world_size, free_cores = math.prod(layout), cores()
+    batches = list(_batches(tensors, layout[-1]))
+    shard_bytes = max((_place(batch, layout[-1])[1] for batch in batches), default=0)
+    shard_bytes += 2 * _largest_whole_bytes(state, tensors)
+    free_bytes = available_bytes()
+    if shard_bytes + PROCESS_BYTES > free_bytes:
+        need = f"each rank needs {shard_bytes + PROCESS_BYTES:,} bytes of memory, and {free_bytes:,} are free"
+        return LoadReport(world_size, not_tried=f"{need}: take more ranks, or a machine with more memory")
+    processes = processes_for(world_size, shard_bytes, free_bytes, free_cores)
+    job = Job(state, batches, layout, containers, max(1, free_cores // processes), silence_seconds)
+    # Without replicas no rank needs what another one reads: a restore would only compare notes.
+    joined = len(layout) > 1 and layout[0] > 1
+    work = partial(check_rank, job)
+    problems = run_forked(work, world_size, silence_seconds, processes, joined=joined, done=done)
+    if processes == world_size:
+        return LoadReport(world_size, problems)
+    exchange = ", and the exchange between replicas" if len(layout) > 1 else ""
+    waves = f"that the ranks fit into memory together{exchange}: they loaded {processes} at a time"
+    return LoadReport(world_size, problems, notes=[waves])
+
+
+def check_rank(job: Job, rank: int, tell: Tell) -> list[str]:
+    """What one rank finds. Called in a forked process; inside a process group where replicas run at the same time."""
+    os.environ.setdefault(THREADS_ENV, str(min(io_threads(), job.threads)))  # the ranks share the cores
+    # The watching parent is to be the first to lose patience: it knows which ranks are silent.
+    channel = Channel(2 * job.silence_seconds + 60) if dist.is_initialized() else None
+    ranks = torch.arange(math.prod(job.layout)).view(job.layout)
+    mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
+    on_disk = Tensors(job.state)
+    witness, containers = Witness(on_disk, job.threads), Containers(on_disk)
+    arena = _arena(max((_place(batch, job.shards)[1] for batch in job.batches), default=0))
     problems: list[str] = []
-    for batch in _batches(tensors, world_size):
-        targets = {saved.name: _Target(saved, rank, world_size, mesh) for saved in batch}
-        tell(batch[0].name)
-        lost = _load(state, targets)
-        problems += [f"{name}: {why}" for name, why in lost.items()]
-        for name, target in targets.items():
-            tell(name)
-            if name not in lost:
-                problems += [f"{name}: {why}" for why in _compare(state.folder, target)]
+    torch.set_grad_enabled(False)
+    for number, batch in enumerate(job.batches):
+        targets = _targets(batch, mesh, arena)
+        tell(batch[0].name, number / len(job.batches))
+        lost = _load(job.state, targets, channel, arena)
+        tell(f"{batch[0].name}, loaded", (number + 0.5) / len(job.batches))
+        problems += [f"{name}: {why}" for name, why in lost.items() if why]
+        shards = [target.shard for name, target in targets.items() if name not in lost]
+        problems += witness.problems(shards)
+        for saved, first, last, _ in shards if job.containers else ():
+            rows = containers.begin_in(saved, first, last, with_empty=rank == 0)
+            problems += containers.problems(saved, rows)
     if rank == 0:
-        tell("plain values")
-        problems += _check_values(state)
-    shown = problems[:PROBLEMS_SHOWN]
-    if len(problems) > len(shown):
-        shown.append(f"and {len(problems) - len(shown)} more")
-    return shown
+        tell("plain values", 1.0)
+        problems += _check_values(job.state)
+    return proof.shown(problems)
 
 
+@lru_cache(maxsize=1)
+def _arena(size_bytes: int) -> _Arena:
+    """The same for each rank that a process takes the place of."""
+    return _Arena(size_bytes)
+
+
+class _Arena:
+    """The memory that the shards of one batch after the other are loaded into: fresh memory is slower by far."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        except (AttributeError, OSError):  # not on this system; it is only faster
+            pass
+        self.data = np.frombuffer(self._memory, np.uint8)
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
 class _Target:
-    """The part of a tensor that a rank loads: `rows`, its share of dim 0 (all of it where there is no dim 0)."""
+    """A tensor as a rank loads it, and the bytes of this rank's part: rows [first, last) as `torch.chunk` cuts them."""
 
-    def __init__(self, saved: Saved, rank: int, world_size: int, mesh: DeviceMesh) -> None:
-        self.saved = saved
-        self.tensor: torch.Tensor
-        if not saved.shape:
-            self.rows = (0, 1)
-            self.local = self.tensor = torch.empty((), dtype=saved.dtype)
+    tensor: torch.Tensor
+    shard: LoadedRows
+
+
+def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: _Arena) -> dict[str, _Target]:
+    shards, coordinate = mesh.shape[-1], mesh.get_coordinate()
+    assert coordinate is not None
+    placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+    found = {}
+    for saved, start in zip(batch, _place(batch, shards)[0]):
+        first, last = _rows(saved, coordinate[-1], shards)
+        end = start + (last - first) * saved.row_bytes
+        shape = (last - first, *saved.shape[1:]) if saved.shape else ()
+        if end > start:
+            local = arena.tensor[start:end].view(saved.dtype).view(shape)
         else:
-            share = -(-saved.shape[0] // world_size)
-            self.rows = (min(rank * share, saved.shape[0]), min((rank + 1) * share, saved.shape[0]))
-            self.local = torch.empty((self.rows[1] - self.rows[0], *saved.shape[1:]), dtype=saved.dtype)
-            self.tensor = DTensor.from_local(
-                self.local,
-                mesh,
-                [Shard(0)],
-                run_check=False,
-                shape=torch.Size(saved.shape),
-                stride=torch.empty(saved.shape, device="meta").stride(),
-            )
-        _bytes_of(self.local).fill_(POISON)
+            local = torch.empty(shape, dtype=saved.dtype)
+        found[saved.name] = _Target(
+            _sharded(local, saved, mesh, placements), LoadedRows(saved, first, last, arena.data[start:end])
+        )
+    return found
 
 
-def _load(state: SavedState, targets: dict[str, _Target]) -> dict[str, str]:
-    """Fill the targets as a restore does. The names that failed, with the reason."""
+def _sharded(local: torch.Tensor, saved: Saved, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+    if not saved.shape:
+        return local
+    stride = tuple(math.prod(max(size, 1) for size in saved.shape[dim + 1 :]) for dim in range(len(saved.shape)))
+    meta = TensorMeta(torch.Size(saved.shape), stride, saved.dtype)
+    # Not DTensor.from_local, nor DTensor(): either imports the compiler of torch on its first call, on every rank.
+    made: torch.Tensor = DTensor.__new__(DTensor, local, DTensorSpec(mesh, placements, meta), requires_grad=False)
+    return made
+
+
+def _load(state: SavedState, targets: Mapping[str, _Target], channel: Channel | None, arena: _Arena) -> dict[str, str]:
+    """Fill the targets as a restore does. The names that failed, with the reason; "" where another rank gives it."""
+    for target in targets.values():
+        target.shard.data.fill(POISON)
     try:
-        _read_into(state, targets)
+        _read_into(state, {name: target.tensor for name, target in targets.items()}, channel)
+    except RankLostError:
+        raise
     except Exception as error:  # noqa: BLE001 whatever it is, it is found again and named below
+        why = _reason(error, channel)
         if len(targets) == 1:
-            return {name: f"it does not load: {_text(error)}" for name in targets}
+            return dict.fromkeys(targets, f"it does not load: {why}" if why else "")
         found: dict[str, str] = {}
         for name, target in targets.items():
-            found |= _load(state, {name: target})
+            found |= _load(state, {name: target}, channel, arena)
         # Each alone loads: then all of them together do not, and the first stands for them.
-        return found or {
-            next(iter(targets)): f"together with {len(targets) - 1} others it does not load: {_text(error)}"
-        }
+        first = next(iter(targets))
+        return found or {first: f"together with {len(targets) - 1} others it does not load: {why}" if why else ""}
     return {}
 
 
-def _read_into(state: SavedState, targets: dict[str, _Target]) -> None:
+def _read_into(state: SavedState, tensors: Mapping[str, torch.Tensor], channel: Channel | None) -> None:
     # The digests of all files were checked by `ckptman verify` before; here they would be checked once per rank.
-    fills = [each for name, target in targets.items() for each in fills_for(state, name, target.tensor)]
-    read_fills(state, fills, verify=False)
+    if channel is not None:
+        read_together(channel, state, tensors, verify=False)
+    else:
+        read_fills(
+            state, [each for name, tensor in tensors.items() for each in fills_for(state, name, tensor)], verify=False
+        )
 
 
-def _compare(folder: Path, target: _Target) -> Iterator[str]:
-    """How the loaded rows differ from the saved chunks, each read on its own."""
-    saved, (first, last) = target.saved, target.rows
-    covered = torch.zeros(target.local.shape, dtype=torch.bool)
-    for box in saved.boxes:
-        begin = box.offsets[0] if saved.shape else 0
-        end = begin + box.sizes[0] if saved.shape else 1
-        low, high = max(first, begin), min(last, end)
-        if low >= high or 0 in box.sizes:
-            continue
-        chunk = _read_chunk(folder, box)
-        if (chunk.dtype, tuple(chunk.shape)) != (saved.dtype, box.sizes):
-            yield f"{box.file} holds {chunk.dtype} {list(chunk.shape)} instead of {saved.dtype} {list(box.sizes)}"
-            continue
-        if not saved.shape:
-            here: Any = ...
-            there: Any = ...
-        else:
-            beyond = tuple(slice(at, at + length) for at, length in zip(box.offsets[1:], box.sizes[1:]))
-            here = (slice(low - first, high - first), *beyond)
-            there = slice(low - begin, high - begin)
-        covered[here] = True
-        if difference := _difference(target.local[here], chunk[there]):
-            yield f"rows {low} to {high - 1} differ from what is in {box.file}: {difference}"
-    missing = covered.numel() - int(covered.sum())
-    if missing:
-        yield f"{missing} of {covered.numel()} elements were never saved"
-
-
-def _difference(loaded: torch.Tensor, saved: torch.Tensor) -> str:
-    # Bytes, not values: NaN equals NaN, and 0.0 is not -0.0.
-    mine, theirs = _bytes_of(loaded), _bytes_of(saved)
-    if torch.equal(mine, theirs):
+def _reason(error: Exception, channel: Channel | None) -> str:
+    """What to say of an error that a read raised; nothing where it is another rank's."""
+    if not isinstance(error, RankFailed):
+        return _text(error)
+    failure = error.failure
+    if channel is not None and failure.rank != channel.rank:
         return ""
-    wrong = (mine != theirs).reshape(loaded.numel(), -1).any(dim=1)
-    return f"{int(wrong.sum())} of {loaded.numel()} elements"
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's elements, in order: a view where it is contiguous."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _read_chunk(folder: Path, box: Box) -> torch.Tensor:
-    with (folder / box.file).open("rb") as file:
-        file.seek(box.offset)
-        data = file.read(box.bytes)
-    chunk = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(chunk, torch.Tensor):
-        raise CorruptError(f"{box.file} holds no tensor at byte {box.offset}")
-    return chunk
+    return _text(failure.error) if failure.error is not None else failure.text.partition("\n")[0][:300]
 
 
 def _check_values(state: SavedState) -> list[str]:
@@ -217,11 +327,34 @@ def _check_values(state: SavedState) -> list[str]:
     return problems
 
 
-def _batches(tensors: Iterable[Saved], world_size: int) -> Iterator[list[Saved]]:
+def _rows(saved: Saved, number: int, shards: int) -> tuple[int, int]:
+    """The rows of one shard; a tensor without dimensions is whole in each."""
+    if not saved.shape:
+        return 0, 1
+    share = -(-saved.rows // shards)
+    return min(number * share, saved.rows), min((number + 1) * share, saved.rows)
+
+
+def _share_bytes(saved: Saved, shards: int) -> int:
+    """Bytes of the largest shard of a tensor."""
+    return (-(-saved.rows // shards) if saved.shape else 1) * saved.row_bytes
+
+
+def _place(batch: Sequence[Saved], shards: int) -> tuple[list[int], int]:
+    """Where in the arena the shards of a batch begin, the same on all ranks, and where the last one ends."""
+    starts, end = [], 0
+    for saved in batch:
+        starts.append(end)
+        end += -(-_share_bytes(saved, shards) // _ALIGN_BYTES) * _ALIGN_BYTES
+    return starts, end
+
+
+def _batches(tensors: Iterable[Saved], shards: int) -> Iterator[list[Saved]]:
+    """The same on all ranks: those that run together load them together."""
     batch: list[Saved] = []
     held_bytes = 0
     for saved in tensors:
-        share = torch.Size(saved.shape).numel() * saved.dtype.itemsize // (world_size if saved.shape else 1)
+        share = _share_bytes(saved, shards)
         if batch and held_bytes + share > BATCH_BYTES:
             yield batch
             batch, held_bytes = [], 0
@@ -237,16 +370,14 @@ def _text(error: BaseException) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check FOLDER on world sizes such as `1,2,4`. Prints a JSON object for each, or one with an error."""
+    """Check on the world sizes of a request (JSON). Prints a JSON object for each, or one with an error."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit ends the ranks too
-    folder, world_sizes = Path(arguments[0]), [int(each) for each in arguments[1].split(",")]
-    for world_size in world_sizes:
-        begun = time.monotonic()
-        try:
-            problems = check(folder, world_size)
-        except (CkptmanError, OSError) as error:
-            print(json.dumps({"error": str(error)}), flush=True)
-            return 1
-        found = {"world_size": world_size, "seconds": time.monotonic() - begun, "problems": problems}
-        print(json.dumps(found), flush=True)
-    return 0
+    request = json.loads(arguments[0])
+
+    def done(part: float) -> None:
+        print(json.dumps({"done": part}), flush=True)
+
+    reports = check(
+        Path(request["folder"]), request["world_sizes"], request["mesh"], done=done if request["progress"] else None
+    )
+    return proof.answer(map(asdict, reports))

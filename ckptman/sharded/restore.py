@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
+import contextlib
 from pathlib import Path
 
-from ckptman.errors import CorruptError, NotFoundError, SuspectError
+from ckptman.errors import CorruptError, NotFoundError, SuspectError, plain, warn
 from ckptman.monitor.journal import read_journal
 from ckptman.policy.suspicion import crashes_of, suspects
-from ckptman.sharded.attempt import Attempt
+from ckptman.sharded.attempt import Attempt, refuse_other_checkpoints
 from ckptman.sharded.load import State, load
 from ckptman.sharded.ranks import Channel
 from ckptman.store.catalogue import Entry
+from ckptman.store.durable import DISK
 from ckptman.store.manifest import read_manifest
 from ckptman.store.names import MANIFEST, journal_path
 from ckptman.store.place import FolderPlace
+from ckptman.store.verified import forget_verified
 
 
 def choose(entries: list[Entry], step: int | None) -> list[Entry]:
@@ -35,7 +37,7 @@ def choose(entries: list[Entry], step: int | None) -> list[Entry]:
         raise CorruptError(
             f"{entries[-1].path.parent} holds {len(entries)} checkpoints and none of them is complete: "
             + "; ".join(f"step {entry.step}: {entry.problem}" for entry in entries[-3:])
-            + ". Nothing is started over them: move them away to begin afresh"
+            + ". Nothing is started over them: bring one back from a copy, or move them away to begin afresh"
         )
     return good
 
@@ -55,6 +57,10 @@ class Restorer:
             try:
                 load(self._talk, state, entry.path)
             except CorruptError as error:
+                if self._talk.is_leader:
+                    # Retention must not keep it as the newest that was verified, and delete good ones.
+                    with contextlib.suppress(OSError):
+                        forget_verified(entry.path, DISK)
                 if step is not None:
                     raise
                 refused.append(str(error))
@@ -81,6 +87,8 @@ class Restorer:
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
         entries = self._place.list()
+        if not entries:
+            refuse_other_checkpoints(self._place.root, below=True)
         if step is not None and all(entry.step != step for entry in entries):
             known = ", ".join(str(entry.step) for entry in entries[-10:]) or "none"
             raise NotFoundError(f"{self._place.root} has no checkpoint of step {step}; the latest there are: {known}")
@@ -109,5 +117,4 @@ class Restorer:
     def _pass_over(self, entry: Entry, why: Exception) -> None:
         self._attempt.note("restore_refused", step=entry.step, reason=str(why))
         if self._talk.is_leader:
-            text = f"the checkpoint of step {entry.step} is passed over: {why}"
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            warn(f"the checkpoint of step {entry.step} is passed over: {plain(why)}")

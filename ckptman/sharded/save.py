@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 import warnings
@@ -17,6 +18,7 @@ from ckptman.lifecycle.memory import available_bytes
 from ckptman.monitor.journal import Journal
 from ckptman.policy.retention import RetentionPolicy
 from ckptman.sharded.commit import Draft, SaveInfo
+from ckptman.sharded.freshness import Judge, Moment, Seen, Watch, Watcher, watch_for
 from ckptman.sharded.plan import make_plan, signature_of
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
@@ -67,6 +69,8 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptman-save") if background else None
         self._running: deque[Future[SaveReport]] = deque()
         self._writing = Writing(disk)
+        self._judge = Judge()
+        self._watch: Watch | None = None
         self._file: RankFile | None = None
         self._neighbours = 1
         self._asynchronous = background
@@ -119,27 +123,36 @@ class Saver:
         except RankFailed as failed:  # out of memory comes in many classes
             self._refuse(f"rank {failed.failure.rank} could not take memory for a private copy: {failed.failure.text}")
 
-    def save(self, snapshot: Snapshot, info: SaveInfo, overlapped: Collection[str] = ()) -> SaveReport | None:
+    def save(
+        self,
+        snapshot: Snapshot,
+        info: SaveInfo,
+        overlapped: Collection[str] = (),
+        watcher: Watcher | None = None,
+    ) -> SaveReport | None:
         """Save. In the background, returns None as soon as the private copy is made; `wait` gives the report.
 
         `overlapped`: flat names of tensors that may still be copied when this returns; `hold` waits for them.
+        `watcher`: knows which tensors should have changed since the save before; where none has, a warning says so.
         Raises: CommitError, on every rank alike. Called by every rank, after `prepare` of a snapshot of this kind.
         """
         begun = time.monotonic()
         self._number += 1
         number, file = self._number, self._file
         assert file is not None
+        watch = self._watch_for(file, snapshot, watcher)
+        moment = watcher.moment(info.step) if watcher is not None else Moment(info.step)
         self._note("save_begun", step=info.step, reason=info.reason)
         if self._running:
             self._note("save_queued", step=info.step)
         if self._pool is None or self._stager is None or not self._asynchronous:
             content_or_error: Content | Exception
             try:
-                content_or_error = Content.of(snapshot, file, file.memory(snapshot))
+                content_or_error = Content.of(snapshot, file, file.memory(snapshot), watch)
             except Exception as error:  # noqa: BLE001
                 content_or_error = error
             try:
-                return self._write(number, content_or_error, info, begun, None)
+                return self._write(number, content_or_error, info, moment, begun, None)
             finally:
                 self.told, self.failed = self._number, 0
         # A rank that cannot stage takes its failure along into the save, where all the others hear of it.
@@ -147,7 +160,7 @@ class Saver:
         try:
             later = {number for number, piece in enumerate(file.pieces) if piece.name in overlapped}
             staged = self._stager.stage(file, file.memory(snapshot), later)
-            content_or_error = Content.of(snapshot, file, staged)
+            content_or_error = Content.of(snapshot, file, staged, watch)
         except Exception as error:  # noqa: BLE001
             content_or_error = error
             if staged is not None:
@@ -157,7 +170,8 @@ class Saver:
         stall_seconds = time.monotonic() - begun
         self._note("save_staged", step=info.step, seconds=stall_seconds)
         try:
-            self._running.append(self._pool.submit(self._write, number, content_or_error, info, begun, stall_seconds))
+            work = (number, content_or_error, info, moment, begun, stall_seconds)
+            self._running.append(self._pool.submit(self._write, *work))
         except BaseException:
             if staged is not None:
                 staged.release()
@@ -201,6 +215,7 @@ class Saver:
         number: int,
         content: Content | Exception,
         info: SaveInfo,
+        moment: Moment,
         begun: float,
         stall_seconds: float | None,
     ) -> SaveReport:
@@ -215,7 +230,7 @@ class Saver:
                 disk=self._disk,
                 on_commit=self._claim.check if self._claim else None,
             )
-            buffered_because = self._writing.save(self.channel, draft, content)
+            buffered_because, seen = self._writing.save(self.channel, draft, content)
         except RankFailed as error:
             self._give_up(number, draft, info.step, error.failure.rank, error.failure.text, error)
         except RankLostError as error:
@@ -234,6 +249,7 @@ class Saver:
             self._prune()
         except Exception as error:  # noqa: BLE001 the save is durable: a warning that is an error must not undo it
             self._note("prune_failed", cause=f"{type(error).__name__}: {error}")
+        self._judge_freshness(moment, seen)
         return SaveReport(info.step, seconds if stall_seconds is None else stall_seconds, seconds)
 
     def _give_up(
@@ -260,6 +276,33 @@ class Saver:
         for verdict in plan.verdicts:
             if not verdict.keep:
                 self._note("pruned", step=verdict.record.step, reason="; ".join(verdict.reasons))
+
+    def _watch_for(self, file: RankFile, snapshot: Snapshot, watcher: Watcher | None) -> Watch | None:
+        if watcher is None:
+            return None
+        if self._watch is None or self._watch.file is not file:
+            self._watch = None
+            with contextlib.suppress(Exception):  # not to know what should change is no reason not to save
+                self._watch = watch_for(file, watcher.names(snapshot))
+        return self._watch
+
+    def _judge_freshness(self, moment: Moment, seen: Seen | None) -> None:
+        if not self.channel.is_leader:
+            return
+        stale = self._judge.stale(moment, seen)
+        if stale is None:
+            return
+        self._note(
+            "stale",
+            step=stale.step,
+            previous_step=stale.previous_step,
+            updates=stale.updates,
+            count=stale.count,
+            names=stale.names,
+        )
+        if stale.first:
+            with contextlib.suppress(Warning):  # one that is an error must not undo a save that is durable
+                warnings.warn(stale.text, RuntimeWarning, stacklevel=2)
 
     def _refuse(self, reason: str) -> None:
         """Saves block training from now on, because there is no memory to stage in."""

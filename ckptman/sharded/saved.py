@@ -29,8 +29,10 @@ from ckptman.store.blockio import Digests
 from ckptman.store.chunks import ChunkTable, Rows, TensorRecord
 from ckptman.store.index import Index, Location, data_files, open_table, ranks_with_values, read_blocks, read_index
 from ckptman.store.manifest import Manifest, read_manifest
-from ckptman.store.names import MANIFEST, METADATA
+from ckptman.store.names import MANIFEST, METADATA, parse_step
 from ckptman.store.plain import TensorRef, decode
+from ckptman.store.regular import open_regular
+from ckptman.store.zips import PartOfFile
 
 MAX_LIST = 1_000_000
 """The longest list of a foreign checkpoint that is believed."""
@@ -69,8 +71,14 @@ class SavedState:
         """
         if (folder / MANIFEST).exists():
             manifest = read_manifest(folder)
+            named = parse_step(folder.name)
+            if named is not None and named.step != manifest.step:
+                raise CorruptError(
+                    f"{folder} holds the checkpoint of step {manifest.step} under another name: load it by the name of "
+                    f"its own step, or restore an older checkpoint"
+                )
             index = read_index(folder, manifest, ranks=None if rank is None else _own(manifest, rank))
-            return cls(folder, index, open_table(folder, manifest, index), manifest, _values_of(index))
+            return cls(folder, index, open_table(folder, manifest, index), manifest, _values_of(index, folder))
         if (folder / METADATA).exists():
             metadata = read_foreign_metadata(folder / METADATA)
             index, table = _index_of(folder, metadata)
@@ -88,9 +96,12 @@ class SavedState:
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor. Raises: CorruptError."""
         text = self.tensor(name).dtype
-        dtype = getattr(torch, text, None)
+        dtype = vars(torch).get(text)  # not getattr: that imports what torch leaves for later
         if not isinstance(dtype, torch.dtype):
-            raise CorruptError(f"{self.folder}: {name} has the dtype {text!r}, which this torch does not know")
+            raise CorruptError(
+                f"{self.folder}: {name} has the dtype {text[:100]!r}, which this torch does not know: use a newer "
+                f"torch, or restore an older checkpoint"
+            )
         return dtype
 
     def chunks_in(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[ChunkPlace]:
@@ -113,11 +124,11 @@ class SavedState:
             return chunk.payload
         if self.manifest is not None:
             return None
-        with (self.folder / chunk.file).open("rb") as file:
+        with open(open_regular(self.folder / chunk.file, follow=True), "rb") as file:
             file.seek(chunk.offset)
             # Only the ends of a container are looked at: zipfile seeks, and nothing reads the payload.
             inside = payload_of(
-                io.BufferedReader(_Slice(file, chunk.offset, chunk.bytes)), self.dtype(name), chunk.sizes
+                io.BufferedReader(PartOfFile(file.fileno(), chunk.offset, chunk.bytes)), self.dtype(name), chunk.sizes
             )
         return None if inside is None else chunk.offset + inside
 
@@ -129,7 +140,15 @@ class SavedState:
         """Where the pickle of a plain value lies. Raises: CorruptError."""
         if name not in self.index.objects:
             raise CorruptError(f"{self.folder}: {name} is referred to and not saved: restore an older checkpoint")
-        return self.index.objects[name]
+        place = self.index.objects[name]
+        if self.manifest is None:
+            size = size_of(self.folder / place.file)
+            if min(place.offset, place.bytes) < 0 or place.offset + place.bytes > size:
+                raise CorruptError(
+                    f"{self.folder / place.file} has {size} bytes, and the value {name} is to lie at {place.offset} + "
+                    f"{place.bytes}: restore another checkpoint"
+                )
+        return place
 
     def digests(self, file: str) -> Digests | None:
         """The block digests of a data file; None for a foreign checkpoint. Raises: CorruptError."""
@@ -170,7 +189,7 @@ class SavedState:
     def _files(self) -> list[tuple[str, int]]:
         if self.manifest is not None:
             return data_files(self.manifest, self.index)
-        return [(name, _size_of(self.folder / name)) for name in self.index.files]
+        return [(name, size_of(self.folder / name)) for name in self.index.files]
 
     @cached_property
     def _digests(self) -> dict[str, Digests]:
@@ -197,55 +216,31 @@ class SavedState:
         )
 
 
-class _Slice(io.RawIOBase):
-    """A part of a file as a file of its own."""
-
-    def __init__(self, file: Any, start: int, size: int) -> None:
-        self._file, self._start, self._size, self._position = file, start, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise OSError("negative seek position")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)
-        self._file.seek(self._start + self._position)
-        count: int = self._file.readinto(view[: max(min(len(view), self._size - self._position), 0)])
-        self._position += count
-        return count
-
-
 def _own(manifest: Manifest, rank: int) -> list[int]:
     ranks = ranks_with_values(manifest)
     return [rank] if rank in ranks else ranks[rank % len(ranks) :][:1] if ranks else []
 
 
-def _size_of(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Bytes of a file; -1 where there is none."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
         return -1
 
 
-def _values_of(index: Index) -> dict[str, Any]:
+def _values_of(index: Index, folder: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for unit in index.units:
-        if unit.whole:
-            values[unit.state] = decode(unit.value)
-        else:
-            values.setdefault(unit.state, {})[decode(unit.key)] = decode(unit.value)
+        try:
+            if unit.whole:
+                values[unit.state] = decode(unit.value)
+            else:
+                values.setdefault(unit.state, {})[decode(unit.key)] = decode(unit.value)
+        except (CorruptError, TypeError) as error:
+            raise CorruptError(
+                f"{folder}: the value {unit.state[:100]!r} cannot be read: {error}; restore an older checkpoint"
+            ) from error
     return values
 
 
@@ -265,22 +260,25 @@ def _index_of(folder: Path, metadata: Metadata) -> tuple[Index, ChunkTable]:
                 chunks[name, tuple(each.offsets)] = tuple(each.sizes)
     for index, info in metadata.storage_data.items():
         if index.fqn not in numbers:
-            objects[index.fqn] = Location(file=str(info.relative_path), offset=info.offset, bytes=info.length)
+            objects[index.fqn] = Location(file=info.relative_path, offset=info.offset, bytes=info.length)
             continue
         offsets = tuple(index.offset or ())
-        number = files.setdefault(str(info.relative_path), len(files))
+        number = files.setdefault(info.relative_path, len(files))
         if number == len(parts):
             parts.append({})
         sizes = chunks.get((index.fqn, offsets))
         if sizes is None:
-            raise CorruptError(f"{folder / METADATA} places a chunk of {index.fqn} that it does not describe")
+            raise CorruptError(
+                f"{folder / METADATA} places a chunk of {index.fqn} that it does not describe: restore another "
+                f"checkpoint"
+            )
         row = [numbers[index.fqn], info.offset, info.length, -1, *offsets, *sizes]
         parts[number].setdefault(len(offsets), []).append(row)
     rows: list[Rows] = [{dims: np.array(each, dtype=np.int64) for dims, each in part.items()} for part in parts]
     try:
         records, table = assemble(tensors, rows)
     except (ValueError, OverflowError) as error:
-        raise CorruptError(f"{folder / METADATA}: {error}") from error
+        raise CorruptError(f"{folder / METADATA}: {error}; restore another checkpoint") from error
     index = Index(files=list(files), tensors=records, objects=objects)
     return index, ChunkTable(records, table, where=str(folder / METADATA))
 
@@ -292,7 +290,10 @@ def _foreign_values(folder: Path, metadata: Metadata) -> dict[str, Any]:
     for name, described in metadata.state_dict_metadata.items():
         path = paths.get(name, (name,)) if isinstance(paths, dict) else None
         if not isinstance(path, tuple) or not path or not all(isinstance(part, (str, int)) for part in path):
-            raise CorruptError(f"{folder / METADATA} does not say where in the state {name} is, but {path!r}")
+            raise CorruptError(
+                f"{folder / METADATA} does not say where in the state {name} is, but {path!r}: restore another "
+                f"checkpoint"
+            )
         if isinstance(described, TensorStorageMetadata):
             _set(values, path, TensorRef(name), folder)
         else:
@@ -333,4 +334,6 @@ def _set(root: dict[str, Any], path: tuple[str | int, ...], leaf: Any, folder: P
                 here[part] = fresh
             here = here[part]
         else:
-            raise CorruptError(f"{folder / METADATA} has a value at {path!r}, where there can be none")
+            raise CorruptError(
+                f"{folder / METADATA} has a value at {path!r}, where there can be none: restore another checkpoint"
+            )

@@ -6,14 +6,16 @@ import copy
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ckptman.sharded.commit import Draft
 from ckptman.sharded.describe import Describer, Part, write_part
-from ckptman.sharded.image import Image, Layout, pickled
+from ckptman.sharded.freshness import Memory, Seen, Watch, seen_by_all
+from ckptman.sharded.image import Image, Layout, Placed, pickled
 from ckptman.sharded.rankfile import RankFile, memory_of
 from ckptman.sharded.ranks import Channel
 from ckptman.sharded.staging import Staged
@@ -33,9 +35,16 @@ class Content:
     objects: dict[str, Any] = field(default_factory=dict)
     units: list[dict[str, Any]] = field(default_factory=list)
     own_units: list[dict[str, Any]] = field(default_factory=list)
+    watch: Watch | None = None
 
     @classmethod
-    def of(cls, snapshot: Snapshot, file: RankFile, tensors: Staged | Sequence[torch.Tensor]) -> Content:
+    def of(
+        cls,
+        snapshot: Snapshot,
+        file: RankFile,
+        tensors: Staged | Sequence[torch.Tensor],
+        watch: Watch | None = None,
+    ) -> Content:
         """The content of a snapshot. Nothing in it but `tensors` changes with the state, if they are staged."""
         private = isinstance(tensors, Staged)
         objects = {name: snapshot.objects[name] for name in file.plan.objects}
@@ -47,7 +56,15 @@ class Content:
             {name: _copied(each) if private else each for name, each in objects.items()},
             [snapshot.units[number].as_unit() for number in file.plan.units],
             [snapshot.units[number].as_unit() for number in file.plan.own_units],
+            watch,
         )
+
+
+class Saved(NamedTuple):
+    """A save that is durable: why some bytes did not go by direct I/O, or None; and what was seen of the parameters."""
+
+    buffered_because: str | None
+    seen: Seen | None
 
 
 class Writing:
@@ -56,14 +73,14 @@ class Writing:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._describer = Describer()
+        self._memory = Memory()
         self._sent = b""
         """The rows that the leader has from the save before; empty: none."""
 
-    def save(self, channel: Channel, draft: Draft, content: Content | Exception) -> str | None:
+    def save(self, channel: Channel, draft: Draft, content: Content | Exception) -> Saved:
         """Write one checkpoint. `content` may be the reason why this rank has nothing to write. Every rank calls it.
 
-        Returns why some bytes did not go by direct I/O, or None. Raises: RankFailed on every rank, RankLostError where
-        a peer is gone or silent for longer than the timeout.
+        Raises: RankFailed on every rank, RankLostError where a peer is gone or silent for longer than the timeout.
         """
 
         def begin(_: list[None]) -> list[str]:
@@ -82,18 +99,22 @@ class Writing:
             part, rows = self._write(folder, channel.rank, content, sent)
             return part
 
-        def finish(parts: list[Part]) -> list[str | None]:
+        def finish(parts: list[Part]) -> list[Saved]:
             self._finish(draft, content.file, parts)
-            return [next((each.buffered_because for each in parts if each.buffered_because), None)] * len(parts)
+            because = next((each.buffered_because for each in parts if each.buffered_because), None)
+            return [Saved(because, seen_by_all(each.seen for each in parts))] * len(parts)
 
         sent, self._sent = self._sent, b""
-        because = channel.through_leader(write, finish)
+        self._memory.begin()
+        saved = channel.through_leader(write, finish)
         self._sent = rows
-        return because
+        self._memory.committed()
+        return saved
 
     def _write(self, folder: Path, rank: int, content: Content, sent: bytes) -> tuple[Part, bytes]:
         image, places, objects = _image(content)
-        part = write_part(folder, rank, image, content.own_units, self._disk)
+        look = None if content.watch is None else partial(self._memory.look, content.watch, image, places)
+        part = write_part(folder, rank, image, content.own_units, self._disk, look)
         rows = pack(content.file.rows(places))
         plan = content.file.plan
         part.rows = rows if rows != sent else None
@@ -113,7 +134,7 @@ class Writing:
         draft.commit(files, len(parts))
 
 
-def _image(content: Content) -> tuple[Image, list[Any], dict[str, tuple[int, int]]]:
+def _image(content: Content) -> tuple[Image, list[Placed], dict[str, tuple[int, int]]]:
     """The file as it will be, with the places of the pickled tensors and objects in it."""
     file = content.file
     layout = Layout(file.end)

@@ -1,0 +1,213 @@
+"""By how much the elements of two tensors differ: counted and measured piece by piece. Pure, in bounded memory.
+
+Elements are the same where their bits are; between two dtypes, where their values are. Sizes of changes are measured in
+float64 (complex128), between 64-bit integers exactly. What is not finite cannot be measured: it is counted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+SLICE_ELEMENTS = 64 * 1024
+"""What is looked at together: small enough to stay in the cache of a core."""
+_LARGE, _SMALL = 1e300, 1e-280
+"""Sums of squares beyond these have lost digits, or all of them."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How the elements of B differ from those of A.
+
+    `measured` is False where the dtype has no arithmetic: only `changed` counts then. `largest`: the largest absolute
+    difference, `distance`: ||a - b||, `norm`: ||a||, each over what is finite in both (in A); `unmeasured`: changed
+    elements that are not. `nan` and `inf`: how many there are in A and in B.
+    """
+
+    elements: int = 0
+    changed: int = 0
+    measured: bool = True
+    largest: float = 0
+    distance: float = 0.0
+    norm: float = 0.0
+    unmeasured: int = 0
+    nan: tuple[int, int] = (0, 0)
+    inf: tuple[int, int] = (0, 0)
+
+    @property
+    def relative(self) -> float | None:
+        """||a - b|| / ||a||; infinite where A is zero and B is not; None where nothing can be measured."""
+        if not self.measured:
+            return None
+        if self.norm:
+            return self.distance / self.norm
+        return math.inf if self.distance else 0.0
+
+    def __add__(self, other: Difference) -> Difference:
+        return Difference(
+            self.elements + other.elements,
+            self.changed + other.changed,
+            self.measured and other.measured,
+            max(self.largest, other.largest),
+            math.hypot(self.distance, other.distance),
+            math.hypot(self.norm, other.norm),
+            self.unmeasured + other.unmeasured,
+            (self.nan[0] + other.nan[0], self.nan[1] + other.nan[1]),
+            (self.inf[0] + other.inf[0], self.inf[1] + other.inf[1]),
+        )
+
+
+def measure(before: torch.Tensor, after: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> Difference:
+    """Compare elements that are given as flat bytes [elements x item size], with the dtypes that they have.
+
+    Raises: TypeError where the dtypes differ and one of them has no arithmetic (see `comparable`).
+    """
+    first, second = (dtype.itemsize for dtype in dtypes)
+    total = Difference()
+    for begin in range(0, before.numel() // first, SLICE_ELEMENTS):
+        end = begin + SLICE_ELEMENTS
+        total += _measure(before[begin * first : end * first], after[begin * second : end * second], dtypes)
+    return total
+
+
+class Measuring:
+    """As `measure`, in a few threads where a tensor is large. torch's own threads cost more than they bring here."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._threads = threads or min(8, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="ckptman-measure")
+        self._torch_threads = torch.get_num_threads()
+
+    def __enter__(self) -> Measuring:
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        torch.set_num_threads(self._torch_threads)
+
+    def measure(self, before: torch.Tensor, after: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> Difference:
+        """See there."""
+        first, second = (dtype.itemsize for dtype in dtypes)
+        elements = before.numel() // first
+        share = -(-elements // self._threads // SLICE_ELEMENTS) * SLICE_ELEMENTS
+        if elements <= 4 * SLICE_ELEMENTS:
+            return measure(before, after, dtypes)
+        parts = [
+            self._pool.submit(
+                measure,
+                before[begin * first : (begin + share) * first],
+                after[begin * second : (begin + share) * second],
+                dtypes,
+            )
+            for begin in range(0, elements, share)
+        ]
+        return sum((part.result() for part in parts), Difference())
+
+
+def comparable(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether elements of these dtypes can be compared: the same, or both with values."""
+    return before == after or (has_values(before) and has_values(after))
+
+
+@cache
+def has_values(dtype: torch.dtype) -> bool:
+    """Whether there is arithmetic for a dtype. There are some that can be stored and nothing else."""
+    try:
+        _values(torch.zeros(dtype.itemsize, dtype=torch.uint8), dtype)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _measure(before: torch.Tensor, after: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> Difference:
+    elements = before.numel() // dtypes[0].itemsize
+    apart = _apart(before, after, dtypes[0]) if dtypes[0] == dtypes[1] else None
+    changed = 0 if apart is None else int(np.count_nonzero(apart))
+    if not has_values(dtypes[0]):
+        return Difference(elements, changed, measured=False)
+    a = _values(before, dtypes[0])
+    norm, nan, inf = _finite_norm(a), 0, 0
+    if norm is None:
+        norm, nan, inf = _norm(_parts(a[torch.isfinite(a)])), int(torch.isnan(a).sum()), int(torch.isinf(a).sum())
+    if apart is not None and not changed:
+        return Difference(elements, norm=norm, nan=(nan, nan), inf=(inf, inf))
+    b = _values(after, dtypes[1])
+    if apart is None:
+        apart = ((a != b) & ~(torch.isnan(a) & torch.isnan(b))).numpy()
+        changed = int(np.count_nonzero(apart))
+    largest: float | None = None
+    if dtypes[0] == dtypes[1] and dtypes[0] in _EXACT:
+        gap, largest = _exact_gap(before, after, dtypes[0])
+    else:
+        gap = (a - b).abs()
+    distance, unmeasured, nan_after, inf_after = _finite_norm(gap), 0, 0, 0
+    if distance is None:
+        finite = torch.isfinite(a) & torch.isfinite(b)
+        unmeasured = int(np.count_nonzero(apart & ~finite.numpy()))
+        nan_after, inf_after = int(torch.isnan(b).sum()), int(torch.isinf(b).sum())
+        gap = gap[finite]
+        distance = _norm(gap)
+    if largest is None:
+        largest = float(gap.max()) if gap.numel() else 0.0
+    return Difference(elements, changed, True, largest, distance, norm, unmeasured, (nan, nan_after), (inf, inf_after))
+
+
+def _values(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Flat bytes as numbers of 64 bits. Raises: NotImplementedError, RuntimeError, TypeError where there are none."""
+    if dtype == torch.complex32:  # torch warns of it wherever it is touched
+        return torch.view_as_complex(data.view(torch.float16).to(torch.float64).view(-1, 2))
+    if dtype.is_complex:
+        return data.view(dtype).to(torch.complex128)
+    if not dtype.is_floating_point and dtype.itemsize > 1:
+        return torch.from_numpy(data.numpy().view(str(dtype).removeprefix("torch.")).astype(np.float64))
+    return data.view(dtype).to(torch.float64)
+
+
+def _apart(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> NDArray[np.bool_]:
+    """Which elements have other bits."""
+    size = min(dtype.itemsize, 8)
+    ours, theirs = (each.numpy().view(f"u{size}") for each in (before, after))
+    apart: NDArray[np.bool_] = ours != theirs
+    return np.asarray(apart.reshape(-1, dtype.itemsize // size).any(axis=1)) if dtype.itemsize > size else apart
+
+
+_EXACT: dict[torch.dtype, Any] = {torch.int64: np.int64, torch.uint64: np.uint64}
+
+
+def _exact_gap(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """Absolute differences of 64-bit integers, and the largest of them exactly."""
+    a, b = (each.numpy().view(_EXACT[dtype]) for each in (before, after))
+    gap = np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)
+    return torch.from_numpy(gap.astype(np.float64)), int(gap.max())
+
+
+def _parts(numbers: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as real and imaginary parts in a row; real ones as they are."""
+    return torch.view_as_real(numbers).reshape(-1) if numbers.is_complex() else numbers
+
+
+def _finite_norm(numbers: torch.Tensor) -> float | None:
+    """The norm; None where something is not finite, or so large that its square is not."""
+    parts = _parts(numbers)
+    square = float(torch.dot(parts, parts))
+    if not square <= _LARGE:
+        return None
+    return math.sqrt(square) if square >= _SMALL else _norm(parts)
+
+
+def _norm(parts: torch.Tensor) -> float:
+    """The norm of finite numbers, also where their squares are not."""
+    largest = float(parts.abs().max()) if parts.numel() else 0.0
+    if not largest or math.isinf(largest):
+        return largest
+    scaled = parts / largest
+    return largest * math.sqrt(float(torch.dot(scaled, scaled)))

@@ -1,0 +1,104 @@
+"""What a proof of loading is about and what it says: layouts of ranks, and reports. Torch-free.
+
+A layout is the shape of a mesh of ranks: (8,) are 8 shards (FSDP), (2, 4) are 2 replicas of 4 shards each (HSDP).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptman.errors import CkptmanError, ConfigError, CorruptError
+
+PROBLEMS_SHOWN = 20
+"""Problems of one world size that are told one by one; the others are counted."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What came of loading on `world_size` ranks. `problems`: what kept it from loading bit for bit.
+
+    `not_tried`: why it was not loaded at all, which says nothing of the checkpoint. `left_out`: tensors that were not
+    loaded. `notes`: what else is not proved although it loaded, such as that all ranks fit into memory together.
+    """
+
+    world_size: int
+    problems: list[str] = field(default_factory=list)
+    not_tried: str = ""
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether each rank loaded all of its part, bit for bit."""
+        return not (self.problems or self.not_tried or self.left_out)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What it takes to load on `world_size` ranks, by arithmetic alone: no rank was started and no tensor was read.
+
+    `bytes_*`: what is read from storage, with the whole blocks that digests are made of and small gaps; `wanted_bytes`
+    are those that the ranks asked for. `ranges_total`: parts of saved chunks, over all ranks. `seconds`: what the
+    planning took. `load_seconds`: None where no bandwidth was given. `unproved`: what cannot be known from the table.
+    """
+
+    world_size: int
+    problems: list[str]
+    bytes_total: int
+    bytes_per_rank_max: int
+    bytes_per_rank_mean: float
+    files_per_rank_max: int
+    ranges_total: int
+    seconds: float
+    load_seconds: float | None
+    wanted_bytes: int = 0
+    unproved: list[str] = field(default_factory=list)
+
+
+def layout_for(world_size: int, mesh: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The layout of that many ranks: the mesh where it has as many, else shards and no replicas."""
+    return tuple(mesh) if mesh is not None and math.prod(mesh) == world_size else (world_size,)
+
+
+def world_sizes_with(world_sizes: Sequence[int], mesh: Sequence[int] | None = None) -> list[int]:
+    """The world sizes, and that of the mesh if it is none of them. Raises: ConfigError (no mesh of one or two axes)."""
+    sizes = list(world_sizes)
+    if mesh is not None:
+        if len(mesh) not in (1, 2) or min(mesh) < 1:
+            raise ConfigError(f"a mesh is S shards, or R replicas of S shards each, such as 2x4, not {_by(mesh)}")
+        if math.prod(mesh) not in sizes:
+            sizes.append(math.prod(mesh))
+    return sizes
+
+
+def answer(reports: Iterable[Mapping[str, Any]]) -> int:
+    """Print reports as lines of JSON for the process that asked (`cli.loading`), or what kept them from being made."""
+    try:
+        for report in reports:
+            print(json.dumps(report), flush=True)
+    except (CkptmanError, OSError) as error:
+        print(json.dumps({"error": str(error), "damaged": isinstance(error, CorruptError)}), flush=True)
+        return 1
+    return 0
+
+
+def text_of(layout: Sequence[int]) -> str:
+    """A layout in words, such as `8 ranks (2 replicas x 4 shards)`."""
+    ranks = math.prod(layout)
+    name = f"{ranks} rank{'' if ranks == 1 else 's'}"
+    return name if len(layout) == 1 else f"{name} ({layout[0]} replicas x {layout[1]} shards)"
+
+
+def shown(problems: Iterable[str], limit: int = PROBLEMS_SHOWN) -> list[str]:
+    """The first problems, and how many more there are."""
+    found = list(problems)
+    return found if len(found) <= limit else [*found[:limit], f"and {len(found) - limit} more"]
+
+
+def _by(mesh: Sequence[int]) -> str:
+    return "x".join(map(str, mesh)) or "nothing"
