@@ -17,22 +17,56 @@
     └── RankLostError                 12   another rank of this run is gone, or was silent for too long
 
 Two codes are no errors: 75 (EX_TEMPFAIL) means saved, run me again; 128 + n means killed by signal n.
-Every class pickles, because errors cross ranks, and carries its data as attributes.
+Every class pickles, because errors cross ranks, and carries its data as attributes. The text of each is safe to print:
+what came from a checkpoint or a path is in it with escapes where a terminal would obey.
 """
 
 from __future__ import annotations
 
+import re
+import sys
+import warnings
 from collections.abc import Sequence
 
 EXIT_OK = 0
 EXIT_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h: the run saved, and wants to be started again."""
 
+# Control characters, marks that change the direction of text, line separators, and bytes that are no text at all.
+_UNSAFE = "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+_ONE_LINE = re.compile(_UNSAFE)
+_LINES = re.compile(rf"(?!\n ){_UNSAFE}")
+
+
+def plain(text: object) -> str:
+    """Text that came from a checkpoint or a path, with each unsafe character written as an escape such as `\\x1b`."""
+    return _ONE_LINE.sub(_escape, str(text))
+
+
+def plain_lines(text: object) -> str:
+    """The same for a whole message. Lines that are indented stay, as our lists are: none passes for another message."""
+    return _LINES.sub(_escape, str(text).expandtabs(4))
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+def warn(text: str) -> None:
+    """Warn, safe to print, and name the line outside of ckptman that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "ckptman":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(plain_lines(text), RuntimeWarning, stacklevel=level)
+
 
 class CkptmanError(Exception):
     """The root of every error that ckptman raises on purpose."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return plain_lines(super().__str__())
 
 
 class ConfigError(CkptmanError, ValueError):
@@ -124,7 +158,7 @@ class MismatchError(CkptmanError):
         ):
             if names:
                 lines.append(f"  {title} ({len(names)}):")
-                lines += [f"    {name}" for name in names]
+                lines += [f"    {plain(name)}" for name in names]
         lines.append(
             "  Build the model as it was saved, or restore another checkpoint (ckptman show lists its tensors)."
         )

@@ -6,21 +6,26 @@ import io
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
 import typer
 
+from ckptman.cli.diff import diff
+from ckptman.cli.doctor import doctor
 from ckptman.cli.list import list_checkpoints
 from ckptman.cli.prune import prune
 from ckptman.cli.show import show
 from ckptman.cli.submit import submit
-from ckptman.cli.text import complain, say, stop_writing
+from ckptman.cli.text import complain, plain, say, stop_writing
 from ckptman.cli.verify import verify
 from ckptman.errors import CkptmanError, RootError
 
 TRACEBACK_ENV = "CKPTMAN_TRACEBACK"
 """Set to 1 to see the traceback of an error, for a bug report."""
+EXIT_BUG = 70
+"""EX_SOFTWARE of sysexits.h."""
 
 # Formatting by rich costs more to import than a whole listing of 1,000 checkpoints takes.
 app = typer.Typer(
@@ -35,7 +40,9 @@ app = typer.Typer(
 app.command("list")(list_checkpoints)
 app.command("show")(show)
 app.command("verify")(verify)
+app.command("diff")(diff)
 app.command("prune")(prune)
+app.command("doctor")(doctor)
 app.command("submit", context_settings={"allow_interspersed_args": False})(submit)
 
 
@@ -58,6 +65,8 @@ def _common(
 
 def run() -> NoReturn:
     """Run the command line of this process and exit. Called by `ckptman.cli.main`."""
+    # Where the shell closed them (`>&-`) they are None, and what is said goes nowhere.
+    sys.stdout, sys.stderr = (each or open(os.devnull, "w", encoding="utf-8") for each in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         # A terminal that knows no Unicode gets escapes, not an exception.
         if isinstance(stream, io.TextIOWrapper):
@@ -78,6 +87,10 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(error, error.exit_code)
     except OSError as error:
         return _fail(error, RootError.exit_code)
+    except Exception as error:  # noqa: BLE001 whatever it is: 1, with which Python ends, says "they differ" of a diff
+        _print_traceback(error)
+        complain(f"this is no error of yours but a bug of ckptman ({type(error).__name__}): please report the above")
+        return EXIT_BUG
     return code
 
 
@@ -91,10 +104,21 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _fail(error: Exception, code: int) -> int:
     if os.environ.get(TRACEBACK_ENV) == "1":
-        import traceback
-
-        traceback.print_exception(error)
-    # The text of an OSError begins with its number; ours were given a whole message.
-    ours = isinstance(error, CkptmanError) and isinstance(error, OSError) and error.strerror
-    complain(ours or str(error))
+        _print_traceback(error)
+    complain(_message(error))
     return code
+
+
+def _print_traceback(error: Exception) -> None:
+    for part in traceback.format_exception(error):
+        typer.echo("\n".join(map(plain, part.rstrip("\n").split("\n"))), err=True)
+
+
+def _message(error: Exception) -> str:
+    """What to tell. The text of an OSError begins with its number, and says nothing of what to do; ours do."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    if isinstance(error, CkptmanError):
+        return error.strerror
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror}: check the mount, its permissions and its quota"

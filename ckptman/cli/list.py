@@ -12,8 +12,18 @@ from ckptman.cli import text
 
 if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
+    from ckptman.store.verified import Verified
 
-Root = Annotated[Path, typer.Argument(metavar="ROOT", show_default=False, help="The folder that holds checkpoints.")]
+SIZES_SHOWN = 4
+Root = Annotated[
+    Path,
+    typer.Argument(
+        metavar="ROOT",
+        show_default=False,
+        readable=False,  # that is for the command to find out, whose error says more
+        help="The folder that holds checkpoints.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -23,25 +33,31 @@ def list_checkpoints(root: Root, as_json: AsJson = False) -> None:
     Oldest commit first: the last complete one is what a run restores.
     """
     from ckptman.store.catalogue import Catalogue
+    from ckptman.store.verified import read_verified
 
     catalogue = Catalogue(root)
     entries, leftovers = catalogue.scan(), catalogue.leftovers()
+    notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
     if as_json:
         unfinished = [{"path": str(path), "step": parsed.step, "kind": parsed.kind} for path, parsed in leftovers]
-        text.say_json(
-            {"root": str(root), "checkpoints": [describe(entry) for entry in entries], "leftovers": unfinished}
-        )
+        checkpoints = [describe(entry, notes.get(entry.path)) for entry in entries]
+        text.say_json({"root": str(root), "checkpoints": checkpoints, "leftovers": unfinished})
         return
     if entries:
         now = time.time()
-        headers = ("step", "age", "size", "ranks", "mesh", "metrics", "state")
-        lines = text.table(headers, [_row(entry, now) for entry in entries], right="step age size ranks")
+        # A column that would be empty from top to bottom is left out.
+        shown = any(notes.values())
+        headers = ("step", "age", "size", "ranks", "mesh", "metrics", *["verified"] * shown, "state")
+        rows = [
+            (*_row(entry, now), *[verified(notes.get(entry.path), now)] * shown, _state(entry)) for entry in entries
+        ]
+        lines = text.table(headers, rows, right="step age size ranks")
         text.say("\n".join(lines))
         text.say()
     text.say(_summary(root, entries, len(leftovers)))
 
 
-def describe(entry: Entry) -> dict[str, Any]:
+def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
     """A checkpoint for programs. Without a readable manifest, only where it is and what is wrong with it."""
     facts: dict[str, Any] = {
         "step": entry.step,
@@ -52,13 +68,14 @@ def describe(entry: Entry) -> dict[str, Any]:
     if entry.manifest is not None:
         facts |= {"bytes": entry.manifest.total_bytes}
         facts |= entry.manifest.model_dump(mode="python", exclude={"step", "files", "block_bytes"})
-    return facts
+    proved = None if note is None else note.model_dump(mode="json", exclude={"manifest_digest", "files_digest"})
+    return {**facts, "verified": proved}
 
 
 def _row(entry: Entry, now: float) -> tuple[str, ...]:
     manifest = entry.manifest
     if manifest is None:
-        return (str(entry.step), "-", "-", "-", "-", "-", _state(entry))
+        return (str(entry.step), "-", "-", "-", "-", "-")
     return (
         str(entry.step),
         text.age(now - manifest.time_seconds),
@@ -66,8 +83,16 @@ def _row(entry: Entry, now: float) -> tuple[str, ...]:
         str(manifest.world_size),
         text.mesh(manifest.mesh),
         text.metrics(manifest.metrics) or "-",
-        _state(entry),
     )
+
+
+def verified(note: Verified | None, now: float) -> str:
+    """What was proved of a checkpoint, and when: `5 min ago`, `3 h ago, on 1 2 8`, `plan only`, or `-`."""
+    if note is None:
+        return "-"
+    when = f"{text.age(now - note.time_seconds)} ago" if note.every_byte else "plan only"
+    loaded = [*map(str, note.world_sizes), *("x".join(map(str, mesh)) for mesh in note.meshes)]
+    return f"{when}, on {' '.join(loaded[:SIZES_SHOWN])}{' ...' * (len(loaded) > SIZES_SHOWN)}" if loaded else when
 
 
 def _state(entry: Entry) -> str:

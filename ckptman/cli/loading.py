@@ -1,4 +1,4 @@
-"""Loading a checkpoint with real processes, from a command line that has not imported torch."""
+"""Proofs that a checkpoint loads, in a process of their own: the command line has not imported torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,72 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ckptman.errors import CkptmanError, CorruptError
+from ckptman.sharded.proof import LoadReport, PlanReport, world_sizes_with
+
+__all__ = ["LoadReport", "PlanReport", "load_on", "plan_on"]
 
 # The search path of this process: with -m, a random.py in the current folder would take the place of Python's own.
-_START = "import sys; sys.path[:] = {!r}; from ckptman.sharded.reshard_check import main; sys.exit(main(sys.argv[1:]))"
+_START = "import sys; sys.path[:] = {!r}; from ckptman.sharded.{} import main; sys.exit(main(sys.argv[1:]))"
 
 
-def load_on(folder: Path, world_sizes: list[int]) -> Iterator[tuple[int, list[str]]]:
-    """Each world size with what kept the checkpoint from loading on it bit for bit (see `sharded.reshard_check`).
+def load_on(
+    path: Path,
+    world_sizes: Sequence[int],
+    mesh: tuple[int, ...] | None = None,
+    done: Callable[[float], None] | None = None,
+) -> Iterator[LoadReport]:
+    """What kept the checkpoint from loading on each world size bit for bit (see `sharded.reshard_check`).
 
-    Raises: CorruptError (it cannot be read at all), CkptmanError (the check itself could not run).
+    `mesh`, (S,) or (R, S): the world size R x S is loaded as R replicas of S shards; it is added where it is none of
+    `world_sizes`. `done` is told how much of all of them is done, from 0 to 1.
+
+    Raises: CorruptError (it cannot be read at all), ConfigError (no such mesh), CkptmanError (the check itself could
+    not run, which says nothing of the checkpoint).
     """
-    command = [sys.executable, "-c", _START.format(sys.path), str(folder), ",".join(map(str, world_sizes))]
+    sizes = world_sizes_with(world_sizes, mesh)
+    request = {"folder": str(path), "world_sizes": sizes, "mesh": mesh, "progress": done is not None}
+    finished = 0
+    for found in _answers("reshard_check", request, len(sizes)):
+        if "done" in found:
+            assert done is not None
+            done((finished + found["done"]) / len(sizes))
+            continue
+        finished += 1
+        yield LoadReport(**found)
+
+
+def plan_on(
+    path: Path,
+    world_sizes: Sequence[int],
+    bandwidth_bytes_per_second: float | None = None,
+    mesh: tuple[int, ...] | None = None,
+    rank_bandwidth_bytes_per_second: float | None = None,
+) -> Iterator[PlanReport]:
+    """What it takes to load the checkpoint on each world size, and what keeps it from it (see `sharded.plan_check`).
+
+    Nothing is loaded and no rank is started. The bandwidths are those of the whole file system, and of one rank.
+    `mesh` as for `load_on`. Raises: as `load_on`.
+    """
+    sizes = world_sizes_with(world_sizes, mesh)
+    request = {
+        "folder": str(path),
+        "world_sizes": sizes,
+        "mesh": mesh,
+        "bandwidth": bandwidth_bytes_per_second,
+        "rank_bandwidth": rank_bandwidth_bytes_per_second,
+    }
+    for found in _answers("plan_check", request, len(sizes)):
+        yield PlanReport(**found)
+
+
+def _answers(module: str, request: dict[str, Any], expected: int) -> Iterator[dict[str, Any]]:
+    """What `main` of a module of `sharded` prints, line by line, in a process of its own."""
+    command = [sys.executable, "-c", _START.format(sys.path, module), json.dumps(request)]
     # One thread each: the ranks are forked, and share the cores.
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
@@ -32,14 +83,14 @@ def load_on(folder: Path, world_sizes: list[int]) -> Iterator[tuple[int, list[st
     ):
         try:
             assert process.stdout is not None
-            done = 0
+            reports = 0
             for line in process.stdout:
                 found = json.loads(line)
                 if "error" in found:
-                    raise CorruptError(found["error"])
-                done += 1
-                yield found["world_size"], found["problems"]
-            if process.wait() or done < len(world_sizes):
+                    raise (CorruptError if found["damaged"] else CkptmanError)(found["error"])
+                reports += "done" not in found
+                yield found
+            if process.wait() or reports < expected:
                 complaints.seek(0)
                 last = complaints.read().strip().rpartition("\n")[2]
                 raise CkptmanError(f"the loading check ended with exit code {process.returncode}: {last}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptman.cli import text
-from ckptman.cli.list import AsJson, describe
+from ckptman.cli.list import AsJson, describe, verified
 from ckptman.cli.target import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.tensors import TensorFacts, tensors_of
+from ckptman.errors import CorruptError
 
 if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
@@ -29,32 +31,41 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
         show_foreign(path, as_json)
         return
     from ckptman.store.index import open_table, read_index
+    from ckptman.store.verified import read_verified
 
     (entry,) = choose(path, step)
     manifest = entry.require_manifest()
     index = read_index(entry.path, manifest)
     tensors = tensors_of(index, open_table(entry.path, manifest, index))
     values = [unit for unit in index.units if not _is_tensor(unit.value)]
+    note = read_verified(entry.path, manifest)
+    read = [_decoded(unit, entry.path) for unit in values]
     if as_json:
         text.say_json(
             {
-                **describe(entry),
+                **describe(entry, note),
                 "files": {name: record.model_dump() for name, record in sorted(manifest.files.items())},
                 "tensors": [tensor.as_dict() for tensor in tensors],
                 "values": [{"state": unit.state, "key": unit.key, "value": unit.value} for unit in values],
             }
         )
         return
-    text.say("\n".join(_origin(entry, time.time())))
+    text.say("\n".join(_origin(entry, verified(note, time.time()), time.time())))
     text.say("\n".join(tensor_lines(tensors)))
-    text.say("\n".join(_value_lines(values)))
+    text.say("\n".join(_value_lines(values, read)))
 
 
 def tensor_lines(tensors: list[TensorFacts]) -> list[str]:
     """The section about tensors, for people."""
     title = f"{text.count(len(tensors), 'tensor')}, {text.size(sum(tensor.bytes for tensor in tensors))}"
     rows = [
-        (text.plain(tensor.name), str(list(tensor.shape)), tensor.dtype, tensor.sharding, text.size(tensor.bytes))
+        (
+            text.plain(tensor.name),
+            str(list(tensor.shape)),
+            text.plain(tensor.dtype),
+            tensor.sharding,
+            text.size(tensor.bytes),
+        )
         for tensor in tensors
     ]
     return ["", title, *_indented(text.table(("name", "shape", "dtype", "sharding", "size"), rows))] if rows else []
@@ -62,11 +73,14 @@ def tensor_lines(tensors: list[TensorFacts]) -> list[str]:
 
 def short(value: object, limit: int = 88) -> str:
     """A plain value on one line, cut where it gets long."""
-    written = text.plain(repr(value))
+    try:
+        written = text.plain(repr(value))
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "(a number too long to show)"
     return written if len(written) <= limit else f"{written[: limit - 3]}..."
 
 
-def _origin(entry: Entry, now: float) -> list[str]:
+def _origin(entry: Entry, verified: str, now: float) -> list[str]:
     manifest = entry.require_manifest()
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_seconds))
     run = f"{text.plain(manifest.run_id) or '(no id)'}, attempt {manifest.attempt}"
@@ -75,6 +89,7 @@ def _origin(entry: Entry, now: float) -> list[str]:
         ("saved", f"{clock}, {text.age(now - manifest.time_seconds)} ago ({text.plain(manifest.reason)})"),
         ("commit", f"number {manifest.sequence} of its root"),
         ("size", f"{text.size(manifest.total_bytes)} in {text.count(len(manifest.files), 'file')}"),
+        ("verified", verified),
         ("ranks", f"{manifest.world_size}, mesh {text.mesh(manifest.mesh)}"),
         ("metrics", text.metrics(manifest.metrics) or "-"),
         ("run", run + (f", job {text.plain(manifest.job_id)}" if manifest.job_id else "")),
@@ -88,17 +103,27 @@ def _origin(entry: Entry, now: float) -> list[str]:
     return [f"Step {entry.step}: {text.plain(entry.path)}", *_indented(text.table(("", ""), rows)[1:])]
 
 
-def _value_lines(units: list[Unit]) -> list[str]:
+def _decoded(unit: Unit, folder: Path) -> tuple[Any, Any]:
+    """Key and value of a unit. Raises: CorruptError, naming it."""
     from ckptman.store.plain import decode
 
-    by_state: dict[str, list[Unit]] = {}
-    for unit in units:
-        by_state.setdefault(unit.state, []).append(unit)
+    try:
+        return decode(unit.key), decode(unit.value)
+    except CorruptError as error:
+        raise CorruptError(
+            f"{folder}: the value {unit.state} cannot be read: {error}; restore an older checkpoint"
+        ) from error
+
+
+def _value_lines(units: list[Unit], decoded: list[tuple[Any, Any]]) -> list[str]:
+    by_state: dict[str, list[tuple[Unit, Any, Any]]] = {}
+    for unit, (key, value) in zip(units, decoded):
+        by_state.setdefault(unit.state, []).append((unit, key, value))
     rows = []
     for state, group in by_state.items():
-        for unit in group[:VALUES_SHOWN]:
-            name = state if unit.whole else f"{state}.{decode(unit.key)}"
-            rows.append((text.plain(name), short(decode(unit.value))))
+        for unit, key, value in group[:VALUES_SHOWN]:
+            name = state if unit.whole else f"{state}.{key if isinstance(key, str) else short(key)}"
+            rows.append((text.plain(name), short(value)))
         if len(group) > VALUES_SHOWN:
             rows.append((f"{text.plain(state)}.*", f"... {len(group) - VALUES_SHOWN:,} more: --json shows all"))
     if not rows:

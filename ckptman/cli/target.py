@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 PathOrRoot = Annotated[
     Path,
-    typer.Argument(metavar="PATH", show_default=False, help="A checkpoint, or a root (then of its newest checkpoint)."),
+    typer.Argument(
+        metavar="PATH",
+        show_default=False,
+        readable=False,  # that is for the command to find out, whose error says more
+        help="A checkpoint, or a root (then of its newest checkpoint).",
+    ),
 ]
 Step = Annotated[
     int | None, typer.Option("--step", metavar="N", show_default=False, help="Of a root: the checkpoint of this step.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,17 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ckptman.errors import plain, plain_lines
+
 if TYPE_CHECKING:
     from ckptman.store.manifest import Mesh
 
-# Control characters, marks that change the direction of text, line separators, and bytes that are no text at all.
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+__all__ = [
+    "age",
+    "complain",
+    "count",
+    "mesh",
+    "metrics",
+    "paint",
+    "plain",
+    "say",
+    "say_json",
+    "size",
+    "stop_writing",
+    "table",
+]
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def plain(text: object) -> str:
-    """Text that came from a checkpoint or a path, with each unsafe character written as an escape such as `\\x1b`."""
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 def say(text: str = "") -> None:
@@ -41,8 +50,7 @@ def say_json(data: object) -> None:
 
 def complain(message: str) -> None:
     """Print an error message to standard error: the only one of a command that fails."""
-    lines = [plain(line) for line in message.split("\n")]
-    typer.echo("\n".join([f"{paint('Error:', 'red', sys.stderr)} {lines[0]}", *lines[1:]]), err=True)
+    typer.echo(f"{paint('Error:', 'red', sys.stderr)} {plain_lines(message)}", err=True)
 
 
 def stop_writing() -> int:

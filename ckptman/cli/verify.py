@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+import errno
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckptman.cli import text
+from ckptman.cli import verify_checks as checks
 from ckptman.cli.list import AsJson
+from ckptman.cli.sizes import parse_size
 from ckptman.cli.target import PathOrRoot, Step, choose, is_foreign
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, FormatVersionError, MismatchError
+from ckptman.cli.verify_checks import Wishes
+from ckptman.cli.verify_report import Report, byte_lines, remark_lines, summary_lines
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
 
 if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
 
+MOST_RANKS = 2**20
+MOST_THREADS = 1024
 All = Annotated[bool, typer.Option("--all", help="Of a root: all its checkpoints.")]
 WorldSize = Annotated[
     str | None,
@@ -30,49 +33,36 @@ WorldSize = Annotated[
         help="Also load it with each of these numbers of processes, and compare with what was saved.",
     ),
 ]
-Threads = Annotated[
-    int | None, typer.Option("--threads", metavar="N", show_default=False, help="Read that many files at a time.")
+Mesh = Annotated[
+    str | None,
+    typer.Option("--mesh", metavar="RxS", show_default=False, help="Also load it as R replicas of S shards (HSDP)."),
 ]
-
-
-@dataclass
-class Report:
-    """What was found about one checkpoint. `digests`: it has any (plain DCP writes none).
-
-    `problems`: bytes that are not what was saved. `loads`: for each world size, what kept it from loading bit for bit.
-    """
-
-    step: int | None
-    path: Path
-    digests: bool = True
-    files: int = 0
-    bytes: int = 0
-    tensors: int = 0
-    problems: list[str] = field(default_factory=list)
-    newer_format: FormatVersionError | None = None
-    loads: dict[int, list[str]] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return f"step {self.step}" if self.step is not None else str(self.path)
-
-    @property
-    def loads_everywhere(self) -> bool:
-        return not any(self.loads.values())
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same, for JSON."""
-        return {
-            "step": self.step,
-            "path": str(self.path),
-            "good": not self.problems and self.newer_format is None and self.loads_everywhere,
-            "digests": self.digests,
-            "files": self.files,
-            "bytes": self.bytes,
-            "tensors": self.tensors,
-            "problems": self.problems or ([str(self.newer_format)] if self.newer_format else []),
-            "world_sizes": {str(size): problems for size, problems in self.loads.items()},
-        }
+PlanOnly = Annotated[
+    bool,
+    typer.Option("--plan-only", help="Read no tensor: only plan the load onto each --world-size, however many ranks."),
+]
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="SPEED",
+        show_default=False,
+        help="With --plan-only: what the file system gives to all ranks together, such as 50GB/s.",
+    ),
+]
+RankBandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--rank-bandwidth",
+        metavar="SPEED",
+        show_default=False,
+        help="With --plan-only: what one rank can read at most, such as 2GB/s.",
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", metavar="N", show_default=False, help="Threads, or processes, that read."),
+]
 
 
 def verify(
@@ -80,27 +70,49 @@ def verify(
     step: Step = None,
     every: All = False,
     world_size: WorldSize = None,
+    mesh: Mesh = None,
+    plan_only: PlanOnly = False,
+    bandwidth: Bandwidth = None,
+    rank_bandwidth: RankBandwidth = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that every byte is what was saved.
+    """Prove that every byte is what was saved, and on request that it loads.
 
-    Exit code 0: proved. 4: damaged. 7: it does not load on one of the world sizes. 9: a newer ckptman wrote it.
+    Exit code 0: proved. 4: damaged. 7: it does not load on one of the world sizes. 9: a newer ckptman wrote it. 10: it
+    could not be read.
     """
-    world_sizes = parse_world_sizes(world_size)
-    threads = _thread_count(threads)
-    foreign = step is None and not every and is_foreign(path)
-    reports = []
-    for entry in [None] if foreign else choose(path, step, every):
-        report = _check_bytes(entry, threads) if entry is not None else Report(None, path, digests=False)
-        if not report.problems and report.newer_format is None:
-            _check_loading(report, world_sizes)
-        reports.append(report)
-        if not as_json:
-            text.say("\n".join(_lines(report)))
+    wishes = _wishes(world_size, mesh, plan_only, bandwidth, rank_bandwidth, threads)
+    say: Callable[[list[str]], None] = (lambda lines: None) if as_json else _say
+    if step is None and not every and is_foreign(path):
+        reports = [_judge(checks.check_foreign(path, wishes), wishes, say)]
+    else:
+        reports = []
+        entries = choose(path, step, every)
+        known = () if wishes.plan_only else checks.neighbours(entries, every)
+        for entry in entries:
+            report = checks.check_bytes(entry, wishes)
+            if report.is_checked:
+                checks.check_freshness(report, entry, known)
+            reports.append(_judge(report, wishes, say, entry))
     if as_json:
         text.say_json({"checkpoints": [report.as_dict() for report in reports]})
+    say(summary_lines(reports))
     _raise_for(reports)
+
+
+def _judge(report: Report, wishes: Wishes, say: Callable[[list[str]], None], entry: Entry | None = None) -> Report:
+    """Say what the bytes came to, go on with how it loads, and note what was proved."""
+    say(byte_lines(report))
+    if report.is_checked:
+        for lines in checks.check_fit(report, wishes):
+            say(lines)
+        if report.gone is not None:
+            say([f"  {text.plain(report.gone)}"])
+    if entry is not None:
+        checks.remember(report, entry)
+    say(remark_lines(report))
+    return report
 
 
 def parse_world_sizes(written: str | None) -> list[int]:
@@ -109,93 +121,91 @@ def parse_world_sizes(written: str | None) -> list[int]:
         sizes = [int(part) for part in written.split(",")] if written is not None else []
     except ValueError:
         sizes = [0]
-    if any(size < 1 for size in sizes):
+    if any(not 1 <= size <= MOST_RANKS for size in sizes):
         raise ConfigError(
-            f"--world-size: numbers of processes with commas between them, such as 1,2,4, not {written!r}"
+            f"--world-size: numbers of processes with commas between them, such as 1,2,4, each no more than "
+            f"{MOST_RANKS:,}, not {written!r}"
         )
     return list(dict.fromkeys(sizes))
 
 
-def _thread_count(threads: int | None) -> int:
+def parse_mesh(written: str | None) -> tuple[int, ...] | None:
+    """`2x4` as (2, 4). Raises: ConfigError."""
+    if written is None:
+        return None
+    found = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", written)
+    if found is None or int(found[1]) * int(found[2]) > MOST_RANKS:
+        raise ConfigError(
+            f"--mesh: replicas x shards, such as 2x4, no more than {MOST_RANKS:,} ranks in all, not {written!r}"
+        )
+    return int(found[1]), int(found[2])
+
+
+def parse_speed(written: str | None, option: str = "--bandwidth") -> float | None:
+    """`5GB/s`, `1.5TB/s` or `800MiB/s` in bytes per second. Raises: ConfigError."""
+    if written is None:
+        return None
+    size, slash, unit = written.strip().rpartition("/")
+    try:
+        if slash and unit == "s":
+            return float(parse_size(option, size))
+    except ConfigError:
+        pass
+    raise ConfigError(f"{option}: a speed such as 5GB/s or 800MiB/s, not {written!r}")
+
+
+def _wishes(
+    world_size: str | None,
+    mesh: str | None,
+    plan_only: bool,
+    bandwidth: str | None,
+    rank_bandwidth: str | None,
+    threads: int | None,
+) -> Wishes:
     from ckptman.policy.checks import check_count
 
-    if threads is None:
-        return min(8, os.cpu_count() or 1)
-    check_count("verify", "--threads", threads)
-    return threads
+    if threads is not None:
+        check_count("verify", "--threads", threads)
+        if threads > MOST_THREADS:
+            raise ConfigError(f"--threads: at most {MOST_THREADS:,}, not {threads:,}")
+    sizes, shape = parse_world_sizes(world_size), parse_mesh(mesh)
+    if plan_only and not sizes and shape is None:
+        raise ConfigError("--plan-only: say onto how many ranks, such as --world-size 1024,4096")
+    if not plan_only and (bandwidth or rank_bandwidth):
+        raise ConfigError("--bandwidth and --rank-bandwidth are for --plan-only: a load that is made is not estimated")
+    speeds = parse_speed(bandwidth), parse_speed(rank_bandwidth, "--rank-bandwidth")
+    return Wishes(sizes, shape, plan_only, *speeds, threads)
 
 
-def _check_bytes(entry: Entry, threads: int) -> Report:
-    from ckptman.store.index import read_index
-    from ckptman.store.verify import check_coverage, verify_files
-
-    report = Report(entry.step, entry.path, newer_format=entry.newer_format)
-    if entry.newer_format is not None:
-        return report
-    if entry.manifest is None or entry.problem is not None:
-        report.problems.append(entry.problem or "it has no manifest")
-        return report
-    with _progress(f"step {entry.step}", entry.manifest.total_bytes) as done:
-        files = verify_files(entry, threads=threads, done=done)
-    report.files, report.bytes, report.problems = files.files, files.bytes, list(files.problems)
-    if not report.problems:
-        try:
-            report.tensors = len(read_index(entry.path, entry.manifest).tensors)
-            report.problems += check_coverage(entry.path, entry.manifest)
-        except CorruptError as error:
-            report.problems.append(str(error))
-    return report
-
-
-def _check_loading(report: Report, world_sizes: list[int]) -> None:
-    if not world_sizes:
-        return
-    from ckptman.cli.loading import load_on
-
-    try:
-        for world_size, problems in load_on(report.path, world_sizes):
-            report.loads[world_size] = problems
-    except CorruptError as error:
-        report.problems.append(str(error))
-
-
-def _lines(report: Report) -> list[str]:
-    good = text.paint("good", "green")
-    lines = []
-    if report.newer_format is not None:
-        lines.append(f"{report.name}: not checked, {text.plain(report.newer_format)}")
-    elif report.problems:
-        lines.append(f"{report.name}: {text.paint('damaged', 'red')}, {text.plain(report.path)}")
-        lines += [f"  {text.plain(problem)}" for problem in report.problems]
-    elif report.digests:
-        what = f"{text.count(report.files, 'file')}, {text.size(report.bytes)}: every byte matches its digest"
-        lines.append(f"{report.name}: {good}, {what}; {text.count(report.tensors, 'tensor')}, all complete")
-    else:
-        lines.append(f"{text.plain(report.name)}: written by plain DCP without digests: changed bytes cannot be found")
-    for world_size, problems in report.loads.items():
-        on = text.count(world_size, "process", "processes")
-        if problems:
-            lines.append(f"  on {on}: {text.paint('does not load', 'red')}")
-            lines += [f"    {text.plain(problem)}" for problem in problems]
-        else:
-            lines.append(f"  on {on}: loads, bit for bit what was saved")
-    return lines
+def _say(lines: list[str]) -> None:
+    if lines:
+        text.say("\n".join(lines))
 
 
 def _raise_for(reports: list[Report]) -> None:
-    """End with the worst that was found. Raises: CorruptError, FormatVersionError, typer.Exit with 7."""
-    damaged = [report for report in reports if report.problems]
-    if damaged:
-        names = ", ".join(report.name for report in damaged)
+    """End with the worst that was found. Raises: CorruptError, FormatVersionError, RootError, NotFoundError."""
+    of = text.count(len(reports), "checkpoint")
+    if damaged := [report for report in reports if report.is_damaged]:
         raise CorruptError(
-            f"{len(damaged)} of {text.count(len(reports), 'checkpoint')} damaged or incomplete: {names}. A restore "
-            f"passes over them; bring them back from a copy, or remove their folders"
+            f"{len(damaged)} of {of} damaged or incomplete: {_names(damaged)}. A restore passes over them; bring them "
+            f"back from a copy, or remove their folders"
         )
     if newer := next((report.newer_format for report in reports if report.newer_format), None):
         raise newer
-    stuck = [report for report in reports if not report.loads_everywhere]
-    if stuck:
+    if stuck := [report for report in reports if report.problems_of_fit]:
         raise _DoesNotLoad(stuck)
+    if unread := [report for report in reports if report.unread or report.not_tried]:
+        raise RootError(
+            errno.EACCES,
+            f"{len(unread)} of {of} could not be looked at, or not tried: {_names(unread)}. What was asked for is not "
+            f"proved: remove the cause that is told above, and verify again",
+        )
+    if all(report.gone is not None for report in reports):
+        raise NotFoundError(f"{_names(reports)}: {reports[0].gone}")
+
+
+def _names(reports: list[Report]) -> str:
+    return ", ".join(report.name for report in reports)
 
 
 class _DoesNotLoad(CkptmanError):
@@ -203,21 +213,7 @@ class _DoesNotLoad(CkptmanError):
 
     def __init__(self, stuck: list[Report]) -> None:
         report = stuck[0]
-        sizes = ", ".join(str(size) for size, problems in report.loads.items() if problems)
-        super().__init__(f"{report.name} does not load on {sizes} processes as it was saved: see the lines above")
-
-
-@contextmanager
-def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on a terminal, with what to call with the bytes done; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    title = TextColumn("{task.description}", markup=False)
-    with Progress(title, *columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total_bytes)
-        yield lambda done: bar.advance(task, done)
+        sizes = [str(size) for size, found in report.loads.items() if found.problems]
+        verb = "does not load on {} processes as it was saved" if sizes else "cannot be planned onto {} ranks"
+        sizes = sizes or [str(plan.world_size) for plan in report.plans if plan.problems]
+        super().__init__(f"{report.name} {verb.format(', '.join(sizes))}: see the lines above")

@@ -13,7 +13,7 @@ SQUEUE_TIMEOUT_SECONDS = 10.0
 _NO_END = {"", "N/A", "NONE", "UNKNOWN", "UNLIMITED"}
 
 
-def run_command(command: Sequence[str]) -> str:
+def run_command(command: Sequence[str], timeout_seconds: float | None = None) -> str:
     """The standard output of a command that must succeed in time. Raises: OSError, subprocess.SubprocessError."""
     # SLURM_TIME_FORMAT of the user would change what squeue prints.
     environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
@@ -22,7 +22,8 @@ def run_command(command: Sequence[str]) -> str:
         check=True,
         capture_output=True,
         text=True,
-        timeout=SQUEUE_TIMEOUT_SECONDS,
+        errors="replace",
+        timeout=timeout_seconds or SQUEUE_TIMEOUT_SECONDS,
         stdin=subprocess.DEVNULL,
         env=environment,
     )

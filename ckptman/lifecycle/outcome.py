@@ -68,7 +68,7 @@ def read_outcome(path: Path) -> Outcome | None:
     try:
         values = json.loads(data)
         fields = {name: values[name] for name in _TYPES}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _garbage(path, f"{type(error).__name__}: {error}") from None
     for name, kinds in _TYPES.items():
         if not isinstance(fields[name], kinds):

@@ -7,6 +7,7 @@ import json
 import math
 import numbers
 import os
+import stat
 import threading
 import time
 import warnings
@@ -16,6 +17,8 @@ from typing import Any
 
 from ckptman.errors import NotFoundError
 from ckptman.store.durable import DISK, Disk
+
+_OPEN = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 
 class Journal:
@@ -76,9 +79,13 @@ class Journal:
     def _open(self) -> int:
         if self._fd is None:
             self._disk.make_folders(self.path.parent)
-            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            size = os.fstat(fd).st_size
-            self._torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+            # Not through a link, and not to a pipe: nobody may have us write to what is none of ours, or wait.
+            fd = os.open(self.path, _OPEN | os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                os.close(fd)
+                raise OSError(errno.EINVAL, "it is no file", str(self.path))
+            self._torn = found.st_size > 0 and os.pread(fd, 1, found.st_size - 1) != b"\n"
             self._fd = fd
         return self._fd
 
@@ -96,16 +103,25 @@ class Journal:
 def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
     """The events of a journal, oldest first, and how many torn lines were left out. Raises: NotFoundError."""
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _OPEN)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise NotFoundError(f"{os.fspath(path)} is no journal, but a pipe or a device: remove it")
+            lines = file.read().split(b"\n")
     except FileNotFoundError as error:
+        if isinstance(error, NotFoundError):
+            raise
         raise NotFoundError(f"there is no journal {os.fspath(path)}: no run has been started there") from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotFoundError(f"{os.fspath(path)} is no journal, but a link: remove it") from error
+        raise
     events, torn = [], 0
     for line in lines:
         if not line:
             continue
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             event = None
         if isinstance(event, dict) and "event" in event and "time" in event:
             events.append(event)

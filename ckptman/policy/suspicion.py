@@ -32,11 +32,14 @@ class Crash:
 
 
 def crashes_of(events: Sequence[Mapping[str, Any]]) -> list[Crash]:
-    """The crashes that a journal tells of. A checkpoint that was saved anew since then is another one."""
+    """The crashes that a journal tells of. A checkpoint that was saved anew since then is another one.
+
+    An event without a step or an attempt that is a whole number tells of none.
+    """
     found: list[Crash] = []
     restored: int | None = None
     for event in events:
-        kind, step = event.get("event"), event.get("step")
+        kind, step, attempt = event.get("event"), event.get("step"), event.get("attempt")
         if kind == "attempt_started":
             restored = None
         elif type(step) is not int:
@@ -47,10 +50,10 @@ def crashes_of(events: Sequence[Mapping[str, Any]]) -> list[Crash]:
             found = [each for each in found if each.restored != step]
             if restored is not None and step >= restored:
                 restored = None  # what comes is no longer the doing of what was loaded
-        elif kind == "failed" and restored is not None:
+        elif kind == "failed" and restored is not None and type(attempt) is int:
             cause = str(event.get("reason", "")).partition(":")[0]
             if cause not in _NOT_THE_STATE:
-                found.append(Crash(int(event.get("attempt", 0)), restored, step))
+                found.append(Crash(attempt, restored, step))
     return found
 
 

@@ -1,0 +1,169 @@
+"""`ckptman diff A B`: what changed between two checkpoints: tensors, and plain values side by side."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptman.cli import text
+from ckptman.cli.differences import Findings, Side, as_dict, lines, weight
+from ckptman.cli.list import AsJson
+from ckptman.cli.progress import progress
+from ckptman.cli.target import choose, is_checkpoint, is_foreign
+from ckptman.errors import ConfigError, NotFoundError
+
+if TYPE_CHECKING:
+    from ckptman.store.chunks import TensorRecord
+
+DIFFERENT = 1
+"""The exit code of a diff that found something, as of the diff that everybody knows."""
+A = Annotated[
+    Path,
+    typer.Argument(
+        metavar="A",
+        show_default=False,
+        readable=False,  # that is for the command to find out, whose error says more
+        help="A checkpoint, or a root (then its newest; alone: its two newest).",
+    ),
+]
+B = Annotated[
+    Path | None,
+    typer.Argument(metavar="B", show_default=False, readable=False, help="The one it is compared with."),
+]
+Steps = Annotated[
+    str | None,
+    typer.Option("--steps", metavar="N,N", show_default=False, help="Of a root: the checkpoints of these two steps."),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="PATTERN",
+        show_default=False,
+        help="Only names that match, such as 'model.*.bias'. May be given several times.",
+    ),
+]
+Top = Annotated[int, typer.Option("--top", metavar="N", help="Show that many of the tensors, and of the values.")]
+Read = Annotated[bool, typer.Option("--read", help="Read every tensor, also where the digests say it did not change.")]
+
+
+def diff(
+    a: A,
+    b: B = None,
+    steps: Steps = None,
+    only: Only = None,
+    top: Top = 20,
+    read: Read = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what changed between two checkpoints.
+
+    Exit code 0: nothing. 1: something. 4: one of them is damaged.
+    """
+    from ckptman.policy.checks import check_count
+
+    check_count("diff", "--top", top)
+    before, after = _sides(a, b, _two_steps(steps))
+    found = _compare(before, after, _wanted(only or []), read)
+    if only and not found.groups:
+        raise ConfigError(
+            f"--only {' '.join(only)} matches nothing in {before.path} or {after.path}: `ckptman show` lists the names"
+        )
+    if as_json:
+        text.say_json(as_dict(before, after, found))
+    else:
+        text.say("\n".join(lines(before, after, found, top)))
+    if not found.same:
+        raise typer.Exit(DIFFERENT)
+
+
+def _two_steps(written: str | None) -> tuple[int, int] | None:
+    if written is None:
+        return None
+    try:
+        first, second = (int(part) for part in written.split(","))
+    except ValueError:
+        raise ConfigError(f"--steps: two steps with a comma between them, such as 100,200, not {written!r}") from None
+    return first, second
+
+
+def _sides(a: Path, b: Path | None, steps: tuple[int, int] | None) -> tuple[Side, Side]:
+    if steps is not None:
+        if b is not None:
+            raise ConfigError(f"--steps names two checkpoints of one root, and {b} is a second path: give one of them")
+        return _side(a, steps[0]), _side(a, steps[1])
+    if b is not None:
+        return _side(a), _side(b)
+    if is_checkpoint(a) or is_foreign(a):
+        raise ConfigError(f"{a} is one checkpoint: name the one it is to be compared with, too")
+    entries = choose(a, every=True)
+    for entry in entries:
+        if entry.newer_format is not None:
+            raise entry.newer_format
+    complete = [entry for entry in entries if entry.complete]
+    if len(complete) < 2:
+        raise NotFoundError(
+            f"{a} holds {text.count(len(complete), 'complete checkpoint')}: there is nothing to compare"
+        )
+    older, newer = complete[-2:]
+    return Side(older.path, older.require_manifest()), Side(newer.path, newer.require_manifest())
+
+
+def _side(path: Path, step: int | None = None) -> Side:
+    if step is None and is_foreign(path):
+        return Side(path)
+    (entry,) = choose(path, step)
+    return Side(entry.path, entry.require_manifest())
+
+
+def _wanted(patterns: list[str]) -> Callable[[str], bool]:
+    return lambda name: not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _compare(before: Side, after: Side, wanted: Callable[[str], bool], read: bool) -> Findings:
+    """Compare all of it. Raises: CorruptError, FormatVersionError."""
+    from ckptman.sharded.diff import diff_tensors
+    from ckptman.sharded.diff_values import diff_values
+    from ckptman.sharded.piecewise import Frugal
+
+    found = Findings()
+    with _quiet():
+        a, b = Frugal.read(before.path), Frugal.read(after.path)
+        sizes = {name: _bytes(each) for name, each in a.index.tensors.items() if wanted(name)}
+        tensors = diff_tensors(a, b, wanted, read_all=read)
+        with progress("comparing", sum(sizes.values())) as done:
+            for tensor in tensors:
+                if done is not None:
+                    done(sizes.get(tensor.name, 0))
+                found.group(tensor.name).tensors[tensor.kind] += 1
+                if tensor.kind != "same":
+                    found.tensors.append(tensor)
+                elif tensor.difference is None:
+                    found.unread += 1
+        for value in diff_values(a, b, wanted):
+            found.group(value.name).values[value.kind] += 1
+            if value.kind != "same":
+                found.values.append(value)
+    found.tensors.sort(key=weight)
+    return found
+
+
+def _bytes(record: TensorRecord) -> int:
+    from ckptman.store.chunks import item_bytes
+
+    return math.prod(record.shape) * (item_bytes(record.dtype) or 1)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns of dtypes that are experimental or deprecated wherever they are touched."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,237 @@
+"""What `ckptman diff` found, for people and for programs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptman.cli import text
+from ckptman.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckptman.sharded.diff import TensorDiff
+    from ckptman.sharded.diff_values import ValueDiff
+    from ckptman.store.manifest import Manifest
+
+VALUE_WIDTH = 36
+NOTE_WIDTH = 60
+KINDS = {
+    "removed": "only in A",
+    "added": "only in B",
+    "reshaped": "reshaped",
+    "retyped": "retyped",
+    "changed": "changed",
+}
+"""Kinds of differences in words, in the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two. `manifest`: None for a foreign one."""
+
+    path: Path
+    manifest: Manifest | None = None
+
+
+@dataclass
+class Group:
+    """What begins with the same name: how many tensors and plain values there are of each kind."""
+
+    tensors: Counter[str] = field(default_factory=Counter)
+    values: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Findings:
+    """What differs, and how much was compared. `unread`: tensors that are the same by their digests."""
+
+    groups: dict[str, Group] = field(default_factory=dict)
+    tensors: list[TensorDiff] = field(default_factory=list)
+    values: list[ValueDiff] = field(default_factory=list)
+    unread: int = 0
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.tensors and not self.values
+
+    def group(self, name: str) -> Group:
+        """The group of a flat name."""
+        return self.groups.setdefault(name.partition(".")[0], Group())
+
+
+def weight(tensor: TensorDiff) -> tuple[int, float, str]:
+    """Sorts what is not in both alike first, then the largest changes; what cannot be measured counts as large."""
+    found = tensor.difference
+    relative = found.relative if found is not None and found.nan[0] == found.nan[1] else None
+    return list(KINDS).index(tensor.kind), -math.inf if relative is None else -relative, tensor.name
+
+
+def as_dict(before: Side, after: Side, found: Findings) -> dict[str, Any]:
+    """All that differs, for JSON."""
+    return {
+        "a": _side_dict(before),
+        "b": _side_dict(after),
+        "same": found.same,
+        "unread_tensors": found.unread,
+        "groups": {
+            name: {"tensors": dict(group.tensors), "values": dict(group.values)}
+            for name, group in sorted(found.groups.items())
+        },
+        "tensors": [_tensor_dict(tensor) for tensor in found.tensors],
+        "values": [_value_dict(value) for value in found.values],
+    }
+
+
+def lines(before: Side, after: Side, found: Findings, top: int) -> list[str]:
+    """The same for people, on one screen: `top` tensors and `top` values."""
+    shown = [_side_line("A", before), _side_line("B", after)]
+    tensors, values = (sum(sum(getattr(each, what).values()) for each in found.groups.values()) for what in _WHAT)
+    known = f" ({text.count(found.unread, 'tensor')} by digest: --read reads them)" if found.unread else ""
+    compared = f"{text.count(tensors, 'tensor')} and {text.count(values, 'plain value')}"
+    if found.same:
+        return [*shown, f"no difference in {compared}{known}"]
+    differ = f"{text.count(len(found.tensors), 'tensor')} and {text.count(len(found.values), 'plain value')}"
+    shown += [f"{differ} differ, of {compared}{known}", ""]
+    shown += _indented(_group_table(found.groups))
+    if found.tensors:
+        headers = ("tensor", "", "shape", "dtype", "relative", "max abs", "elements", "")
+        rows = map(_tensor_row, found.tensors[:top])
+        shown += ["", *_indented(text.table(headers, rows)), *_more(len(found.tensors), top)]
+    if found.values:
+        rows = map(_value_row, found.values[:top])
+        shown += ["", *_indented(text.table(("value", "A", "B"), rows)), *_more(len(found.values), top)]
+    return shown
+
+
+_WHAT = ("tensors", "values")
+
+
+def _side_dict(side: Side) -> dict[str, Any]:
+    known = side.manifest
+    return {
+        "path": str(side.path),
+        "step": known.step if known else None,
+        "world_size": known.world_size if known else None,
+    }
+
+
+def _tensor_dict(tensor: TensorDiff) -> dict[str, Any]:
+    found = tensor.difference
+    fields: dict[str, Any] = {"name": tensor.name, "kind": tensor.kind}
+    fields |= {side: form._asdict() for side, form in (("a", tensor.before), ("b", tensor.after)) if form is not None}
+    if found is not None:
+        fields |= {"elements": found.elements, "changed": found.changed}
+    if found is not None and found.measured:
+        fields |= {
+            "relative_norm": found.relative,
+            "max_abs": found.largest,
+            "not_finite": found.unmeasured,
+            "nan": list(found.nan),
+            "inf": list(found.inf),
+        }
+    return fields | ({"note": tensor.note} if tensor.note else {})
+
+
+def _value_dict(value: ValueDiff) -> dict[str, Any]:
+    from ckptman.sharded.diff_values import MISSING
+    from ckptman.store.plain import encode
+
+    fields: dict[str, Any] = {"name": value.name, "kind": value.kind}
+    for side, each in (("a", value.before), ("b", value.after)):
+        if each is not MISSING:
+            try:
+                fields[side] = encode(each, value.name)
+            except ConfigError:
+                fields[side] = repr(each)
+    return fields
+
+
+def _side_line(name: str, side: Side) -> str:
+    known = side.manifest
+    if known is None:
+        return f"{name}: {text.plain(side.path)}, written by plain DCP"
+    metrics = f", {text.metrics(known.metrics)}" if known.metrics else ""
+    return f"{name}: step {known.step}, {text.plain(side.path)}, {text.count(known.world_size, 'rank')}{metrics}"
+
+
+def _group_table(groups: dict[str, Group]) -> list[str]:
+    kinds = ["same", *(kind for kind in reversed(KINDS) if any(group.tensors[kind] for group in groups.values()))]
+    headers = ("", "tensors", *(KINDS.get(kind, kind) for kind in kinds), "values", "differ")
+    rows = []
+    for name, group in sorted(groups.items()):
+        counts = [sum(group.tensors.values()), *(group.tensors[kind] for kind in kinds)]
+        counts += [sum(group.values.values()), sum(group.values.values()) - group.values["same"]]
+        rows.append((text.plain(name), *(f"{count:,}" if count else "-" for count in counts)))
+    return text.table(headers, rows)
+
+
+def _tensor_row(tensor: TensorDiff) -> Sequence[str]:
+    forms = [form for form in (tensor.before, tensor.after) if form is not None]
+    shapes, dtypes = (list(dict.fromkeys(str(each) for each in column)) for column in _columns(forms))
+    return (
+        text.plain(tensor.name),
+        KINDS[tensor.kind],
+        " -> ".join(shapes),
+        text.plain(" -> ".join(dtypes)),
+        *_numbers(tensor),
+        _remark(tensor),
+    )
+
+
+def _columns(forms: Sequence[Any]) -> tuple[Iterable[Any], Iterable[Any]]:
+    return [list(form.shape) for form in forms], [form.dtype for form in forms]
+
+
+def _numbers(tensor: TensorDiff) -> tuple[str, str, str]:
+    found = tensor.difference
+    if found is None:
+        return "-", "-", "-"
+    changed = f"{found.changed:,} of {found.elements:,}"
+    if not found.measured or found.relative is None:
+        return "-", "-", changed
+    largest = f"{found.largest:,}" if isinstance(found.largest, int) else f"{found.largest:.3g}"
+    return f"{found.relative:.3g}", largest, changed
+
+
+def _remark(tensor: TensorDiff) -> str:
+    found, remarks = tensor.difference, []
+    if found is not None:
+        for what, (before, after) in (("NaN", found.nan), ("Inf", found.inf)):
+            if before != after:
+                remarks.append(f"{what}: {before:,} -> {after:,}")
+        if found.unmeasured:
+            remarks.append(f"{found.unmeasured:,} not finite")
+    if tensor.note:
+        remarks.append(f"only its bytes were compared: {_cut(text.plain(tensor.note), NOTE_WIDTH)}")
+    return "; ".join(remarks)
+
+
+def _value_row(value: ValueDiff) -> Sequence[str]:
+    return (text.plain(value.name), *_beside(text.plain(repr(value.before)), text.plain(repr(value.after))))
+
+
+def _beside(before: str, after: str) -> tuple[str, str]:
+    """Two texts that differ, cut to a width, both from a little before the place where they do."""
+    pairs = enumerate(zip(before, after))
+    shared = next((place for place, (mine, other) in pairs if mine != other), min(len(before), len(after)))
+    if max(len(before), len(after)) > VALUE_WIDTH < shared + VALUE_WIDTH // 2:
+        start = max(shared - VALUE_WIDTH // 3, 0)
+        before, after = (f"...{each[start:]}" if start else each for each in (before, after))
+    return _cut(before, VALUE_WIDTH), _cut(after, VALUE_WIDTH)
+
+
+def _cut(written: str, width: int) -> str:
+    return written if len(written) <= width else f"{written[: width - 3]}..."
+
+
+def _more(count: int, top: int) -> list[str]:
+    return [f"  ... {count - top:,} more: --top {count} or --json shows all"] if count > top else []
+
+
+def _indented(table: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in table]

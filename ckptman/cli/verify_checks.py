@@ -1,0 +1,255 @@
+"""The checks behind `ckptman verify`: each fills in its part of the report about one checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptman.cli import text
+from ckptman.cli.progress import progress
+from ckptman.cli.verify_report import Report, load_lines, not_tried_lines, plan_lines
+from ckptman.errors import CkptmanError, CorruptError
+
+if TYPE_CHECKING:
+    from ckptman.store.catalogue import Entry
+    from ckptman.store.manifest import Manifest
+
+NAMES_TOLD = 3
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What is to be proved besides the bytes, and how. Bandwidths in bytes per second."""
+
+    world_sizes: list[int]
+    mesh: tuple[int, ...] | None
+    plan_only: bool
+    bandwidth: float | None
+    rank_bandwidth: float | None
+    threads: int | None
+
+
+def check_bytes(entry: Entry, wishes: Wishes) -> Report:
+    """Digests and coverage of an entry, complete or not; without digests where only a plan is asked for."""
+    from ckptman.store.manifest import missing_file, read_manifest
+    from ckptman.store.verified import identify
+
+    report = Report(entry.step, entry.path, newer_format=entry.newer_format, mesh=wishes.mesh)
+    if entry.newer_format is not None:
+        return report
+    if entry.manifest is None:
+        report.problems.append(entry.problem or "it has no manifest")
+        return report
+    try:
+        manifest = read_manifest(entry.path)
+        report.manifest, report.identity = manifest, identify(entry.path, manifest)
+        if entry.problem is not None and entry.problem != missing_file(entry.path, manifest):
+            report.problems.append(entry.problem)
+            return report
+        _check_files(report, manifest, wishes)
+        if not report.unread:
+            _check_coverage(report, manifest)
+    except FileNotFoundError:
+        report.gone = "it was deleted meanwhile"
+    except CorruptError as error:
+        report.problems.append(str(error))
+    except OSError as error:
+        report.unread.append(f"{error.filename or entry.path} cannot be read: {error.strerror or error}")
+    see_whether_it_stayed(report)
+    return report
+
+
+def check_foreign(path: Path, wishes: Wishes) -> Report:
+    """What plain DCP or torchtitan wrote, as far as it says anything of itself. Needs torch."""
+    from ckptman.sharded import foreign_check
+    from ckptman.store.blockscan import default_threads
+
+    report = Report(None, path, digests=False, mesh=wishes.mesh)
+    begun = time.perf_counter()
+    try:
+        total = sum(each.stat().st_size for each in path.iterdir() if each.is_file())
+        with progress(str(path), total) as done:
+            found = foreign_check.check_foreign(
+                path, wishes.threads or default_threads(), done, open_containers=not wishes.plan_only
+            )
+    except CorruptError as error:
+        report.problems.append(str(error))
+        return report
+    except OSError as error:
+        report.unread.append(f"{error.filename or path} cannot be read: {error.strerror or error}")
+        return report
+    report.seconds = time.perf_counter() - begun
+    report.files, report.bytes, report.tensors = found.files, found.bytes, found.tensors
+    report.problems, report.unread, report.checked_bytes = found.problems, found.unread, found.checked_bytes
+    report.remarks = [f"not proved: {remark}" for remark in found.remarks]
+    if not report.problems and not report.unread:
+        report.levels.append("coverage")
+    return report
+
+
+def check_fit(report: Report, wishes: Wishes) -> Iterator[list[str]]:
+    """Load it, or plan to, on each world size that is asked for. Yields what there is to say after each."""
+    if not wishes.world_sizes and wishes.mesh is None:
+        return
+    try:
+        for lines in _plan(report, wishes) if wishes.plan_only else _load(report, wishes):
+            if report.problems_of_fit:
+                see_whether_it_stayed(report)
+            if report.gone is not None:
+                return
+            yield lines
+    except CorruptError as error:
+        report.problems.append(str(error))
+        yield [f"  {text.paint('damaged', 'red')}: {text.plain(error)}"]
+    except (CkptmanError, OSError) as error:
+        report.not_tried.append(f"that it loads: {error}")
+        yield not_tried_lines(report)
+    see_whether_it_stayed(report)
+
+
+def _load(report: Report, wishes: Wishes) -> Iterator[list[str]]:
+    from ckptman.cli.loading import load_on
+
+    with progress(f"loading {report.name}", None) as done:
+        for found in load_on(report.path, wishes.world_sizes, wishes.mesh, done):
+            on = text.count(found.world_size, "process", "processes")
+            report.remarks += [f"on {on} not proved: {note}" for note in found.notes]
+            if found.left_out:
+                names = ", ".join(found.left_out[:NAMES_TOLD])
+                report.remarks.append(f"on {on} not proved: {names} load, as quantized tensors cannot be sharded")
+            if found.not_tried:
+                report.not_tried.append(f"that it loads on {on}: {found.not_tried}")
+                yield not_tried_lines(report)
+                continue
+            report.loads[found.world_size] = found
+            yield load_lines(report, found)
+
+
+def _plan(report: Report, wishes: Wishes) -> Iterator[list[str]]:
+    from ckptman.cli.loading import plan_on
+
+    for plan in plan_on(report.path, wishes.world_sizes, wishes.bandwidth, wishes.mesh, wishes.rank_bandwidth):
+        report.plans.append(plan)
+        yield plan_lines(report, plan)
+
+
+def check_freshness(report: Report, entry: Entry, known: Sequence[Entry]) -> None:
+    """Remark on a checkpoint that has not one parameter of its own: all are those of the commit before it."""
+    from ckptman.store.freshness import stale_parameters
+
+    earlier = [each for each in known if each.complete and each.sequence < entry.sequence]
+    if not earlier:
+        return
+    before = max(earlier, key=lambda each: each.sequence)
+    try:
+        names = stale_parameters(entry.path, entry.require_manifest(), before.path, before.require_manifest())
+    except (CkptmanError, OSError):  # the one before is damaged, or gone: that is for its own report
+        return
+    if names:
+        more = f" and {len(names) - NAMES_TOLD:,} more" if len(names) > NAMES_TOLD else ""
+        report.remarks.append(
+            f"its parameters are those of step {before.step}, bit for bit ({', '.join(names[:NAMES_TOLD])}{more}), "
+            f"although the step is another: is it a copy that is saved, which training does not update?"
+        )
+
+
+def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
+    """The entries among which the commit before one is looked for: those of its root."""
+    from ckptman.store.catalogue import Catalogue
+    from ckptman.store.names import parse_step
+
+    if every or not entries:
+        return entries
+    folder = entries[0].path.resolve()
+    if parse_step(folder.name) is None:
+        return ()
+    try:
+        return Catalogue(folder.parent).complete()
+    except (CkptmanError, OSError):
+        return ()
+
+
+def remember(report: Report, entry: Entry) -> None:
+    """Note beside the manifest what was proved, or take back what was noted. That it cannot be is a remark."""
+    from ckptman import __version__
+    from ckptman.store.durable import DISK
+    from ckptman.store.verified import forget_verified, note_verified
+
+    good = report.is_checked and not report.problems_of_fit
+    undecided = report.gone is not None or (report.unread and not report.is_damaged)
+    if report.identity is None or undecided:
+        return
+    try:
+        if not good:
+            forget_verified(entry.path, DISK)
+            return
+        loaded = [size for size, found in report.loads.items() if found.is_proof]
+        note_verified(
+            entry.path,
+            report.identity,
+            time_seconds=time.time(),
+            ckptman_version=__version__,
+            levels=report.levels,
+            world_sizes=[size for size in loaded if report.mesh_of(size) is None],
+            meshes=[mesh for size in loaded if (mesh := report.mesh_of(size)) is not None],
+            plan_world_sizes=[plan.world_size for plan in report.plans],
+            disk=DISK,
+        )
+    except OSError as error:
+        what = "that it was verified could not be noted" if good else "that it had been verified is still noted"
+        report.remarks.append(f"{what}: {error.filename or entry.path}: {error.strerror or error}")
+
+
+def see_whether_it_stayed(report: Report) -> None:
+    """Nothing is said of a checkpoint that a run deleted, or saved again, while it was looked at."""
+    from ckptman.store.verified import identify
+
+    if report.manifest is None or report.gone is not None:
+        return
+    try:
+        if identify(report.path, report.manifest) != report.identity:
+            report.gone = "its files changed while it was verified: verify it once more"
+    except FileNotFoundError:
+        report.gone = "it was deleted while it was verified"
+    except OSError as error:
+        report.gone = f"its manifest cannot be read any more ({error.strerror or error}): check the mount"
+    if report.gone is not None:
+        report.damage, report.problems, report.unread, report.levels = [], [], [], []
+        report.loads, report.plans, report.not_tried = {}, [], []
+
+
+def _check_files(report: Report, manifest: Manifest, wishes: Wishes) -> None:
+    from ckptman.store.verify import check_sizes, verify_folder
+
+    begun = time.perf_counter()
+    if wishes.plan_only:
+        files = check_sizes(report.path, manifest)
+    else:
+        with progress(f"step {report.step}", manifest.total_bytes) as done:
+            files = verify_folder(report.path, manifest, threads=wishes.threads, done=done, processes=True)
+    report.seconds = time.perf_counter() - begun
+    report.files, report.bytes = files.files, files.bytes
+    report.damage, report.unread, report.remarks = list(files.damage), list(files.unread), list(files.remarks)
+    if files.good and not wishes.plan_only:
+        report.levels.append("digests")
+
+
+def _check_coverage(report: Report, manifest: Manifest) -> None:
+    from ckptman.store.index import read_index
+    from ckptman.store.verify import check_coverage
+
+    try:
+        report.tensors = len(read_index(report.path, manifest, ranks=()).tensors)
+        # Where a list of digests is damaged, that has been said already.
+        found = check_coverage(report.path, manifest, lists="digests" in report.levels)
+    except CorruptError as error:
+        # Of a file that is known to be damaged nothing more is to be said.
+        if not report.damage:
+            report.problems.append(str(error))
+        return
+    report.problems += found
+    if not found and not report.damage:
+        report.levels.append("coverage")

@@ -1,0 +1,210 @@
+"""What `ckptman verify` found out about a checkpoint: for people, and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptman.cli import text
+
+if TYPE_CHECKING:
+    from ckptman.cli.loading import LoadReport, PlanReport
+    from ckptman.errors import FormatVersionError
+    from ckptman.store.damage import Damage
+    from ckptman.store.manifest import Manifest
+    from ckptman.store.verified import Identity, Level
+
+PROBLEMS_SHOWN = 40
+"""Lines about one checkpoint: a screen. `--json` has all of them."""
+
+
+@dataclass
+class Report:
+    """What was found about one checkpoint.
+
+    `levels`: what was proved of its bytes. `digests`: it has any (plain DCP writes none). `seconds`: what reading it
+    took. `damage` and `problems`: what is not as it was saved. `unread`: what could not be looked at, so that nothing
+    is proved. `gone`: it was deleted or saved again meanwhile. `loads`: what came of loading, for each world size.
+    `not_tried`: what was asked for and could not be tried, which says nothing of the checkpoint. `remarks`: what
+    somebody should know, though it proves nothing. `identity`: the files that were looked at, of those that `manifest`
+    names. `checked_bytes`: how much of a foreign one has a checksum that is right.
+    """
+
+    step: int | None
+    path: Path
+    digests: bool = True
+    files: int = 0
+    bytes: int = 0
+    tensors: int = 0
+    seconds: float = 0.0
+    levels: list[Level] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    gone: str | None = None
+    newer_format: FormatVersionError | None = None
+    mesh: tuple[int, ...] | None = None
+    loads: dict[int, LoadReport] = field(default_factory=dict)
+    plans: list[PlanReport] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    manifest: Manifest | None = None
+    identity: Identity | None = None
+    not_tried: list[str] = field(default_factory=list)
+    checked_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"step {self.step}" if self.step is not None else str(self.path)
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self.damage or self.problems)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether nothing kept it from being looked at, and nothing was wrong."""
+        return not self.is_damaged and not self.unread and self.gone is None and self.newer_format is None
+
+    def mesh_of(self, world_size: int) -> tuple[int, ...] | None:
+        """The mesh as which it is loaded on that many processes; None: shards and no replicas."""
+        return self.mesh if self.mesh is not None and math.prod(self.mesh) == world_size else None
+
+    @property
+    def problems_of_fit(self) -> list[str]:
+        """What kept it from loading, or from being planned, somewhere."""
+        loads = [problem for found in self.loads.values() for problem in found.problems]
+        return loads + [problem for plan in self.plans for problem in plan.problems]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all that was asked for was proved."""
+        return self.is_checked and not self.problems_of_fit and not self.not_tried
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same, for JSON."""
+        problems = [*map(str, self.damage), *self.problems]
+        return {
+            "step": self.step,
+            "path": str(self.path),
+            "good": self.is_good,
+            "digests": self.digests,
+            "levels": list(self.levels),
+            "files": self.files,
+            "bytes": self.bytes,
+            "checked_bytes": self.bytes if "digests" in self.levels else self.checked_bytes,
+            "tensors": self.tensors,
+            "seconds": self.seconds,
+            "problems": problems or ([str(self.newer_format)] if self.newer_format else []),
+            "damage": [asdict(each) for each in self.damage],
+            "not_checked": [self.gone] if self.gone else [*self.unread, *self.not_tried],
+            "mesh": None if self.mesh is None else list(self.mesh),
+            "world_sizes": {str(size): found.problems for size, found in self.loads.items()},
+            "plans": [asdict(plan) for plan in self.plans],
+            "remarks": self.remarks,
+        }
+
+
+def byte_lines(report: Report) -> list[str]:
+    """What the bytes of a checkpoint came to."""
+    name = text.plain(report.name)
+    if report.gone is not None:
+        return [f"{name}: not checked, {text.plain(report.gone)}"]
+    if report.newer_format is not None:
+        return [f"{name}: not checked, {text.plain(report.newer_format)}"]
+    if report.is_damaged:
+        return [f"{name}: {text.paint('damaged', 'red')}, {text.plain(report.path)}", *_problem_lines(report)]
+    if report.unread:
+        return [f"{name}: {text.paint('not proved', 'yellow')}, {text.plain(report.path)}", *_problem_lines(report)]
+    held = f"{text.count(report.files, 'file')}, {text.size(report.bytes)}"
+    tensors = text.count(report.tensors, "tensor")
+    if not report.digests:
+        compared = f"{text.size(report.checked_bytes)} match their checksums"
+        what = compared if report.checked_bytes else "changed bytes cannot be found"
+        return [f"{name}: written by plain DCP, without digests: {what}; {held}; {tensors}, all complete"]
+    good = text.paint("good", "green")
+    if "digests" in report.levels:
+        return [f"{name}: {good}, {held}: every byte matches its digest; {tensors}, all complete"]
+    return [f"{name}: {held}, of the right sizes; {tensors}, all complete"]
+
+
+def load_lines(report: Report, found: LoadReport) -> list[str]:
+    """How loading on a number of processes went."""
+    on = text.count(found.world_size, "process", "processes") + _layout(report, found.world_size)
+    if found.problems:
+        told = [f"    {text.plain(problem)}" for problem in found.problems]
+        return [f"  on {on}: {text.paint('does not load', 'red')}", *told]
+    but = f", but for {text.count(len(found.left_out), 'tensor')}" if found.left_out else ""
+    return [f"  on {on}: loads, bit for bit what {'was saved' if report.digests else 'is on disk'}{but}"]
+
+
+def not_tried_lines(report: Report) -> list[str]:
+    """What could not be tried, the last of it."""
+    return [f"  {text.paint('not proved', 'yellow')}: {text.plain(report.not_tried[-1])}"]
+
+
+def plan_lines(report: Report, plan: PlanReport) -> list[str]:
+    """How planning a load onto a number of ranks went."""
+    on = text.count(plan.world_size, "rank") + _layout(report, plan.world_size)
+    if plan.problems:
+        found = [f"    {text.plain(problem)}" for problem in plan.problems]
+        return [f"  on {on}: {text.paint('cannot be planned', 'red')}", *found]
+    each = f"at most {text.size(plan.bytes_per_rank_max)} from {text.count(plan.files_per_rank_max, 'file')} a rank"
+    expected = "" if plan.load_seconds is None else f"; a load takes about {plan.load_seconds:.2g} s"
+    lines = [f"  on {on}: can be planned; {text.size(plan.bytes_total)} in all, {each}{expected}"]
+    return [*lines, *(f"    not proved: {text.plain(each)}" for each in plan.unproved)]
+
+
+def remark_lines(report: Report) -> list[str]:
+    """What else there is to say."""
+    shown = report.remarks[:PROBLEMS_SHOWN]
+    return [f"  {text.paint('remark', 'yellow')}: {text.plain(remark)}" for remark in shown] + _more(report.remarks)
+
+
+def summary_lines(reports: Sequence[Report]) -> list[str]:
+    """What was proved of those that are good, level by level, and what was not."""
+    good = [report for report in reports if report.is_checked and not report.problems_of_fit]
+    if not good:
+        return []
+    those = "" if len(good) == len(reports) else f", of {len(good):,} of {len(reports):,} checkpoints"
+    ours = [report for report in good if report.digests]
+    proved, open_ = [], []
+    if any("digests" in report.levels for report in ours):
+        proved.append("digests   every byte of every file is the byte that was saved")
+    elif ours:
+        open_.append("digests   the bytes of the tensors were not read: leave out --plan-only")
+    if len(ours) < len(good):
+        open_.append("digests   plain DCP keeps none; only what has a checksum of torch.save was compared")
+    proved.append("coverage  each element of each tensor was saved exactly once")
+    loads = [size for report in good for size, found in report.loads.items() if found.is_proof]
+    if loads:
+        what = "was saved" if len(ours) == len(good) else "is on disk"
+        proved.append(f"loading   on {_listed(loads)}: processes of their own loaded it, bit for bit what {what}")
+    plans = [plan.world_size for report in good for plan in report.plans]
+    if plans:
+        proved.append(f"planning  onto {_listed(plans)}: what each rank reads lies in the files, and covers it once")
+    if not loads:
+        open_.append("loading   on other numbers of processes: --world-size 1,2,8")
+    open_.append("meaning   that what was saved was worth saving")
+    return [f"Proved{those}", *(f"  {line}" for line in proved), "Not proved", *(f"  {line}" for line in open_)]
+
+
+def _layout(report: Report, world_size: int) -> str:
+    mesh = report.mesh_of(world_size)
+    return "" if mesh is None else f" ({' x '.join(map(str, mesh))})"
+
+
+def _problem_lines(report: Report) -> list[str]:
+    problems = [*map(str, report.damage), *report.problems, *(f"not proved: {each}" for each in report.unread)]
+    return [f"  {text.plain(problem)}" for problem in problems[:PROBLEMS_SHOWN]] + _more(problems)
+
+
+def _more(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - PROBLEMS_SHOWN
+    return [f"  and {more:,} more: --json lists all of them"] if more > 0 else []
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(f"{number:,}" for number in sorted(set(numbers)))
