@@ -8,7 +8,7 @@ QUIET  := --quiet --disable-pip-version-check
 SOURCE := ckptman tests examples benchmarks
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test check format campaign bench clean
+.PHONY: help setup demo test check format campaign faults bench clean
 
 help:
 	@echo "make setup     a virtual environment in $(VENV) with ckptman and what it needs"
@@ -16,6 +16,7 @@ help:
 	@echo "make test      the fast tests and the short versions of the long ones"
 	@echo "make check     ruff, formatting, mypy --strict, the layers"
 	@echo "make campaign  the long versions: 50 kills and more"
+	@echo "make faults    the fault campaign: thousands of faults, two at a time, and a table at the end"
 	@echo "make bench     saves, loads, stalls, steps and listings, against others and the raw limit"
 
 setup: $(STAMP)
@@ -50,6 +51,9 @@ format: setup
 
 campaign: setup
 	$(BIN)/python -m pytest -m campaign
+
+faults: setup
+	$(BIN)/python -m tests.faults
 
 bench: $(BENCH)
 	$(BIN)/python benchmarks/step_cost.py

@@ -1,0 +1,172 @@
+"""Errors and delays injected into every operation of a save, and into every system call of a read.
+
+A read that fails is an error, never "nothing there", and never other bytes than were saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import itertools
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ckptman.store.durable import Disk
+from tests.faults.crash import EveryDisk
+from tests.faults.disks import CASE_SECONDS, WAYS, fail_and_go_on, judge_save
+from tests.faults.limits import Ended, in_child, limit
+from tests.faults.reads import READS, judge_read
+from tests.faults.subject import save_versions
+from tests.faults.tally import Tally
+from tests.faulty_disk import WHEN, Fault
+
+OPERATIONS = 18
+"""About as many as a save has: beyond it, the fault is injected until it is not reached any more."""
+SYSTEM_CALLS = (
+    (io, "open"),
+    *((os, name) for name in ("open", "preadv", "pread", "read", "scandir", "listdir", "lstat", "stat", "fstat")),
+)
+READ_ERRORS = (errno.EIO, errno.ESTALE)
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EACCES)
+
+
+def run(tally: Tally) -> None:
+    """Every operation, every call."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        home = Path(folder)
+        errors_while_saving(tally, home)
+        errors_while_reading(tally, home)
+        latency(tally, home, longest_seconds=5 * tally.share**2)
+
+
+class FailingDisk(EveryDisk):
+    """Fails once, at an operation counted from when it is `armed`."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(None)
+        self._waiting = fault
+        self.reached = True
+
+    def arm(self) -> None:
+        self.log.clear()
+        self.fault = self._waiting
+
+    def disarm(self) -> None:
+        self.reached = self.struck
+        self.fault = None
+
+
+def errors_while_saving(tally: Tally, home: Path) -> None:
+    """Each operation of a save fails once, with one error after the other."""
+    for way in WAYS:
+        for number in itertools.count():
+            if number < OPERATIONS and not tally.takes():
+                continue
+            fault = Fault(number, WHEN[number % len(WHEN)], ERRORS[number % len(ERRORS)])
+            disk, root = FailingDisk(fault), home / f"errors-{way}-{number}"
+            with (
+                tally.fault(f"{os.strerror(fault.error or 0)} at operation {number}, {way}", "an error in a save"),
+                limit(CASE_SECONDS),
+            ):
+                judge_save(tally, root, Ended(fail_and_go_on(root, way, disk.arm, disk.disarm, disk=disk)))
+            shutil.rmtree(root)
+            if not disk.reached:
+                break
+
+
+def errors_while_reading(tally: Tally, home: Path) -> None:
+    """The n-th call of each system call that reads fails, in a load, a restore and on the command line."""
+    root = home / "reading"
+    save_versions(root, {1: 1, 2: 2})
+    for (module, call), (what, work) in tally.some(itertools.product(SYSTEM_CALLS, READS.items())):
+        for number in itertools.count():
+            error = OSError(READ_ERRORS[number % 2], os.strerror(READ_ERRORS[number % 2]))
+            end = in_child(partial(_with_failing, module, call, number, error, work, root), CASE_SECONDS)
+            ended, reached = end.value if end.value is not None else (end, True)
+            if not reached:
+                break
+            with tally.fault(f"{call} {number} fails ({error.strerror}), {what}", "an error in a read"):
+                judge_read(tally, ended)
+
+
+def _with_failing(
+    module: ModuleType, call: str, number: int, error: OSError, work: Callable[[Path], Any], root: Path
+) -> tuple[Ended, bool]:
+    """What comes of a read, and whether the call that fails was reached."""
+    with failing(module, call, number, error, root) as calls:
+        try:
+            ended = Ended(work(root))
+        except Exception as failed:
+            ended = Ended(error=failed)
+    return ended, calls[0] > number
+
+
+@contextlib.contextmanager
+def failing(module: ModuleType, call: str, number: int, error: OSError, root: Path) -> Iterator[list[int]]:
+    """Let the n-th call of a function of a module, of those about something under `root`, fail. Counts them."""
+    real, calls = getattr(module, call), [0]
+
+    def broken(what: Any, *arguments: Any, **options: Any) -> Any:
+        path = str(Path(f"/proc/self/fd/{what}").readlink()) if isinstance(what, int) else os.fspath(what)
+        if str(path).startswith(str(root)):
+            calls[0] += 1
+            if calls[0] == number + 1:
+                raise OSError(error.errno, error.strerror, str(path))
+        return real(what, *arguments, **options)
+
+    setattr(module, call, broken)
+    try:
+        yield calls
+    finally:
+        setattr(module, call, real)
+
+
+class SlowDisk(Disk):
+    """Every operation takes its time."""
+
+    def __init__(self, dice: random.Random, longest_seconds: float) -> None:
+        self._dice, self._longest = dice, longest_seconds
+        self.is_slow = False
+        self.slept_seconds = 0.0
+
+    def slow_down(self) -> None:
+        self.is_slow = True
+
+    def recover(self) -> None:
+        self.is_slow = False
+
+    def __getattribute__(self, name: str) -> Any:
+        real = object.__getattribute__(self, name)
+        if name not in vars(Disk) or name.startswith("_") or not object.__getattribute__(self, "is_slow"):
+            return real
+
+        def slowly(*arguments: Any) -> Any:
+            seconds = self._longest * 0.02 ** self._dice.random()
+            self.slept_seconds += seconds
+            time.sleep(seconds)
+            return real(*arguments)
+
+        return slowly
+
+
+def latency(tally: Tally, home: Path, longest_seconds: float) -> None:
+    """Every operation of a save takes up to `longest_seconds`, on average a quarter: it ends well, only later."""
+    for way in WAYS:
+        disk, root = SlowDisk(tally.dice, longest_seconds), home / f"slow-{way}"
+        with (
+            tally.fault(f"up to {longest_seconds} s at each operation, {way}", "latency"),
+            limit(60 + 100 * longest_seconds),
+        ):
+            value = fail_and_go_on(root, way, disk.slow_down, disk.recover, disk=disk)
+            judge_save(tally, root, Ended(value))
+            tally.check(value["error"] is None, "other", f"a slow disk failed a save: {value['error']}")
+            tally.check(disk.slept_seconds > longest_seconds, "other", "nothing was slow")

@@ -1,0 +1,200 @@
+"""The library, broken on purpose: a campaign that does not notice proves nothing.
+
+Each mutant takes one guard away, in the process that calls `apply`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ckptman
+from ckptman import errors
+from ckptman.cli import text
+from ckptman.sharded import foreign, ranks, reading, saved, sharing, storage
+from ckptman.store import blockio, catalogue, chunks, index, manifest, place, ranges
+from ckptman.store.durable import Disk
+from ckptman.store.names import step_folder
+
+
+def _no_digests() -> None:
+    ranges._File._check = lambda self, span, offset, segments: None  # type: ignore[method-assign]
+
+
+def _no_manifest_digest() -> None:
+    real = manifest._SEAL
+
+    class Seal:
+        def search(self, data: bytes) -> Any:
+            found = real.search(data)
+            return found and _Anything(found.start(), manifest.xxh3_128_hexdigest(data[: found.start()]).encode())
+
+    manifest._SEAL = Seal()  # type: ignore[assignment]
+
+
+class _Anything:
+    def __init__(self, start: int, digest: bytes) -> None:
+        self._start, self._digest = start, digest
+
+    def start(self) -> int:
+        return self._start
+
+    def __getitem__(self, _: int) -> bytes:
+        return self._digest
+
+
+def _descriptions_unchecked() -> None:
+    index.read_checked = lambda folder, name, found: (folder / name).read_bytes()
+
+    def open_table(folder: Path, found: manifest.Manifest, described: index.Index) -> Any:
+        return chunks.ChunkTable.open(folder / "chunks.bin", described.tensors, found.files["chunks.bin"].bytes)
+
+    for module in (index, saved):
+        module.open_table = open_table  # type: ignore[attr-defined]
+
+
+def _damage_is_not_told() -> None:
+    real = reading.read_fills
+
+    def read_fills(*arguments: Any, **options: Any) -> Any:
+        try:
+            return real(*arguments, **options)
+        except errors.CorruptError as error:
+            raise errors.CorruptError(str(error).partition(". What was to be filled")[0]) from error
+
+    for module in (reading, sharing, storage):
+        module.read_fills = read_fills  # type: ignore[attr-defined]
+
+
+def _files_not_flushed() -> None:
+    Disk.write_file = lambda self, path, data: path.write_bytes(data) and None  # type: ignore[method-assign]
+
+
+def _data_not_flushed() -> None:
+    Disk.sync_file = lambda self, fd: None  # type: ignore[method-assign]
+
+
+def _folders_not_flushed() -> None:
+    Disk.sync_folder = lambda self, path: None  # type: ignore[method-assign]
+
+
+def _deleted_in_place() -> None:
+    def remove(self: place.FolderPlace, path: Path, name: str, tag: str) -> None:
+        self._disk.remove_tree(path)
+
+    place.FolderPlace.remove = remove  # type: ignore[method-assign]
+
+
+def _pruned_before_the_commit() -> None:
+    real = place.FolderPlace.commit
+
+    def commit(self: place.FolderPlace, draft: str, made: manifest.Manifest) -> Any:
+        for number, entry in enumerate(self.list()):
+            self.remove(entry.path, step_folder(entry.step), f"early{number}")
+        return real(self, draft, made)
+
+    place.FolderPlace.commit = commit  # type: ignore[method-assign]
+
+
+def _errors_swallowed() -> None:
+    real = blockio._Target.write
+
+    def write(self: blockio._Target, data: memoryview, offset: int) -> None:
+        with contextlib.suppress(OSError):
+            real(self, data, offset)
+
+    blockio._Target.write = write  # type: ignore[method-assign]
+
+
+def _failed_saves_are_not_told() -> None:
+    for name in ("save", "wait"):
+        real = getattr(ckptman.Checkpointer, name)
+
+        def quiet(self: ckptman.Checkpointer, *arguments: Any, _real: Any = real) -> Any:
+            with contextlib.suppress(errors.CommitError):
+                return _real(self, *arguments)
+
+        setattr(ckptman.Checkpointer, name, quiet)
+
+
+def _listing_errors_are_nothing() -> None:
+    real = catalogue.Catalogue._names
+
+    def names(self: catalogue.Catalogue) -> Any:
+        try:
+            return real(self)
+        except errors.RootError:
+            return []
+
+    catalogue.Catalogue._names = names  # type: ignore[method-assign]
+
+
+def _waits_ten_times_as_long() -> None:
+    real = ranks.Channel.__init__
+    ranks.Channel.__init__ = lambda self, seconds: real(self, 10 * seconds)  # type: ignore[method-assign]
+
+
+def _errors_without_a_remedy() -> None:
+    errors.CkptmanError.__str__ = lambda self: f"{type(self).__name__} in /some/path"  # type: ignore[method-assign]
+
+
+def _pickles_run() -> None:
+    foreign._Restricted.find_class = pickle.Unpickler.find_class  # type: ignore[method-assign]
+
+
+def _nothing_escaped() -> None:
+    for module, name in ((errors, "plain"), (errors, "plain_lines"), (text, "plain"), (text, "plain_lines")):
+        setattr(module, name, str)
+
+
+def _names_may_leave() -> None:
+    manifest.is_plain_name = lambda name: True
+    foreign.is_plain_name = lambda name: True
+    foreign._check_links = lambda folder, names: None
+
+
+def _parsers_let_through() -> None:
+    manifest.parse_versioned = lambda path, data: json.loads(data)
+    index.parse_versioned = lambda path, data: json.loads(data)
+
+
+class Mutant(NamedTuple):
+    """What is broken, the kind of fault that has to notice it, as which failures, and with what share of that kind."""
+
+    break_it: Callable[[], None]
+    kind: str
+    failures: tuple[str, ...]
+    share: float = 0.05
+
+
+MUTANTS: dict[str, Mutant] = {
+    "digests of blocks are not looked at": Mutant(_no_digests, "flips", ("wrong",)),
+    "the digest of the manifest is not looked at": Mutant(_no_manifest_digest, "flips", ("wrong",), 0.2),
+    "the digests of index and chunk table are not looked at": Mutant(_descriptions_unchecked, "flips", ("wrong",), 0.5),
+    "a load that found damage does not say that values were changed": Mutant(_damage_is_not_told, "flips", ("wrong",)),
+    "data files are not flushed": Mutant(_data_not_flushed, "crash", ("lost",)),
+    "other files are not flushed": Mutant(_files_not_flushed, "crash", ("lost",)),
+    "folders are not flushed": Mutant(_folders_not_flushed, "crash", ("lost",)),
+    "checkpoints are deleted in place": Mutant(_deleted_in_place, "crash", ("lost",)),
+    "older ones are deleted before the new one is durable": Mutant(_pruned_before_the_commit, "kill", ("lost",)),
+    "a failed write is taken for a good one": Mutant(_errors_swallowed, "io", ("lost", "wrong", "other"), 0.5),
+    "a save that failed is not told": Mutant(_failed_saves_are_not_told, "disk", ("lost",), 0.5),
+    "a root that cannot be listed is an empty one": Mutant(_listing_errors_are_nothing, "io", ("wrong",), 1.0),
+    "ranks wait ten times as long": Mutant(_waits_ten_times_as_long, "ranks", ("hang",)),
+    "errors do not say what to do": Mutant(_errors_without_a_remedy, "files", ("unclear",)),
+    "pickles may ask for anything": Mutant(_pickles_run, "hostile", ("code",), 0.25),
+    "names are not escaped": Mutant(_nothing_escaped, "hostile", ("other",), 0.25),
+    "names and links may leave the folder": Mutant(_names_may_leave, "hostile", ("other",), 0.5),
+    "what JSON cannot be is not caught": Mutant(_parsers_let_through, "fuzz", ("unclear",)),
+}
+"""By what is broken."""
+
+
+def apply(name: str) -> None:
+    """Break the library in this process; `""` leaves it as it is."""
+    if name:
+        MUTANTS[name].break_it()

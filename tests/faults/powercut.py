@@ -1,0 +1,116 @@
+"""What a power cut leaves: a model of a file system that loses what was not flushed.
+
+POSIX promises no more than this: the bytes of a file are safe once it was fsynced, the names in a folder once the
+folder was. So while something runs in a world (a folder that holds a checkpoint root), `Flushes` remembers at each
+fsync what that file or folder held then. After the crash `survive` builds a world out of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+Loss = Literal["nothing", "everything", "bytes", "some"]
+LOSSES: tuple[Loss, ...] = ("nothing", "everything", "bytes", "some")
+"""What is lost of the unflushed: nothing (a kill), everything, bytes but no names (delayed allocation), any part."""
+Names = dict[str, int]
+
+
+class Flushes:
+    """What is durable, kept in a folder of its own, so that it outlives the process that is killed.
+
+    An inode number names a file or folder. Each is held open, so that its number is given to no other.
+    """
+
+    def __init__(self, world: Path, memory: Path) -> None:
+        self._memory = memory
+        self._held: list[int] = []
+        memory.mkdir()
+        for folder, _, names in os.walk(world):
+            for path in (folder, *(os.path.join(folder, name) for name in names)):
+                fd = os.open(path, os.O_RDONLY)
+                self.flushed(fd)
+                os.close(fd)
+
+    def flushed(self, fd: int) -> None:
+        """An fsync of an open file or folder has come to its end."""
+        found = os.fstat(fd)
+        self._held.append(os.dup(fd))
+        path = f"/proc/self/fd/{fd}"
+        if stat.S_ISDIR(found.st_mode):
+            (self._memory / f"{found.st_ino}.names").write_text(json.dumps(_names(path)))
+        else:
+            shutil.copyfile(path, self._memory / f"{found.st_ino}.bytes")
+
+    def close(self) -> None:
+        """Let go of everything that is held."""
+        while self._held:
+            os.close(self._held.pop())
+
+
+@contextmanager
+def watched(flushes: Flushes) -> Iterator[None]:
+    """Inside, an fsync waits for no disk, and is remembered."""
+    real = os.fsync
+    os.fsync = flushes.flushed  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.fsync = real
+        flushes.close()
+
+
+def survive(world: Path, memory: Path, target: Path, loss: Loss, dice: random.Random) -> Path:
+    """Build what is left of a world in the new folder `target`, and return it."""
+    places = {world.stat().st_ino: world}
+    for folder, folders, files in os.walk(world):
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            places[path.lstat().st_ino] = path
+    _Rest(places, memory, loss, dice).folder(world.stat().st_ino, target)
+    return target
+
+
+class _Rest:
+    """What is left. `places`: where each inode is that has a name now."""
+
+    def __init__(self, places: dict[int, Path], memory: Path, loss: Loss, dice: random.Random) -> None:
+        self._places, self._memory, self._loss, self._dice = places, memory, loss, dice
+
+    def folder(self, inode: int, target: Path) -> None:
+        target.mkdir()
+        for name, each in self._names_of(inode).items():
+            now = self._places.get(each)
+            if (now is not None and now.is_dir()) or (self._memory / f"{each}.names").exists():
+                self.folder(each, target / name)
+            else:
+                self._file(each, now, target / name)
+
+    def _names_of(self, inode: int) -> Names:
+        now, memory = self._places.get(inode), self._memory / f"{inode}.names"
+        flushed: Names = json.loads(memory.read_text()) if memory.exists() else {}
+        if now is None or self._loss == "everything" or (self._loss == "some" and self._dice.random() < 0.5):
+            return flushed
+        return _names(now)
+
+    def _file(self, inode: int, now: Path | None, target: Path) -> None:
+        memory = self._memory / f"{inode}.bytes"
+        keeps = self._loss == "nothing" or (self._loss == "some" and self._dice.random() < 0.5)
+        if now is not None and keeps:
+            shutil.copyfile(now, target)
+        elif memory.exists():
+            shutil.copyfile(memory, target)
+        else:  # of some the size is known already, and not one byte
+            size = now.stat().st_size if now is not None and self._dice.random() < 0.5 else 0
+            target.write_bytes(bytes(size))
+
+
+def _names(folder: str | Path) -> Names:
+    return {each.name: each.inode() for each in os.scandir(folder)}

@@ -1,0 +1,80 @@
+"""Ways to read a checkpoint of a root, and what has to come of them when the disk fails."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ckptman
+from ckptman.cli.app import main
+from ckptman.store.names import step_folder
+from tests.faults.limits import Ended
+from tests.faults.subject import blank, open_run, untouched, version_of
+from tests.faults.tally import Tally
+
+
+def _load(root: Path) -> int | None:
+    state = blank()
+    try:
+        ckptman.load(state, root / step_folder(2))
+    except Exception as error:
+        assert untouched(state) or "is not usable" in str(error), (
+            f"values were changed, and the error hides it: {error}"
+        )
+        raise
+    return version_of(state)
+
+
+def _restore(root: Path) -> int | None:
+    state = blank()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with open_run(root, state) as run:
+            start = run.restore()
+    assert start in (1, 2), f"a run over checkpoints began at step {start}"
+    assert version_of(state) == start, f"step {start} was restored as something else"
+    return start
+
+
+def cli(*arguments: str) -> Callable[[Path], str]:
+    def work(root: Path) -> str:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = main([arguments[0], str(root), *arguments[1:]])
+        return f"{code} {said.getvalue()}"
+
+    return work
+
+
+READS: dict[str, Callable[[Path], Any]] = {
+    "load": _load,
+    "restore": _restore,
+    "list": cli("list"),
+    "show": cli("show"),
+    "verify": cli("verify", "--threads", "1"),
+}
+
+
+def judge_read(tally: Tally, end: Ended) -> None:
+    """A read that met a failing disk: right, or refused with a clear error."""
+    if end.hung:
+        tally.fail("hang", "it did not end in time")
+    elif isinstance(end.error, AssertionError):
+        tally.fail("wrong", str(end.error))
+    elif end.error is not None:
+        tally.refuse(end.error)
+    elif isinstance(end.value, str):
+        code, _, text = end.value.partition(" ")
+        if code == "0":
+            tally.survive()
+        else:
+            tally.refused += 1
+            tally.check("Traceback" not in text, "unclear", text)
+            tally.hear(text.strip().rpartition("Error: ")[2])
+    else:
+        tally.check(end.value in (1, 2), "wrong", f"gave version {end.value}: {end.said[-300:]}")
+        tally.survive()

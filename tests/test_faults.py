@@ -1,0 +1,80 @@
+"""A small share of the fault campaign (`make faults` is all of it), and proof that it notices a broken library."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ckptman.errors import CorruptError
+from tests.faults.__main__ import KINDS, report, run_apart, run_kind
+from tests.faults.limits import in_child
+from tests.faults.mutants import MUTANTS
+from tests.faults.tally import FAILURES, Tally, flaw_of, flaw_of_text
+
+SHARES = {
+    "ranks": 0.01,
+    "kill": 0.004,
+    "crash": 0.02,
+    "flips": 0.01,
+    "files": 0.01,
+    "disk": 0.05,
+    "io": 0.02,
+    "hostile": 0.006,
+    "fuzz": 0.006,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_share_of_each_kind(kind: str) -> None:
+    tally = run_kind(kind, random.SystemRandom().randrange(2**32), SHARES[kind])
+    assert tally.good, f"seed {tally.seed}\n{report([tally])}"
+    assert tally.injected == tally.refused + tally.harmless > 0, report([tally])
+
+
+@pytest.mark.parametrize(
+    ("mutant", "share"),
+    [
+        ("digests of blocks are not looked at", 0.03),
+        ("folders are not flushed", 0.03),
+        ("errors do not say what to do", 0.02),
+        ("what JSON cannot be is not caught", 0.02),
+    ],
+)
+def test_a_broken_library_is_noticed(mutant: str, share: float) -> None:
+    """One for each way of looking; `python -m tests.faults --mutants` tries them all."""
+    broken = MUTANTS[mutant]
+    tally = run_apart(broken.kind, 1, share, mutant)
+    assert any(tally.failures[each] for each in broken.failures), report([tally])
+
+
+def test_every_mutant_breaks_something_that_is_there() -> None:
+    for name in MUTANTS:
+        end = in_child(MUTANTS[name].break_it, 10)
+        assert end.in_order, f"{name}: {end.error}"
+
+
+def test_what_an_error_has_to_say() -> None:
+    assert flaw_of(CorruptError("/root/step-1/index.json was cut: restore an older checkpoint")) is None
+    assert flaw_of(ValueError("/root/step-1/index.json was cut: restore an older checkpoint")) is not None
+    assert "path" in (flaw_of_text("something is wrong: restore an older checkpoint") or "")
+    assert "what to do" in (flaw_of_text("/root/step-1/index.json was cut") or "")
+
+
+def test_a_tally_counts_every_class_of_failure() -> None:
+    tally = Tally("x", 1)
+    for failure in FAILURES:
+        with tally.fault("case"):
+            tally.fail(failure, "why")
+    with tally.fault("one that raises"):
+        raise RuntimeError("not caught")
+    assert not tally.good
+    assert tally.failures["other"] == 2
+    assert Tally.from_dict(tally.as_dict()).as_dict() == tally.as_dict()
+    assert "| **in all** | 7 | 0 | 0 | 1 | 1 | 1 | 1 | 1 | 2 | 0 |" in report([tally])
+
+
+def test_the_corpus_is_small() -> None:
+    kept = [path for path in (Path(__file__).parent / "faults" / "corpus").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in kept) < 200_000
