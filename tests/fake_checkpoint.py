@@ -16,10 +16,11 @@ from ckptman.store.chunks import Rows
 from ckptman.store.digest import BLOCK_BYTES, digest_bytes
 from ckptman.store.durable import Disk
 from ckptman.store.index import Index, Unit
-from ckptman.store.manifest import FileRecord, Manifest, Mesh
+from ckptman.store.manifest import FileRecord, Manifest, Mesh, read_manifest
 from ckptman.store.names import CHUNKS, INDEX, METADATA, blocks_name, data_name, step_folder
 from ckptman.store.place import FolderPlace
 from ckptman.store.plain import encode
+from ckptman.store.verified import Verified, read_verified
 
 
 class QuickDisk(Disk):
@@ -103,6 +104,11 @@ def flip_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x40
     path.write_bytes(data)
+
+
+def note_in(folder: Path) -> Verified | None:
+    """What was proved about the checkpoint in a folder."""
+    return read_verified(folder, read_manifest(folder))
 
 
 def steps_of(entries: Sequence[Entry]) -> list[int]:

@@ -20,7 +20,7 @@ from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import FileRecord, Manifest
 from ckptman.store.names import blocks_name, data_name, step_folder
 from ckptman.store.place import FolderPlace
-from ckptman.store.verify import check_coverage, check_file
+from ckptman.store.verify import check_coverage, verify_folder
 from tests.fake_checkpoint import blocks_of, index_files
 
 T = TypeVar("T")
@@ -178,8 +178,7 @@ def holds(root: Path) -> dict[int, tuple[int, str]]:
     found = {}
     for entry in Catalogue(root).scan():
         manifest = entry.require_manifest()
-        for name, record in manifest.files.items():
-            assert check_file(entry.path, name, record, manifest.block_bytes) is None
+        assert verify_folder(entry.path, manifest, threads=1).good
         assert check_coverage(entry.path, manifest) == []
         found[entry.step] = (entry.sequence, manifest.files["__0_0.distcp"].digest)
     return found

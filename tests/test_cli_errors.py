@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.cli.app import main
+from ckptman.store.verified import VERIFIED
 from tests.fake_checkpoint import commit, flip_byte
 
 
@@ -167,4 +168,28 @@ def test_a_reader_that_leaves_is_no_error(checkpoints: int, tmp_path: Path) -> N
 
 
 def _tree(folder: Path) -> dict[str, bytes | None]:
-    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+    """What is there, but for what `verify --all` notes about those that are good."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.name != VERIFIED]
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def test_without_standard_output_there_is_an_exit_code(tmp_path: Path) -> None:
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        command = f"{sys.executable} -m ckptman list {tmp_path} {closed}"
+        assert subprocess.run(["bash", "-c", command], timeout=60, capture_output=True).returncode == 0, closed
+
+
+def test_a_bug_is_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python would end with 1, by which `ckptman diff` says that two checkpoints differ."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("of all things")
+
+    _good(tmp_path)
+    monkeypatch.setattr("ckptman.cli.list._summary", broken)
+    assert main(["list", str(tmp_path)]) == 70
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert "a bug of ckptman (ZeroDivisionError)" in told

@@ -16,7 +16,12 @@ from tests.fake_checkpoint import commit
 VERBS = {
     "list": ["ROOT", "--json"],
     "show": ["PATH", "--step", "--json"],
-    "verify": ["PATH", "--step", "--all", "--world-size", "--threads", "--json"],
+    "verify": [
+        *("PATH", "--step", "--all", "--world-size", "--mesh", "--plan-only"),
+        *("--bandwidth", "--rank-bandwidth", "--threads", "--json"),
+    ],
+    "diff": ["A", "B", "--steps", "--only", "--top", "--read", "--json"],
+    "doctor": ["DIR", "--size", "--against", "--timeout", "--json"],
     "prune": ["ROOT", "--keep-last", "--keep-every", "--keep-best", "--dry-run", "--json"],
     "submit": ["-- COMMAND", "--scheduler", "--max-attempts", "--crash-limit", "--chain-dir"],
 }

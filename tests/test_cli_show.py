@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,18 @@ def test_the_origin_the_tensors_and_the_values_are_shown(tmp_path: Path, capsys:
     ):
         assert expected in out
     assert max(map(len, out.splitlines())) < 120
+
+
+def test_it_is_told_whether_it_was_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(tmp_path, 100)
+    assert main(["show", str(tmp_path)]) == 0
+    assert "  verified       -\n" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["show", str(tmp_path)]) == 0
+    assert re.search(r"  verified       \d+ s ago\n", capsys.readouterr().out)
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verified"]["levels"] == ["digests", "coverage"]
 
 
 def test_a_step_or_a_folder_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

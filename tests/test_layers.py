@@ -17,7 +17,7 @@ import pytest
 import ckptman
 
 PACKAGE = Path(ckptman.__file__).parent
-ORDER = ("errors", "policy", "store", "lifecycle", "monitor", "scheduler", "sharded", "train", "cli")
+ORDER = ("errors", "policy", "store", "lifecycle", "monitor", "scheduler", "doctor", "sharded", "train", "cli")
 """Imports go only to the left."""
 ABOVE_ALL = ("__init__", "__main__")
 """Modules beside the layers: names for users, and `python -m ckptman`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,13 @@ def test_a_run_never_goes_back_to_step_0(tmp_path: Path) -> None:
         checkpointer.restore()
     with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
         assert checkpointer.restore(allow_suspect=True) == 1
+
+
+@pytest.mark.parametrize("number", [None, "2", "x", 1.5, [1], {}, True])
+def test_an_attempt_that_is_no_number_does_not_keep_a_run_from_its_checkpoints(number: object, tmp_path: Path) -> None:
+    events = [{**event, "attempt": number} for _ in range(2) for event in attempt(0, RESTORED, CRASHED)]
+    assert crashes_of(events) == []
+    Poisoned(False).run(tmp_path, 3)
+    with journal_path(tmp_path).open("a") as file:
+        file.writelines(json.dumps({**event, "step": 3}) + "\n" for event in events)
+    assert Poisoned(False).run(tmp_path, 4) == 3

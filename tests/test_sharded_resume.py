@@ -1,14 +1,29 @@
-"""A run that goes on, on the same world size and on others, is bit for bit the run that never stopped."""
+"""A run that goes on, on the same world size and on others, is bit for bit the run that never stopped.
+
+And no run starts over what may be a checkpoint.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import ckptman
+from ckptman.cli.app import main
+from ckptman.sharded import attempt
+from ckptman.store.durable import PRIVATE_ENV
+from ckptman.store.manifest import read_manifest
+from ckptman.store.names import MANIFEST, step_folder
+from ckptman.store.verified import VERIFIED
 from tests.apps import App, Mesh
+from tests.fake_checkpoint import flip_byte
 from tests.ranks import run_ranks
 
 
@@ -54,3 +69,126 @@ def test_world_sizes_4_2_1_3_4_restore_bit_for_bit(tmp_path: Path) -> None:
             assert all(each["restored"] == ended for each in results)
         assert all(each["ended"] == results[0]["ended"] for each in results)
         ended = results[0]["ended"]
+
+
+# ---- what a run never starts over ------------------------------------------------------------------------------------
+
+
+def one_step(root: Path, restore: dict[str, Any] | None = None, step: int = 1, **options: Any) -> int | None:
+    """A run that saves `step`; returns what it started from. `restore`: how it restores; None: it does not."""
+    state = {"x": {"w": torch.full((3,), float(step))}}
+    with ckptman.Checkpointer(root, state, deadline=None, **options) as run:
+        start = run.restore(**restore) if restore is not None else None
+        run.save(step)
+    return start
+
+
+def cut_short(root: Path, step: int) -> None:
+    file = root / step_folder(step) / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def newer(root: Path, step: int) -> None:
+    folder = root / step_folder(step)
+    (folder / MANIFEST).write_bytes(read_manifest(folder).model_copy(update={"format_version": 2}).to_json())
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint of step")
+@pytest.mark.parametrize(("damage", "error"), [(cut_short, ckptman.CorruptError), (newer, ckptman.FormatVersionError)])
+def test_a_run_with_a_path_starts_over_nothing_of_its_own(
+    tmp_path: Path, damage: Callable[[Path, int], None], error: type[Exception]
+) -> None:
+    root, base = tmp_path / "run", tmp_path / "base"
+    ckptman.save({"x": {"w": torch.zeros(3)}}, base)
+    path = {"path": base}
+    assert one_step(root, path) == 0
+    assert one_step(root, path, 2) == 1, "each attempt of a chain is given the same path"
+    for step in (1, 2):
+        damage(root, step)
+    before = {each: each.read_bytes() for each in root.rglob("step-*/*")}
+    for restore in (path, {}):
+        with pytest.raises(error):
+            one_step(root, restore, 2)
+    with pytest.raises(ckptman.ConfigError, match=r"restore\(\) was not called"):
+        one_step(root, None, 2)
+    assert {each: each.read_bytes() for each in root.rglob("step-*/*")} == before
+
+
+def plain_dcp(folder: Path) -> None:
+    dcp.save({"x": {"w": torch.ones(3)}}, checkpoint_id=folder, no_dist=True)
+
+
+def of_ours(folder: Path) -> None:
+    ckptman.save({"x": {"w": torch.ones(3)}}, folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("save", [plain_dcp, of_ours])
+def test_a_root_with_checkpoints_under_other_names_is_no_fresh_one(
+    tmp_path: Path, save: Callable[[Path], None]
+) -> None:
+    save(tmp_path / "step-500")
+    with pytest.raises(ckptman.ConfigError, match=r"step-500 is a checkpoint itself .*restore\(path='.*step-500'\)"):
+        one_step(tmp_path, {})
+    assert one_step(tmp_path, {"path": tmp_path / "step-500"}) == 0
+    assert one_step(tmp_path, {"path": tmp_path / "step-500"}, 2) == 1
+    assert one_step(tmp_path, {}, 3) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("save", [plain_dcp, of_ours])
+def test_a_root_that_is_a_checkpoint_itself_is_left_as_it_is(tmp_path: Path, save: Callable[[Path], None]) -> None:
+    save(tmp_path / "x")
+    before = sorted((tmp_path / "x").iterdir())
+    for restore in ({}, {"path": tmp_path / "x"}, None):
+        with pytest.raises(ckptman.ConfigError, match="but it is a checkpoint itself"):
+            one_step(tmp_path / "x", restore)
+    assert sorted((tmp_path / "x").iterdir()) == before
+
+
+def test_a_root_of_logs_and_leftovers_is_a_fresh_one(tmp_path: Path) -> None:
+    one_step(tmp_path)
+    (tmp_path / step_folder(1)).rename(tmp_path / step_folder(1, "trash", "x-1"))
+    for name in ("logs/manifest.txt", "logs/deep/manifest.json", f"{step_folder(7, 'tmp', 'y-1')}/manifest.json"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    (tmp_path / "run.log").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    assert one_step(tmp_path, {}) == 0
+
+
+@pytest.mark.parametrize("restore", [{}, {"step": 2}])
+def test_what_was_proved_of_a_checkpoint_that_is_refused_is_forgotten(tmp_path: Path, restore: dict[str, Any]) -> None:
+    """Or retention would keep it as the newest that was verified, and delete good ones for it."""
+    for step in (1, 2):
+        one_step(tmp_path, {}, step)
+    assert main(["verify", str(tmp_path), "--all"]) == 0
+    flip_byte(tmp_path / step_folder(2) / "__0_0.distcp")
+    with contextlib.ExitStack() as stack:
+        if restore:
+            stack.enter_context(pytest.raises(ckptman.CorruptError))
+        else:
+            stack.enter_context(pytest.warns(RuntimeWarning, match="step 2 is passed over"))
+        assert one_step(tmp_path, restore, 3, retention=ckptman.KeepLast(1)) == 1
+    assert [(tmp_path / step_folder(step) / VERIFIED).exists() for step in (1, 2)] == [True, False]
+
+
+def test_a_wrong_setting_is_told_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PRIVATE_ENV, "yes")
+    with pytest.raises(ckptman.ConfigError, match="CKPTMAN_PRIVATE is 'yes': set it to 1"):
+        one_step(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_run_saved_until_the_root_was_ours_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = attempt._claim
+
+    def late(root: Path, *others: Any) -> Any:
+        monkeypatch.setattr(attempt, "_claim", real)
+        one_step(root)
+        return real(root, *others)
+
+    monkeypatch.setattr(attempt, "_claim", late)
+    with pytest.raises(ckptman.ConfigError, match=r"restore\(\) was not called"):
+        one_step(tmp_path)
+    assert one_step(tmp_path, {"path": tmp_path / "nowhere"}, 2) == 1

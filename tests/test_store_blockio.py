@@ -358,7 +358,7 @@ def test_every_range_gets_its_bytes(
         wanted.append(Wanted(f"{file}", offset, size, deliver=deliver, whole="whole" in how))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "STRIDE_BYTES", stride)
-        patch.setattr(ranges, "_DIRECT_BYTES", 1)
+        patch.setattr(ranges, "DIRECT_BYTES", 1)
         for number in range(2) if cache != "warm" else []:
             evict(two_files / f"{number}")
         if cache == "from place to place":

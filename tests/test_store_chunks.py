@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptman.errors import CorruptError
+from ckptman.store import coverage
 from ckptman.store.assembly import assemble, pack, unpack
 from ckptman.store.chunks import (
     HEAD,
@@ -198,6 +199,10 @@ def test_flaws_are_found_exactly(seed: int) -> None:
         boxes[other] = (moved if rng.random() < 0.7 else offsets, sizes)
     flaw = flaw_of(np.array([o for o, _ in boxes]), np.array([s for _, s in boxes]), shape)
     assert (flaw is None) == painted(boxes, shape), (boxes, shape, flaw)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coverage, "_CORNERS", 0)
+        by_pairs = flaw_of(np.array([o for o, _ in boxes]), np.array([s for _, s in boxes]), shape)
+    assert (by_pairs is None) == (flaw is None), by_pairs
     tensors: list[Tensor] = [("weight", "int8", shape)]
     parts = spread(tensors, [boxes], 2, rng)
     with contextlib.nullcontext() if flaw is None else pytest.raises(ValueError, match=r"^weight "):
@@ -219,7 +224,7 @@ def test_a_grid_with_one_edge_moved_is_no_grid(dim: int, by: int) -> None:
 
 
 def test_flaws_of_a_shape_of_too_many_corners() -> None:
-    """Volumes have to do, and it takes no time to say so."""
+    """Pairs are looked at instead."""
     shape = (2,) * 40
     boxes = bricks(shape, random.Random(1), 6)
     offsets, sizes = np.array([o for o, _ in boxes]), np.array([s for _, s in boxes])
