@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import cast
 
 from xxhash import xxh3_128, xxh3_128_digest
 
 from ckptman.errors import CorruptError
 from ckptman.store.digest import DIGEST_BYTES
-from ckptman.store.parallel import ALIGN_BYTES, STRIDE_BYTES, stride_of
+from ckptman.store.parallel import ALIGN_BYTES, STRIDE_BYTES, aligned_memory, stride_of
 from ckptman.store.ranges import DIRECT_BYTES, UNREADABLE
 from ckptman.store.regular import open_regular
 
 BATCH_BYTES = 2 * 1024 * 1024
 """What one call reads out of the page cache: a call for less costs more a byte, and after one for more the first bytes
 have left the cache of the core before they are digested."""
+_MAP_FIXED = 0x10  # the module mmap has no name for it
 
 Stamp = tuple[int, int, int]
 """Inode, size and modification time (ns): what changes when somebody writes to a file or puts another in its place."""
@@ -63,15 +66,29 @@ class Hand:
         return found + xxh3_128_digest(self.scratch[size - rest : size]) if rest else found
 
 
+class Window(Hand):
+    """Addresses at which pieces of files are seen one after the other, in place of one another, cut into blocks once.
+
+    They begin where a huge page does: then what the page cache keeps in large folios takes a few entries to map.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        super().__init__(aligned_memory(STRIDE_BYTES), block_bytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.scratch))
+
+    def show(self, fd: int, low: int, size: int) -> None:
+        """Show the bytes of a file from `low` on. Raises: OSError; then the addresses may not be used any more."""
+        if _mmap(self._address, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, low) != self._address:
+            raise OSError(ctypes.get_errno(), "the file cannot be mapped")
+
+
 class Pieces:
     """The first so many bytes of files, cut into numbered pieces of one stride; the last of a file may be shorter."""
 
     def __init__(self, folder: Path, sizes: Sequence[tuple[str, int]], block_bytes: int) -> None:
         self.block_bytes, self.piece_bytes = block_bytes, stride_of(block_bytes)
-        self.sources = [
-            Source(folder / name, name, size, block_bytes, -(-size // self.piece_bytes)) for name, size in sizes
-        ]
-        self._starts = list(accumulate((source.pieces_left for source in self.sources), initial=0))
+        self.sources = [Source(folder / name, name, size, block_bytes) for name, size in sizes]
+        self._starts = list(accumulate((-(-size // self.piece_bytes) for _, size in sizes), initial=0))
 
     @property
     def count(self) -> int:
@@ -83,10 +100,17 @@ class Pieces:
 
     def at(self, number: int) -> tuple[Source, int, int]:
         """A piece: its file, and its bytes [low, high)."""
-        which = bisect_right(self._starts, number) - 1
-        source = self.sources[which]
-        low = (number - self._starts[which]) * self.piece_bytes
-        return source, low, min(low + self.piece_bytes, source.size)
+        return next(self.runs(range(number, number + 1)))
+
+    def runs(self, numbers: range) -> Iterator[tuple[Source, int, int]]:
+        """Pieces that follow one another: each of their files, and its bytes [low, high)."""
+        begin = numbers.start
+        while begin < numbers.stop:
+            which = bisect_right(self._starts, begin) - 1
+            first, stop = self._starts[which], min(numbers.stop, self._starts[which + 1])
+            source = self.sources[which]
+            yield source, (begin - first) * self.piece_bytes, min((stop - first) * self.piece_bytes, source.size)
+            begin = stop
 
     def begin_cold(self) -> bool:
         """Whether the first of them has to come from the disk. Leaves its file closed."""
@@ -100,10 +124,10 @@ class Pieces:
 
 
 class Source:
-    """A file that is being read: opened when it is wanted, closed after the last piece."""
+    """A file that is being read: opened when it is wanted, closed after the last byte."""
 
-    def __init__(self, path: Path, name: str, size: int, block_bytes: int, pieces: int) -> None:
-        self.size, self.block_bytes, self.pieces_left = size, block_bytes, pieces
+    def __init__(self, path: Path, name: str, size: int, block_bytes: int) -> None:
+        self.size, self.block_bytes, self._left = size, block_bytes, size
         self.scanned = Scanned(name, bytearray())
         self._path = path
         self._batch_bytes = max(block_bytes, BATCH_BYTES // block_bytes * block_bytes)
@@ -148,15 +172,16 @@ class Source:
             else:
                 self.scanned.refused = self.scanned.refused or error
 
-    def digest_where_it_lies(self, low: int, high: int, hand: Hand) -> bytes:
+    def digest_where_it_lies(self, low: int, high: int, hand: Hand, window: Window) -> bytes:
         """The digests of the same blocks. What is in the page cache is digested there: nothing is copied.
 
         Whoever meets a page that is gone, because the file was cut short or the disk does not give it, is killed by
-        SIGBUS: never call it in a process that matters. Raises: OSError, ValueError.
+        SIGBUS: never call it in a process that matters. Raises: OSError; then the window is lost.
         """
         fd = self.open_once()
         if self._is_cached(fd, low):
-            return _digest_mapped(fd, low, high, self.block_bytes)
+            window.show(fd, low, high - low)
+            return window.digests(high - low)
         if self.is_cold(fd, low, high) and self._read_direct(fd, low, high, hand):
             return hand.digests(high - low)
         found = b""
@@ -172,11 +197,11 @@ class Source:
         at = low // self.block_bytes * DIGEST_BYTES
         self.scanned.blocks[at : at + len(digests)] = digests
 
-    def end_piece(self) -> bool:
-        """One piece less to read. Whether it was the last."""
+    def end(self, count: int) -> bool:
+        """So many bytes less to read. Whether they were the last."""
         with self._lock:
-            self.pieces_left -= 1
-            last = not self.pieces_left
+            self._left -= count
+            last = not self._left
         if last:
             self.close()
         return last
@@ -256,15 +281,14 @@ class Source:
             self.scanned.unreadable[block] = why
 
 
-def _digest_mapped(fd: int, low: int, high: int, block_bytes: int) -> bytes:
-    size = high - low
-    with mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ, offset=low) as pages, memoryview(pages) as view:
-        blocks = [view[at : at + block_bytes] for at in range(0, size, block_bytes)]
-        try:
-            return b"".join(map(xxh3_128_digest, blocks))
-        finally:
-            for block in blocks:
-                block.release()
+def _find_mmap() -> Callable[[int, int, int, int, int, int], int | None]:
+    found = ctypes.CDLL(None, use_errno=True).mmap
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    found.restype = ctypes.c_void_p
+    return cast("Callable[[int, int, int, int, int, int], int | None]", found)
+
+
+_mmap = _find_mmap()
 
 
 def _fill(fd: int, view: memoryview, offset: int) -> int:

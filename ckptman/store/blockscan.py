@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ckptman.store.blockread import Hand, Pieces, Scanned
+from ckptman.store.blockread import Hand, Pieces, Scanned, Source
 from ckptman.store.blockteam import digest_apart, groups_of
 from ckptman.store.parallel import STRIDE_BYTES, THREADS_ENV, cores, io_threads, share_out
 
@@ -43,22 +43,20 @@ def scan(
             finish(source.scanned)
     hands: dict[int, Hand] = {}
 
-    def end(number: int) -> None:
-        source, low, high = pieces.at(number)
-        last = source.end_piece()
+    def end(source: Source, count: int) -> None:
+        last = source.end(count)
         if done is not None:
-            done(high - low)
+            done(count)
         if last:
             finish(source.scanned)
 
     def work(left: Sequence[int], place: int, scratch: memoryview) -> None:
-        number = left[place]
-        source, low, high = pieces.at(number)
+        source, low, high = pieces.at(left[place])
         hand = hands.get(id(scratch))
         if hand is None:
             hand = hands[id(scratch)] = Hand(scratch, block_bytes)
         source.read(low, high, hand)
-        end(number)
+        end(source, high - low)
 
     try:
         threads = threads or default_threads() * (2 if pieces.begin_cold() else 1)

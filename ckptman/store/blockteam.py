@@ -16,9 +16,9 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from itertools import chain, starmap
+from itertools import starmap
 
-from ckptman.store.blockread import Hand, Pieces
+from ckptman.store.blockread import Hand, Pieces, Source, Window
 from ckptman.store.digest import DIGEST_BYTES
 from ckptman.store.parallel import STRIDE_BYTES
 
@@ -30,7 +30,7 @@ GROUP_FILES = 128
 """Files at a time: each is open."""
 END_SECONDS = 1.0
 """How long a process that was killed may take to be gone, before it is left to itself."""
-MOST_PIECES = 8
+MOST_PIECES = 16
 """Pieces of one task: for each task there is something to do here, too."""
 _TASK = struct.Struct("=ii")
 """First piece of a task, and the piece after its last."""
@@ -54,28 +54,29 @@ def groups_of(pieces: Pieces) -> Iterator[range]:
         yield range(begin, pieces.count)
 
 
-def digest_apart(pieces: Pieces, group: range, processes: int, end: Callable[[int], None]) -> Sequence[int]:
-    """Have the pieces of a group digested by forked processes, and call `end` for each that is done.
+def digest_apart(pieces: Pieces, group: range, processes: int, end: Callable[[Source, int], None]) -> Sequence[int]:
+    """Have the pieces of a group digested by forked processes. `end` is told how much of which file is done.
 
     The numbers of those that are not: because a process died, or met an error, or because none is worth it.
     """
     aligned = pieces.piece_bytes % mmap.ALLOCATIONGRANULARITY == 0 and pieces.piece_bytes <= STRIDE_BYTES
-    chosen = [pieces.at(number) for number in group]
+    chosen = list(pieces.runs(group))
     if sum(high - low for _, low, high in chosen) < LEAST_BYTES or not aligned or not hasattr(os, "fork"):
         return group
     for source, _, _ in chosen:
         source.open_once()
     slot = -(-pieces.piece_bytes // pieces.block_bytes) * DIGEST_BYTES
     shared = mmap.mmap(-1, len(group) * slot)
-    left = dict.fromkeys(group)
+    left = set(group)
     with closing(_done_apart(pieces, group, shared, slot, processes)) as tasks:
-        for number in chain.from_iterable(tasks):
-            source, low, high = pieces.at(number)
-            at = (number - group.start) * slot
-            source.keep(low, shared[at : at + -(-(high - low) // pieces.block_bytes) * DIGEST_BYTES])
-            del left[number]
-            end(number)
-    return list(left)
+        for task in tasks:
+            at = (task.start - group.start) * slot
+            for source, low, high in pieces.runs(task):
+                source.keep(low, shared[at : at + -(-(high - low) // pieces.block_bytes) * DIGEST_BYTES])
+                at += -(-(high - low) // pieces.piece_bytes) * slot
+                end(source, high - low)
+            left.difference_update(task)
+    return sorted(left)
 
 
 def _tasks(group: range, processes: int) -> Iterator[bytes]:
@@ -121,18 +122,19 @@ def _done_apart(
 
 
 def _serve(pieces: Pieces, group: range, shared: mmap.mmap, slot: int, todo: int, done: int, told: int) -> None:
-    """What a process does until there is nothing left to do. `todo`, `done`: pipes of tasks, to read and to write."""
+    """What a process does until there is nothing left to do. `todo`, `done`: pipes of tasks, to read and to write.
+
+    It ends at the first error: whoever reads that piece again will say what is wrong.
+    """
     os.close(told)  # so that a task cannot be told any more when nobody listens
     hand = Hand(memoryview(mmap.mmap(-1, STRIDE_BYTES)), pieces.block_bytes)
+    window = Window(pieces.block_bytes)
     while task := os.read(todo, _TASK.size):
-        try:
-            for number in range(*_TASK.unpack(task)):
-                source, low, high = pieces.at(number)
-                digests = source.digest_where_it_lies(low, high, hand)
-                at = (number - group.start) * slot
-                shared[at : at + len(digests)] = digests
-        except (OSError, ValueError):  # whoever reads it again will say what is wrong
-            continue
+        for number in range(*_TASK.unpack(task)):
+            source, low, high = pieces.at(number)
+            digests = source.digest_where_it_lies(low, high, hand, window)
+            at = (number - group.start) * slot
+            shared[at : at + len(digests)] = digests
         os.write(done, task)
 
 
