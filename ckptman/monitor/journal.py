@@ -103,7 +103,7 @@ class Journal:
 def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
     """The events of a journal, oldest first, and how many torn lines were left out. Raises: NotFoundError."""
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _OPEN)) as file:
+        with open(os.open(path, os.O_RDONLY | _OPEN), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise NotFoundError(f"{os.fspath(path)} is no journal, but a pipe or a device: remove it")
             lines = file.read().split(b"\n")

@@ -56,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.part:
         write(options.out, [run_kind(options.part, seed, options.share, options.mutant, options.out)])
         return 0
-    if options.mutants:
-        return run_mutants(seed)
     chosen = [kind for kind in KINDS if kind in options.only.split(",")]
+    if options.mutants:
+        return run_mutants(seed, chosen)
     print(f"seed {seed}: python -m tests.faults --seed {seed}{f' --share {share}' * (share < 1)}", flush=True)
     with ThreadPoolExecutor(TOGETHER) as pool:
         tallies = list(pool.map(lambda kind: run_apart(kind, seed, share, ""), chosen))
@@ -149,16 +149,17 @@ def report(tallies: Sequence[Tally]) -> str:
     return "\n".join(lines)
 
 
-def run_mutants(seed: int) -> int:
+def run_mutants(seed: int, kinds: Sequence[str]) -> int:
     """Each mutant has to be noticed by the kind of fault that is there for it."""
-    from tests.faults.mutants import MUTANTS
+    from tests.faults import mutants
 
+    chosen = {name: mutant for name, mutant in mutants.MUTANTS.items() if mutant.kind in kinds}
     print(f"seed {seed}", flush=True)
     with ThreadPoolExecutor(TOGETHER) as pool:
-        tallies = list(pool.map(lambda name: run_apart(MUTANTS[name].kind, seed, MUTANTS[name].share, name), MUTANTS))
+        tallies = list(pool.map(lambda name: run_apart(chosen[name].kind, seed, chosen[name].share, name), chosen))
     missed = 0
     print("| what is broken | kind | faults | |\n|---|---|---:|---|")
-    for (name, mutant), tally in zip(MUTANTS.items(), tallies):
+    for (name, mutant), tally in zip(chosen.items(), tallies):
         noticed = tally.injected and any(tally.failures[each] for each in mutant.failures)
         missed += not noticed
         seen = ", ".join(f"{count} {failure}" for failure, count in tally.failures.items())

@@ -113,10 +113,12 @@ def _watched(work: Callable[[Path, Path], Any], root: Path, target: Path, outsid
     opened: list[str] = []
 
     def see(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(arguments[0], (str, bytes)):
-            path = os.path.realpath(os.fsdecode(arguments[0]))
-            if path.startswith(f"{outside}/"):
-                opened.append(path)
+        if event != "open" or not isinstance(arguments[0], (str, bytes)):
+            return
+        path, flags = os.fsdecode(arguments[0]), arguments[2]
+        refused = isinstance(flags, int) and flags & os.O_NOFOLLOW and Path(path).is_symlink()
+        if not refused and os.path.realpath(path).startswith(f"{outside}/"):
+            opened.append(path)
 
     sys.addaudithook(see)
     try:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ckptman
 from ckptman import errors
-from ckptman.cli import text
 from ckptman.sharded import foreign, ranks, reading, saved, sharing, storage
 from ckptman.store import blockio, catalogue, chunks, index, manifest, place, ranges
 from ckptman.store.durable import Disk
@@ -147,8 +147,9 @@ def _pickles_run() -> None:
 
 
 def _nothing_escaped() -> None:
-    for module, name in ((errors, "plain"), (errors, "plain_lines"), (text, "plain"), (text, "plain_lines")):
-        setattr(module, name, str)
+    for module in [each for name, each in sys.modules.items() if name.startswith("ckptman")]:
+        for name in {"plain", "plain_lines"} & vars(module).keys():
+            setattr(module, name, str)
 
 
 def _names_may_leave() -> None:
@@ -187,7 +188,7 @@ MUTANTS: dict[str, Mutant] = {
     "ranks wait ten times as long": Mutant(_waits_ten_times_as_long, "ranks", ("hang",)),
     "errors do not say what to do": Mutant(_errors_without_a_remedy, "files", ("unclear",)),
     "pickles may ask for anything": Mutant(_pickles_run, "hostile", ("code",), 0.25),
-    "names are not escaped": Mutant(_nothing_escaped, "hostile", ("other",), 0.25),
+    "names are not escaped": Mutant(_nothing_escaped, "hostile", ("other",), 0.5),
     "names and links may leave the folder": Mutant(_names_may_leave, "hostile", ("other",), 0.5),
     "what JSON cannot be is not caught": Mutant(_parsers_let_through, "fuzz", ("unclear",)),
 }
