@@ -515,6 +515,25 @@ def test_wrong_usage(tmp_path: Path, diff: Diff) -> None:
         assert text in diff.error
 
 
+def test_what_cannot_be_read_is_10_and_every_place_knows_every_code(
+    tmp_path: Path, diff: Diff, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, file = save(tmp_path / "a", {"x": torch.ones(3)}), tmp_path / "file"
+    file.touch()
+    assert diff(good, file) == 10
+    assert diff(file) == 10
+    codes = ["0", "1", "2", "3", "4", "9", "10"]
+    docs = Path(__file__).parents[1] / "docs"
+    for page, heading in (("diff.md", "# Diff"), ("command-line.md", "## ckptman diff")):
+        text = (docs / page).read_text().split(f"{heading}\n")[1]
+        found = re.search(r"^Exit codes: (.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+        assert found is not None
+        assert re.findall(r"(\d+),", found[1]) == codes
+    assert f"| {', '.join(codes[1:])} |" in (docs / "command-line.md").read_text()
+    assert main(["diff", "--help"]) == 0
+    assert sorted(re.findall(r"(\d+):", capsys.readouterr().out), key=int) == codes
+
+
 def test_only_some_names(tmp_path: Path, diff: Diff) -> None:
     state = {"m": {f"{n}.{kind}": torch.ones(2) * n for n in range(3) for kind in ("weight", "bias")}, "lr": 1.0}
     other = {"m": {name: each + 1 for name, each in state["m"].items()}, "lr": 2.0}

@@ -77,7 +77,9 @@ def test_json_has_figures_with_units(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["rename"]["verdict"] in ("ok", "slow")
     assert found["write"]["figures"]["test_bytes"] == 2 * 1024 * 1024
     rate = found["write"]["figures"]["bytes_per_second"]
-    assert found["save"]["figures"]["seconds"] == pytest.approx(10**9 / rate)
+    save = found["save"]["figures"]
+    assert save["seconds"] == pytest.approx(10**9 / rate + save["fixed_seconds"])
+    assert save["fixed_seconds"] >= 6 * found["fsync"]["figures"]["file_seconds"]
     assert found["space"]["figures"]["free_bytes"] > 0
     assert set(found["write"]) == {"name", "verdict", "value", "advice", "figures"}
 
@@ -163,7 +165,10 @@ def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path: Path, capsys: pyte
         (["--size", "4KiB"], "--size: at least 1MiB"),
         (["--size", "lots"], "--size: a size such as 70GB"),
         (["--against", "0GB"], "--against: a size above 0"),
-        (["--against", "nowhere"], "--against: a size such as 70GB"),
+        (["--against", "70"], "--against: 70 has no unit: say 70GB, if that is what is meant"),
+        (["--against", " 1.5 "], "--against: 1.5 has no unit: say 1.5GB"),
+        (["--against", "nowhere"], "--against: 'nowhere' is no size such as 70GB or 1.5TiB, and there is no such path"),
+        (["--against", ""], "--against: '' is no size"),
         (["--timeout", "0"], "--timeout must be a finite number above 0"),
         (["--timeout", "nan"], "--timeout must be a finite number above 0"),
         (["--timeout", "-3"], "--timeout must be a finite number above 0"),
@@ -276,8 +281,25 @@ def test_a_torch_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "ckptman.sharded.installed", _Hanging())
     assert main(["doctor", "--timeout", "0.2"]) == 1
-    assert "torch (cannot be imported: does not answer within 0.2 s" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "torch (does not answer within 0.2 s): " in told.err
+    assert "raise --timeout" in told.err
+    assert "imported" not in told.out + told.err
+    assert "torch does not answer" in rows(told.out)["devices"][0]
     assert surroundings.STAGING_SLOTS == 2
+
+
+def test_a_torch_that_dies_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "ckptman.sharded.installed", _Dying())
+    assert main(["doctor"]) == 1
+    assert "torch (cannot be imported: the check was killed by SIGKILL" in capsys.readouterr().err
+
+
+class _Dying:
+    @staticmethod
+    def torch_facts() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Hanging:

@@ -12,6 +12,7 @@ from ckptman.cli import loading
 from ckptman.cli.app import main
 from ckptman.cli.loading import load_on
 from ckptman.errors import CkptmanError, ConfigError
+from ckptman.store.parallel import cores
 from tests.ranks import run_ranks
 
 
@@ -146,3 +147,4 @@ def test_what_waves_leave_open_is_noted(saved: Path, monkeypatch: pytest.MonkeyP
     assert (forty.world_size, forty.problems) == (40, [])
     (note,) = forty.notes
     assert note.startswith("that the ranks fit into memory together: they loaded ")
+    assert note.endswith(f" at a time, as there are {cores()} cores")

@@ -29,7 +29,6 @@ from ckptman.store.durable import Disk
 from ckptman.store.index import Index
 from ckptman.store.manifest import FileRecord
 from ckptman.store.names import CHUNKS, INDEX
-from ckptman.store.verified import VERIFIED
 from tests.fake_checkpoint import commit, flip_byte, index_files, note_in
 
 
@@ -243,7 +242,7 @@ def test_loading_is_asked_for_and_remembered(
         "  on 8 processes (2 x 4): loads, bit for bit what was saved",
         "  remark: on 2 processes not proved: that its ranks fit into memory together",
     ]
-    assert "  loading   on 1, 2, 8: processes of their own loaded it, bit for bit what was saved" in lines
+    assert "  loading   on 1, 2, 8 (2 x 4): processes of their own loaded it, bit for bit what was saved" in lines
     note = note_in(entry.path)
     assert note is not None
     assert (note.world_sizes, note.meshes, note.ckptman_version) == ((1, 2), ((2, 4),), __version__)
@@ -288,6 +287,14 @@ def test_a_plan_reads_no_tensor(tmp_path: Path, loads: dict[str, Any], capsys: p
     assert "step 100 cannot be planned onto 1024 ranks" in told.err
     (entry.path / "__1_0.distcp").unlink()
     assert main(command) == 4
+
+
+def test_the_summary_says_what_was_planned_as_a_mesh(
+    tmp_path: Path, loads: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(tmp_path, 100)
+    assert main(["verify", str(tmp_path), "--plan-only", "--world-size", "8,1024", "--mesh", "2x4"]) == 0
+    assert "  planning  onto 8 (2 x 4), 1,024: what each rank reads" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -413,7 +420,112 @@ def test_damage_takes_the_note_back(tmp_path: Path) -> None:
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
     assert note_in(entry.path) is not None  # as after the disk itself turned a bit: nobody looked
     assert main(["verify", str(tmp_path)]) == 4
-    assert not (entry.path / VERIFIED).exists()
+    note = note_in(entry.path)
+    assert note is not None
+    assert (note.levels, note.every_byte, note.world_sizes) == ((), False, ())
+    assert note.damaged.startswith("__0_0.distcp does not match its digest: ")
+    assert main(["verify", str(tmp_path), "--plan-only", "--world-size", "2"]) == 7  # looks at none of that
+    assert note_in(entry.path) == note
+    flip_byte(path)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert main(["verify", str(tmp_path)]) == 0
+    note = note_in(entry.path)
+    assert note is not None
+    assert (note.every_byte, note.damaged) == (True, "")
+
+
+def test_what_was_found_damaged_is_listed_and_counts_for_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20, 30):
+        commit(tmp_path, step)
+    flip_byte(tmp_path / "step-0000000030" / "__0_0.distcp")
+    assert main(["verify", str(tmp_path)]) == 4
+    capsys.readouterr()
+    assert main(["list", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"30 .*damaged: __0_0.distcp does not match its digest", told)
+    assert "2 complete checkpoints" in told
+    assert "the newest is of step 20. 1 does not count." in told
+    assert "verified" not in told
+    assert main(["list", str(tmp_path), "--json"]) == 0
+    *_, last = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert last["verified"] is None
+    assert last["damaged"].startswith("__0_0.distcp does not match")
+    assert main(["show", str(tmp_path)]) == 0
+    assert re.search(r"verified +-\n +damaged +__0_0.distcp does not match its digest", capsys.readouterr().out)
+    (tmp_path / "step-0000000040").mkdir()
+    assert main(["prune", str(tmp_path), "--keep-last", "1", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [(each["step"], each["keep"]) for each in plan["checkpoints"]] == [(10, False), (20, True)]
+    assert [(each["step"], each["why"].partition(" ")[0]) for each in plan["ignored"]] == [(40, "it"), (30, "damaged:")]
+    assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"ignore +step 30 .*it does not count: damaged: __0_0.distcp does not match", told)
+    assert re.search(r"ignore +step 40 +- +it does not count: it has no manifest.json", told)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-00000000{step}" for step in (20, 30, 40)]
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "link"])
+def test_a_newest_one_that_does_not_count_is_not_passed_over(
+    tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20, 30):
+        commit(tmp_path, step)
+    (tmp_path / "step-0000000010" / "manifest.json").unlink()  # older than the newest: for --all
+    newest = tmp_path / "step-0000000030"
+    if harm == "missing":
+        (newest / "manifest.json").unlink()
+    elif harm == "cut":
+        os.truncate(newest / "manifest.json", 100)
+    else:
+        newest.rename(tmp_path / "elsewhere")
+        newest.symlink_to("elsewhere")
+    assert main(["verify", str(tmp_path)]) == 4
+    told = capsys.readouterr()
+    assert [line.partition(",")[0] for line in told.out.splitlines() if line.startswith("step")] == [
+        "step 30: damaged",
+        "step 20: good",
+    ]
+    assert "1 of 2 checkpoints damaged or incomplete: step 30." in told.err
+    assert main(["verify", str(tmp_path), "--json"]) == 4
+    assert [each["step"] for each in json.loads(capsys.readouterr().out)["checkpoints"]] == [30, 20]
+    assert main(["verify", str(tmp_path), "--step", "20"]) == 0
+    assert main(["verify", str(tmp_path), "--all"]) == 4
+
+
+def test_one_that_cannot_be_read_keeps_nobody_from_looking_at_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ckptman.store import catalogue
+
+    for step in (10, 20, 30):
+        commit(tmp_path, step)
+    real = catalogue.read_manifest
+
+    def refuse(path: Path) -> Any:
+        if path.name == "step-0000000020":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(catalogue, "read_manifest", refuse)
+    assert main(["list", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "does not count: it cannot be read (Permission denied)" in told
+    assert "2 complete checkpoints" in told
+    assert main(["verify", str(tmp_path), "--all"]) == 10
+    told = capsys.readouterr().out
+    assert "step 20: not proved" in told
+    assert "step-0000000020 cannot be read (Permission denied): check its permissions" in told
+    assert told.count(": good, ") == 2
+    assert main(["verify", str(tmp_path), "--step", "10"]) == 0
+    assert main(["verify", str(tmp_path)]) == 10  # it may be the newest
+    for arguments in (["--step", "20"], []):  # who acts on what is the newest has to know
+        assert main(["show", str(tmp_path), *arguments]) == 10
+    assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 10
+    assert main(["diff", str(tmp_path)]) == 10
+    assert main(["diff", str(tmp_path), "--steps", "10,30"]) in (0, 1)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_folder_that_cannot_be_written_is_verified_all_the_same(
@@ -431,9 +543,9 @@ def test_a_folder_that_cannot_be_written_is_verified_all_the_same(
     assert note_in(entry.path) is None
     assert main(["verify", str(tmp_path)]) == 0
     flip_byte(entry.path / "__0_0.distcp")
-    monkeypatch.setattr(Disk, "remove_file", refuse)
+    monkeypatch.setattr(Disk, "replace_file", refuse)
     assert main(["verify", str(tmp_path)]) == 4
-    assert "  remark: that it had been verified is still noted: " in capsys.readouterr().out
+    assert "  remark: that it is damaged, and no longer verified, could not be noted: " in capsys.readouterr().out
 
 
 def test_what_may_not_be_read_is_neither_good_nor_damaged(
@@ -471,7 +583,9 @@ def test_damage_counts_though_not_all_could_be_read(tmp_path: Path, monkeypatch:
     flip_byte(entry.path / "__0_0.distcp")
     monkeypatch.setattr(blockread, "open_regular", refuse)
     assert main(["verify", str(tmp_path)]) == 4
-    assert not (entry.path / VERIFIED).exists()
+    note = note_in(entry.path)
+    assert note is not None
+    assert (bool(note.damaged), note.every_byte) == (True, False)
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(
@@ -512,7 +626,7 @@ def test_a_step_that_is_saved_again_meanwhile_is_not_noted(
     monkeypatch.setattr(verify_checks, "_check_coverage", late)
     assert main(["verify", str(tmp_path)]) == 3
     assert "its files changed while it was verified" in capsys.readouterr().out
-    assert not (entry.path / VERIFIED).exists()
+    assert not (entry.path / "verified.json").exists()
 
 
 def test_parameters_that_stood_still_are_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -521,7 +635,8 @@ def test_parameters_that_stood_still_are_a_remark(tmp_path: Path, capsys: pytest
     _change(commit(tmp_path, 300, rows=8192), 300)
     assert main(["verify", str(tmp_path), "--all"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    said = "  remark: its parameters are those of step 100, bit for bit (model.weight), although the step is another"
+    said = "  remark: its parameters are those of step 100, bit for bit (such as model.weight), although the step is "
+    said += "another"
     assert [number for number, line in enumerate(lines) if line.startswith("  remark")] == [2]
     assert lines[2].startswith(said)
     assert main(["verify", str(tmp_path / "step-0000000200"), "--json"]) == 0

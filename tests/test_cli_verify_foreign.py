@@ -87,6 +87,17 @@ def test_a_changed_element_is_found_by_its_checksum(
     assert f"1 of 1 checkpoint damaged or incomplete: {folder}" in told.err
 
 
+def test_one_that_is_cut_short_is_told_with_a_remedy_that_helps(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(folder / "__0_0.distcp", 1000)
+    assert main(["verify", str(folder)]) == 4
+    told = capsys.readouterr()
+    assert "lies outside of its file" in told.out
+    assert "bring this one back from a copy" in told.out
+    assert "ckptman verify" not in told.out + told.err
+
+
 def test_a_flip_anywhere_is_damage_or_hits_what_nobody_reads(folder: Path) -> None:
     state = SavedState.read(folder)
     chunks = [chunk for name in state.index.tensors for chunk in state.all_chunks(name)]

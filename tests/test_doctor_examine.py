@@ -174,6 +174,29 @@ def test_what_a_checkpoint_costs(write: float, save: str, interval: str, verdict
     assert bill([Finding("write", "unknown", "")], 70) == []
 
 
+def test_no_save_is_told_to_be_faster_than_its_files_and_folders() -> None:
+    found = [
+        Finding("fsync", "ok", "", figures={"file_seconds": 0.003, "folder_seconds": 0.002}),
+        Finding("small files", "ok", "", figures={"create_per_second": 100.0, "stat_per_second": 600.0}),
+        Finding("write", "ok", "", figures={"bytes_per_second": 2e9}),
+        Finding("read", "ok", "", figures={"bytes_per_second": 1e9}),
+    ]
+    rows = {each.name: each for each in bill(found, 70)}
+    assert rows["save"].figures["seconds"] == pytest.approx(6 * 0.01 + 2 * 0.002)
+    assert rows["save"].value == "70 B in 0.064 s"
+    assert rows["load"].value == "70 B in 0.01 s"
+    assert rows["interval"].value.startswith("at least 1.28 s where saves block training")
+    refused = Finding("fsync", "warning", "", figures={"file_seconds": 0.05, "folder_seconds": None})
+    assert bill([refused, *found[1:]], 70)[0].value == "70 B in 0.3 s"
+
+
+def test_times_of_nothing_are_not_told_more_exactly_than_they_are_known() -> None:
+    found = [Finding(name, "ok", "", figures={"bytes_per_second": 1e9}) for name in ("write", "read")]
+    save, load, interval = bill(found, 70)
+    assert (save.value, load.value) == ("70 B in less than 0.001 s",) * 2
+    assert interval.value.startswith("at least 0.001 s where")
+
+
 def test_a_cost_at_a_rate_that_is_not_that_of_a_checkpoint_says_so(tmp_path: Path) -> None:
     found = quick(tmp_path, against_bytes=10**6)
     assert (found["save"].verdict, found["load"].verdict) == ("warning", "warning")

@@ -54,6 +54,7 @@ def test_every_check_has_a_finding_here_and_needs_no_torch() -> None:
         (GPUS, "ok", "2.13.0+cu130 (cuda)"),
         (NONE, "warning", "not installed here"),
         (TorchFacts(problem="libcudart.so.13: cannot open shared object file"), "FAILED", "cannot be imported: libcud"),
+        (TorchFacts(unanswered="does not answer within 60 s"), "FAILED", "does not answer within 60 s"),
         (TorchFacts("2.4.1"), "FAILED", "2.4.1"),
         (TorchFacts("2.11.0a0+git"), "ok", "2.11.0a0+git (cpu)"),
     ],

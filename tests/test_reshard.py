@@ -104,7 +104,8 @@ def test_more_ranks_than_fit_load_in_waves_and_it_is_said_what_that_leaves_open(
     ((world_size, problems, notes),), most = alone(_in_waves, saved / name, 2, (2, 6))
     assert (world_size, problems, most) == (12, [], 2)
     assert notes == [
-        "that the ranks fit into memory together, and the exchange between replicas: they loaded 2 at a time"
+        "that the ranks fit into memory together, and the exchange between replicas: they loaded 2 at a time, as more "
+        "do not fit"
     ]
 
 

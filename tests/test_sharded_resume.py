@@ -18,10 +18,11 @@ import torch.distributed.checkpoint as dcp
 import ckptman
 from ckptman.cli.app import main
 from ckptman.sharded import attempt
+from ckptman.store.catalogue import Catalogue
 from ckptman.store.durable import PRIVATE_ENV
 from ckptman.store.manifest import read_manifest
 from ckptman.store.names import MANIFEST, step_folder
-from ckptman.store.verified import VERIFIED
+from ckptman.store.verified import read_verified
 from tests.apps import App, Mesh
 from tests.fake_checkpoint import flip_byte
 from tests.ranks import run_ranks
@@ -158,7 +159,7 @@ def test_a_root_of_logs_and_leftovers_is_a_fresh_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("restore", [{}, {"step": 2}])
-def test_what_was_proved_of_a_checkpoint_that_is_refused_is_forgotten(tmp_path: Path, restore: dict[str, Any]) -> None:
+def test_a_checkpoint_that_is_refused_is_noted_as_damaged(tmp_path: Path, restore: dict[str, Any]) -> None:
     """Or retention would keep it as the newest that was verified, and delete good ones for it."""
     for step in (1, 2):
         one_step(tmp_path, {}, step)
@@ -170,7 +171,8 @@ def test_what_was_proved_of_a_checkpoint_that_is_refused_is_forgotten(tmp_path: 
         else:
             stack.enter_context(pytest.warns(RuntimeWarning, match="step 2 is passed over"))
         assert one_step(tmp_path, restore, 3, retention=ckptman.KeepLast(1)) == 1
-    assert [(tmp_path / step_folder(step) / VERIFIED).exists() for step in (1, 2)] == [True, False]
+    notes = [read_verified(entry.path, entry.require_manifest()) for entry in Catalogue(tmp_path).complete()]
+    assert [(note.every_byte, bool(note.damaged)) for note in notes if note] == [(True, False), (False, True)]
 
 
 def test_a_wrong_setting_is_told_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

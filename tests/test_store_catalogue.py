@@ -351,7 +351,32 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_no_missing_one(
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(catalogue_module, reader, refuse)
-    with pytest.raises(RootError, match=r"cannot be read .*: check the mount"):
+    with pytest.raises(RootError, match=r"cannot be read .*: check its permissions"):
+        Catalogue(tmp_path).scan()
+    with pytest.raises(RootError, match=r"cannot be read .*: check its permissions"):
+        Catalogue(tmp_path).entry(100).require_manifest()
+    (entry,) = Catalogue(tmp_path).look()
+    assert (entry.complete, entry.manifest) == (False, None)
+
+
+def test_an_earlier_save_does_not_stand_in_for_one_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later one may well be good, and the earlier one may be all there is: neither goes."""
+    save(tmp_path, 100)
+    shutil.copytree(tmp_path / step_folder(100), tmp_path / step_folder(100, "old", "x-1"))
+    real = catalogue_module.read_manifest
+
+    def refuse(path: Path) -> Manifest:
+        if path.name == step_folder(100):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path)
+
+    monkeypatch.setattr(catalogue_module, "read_manifest", refuse)
+    (entry,) = Catalogue(tmp_path).look()
+    assert entry.unreadable is not None
+    assert Catalogue(tmp_path).leftovers() == []
+    with pytest.raises(RootError, match=r"cannot be read \(Stale file handle\): check the mount"):
         Catalogue(tmp_path).scan()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ckptman.store.catalogue import Entry
+from ckptman.store.chunks import TensorRecord
 from ckptman.store.digest import BLOCK_BYTES
 from ckptman.store.freshness import parameters_of, stale_parameters
 from ckptman.store.index import Index, read_index
@@ -109,3 +110,11 @@ def test_what_is_taken_for_parameters(tmp_path: Path) -> None:
     entry = _save(tmp_path, 1)
     assert parameters_of(read_index(entry.path, entry.require_manifest())) == PARAMETERS
     assert parameters_of(Index()) == []
+
+
+def test_the_largest_parameters_come_first() -> None:
+    sizes = {"model.a": 2000, "model.b": 3000, "model.c": 100, "optimizer.state.b.exp_avg": 3000, "model.d": 2000}
+    tensors = {
+        name: TensorRecord(dtype="float32", shape=(size,), start=0, count=0, axis=0) for name, size in sizes.items()
+    }
+    assert parameters_of(Index(tensors=tensors)) == ["model.b", "model.a", "model.d"]

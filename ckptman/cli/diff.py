@@ -65,7 +65,8 @@ def diff(
 ) -> None:
     """Show what changed between two checkpoints.
 
-    Exit code 0: nothing. 1: something. 4: one of them is damaged.
+    Exit code 0: nothing. 1: something. 2: wrong usage. 3: not found. 4: one of them is damaged. 9: a newer ckptman
+    wrote one of them. 10: one of them could not be read.
     """
     from ckptman.policy.checks import check_count
 
@@ -105,8 +106,8 @@ def _sides(a: Path, b: Path | None, steps: tuple[int, int] | None) -> tuple[Side
         raise ConfigError(f"{a} is one checkpoint: name the one it is to be compared with, too")
     entries = choose(a, every=True)
     for entry in entries:
-        if entry.newer_format is not None:
-            raise entry.newer_format
+        if (reason := entry.newer_format or entry.unreadable) is not None:
+            raise reason
     complete = [entry for entry in entries if entry.complete]
     if len(complete) < 2:
         raise NotFoundError(

@@ -18,7 +18,7 @@ import typer
 
 from ckptman.cli import text
 from ckptman.cli.list import AsJson
-from ckptman.cli.sizes import parse_size
+from ckptman.cli.sizes import is_size, parse_size
 from ckptman.errors import CkptmanError, ConfigError
 
 if TYPE_CHECKING:
@@ -117,19 +117,21 @@ def _against_bytes(written: str | None, timeout: float) -> int | None:
     """The size that was written, or that of the checkpoint there. Raises: ConfigError, NotFoundError, CorruptError."""
     if written is None:
         return None
-    try:
-        return parse_size("--against", written)
-    except ConfigError:
-        from ckptman.store.apart import NoAnswer, apart
+    if is_size(written):
+        return parse_size("--against", written, needs_unit=True)
+    from ckptman.store.apart import NoAnswer, apart
 
-        try:
-            # A path may be on the very file system that hangs.
-            found = apart(lambda: _checkpoint_bytes(Path(written)), timeout)
-        except NoAnswer as error:
-            raise CkptmanError(f"--against: {written} {error}: give its size, such as 70GB") from None
-        if found is None:
-            raise
-        return found
+    try:
+        # A path may be on the very file system that hangs.
+        found = apart(lambda: _checkpoint_bytes(Path(written)), timeout) if written.strip() else None
+    except NoAnswer as error:
+        raise CkptmanError(f"--against: {written} {error}: give its size, such as 70GB") from None
+    if found is None:
+        raise ConfigError(
+            f"--against: {written!r} is no size such as 70GB or 1.5TiB, and there is no such path: give a size, or the "
+            f"path of a checkpoint or a root"
+        )
+    return found
 
 
 def _checkpoint_bytes(path: Path) -> int | None:
@@ -162,8 +164,10 @@ def _torch_facts(timeout: float) -> TorchFacts:
 
     try:
         return apart(ask, timeout)
-    except (NoAnswer, Died) as error:
-        return TorchFacts(problem=f"{error} (a slow file system, or a device that hangs)")
+    except NoAnswer as error:
+        return TorchFacts(unanswered=str(error))
+    except Died as error:
+        return TorchFacts(problem=str(error))
 
 
 def _table(findings: Sequence[Finding], width: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +37,7 @@ def list_checkpoints(root: Root, as_json: AsJson = False) -> None:
     from ckptman.store.verified import read_verified
 
     catalogue = Catalogue(root)
-    entries, leftovers = catalogue.scan(), catalogue.leftovers()
+    entries, leftovers = catalogue.look(), catalogue.leftovers()
     notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
     if as_json:
         unfinished = [{"path": str(path), "step": parsed.step, "kind": parsed.kind} for path, parsed in leftovers]
@@ -46,15 +47,17 @@ def list_checkpoints(root: Root, as_json: AsJson = False) -> None:
     if entries:
         now = time.time()
         # A column that would be empty from top to bottom is left out.
-        shown = any(notes.values())
+        shown = any(note is not None and not note.damaged for note in notes.values())
         headers = ("step", "age", "size", "ranks", "mesh", "metrics", *["verified"] * shown, "state")
         rows = [
-            (*_row(entry, now), *[verified(notes.get(entry.path), now)] * shown, _state(entry)) for entry in entries
+            (*_row(entry, now), *[verified(notes.get(entry.path), now)] * shown, _state(entry, notes.get(entry.path)))
+            for entry in entries
         ]
         lines = text.table(headers, rows, right="step age size ranks")
         text.say("\n".join(lines))
         text.say()
-    text.say(_summary(root, entries, len(leftovers)))
+    damaged = {path for path, note in notes.items() if note is not None and note.damaged}
+    text.say(_summary(root, entries, damaged, len(leftovers)))
 
 
 def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
@@ -68,8 +71,13 @@ def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
     if entry.manifest is not None:
         facts |= {"bytes": entry.manifest.total_bytes}
         facts |= entry.manifest.model_dump(mode="python", exclude={"step", "files", "block_bytes"})
-    proved = None if note is None else note.model_dump(mode="json", exclude={"manifest_digest", "files_digest"})
-    return {**facts, "verified": proved}
+    proved = note is not None and not note.damaged
+    unsaid = {"manifest_digest", "files_digest", "damaged"}
+    return {
+        **facts,
+        "verified": note.model_dump(mode="json", exclude=unsaid) if proved and note is not None else None,
+        "damaged": note.damaged or None if note is not None else None,
+    }
 
 
 def _row(entry: Entry, now: float) -> tuple[str, ...]:
@@ -88,21 +96,28 @@ def _row(entry: Entry, now: float) -> tuple[str, ...]:
 
 def verified(note: Verified | None, now: float) -> str:
     """What was proved of a checkpoint, and when: `5 min ago`, `3 h ago, on 1 2 8`, `plan only`, or `-`."""
-    if note is None:
+    if note is None or note.damaged:
         return "-"
     when = f"{text.age(now - note.time_seconds)} ago" if note.every_byte else "plan only"
     loaded = [*map(str, note.world_sizes), *("x".join(map(str, mesh)) for mesh in note.meshes)]
     return f"{when}, on {' '.join(loaded[:SIZES_SHOWN])}{' ...' * (len(loaded) > SIZES_SHOWN)}" if loaded else when
 
 
-def _state(entry: Entry) -> str:
+def short_problem(entry: Entry, problem: str) -> str:
+    """What is wrong with a checkpoint, for a line that says which one it is: without its path, and without a remedy."""
+    return problem.replace(f"{entry.path}{os.sep}", "").partition("; ")[0]
+
+
+def _state(entry: Entry, note: Verified | None) -> str:
+    if note is not None and note.damaged:
+        return text.paint(f"damaged: {text.plain(short_problem(entry, note.damaged))}", "red")
     if entry.problem is None:
         return "complete"
-    return text.paint(f"does not count: {text.plain(entry.problem)}", "red")
+    return text.paint(f"does not count: {text.plain(short_problem(entry, entry.problem))}", "red")
 
 
-def _summary(root: Path, entries: list[Entry], leftovers: int) -> str:
-    complete = [entry.require_manifest() for entry in entries if entry.complete]
+def _summary(root: Path, entries: list[Entry], damaged: set[Path], leftovers: int) -> str:
+    complete = [entry.require_manifest() for entry in entries if entry.complete and entry.path not in damaged]
     sentences = [f"{text.plain(root)}: no complete checkpoint."]
     if complete:
         total = text.size(sum(manifest.total_bytes for manifest in complete))

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import text
-from ckptman.cli.list import AsJson, Root
+from ckptman.cli.list import AsJson, Root, short_problem
 from ckptman.errors import ConfigError, RootError
 
 if TYPE_CHECKING:
     from ckptman.policy.retention import KeepBest, RetentionPolicy, Verdict
+    from ckptman.store.catalogue import Entry
     from ckptman.store.prune import Leftover, PrunePlan
 
 KeepLastOption = Annotated[
@@ -122,6 +123,8 @@ def _check_metrics(root: Path, policy: RetentionPolicy | None) -> None:
 def _lines(plan: PrunePlan, with_checkpoints: bool) -> list[str]:
     verdicts = plan.verdicts if with_checkpoints else []
     rows = [_verdict_row(verdict) for verdict in verdicts] + [_leftover_row(each) for each in plan.leftovers]
+    if with_checkpoints:
+        rows += [_ignored_row(entry, why) for entry, why in plan.ignored]
     return [*text.table(("action", "what", "size", "why"), rows, right="size"), ""] if rows else []
 
 
@@ -129,6 +132,11 @@ def _verdict_row(verdict: Verdict) -> tuple[str, ...]:
     record = verdict.record
     reasons = text.plain("; ".join(verdict.reasons))
     return ("keep" if verdict.keep else "delete", f"step {record.step}", text.size(record.bytes), reasons)
+
+
+def _ignored_row(entry: Entry, why: str) -> tuple[str, ...]:
+    size = text.size(entry.manifest.total_bytes) if entry.manifest else "-"
+    return ("ignore", f"step {entry.step}", size, f"it does not count: {text.plain(short_problem(entry, why))}")
 
 
 def _leftover_row(leftover: Leftover) -> tuple[str, ...]:
@@ -160,6 +168,7 @@ def _as_dict(root: Path, plan: PrunePlan, dry_run: bool) -> dict[str, Any]:
             }
             for verdict in plan.verdicts
         ],
+        "ignored": [{"step": entry.step, "path": str(entry.path), "why": why} for entry, why in plan.ignored],
         "leftovers": [
             {"path": str(each.path), "step": each.step, "reason": each.reason, "bytes": each.bytes}
             for each in plan.leftovers

@@ -15,6 +15,7 @@ from ckptman.errors import CorruptError
 if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
     from ckptman.store.index import Unit
+    from ckptman.store.verified import Verified
 
 VALUES_SHOWN = 12
 """Plain values shown of one object: an optimizer has a dozen for each parameter."""
@@ -50,7 +51,7 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
             }
         )
         return
-    text.say("\n".join(_origin(entry, verified(note, time.time()), time.time())))
+    text.say("\n".join(_origin(entry, note, time.time())))
     text.say("\n".join(tensor_lines(tensors)))
     text.say("\n".join(_value_lines(values, read)))
 
@@ -80,7 +81,7 @@ def short(value: object, limit: int = 88) -> str:
     return written if len(written) <= limit else f"{written[: limit - 3]}..."
 
 
-def _origin(entry: Entry, verified: str, now: float) -> list[str]:
+def _origin(entry: Entry, note: Verified | None, now: float) -> list[str]:
     manifest = entry.require_manifest()
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_seconds))
     run = f"{text.plain(manifest.run_id) or '(no id)'}, attempt {manifest.attempt}"
@@ -89,7 +90,8 @@ def _origin(entry: Entry, verified: str, now: float) -> list[str]:
         ("saved", f"{clock}, {text.age(now - manifest.time_seconds)} ago ({text.plain(manifest.reason)})"),
         ("commit", f"number {manifest.sequence} of its root"),
         ("size", f"{text.size(manifest.total_bytes)} in {text.count(len(manifest.files), 'file')}"),
-        ("verified", verified),
+        ("verified", verified(note, now)),
+        *([("damaged", text.paint(text.plain(note.damaged), "red"))] if note is not None and note.damaged else []),
         ("ranks", f"{manifest.world_size}, mesh {text.mesh(manifest.mesh)}"),
         ("metrics", text.metrics(manifest.metrics) or "-"),
         ("run", run + (f", job {text.plain(manifest.job_id)}" if manifest.job_id else "")),

@@ -40,8 +40,10 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and (parse_step(path.resolve().name) is not None or (path / MANIFEST).exists())
 
 
-def choose(path: Path, step: int | None = None, every: bool = False) -> list[Entry]:
+def choose(path: Path, step: int | None = None, every: bool = False, passed_over: bool = False) -> list[Entry]:
     """The entries a command is about: of a root the newest commit, that of `step`, or all.
+
+    `passed_over`: also those that may have been newer and do not count, before it.
 
     Raises: NotFoundError (no such root, step or checkpoint), RootError, ConfigError (--step of a single checkpoint).
     """
@@ -57,7 +59,7 @@ def choose(path: Path, step: int | None = None, every: bool = False) -> list[Ent
     catalogue = Catalogue(path)
     if step is not None:
         return [catalogue.entry(step)]
-    entries = catalogue.scan()
+    entries = catalogue.look() if every or passed_over else catalogue.scan()
     if not entries:
         raise NotFoundError(
             f"{path} holds no checkpoint (a folder such as step-0000000100, or one with a manifest.json or .metadata)"
@@ -65,7 +67,19 @@ def choose(path: Path, step: int | None = None, every: bool = False) -> list[Ent
     if every:
         return entries
     # One that only a newer ckptman can read may well be the newest: a restore refuses to go back behind it, too.
-    return [next((entry for entry in entries if entry.newer_format), entries[-1])]
+    newest = next((entry for entry in entries if entry.newer_format), entries[-1])
+    if not passed_over:
+        return [newest]
+    if newest.newer_format is None:
+        newest = next((entry for entry in reversed(entries) if entry.complete), newest)
+    return [*(each for each in entries if each is not newest and _may_be_newer(each, newest)), newest]
+
+
+def _may_be_newer(entry: Entry, newest: Entry) -> bool:
+    """Whether one that does not count may have been saved after the newest that does."""
+    if entry.complete or entry.newer_format is not None:
+        return False
+    return entry.unreadable is not None or entry.step > newest.step or entry.sequence > newest.sequence
 
 
 def _look(path: Path) -> Entry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
 
 MOST_RANKS = 2**20
+MOST_LOADED = 2**13
 MOST_THREADS = 1024
 All = Annotated[bool, typer.Option("--all", help="Of a root: all its checkpoints.")]
 WorldSize = Annotated[
@@ -88,7 +90,7 @@ def verify(
         reports = [_judge(checks.check_foreign(path, wishes), wishes, say)]
     else:
         reports = []
-        entries = choose(path, step, every)
+        entries = choose(path, step, every, passed_over=True)
         known = () if wishes.plan_only else checks.neighbours(entries, every)
         for entry in entries:
             report = checks.check_bytes(entry, wishes)
@@ -169,6 +171,11 @@ def _wishes(
         if threads > MOST_THREADS:
             raise ConfigError(f"--threads: at most {MOST_THREADS:,}, not {threads:,}")
     sizes, shape = parse_world_sizes(world_size), parse_mesh(mesh)
+    if not plan_only and max([*sizes, math.prod(shape or (1,))]) > MOST_LOADED:
+        raise ConfigError(
+            f"more than {MOST_LOADED:,} ranks are not loaded, which would take hours: with --plan-only it is told what "
+            f"each of them would read, and whether that covers its part"
+        )
     if plan_only and not sizes and shape is None:
         raise ConfigError("--plan-only: say onto how many ranks, such as --world-size 1024,4096")
     if not plan_only and (bandwidth or rank_bandwidth):
@@ -186,10 +193,10 @@ def _raise_for(reports: list[Report]) -> None:
     """End with the worst that was found. Raises: CorruptError, FormatVersionError, RootError, NotFoundError."""
     of = text.count(len(reports), "checkpoint")
     if damaged := [report for report in reports if report.is_damaged]:
-        raise CorruptError(
-            f"{len(damaged)} of {of} damaged or incomplete: {_names(damaged)}. A restore passes over them; bring them "
-            f"back from a copy, or remove their folders"
-        )
+        remedy = "A restore passes over them; bring them back from a copy, or remove their folders"
+        if not any(report.digests for report in damaged):
+            remedy = "Bring it back from a copy"
+        raise CorruptError(f"{len(damaged)} of {of} damaged or incomplete: {_names(damaged)}. {remedy}")
     if newer := next((report.newer_format for report in reports if report.newer_format), None):
         raise newer
     if stuck := [report for report in reports if report.problems_of_fit]:

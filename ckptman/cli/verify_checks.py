@@ -40,6 +40,9 @@ def check_bytes(entry: Entry, wishes: Wishes) -> Report:
     report = Report(entry.step, entry.path, newer_format=entry.newer_format, mesh=wishes.mesh)
     if entry.newer_format is not None:
         return report
+    if entry.unreadable is not None:
+        report.unread.append(str(entry.unreadable))
+        return report
     if entry.manifest is None:
         report.problems.append(entry.problem or "it has no manifest")
         return report
@@ -149,9 +152,8 @@ def check_freshness(report: Report, entry: Entry, known: Sequence[Entry]) -> Non
     except (CkptmanError, OSError):  # the one before is damaged, or gone: that is for its own report
         return
     if names:
-        more = f" and {len(names) - NAMES_TOLD:,} more" if len(names) > NAMES_TOLD else ""
         report.remarks.append(
-            f"its parameters are those of step {before.step}, bit for bit ({', '.join(names[:NAMES_TOLD])}{more}), "
+            f"its parameters are those of step {before.step}, bit for bit (such as {', '.join(names[:NAMES_TOLD])}), "
             f"although the step is another: is it a copy that is saved, which training does not update?"
         )
 
@@ -173,16 +175,21 @@ def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
 
 
 def remember(report: Report, entry: Entry) -> None:
-    """Note beside the manifest what was proved, or take back what was noted. That it cannot be is a remark."""
+    """Note beside the manifest what was proved, or found damaged. That it cannot be noted is a remark."""
     from ckptman import __version__
     from ckptman.store.durable import DISK
-    from ckptman.store.verified import forget_verified, note_verified
+    from ckptman.store.verified import forget_verified, note_damaged, note_verified
 
     good = report.is_checked and not report.problems_of_fit
     undecided = report.gone is not None or (report.unread and not report.is_damaged)
     if report.identity is None or undecided:
         return
     try:
+        if report.is_damaged:
+            what = str([*report.damage, *report.problems][0])
+            now = time.time()
+            note_damaged(entry.path, report.identity, what, time_seconds=now, ckptman_version=__version__, disk=DISK)
+            return
         if not good:
             forget_verified(entry.path, DISK)
             return
@@ -199,7 +206,8 @@ def remember(report: Report, entry: Entry) -> None:
             disk=DISK,
         )
     except OSError as error:
-        what = "that it was verified could not be noted" if good else "that it had been verified is still noted"
+        what = "that it was verified" if good else "that it is damaged, and no longer verified,"
+        what += " could not be noted"
         report.remarks.append(f"{what}: {error.filename or entry.path}: {error.strerror or error}")
 
 

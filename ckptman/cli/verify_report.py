@@ -178,11 +178,11 @@ def summary_lines(reports: Sequence[Report]) -> list[str]:
     if len(ours) < len(good):
         open_.append("digests   plain DCP keeps none; only what has a checksum of torch.save was compared")
     proved.append("coverage  each element of each tensor was saved exactly once")
-    loads = [size for report in good for size, found in report.loads.items() if found.is_proof]
+    loads = {(size, _layout(report, size)) for report in good for size, each in report.loads.items() if each.is_proof}
     if loads:
         what = "was saved" if len(ours) == len(good) else "is on disk"
         proved.append(f"loading   on {_listed(loads)}: processes of their own loaded it, bit for bit what {what}")
-    plans = [plan.world_size for report in good for plan in report.plans]
+    plans = {(plan.world_size, _layout(report, plan.world_size)) for report in good for plan in report.plans}
     if plans:
         proved.append(f"planning  onto {_listed(plans)}: what each rank reads lies in the files, and covers it once")
     if not loads:
@@ -206,5 +206,6 @@ def _more(lines: Sequence[str]) -> list[str]:
     return [f"  and {more:,} more: --json lists all of them"] if more > 0 else []
 
 
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(f"{number:,}" for number in sorted(set(numbers)))
+def _listed(sizes: Iterable[tuple[int, str]]) -> str:
+    """World sizes, each with its layout where it is one: `1, 2, 8 (2 x 4)`."""
+    return ", ".join(f"{size:,}{layout}" for size, layout in sorted(sizes))

@@ -32,6 +32,12 @@ SHARE_OF_FREE = 0.05
 LEAST_BYTES = 1024 * 1024
 OVERHEAD = 0.05
 """How much of the time saves that block training may take."""
+FILES_OF_SAVE = 6
+"""What a save of one process makes and flushes: data, digests of blocks, index, chunk table, .metadata, manifest."""
+FOLDERS_OF_SAVE = 2
+"""Flushed by a commit: the checkpoint before it gets its name, and the root after it."""
+LEAST_SECONDS = 0.001
+"""Nothing here is known to less."""
 MOST_SECONDS = 900.0
 """A run should save at least so often: HKUST, training of a 7B model, 2024."""
 PREFIX = ".ckptman-doctor-"
@@ -112,17 +118,22 @@ def examine(
 
 
 def bill(found: Sequence[Finding], against_bytes: int | None) -> list[Finding]:
-    """What a checkpoint of that size costs at the rates that were found: a save, a load, and the interval it allows."""
+    """What a checkpoint of that size costs at the rates that were found: a save, a load, and the interval it allows.
+
+    Whatever its size, a save makes and flushes files and folders, one after the other, and a load looks at the files.
+    """
     measured = {each.name: each for each in found if each.figures.get("bytes_per_second")}
     if against_bytes is None or "write" not in measured:
         return []
-    save = _cost("save", measured["write"], against_bytes, _PER_NODE)
-    rows = [save, _cost("load", measured["read"], against_bytes, "")] if "read" in measured else [save]
+    making, looking = _fixed_seconds(found)
+    save = _cost("save", measured["write"], against_bytes, making, _PER_NODE)
+    rows = [save, _cost("load", measured["read"], against_bytes, looking, "")] if "read" in measured else [save]
     save_seconds: float = save.figures["seconds"]
     interval = save_seconds / OVERHEAD
     figures = {"blocking_seconds": interval, "background_seconds": save_seconds, "overhead": OVERHEAD}
-    value = f"at least {seconds_text(interval)} where saves block training, for {OVERHEAD * 100:.0f} % of the time"
-    value += f"; {seconds_text(save_seconds)} where they are made in the background"
+    blocking, background = (seconds_text(max(LEAST_SECONDS, each)) for each in (interval, save_seconds))
+    value = f"at least {blocking} where saves block training, for {OVERHEAD * 100:.0f} % of the time"
+    value += f"; {background} where they are made in the background"
     if interval <= MOST_SECONDS:
         return [*rows, Finding("interval", "ok", value, "", figures)]
     advice = f"a run should save every {MOST_SECONDS / 60:.0f} min: save in the background"
@@ -133,12 +144,24 @@ def bill(found: Sequence[Finding], against_bytes: int | None) -> list[Finding]:
     return [*rows, Finding("interval", "slow", value, advice, figures)]
 
 
-def _cost(name: str, measured: Finding, size_bytes: int, advice: str) -> Finding:
+def _fixed_seconds(found: Sequence[Finding]) -> tuple[float, float]:
+    """What a save and a load take besides their bytes, as far as it was measured."""
+    figures = {each.name: each.figures for each in found}
+    files, sync = figures.get("small files", {}), figures.get("fsync", {})
+    made, looked = files.get("create_per_second"), files.get("stat_per_second")
+    file_seconds = max(1 / made if made else 0.0, sync.get("file_seconds") or 0.0)
+    making = FILES_OF_SAVE * file_seconds + FOLDERS_OF_SAVE * (sync.get("folder_seconds") or 0.0)
+    return making, FILES_OF_SAVE / looked if looked else 0.0
+
+
+def _cost(name: str, measured: Finding, size_bytes: int, fixed_seconds: float, advice: str) -> Finding:
     """So many bytes at a rate that was measured; a warning where that is not the rate of a checkpoint."""
-    seconds = size_bytes / measured.figures["bytes_per_second"]
+    seconds = size_bytes / measured.figures["bytes_per_second"] + fixed_seconds
     doubts: list[str] = measured.figures.get("doubts", [])
-    value = f"{size_text(size_bytes)} in {seconds_text(seconds)}" + (f" ({', '.join(doubts)})" if doubts else "")
-    return Finding(name, "warning" if doubts else "ok", value, advice, {"seconds": seconds})
+    spent = seconds_text(seconds) if seconds >= LEAST_SECONDS else f"less than {seconds_text(LEAST_SECONDS)}"
+    value = f"{size_text(size_bytes)} in {spent}" + (f" ({', '.join(doubts)})" if doubts else "")
+    figures = {"seconds": seconds, "fixed_seconds": fixed_seconds}
+    return Finding(name, "warning" if doubts else "ok", value, advice, figures)
 
 
 _PER_NODE = "at the rate of this node alone: with more nodes give the share of one, and share the file system's limit"

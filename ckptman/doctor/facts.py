@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class TorchFacts:
     """What torch says of itself. `device`: cuda, rocm or cpu. `backends`: those of torch.distributed that it has.
 
-    `problem`: why torch, or its devices, cannot be used; the rest may be empty then.
+    `problem`: why torch, or its devices, cannot be used; the rest may be empty then. `unanswered`: it was given up,
+    after how long, and nothing is known.
     """
 
     version: str = ""
@@ -18,6 +19,7 @@ class TorchFacts:
     device_names: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
     problem: str | None = None
+    unanswered: str | None = None
 
 
 def first_number(text: str) -> int | None:

@@ -72,7 +72,10 @@ def survey(torch: TorchFacts, means: Means, against_bytes: int | None = None) ->
 
 
 def check_torch(torch: TorchFacts) -> Finding:
-    """Whether it can be imported, and is new enough."""
+    """Whether it can be imported, and is new enough. FAILED too where it does not answer: as a disk that does not."""
+    if torch.unanswered is not None:
+        advice = "raise --timeout; where that does not help, a device or a file system hangs, and a run with it"
+        return Finding("torch", "FAILED", torch.unanswered, advice)
     if not torch.version:
         advice = "list, verify and prune work without; saving and restoring do not"
         if torch.problem is None:
@@ -85,10 +88,14 @@ def check_torch(torch: TorchFacts) -> Finding:
     return Finding("torch", "ok", f"{torch.version} ({torch.device})", "", {"version": torch.version})
 
 
+def _nobody_to_ask(torch: TorchFacts) -> str:
+    return "torch is not there to ask" if torch.unanswered is None else f"torch {torch.unanswered}"
+
+
 def check_devices(torch: TorchFacts, environ: Mapping[str, str]) -> Finding:
     """Devices that torch sees, against the processes of this node, and against what Slurm gave."""
     if not torch.version:
-        return Finding("devices", "unknown", "torch is not there to ask")
+        return Finding("devices", "unknown", _nobody_to_ask(torch))
     if torch.problem is not None:
         return Finding(
             "devices", "FAILED", torch.problem, "no process can use a device: see the driver and the modules"
@@ -119,7 +126,7 @@ def check_devices(torch: TorchFacts, environ: Mapping[str, str]) -> Finding:
 def check_backends(torch: TorchFacts) -> Finding:
     """gloo, which ckptman always needs between processes, and NCCL (or RCCL) where there are devices."""
     if not torch.version:
-        return Finding("backends", "unknown", "torch is not there to ask")
+        return Finding("backends", "unknown", _nobody_to_ask(torch))
     value = ", ".join(torch.backends) or "none"
     if "gloo" not in torch.backends:
         advice = "ckptman talks between ranks through gloo: runs of one process only"

@@ -33,6 +33,8 @@ class Record:
     metrics: Mapping[str, float]
     verified: bool = False
     """All its bytes were read back and found to be what was saved."""
+    damaged: str = ""
+    """What was found not to be what was saved: then it is not to be counted."""
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,9 @@ def _check_on(
     if processes == world_size:
         return LoadReport(world_size, problems)
     exchange = ", and the exchange between replicas" if len(layout) > 1 else ""
-    waves = f"that the ranks fit into memory together{exchange}: they loaded {processes} at a time"
+    fit = processes_for(world_size, shard_bytes, free_bytes, world_size) == world_size
+    cause = f"as there are {free_cores} cores" if fit else "as more do not fit"
+    waves = f"that the ranks fit into memory together{exchange}: they loaded {processes} at a time, {cause}"
     return LoadReport(world_size, problems, notes=[waves])
 
 

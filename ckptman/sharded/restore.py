@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
+import ckptman
 from ckptman.errors import CorruptError, NotFoundError, SuspectError, plain, warn
 from ckptman.monitor.journal import read_journal
 from ckptman.policy.suspicion import crashes_of, suspects
@@ -16,7 +18,7 @@ from ckptman.store.durable import DISK
 from ckptman.store.manifest import read_manifest
 from ckptman.store.names import MANIFEST, journal_path
 from ckptman.store.place import FolderPlace
-from ckptman.store.verified import forget_verified
+from ckptman.store.verified import identify, note_damaged
 
 
 def choose(entries: list[Entry], step: int | None) -> list[Entry]:
@@ -42,6 +44,14 @@ def choose(entries: list[Entry], step: int | None) -> list[Entry]:
     return good
 
 
+def _note_damaged(entry: Entry, error: CorruptError) -> None:
+    """So that retention, also that of others, does not count it and delete good ones. As far as that can be noted."""
+    with contextlib.suppress(OSError, CorruptError):
+        identity = identify(entry.path, entry.require_manifest())
+        now = time.time()
+        note_damaged(entry.path, identity, str(error), time_seconds=now, ckptman_version=ckptman.__version__, disk=DISK)
+
+
 class Restorer:
     """Finds the checkpoint to start from and loads it. Every rank has one and calls it alike."""
 
@@ -58,9 +68,7 @@ class Restorer:
                 load(self._talk, state, entry.path)
             except CorruptError as error:
                 if self._talk.is_leader:
-                    # Retention must not keep it as the newest that was verified, and delete good ones.
-                    with contextlib.suppress(OSError):
-                        forget_verified(entry.path, DISK)
+                    _note_damaged(entry, error)
                 if step is not None:
                     raise
                 refused.append(str(error))

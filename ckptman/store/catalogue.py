@@ -23,6 +23,7 @@ class Entry:
     """A folder that has a checkpoint's name. Complete if `problem` is None; otherwise it does not count.
 
     `newer_format`: it does not count here, but a newer ckptman wrote it, so nobody may conclude that it is damaged.
+    `unreadable`: nobody can say what it is, because it could not be looked at.
     """
 
     step: int
@@ -30,6 +31,7 @@ class Entry:
     manifest: Manifest | None
     problem: str | None = None
     newer_format: FormatVersionError | None = None
+    unreadable: RootError | None = None
 
     @property
     def complete(self) -> bool:
@@ -44,15 +46,22 @@ class Entry:
         """The facts that retention rules look at. Only for complete entries."""
         manifest = self.require_manifest()
         note = read_verified(self.path, manifest)
-        verified = note is not None and note.every_byte
         return Record(
-            self.step, manifest.sequence, manifest.time_seconds, manifest.total_bytes, manifest.metrics, verified
+            self.step,
+            manifest.sequence,
+            manifest.time_seconds,
+            manifest.total_bytes,
+            manifest.metrics,
+            verified=note is not None and note.every_byte,
+            damaged=note.damaged if note is not None else "",
         )
 
     def require_manifest(self) -> Manifest:
-        """The manifest. Raises: FormatVersionError, CorruptError if this is no complete checkpoint."""
+        """The manifest. Raises: FormatVersionError, RootError, CorruptError if this is no complete checkpoint."""
         if self.newer_format is not None:
             raise self.newer_format
+        if self.unreadable is not None:
+            raise self.unreadable
         if self.manifest is None or self.problem is not None:
             raise CorruptError(
                 f"{self.path} is not a complete checkpoint: {self.problem}. "
@@ -73,7 +82,19 @@ class Catalogue:
     def scan(self) -> list[Entry]:
         """All entries, in order of commit; those with no readable manifest first, by step.
 
-        Raises: NotFoundError (no such root), RootError (not a folder, or it cannot be read: that is never "none yet").
+        Raises: NotFoundError (no such root), RootError (not a folder, or it or a checkpoint cannot be read: that is
+        never "none yet").
+        """
+        entries = self.look()
+        for entry in entries:
+            if entry.unreadable is not None:
+                raise entry.unreadable
+        return entries
+
+    def look(self) -> list[Entry]:
+        """The same, with those that cannot be read: for who says what is there, not for who acts on it.
+
+        Raises: NotFoundError, RootError of the root itself.
         """
         for _ in range(_LOOKS):
             entries, settled = self._look_at(self._names())
@@ -87,7 +108,7 @@ class Catalogue:
 
     def entry(self, step: int) -> Entry:
         """The entry of a step, complete or not. Raises: NotFoundError, which names the steps there are."""
-        entries = {entry.step: entry for entry in self.scan()}
+        entries = {entry.step: entry for entry in self.look()}
         if step not in entries:
             known = ", ".join(str(each) for each in list(entries)[-10:]) or "none"
             raise NotFoundError(f"{self.root} has no checkpoint of step {step}; the latest there are: {known}")
@@ -99,7 +120,12 @@ class Catalogue:
         olds = {parsed.step for _, parsed in names if parsed.kind == "old"}
         entries, _ = self._look_at([(name, parsed) for name, parsed in names if parsed.step in olds])
         counting = {entry.path.name for entry in entries.values()}
-        return [(self.root / name, parsed) for name, parsed in names if parsed.kind != "step" and name not in counting]
+        unsure = {step for step, entry in entries.items() if entry.unreadable is not None}
+        return [
+            (self.root / name, parsed)
+            for name, parsed in names
+            if parsed.kind != "step" and name not in counting and not (parsed.kind == "old" and parsed.step in unsure)
+        ]
 
     def _names(self) -> list[tuple[str, StepName]]:
         try:
@@ -136,7 +162,7 @@ class Catalogue:
                 continue
             # A crash between the two renames of a commit leaves the previous save of this step as "old" only. It also
             # stands in for one that was damaged since: nothing good is passed over for something bad.
-            counts = entry.complete or entry.newer_format is not None
+            counts = entry.complete or entry.newer_format is not None or entry.unreadable is not None
             merit = (counts, parsed.kind == "step", entry.sequence)
             found.setdefault(parsed.step, []).append((merit, entry))
         return {step: max(each, key=itemgetter(0))[1] for step, each in found.items()}, settled
@@ -164,7 +190,7 @@ def _look(path: Path, step: int) -> Entry:
     except CorruptError as error:
         return Entry(step, path, None, str(error))
     except OSError as error:
-        raise _unreadable(path, error) from error
+        return Entry(step, path, None, f"it cannot be read ({error.strerror})", unreadable=_unreadable(path, error))
 
 
 def _lstat(path: Path) -> os.stat_result | None:
@@ -177,7 +203,8 @@ def _lstat(path: Path) -> os.stat_result | None:
 
 
 def _unreadable(path: Path, error: OSError) -> RootError:
-    return RootError(error.errno or errno.EIO, f"{path} cannot be read ({error.strerror}): check the mount")
+    remedy = "check its permissions" if isinstance(error, PermissionError) else "check the mount"
+    return RootError(error.errno or errno.EIO, f"{path} cannot be read ({error.strerror}): {remedy}")
 
 
 def _commit_order(entry: Entry) -> tuple[int, float, int]:

@@ -37,7 +37,7 @@ HEAD = 4
 LITTLE = np.dtype("<i8")
 _MANY = 256
 """Candidates along one dimension from which on it pays to ask the others too."""
-_REMEDY = "restore an older checkpoint, or run `ckptman verify` to see which are whole"
+_REMEDY = "restore an older checkpoint, or bring this one back from a copy"
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
     **dict.fromkeys(("float4_e2m1fn_x2", *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))), 1),

@@ -23,7 +23,8 @@ _READ_BYTES = 1024 * 1024
 
 
 def stale_parameters(folder: Path, manifest: Manifest, older_folder: Path, older: Manifest) -> list[str]:
-    """The parameters, if not one byte of them has changed since an older checkpoint of another step; else none.
+    """The parameters, the largest first, if not one byte of them has changed since an older checkpoint of another step;
+    else none. They are examples: smaller ones (see `parameters_of`) are not looked at.
 
     Only where all of them lie at the same places in both. Blocks that are nothing but a parameter are compared by their
     digests; a part of a block that holds other things too, and has changed, is read from both checkpoints.
@@ -61,13 +62,14 @@ def stale_parameters(folder: Path, manifest: Manifest, older_folder: Path, older
 def parameters_of(index: Index) -> list[str]:
     """The tensors that are taken for parameters: floating-point ones of more than 4 KiB that are no optimizer's state.
 
-    Where none is that large, all floating-point ones.
+    Where none is that large, all floating-point ones. The largest first, as the warning at save time names them.
     """
     floating = [
         (name, prod(each.shape) * (item_bytes(each.dtype) or 1))
         for name, each in index.tensors.items()
         if each.dtype.startswith(("float", "bfloat", "complex")) and "state" not in name.split(".")[:-1]
     ]
+    floating.sort(key=lambda each: -each[1])
     return [name for name, size in floating if size > PARAMETER_BYTES] or [name for name, size in floating if size]
 
 

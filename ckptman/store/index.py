@@ -161,7 +161,8 @@ def _read(folder: Path, name: str, manifest: Manifest, model: type[M]) -> M:
     try:
         return model.model_validate(raw)
     except (ValidationError, RecursionError, MemoryError) as error:
-        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else type(error).__name__
+        nested = "it is nested too deeply" if isinstance(error, RecursionError) else "it does not fit the memory"
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else nested
         raise CorruptError(f"{path} is not what ckptman writes there ({why}); {_remedy(folder)}") from None
 
 

@@ -120,16 +120,33 @@ def parse_versioned(path: Path, data: bytes) -> dict[str, Any]:
     """
     try:
         raw = json.loads(data)
-        version = raw["format_version"]
-    except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
-        raise CorruptError(
-            f"{path} is not what ckptman wrote there: {type(error).__name__}: {error}; {_REMEDY}"
-        ) from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise _foreign(path, f"it {_unreadable(error)}") from error
+    if not isinstance(raw, dict):
+        raise _foreign(path, "it is no JSON object")
+    if "format_version" not in raw:
+        raise _foreign(path, "it has no format_version")
+    version = raw["format_version"]
     if type(version) is not int or version < 1:
         raise CorruptError(f"{path} has the format version {_shown(str(version))}, which there never was; {_REMEDY}")
     if version > FORMAT_VERSION:
         raise FormatVersionError(str(path), version, FORMAT_VERSION)
     return cast("dict[str, Any]", raw)
+
+
+def _foreign(path: Path, flaw: str) -> CorruptError:
+    return CorruptError(f"{path} is not what ckptman wrote there: {flaw}; {_REMEDY}")
+
+
+def _unreadable(error: Exception) -> str:
+    """Why no JSON could be read, in words."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"is no JSON from line {error.lineno}, column {error.colno} on"
+    if isinstance(error, UnicodeDecodeError):
+        return f"is no text from byte {error.start:,} on"
+    if isinstance(error, RecursionError):
+        return "is nested too deeply"
+    return "does not fit the memory" if isinstance(error, MemoryError) else "has a number of too many digits"
 
 
 def is_plain_name(name: str) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptman.errors import CkptmanError
-from ckptman.policy.retention import RetentionPolicy, Verdict, plan
+from ckptman.policy.retention import Record, RetentionPolicy, Verdict, plan
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import read_manifest
@@ -42,11 +42,15 @@ class Leftover:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What a prune would do. `verdicts` oldest commit first; `entries` by sequence."""
+    """What a prune would do. `verdicts` oldest commit first; `entries` by sequence.
+
+    `ignored`: what counts for nothing and is not touched, with the reason: a human has to look at it.
+    """
 
     verdicts: list[Verdict]
     entries: dict[int, Entry]
     leftovers: list[Leftover]
+    ignored: list[tuple[Entry, str]]
 
     @property
     def freed_bytes(self) -> int:
@@ -56,18 +60,26 @@ class PrunePlan:
 def plan_prune(root: Path, policy: RetentionPolicy | None, damaged: Collection[int] = ()) -> PrunePlan:
     """What to delete under a root. Incomplete entries never count and are not touched. Raises: as `Catalogue.scan`.
 
-    Nor do those with a commit sequence in `damaged`: a checkpoint that was refused must not push out a good one.
+    Nor do those that were found damaged, by a verify or by the run that has their sequences in `damaged`: what no
+    restore takes must not push out a good one.
     """
     entries: dict[int, Entry] = {}
+    records: list[Record] = []
+    ignored: list[tuple[Entry, str]] = []
     number = 0
-    for entry in Catalogue(root).complete():
-        if entry.sequence in damaged:
+    for entry in Catalogue(root).scan():
+        if not entry.complete:
+            ignored.append((entry, entry.problem or ""))
+            continue
+        record = entry.record()
+        if record.damaged or entry.sequence in damaged:
+            ignored.append((entry, f"damaged: {record.damaged or 'a restore refused it'}"))
             continue
         # Folders that were copied from another root can share a sequence: their order stays, and each gets a verdict.
         number = max(entry.sequence, number + 1)
         entries[number] = entry
-    verdicts = plan([replace(entry.record(), sequence=number) for number, entry in entries.items()], policy)
-    return PrunePlan(verdicts, entries, find_leftovers(root))
+        records.append(replace(record, sequence=number))
+    return PrunePlan(plan(records, policy), entries, find_leftovers(root), ignored)
 
 
 def find_leftovers(root: Path) -> list[Leftover]:

@@ -1,4 +1,4 @@
-"""What was proved about a checkpoint, and when: `verified.json` beside its manifest, never inside it.
+"""What was proved about a checkpoint, or found damaged, and when: `verified.json` beside its manifest, never inside it.
 
 A note for people and for retention, not a proof: whoever can write to the folder can write anything there. It counts
 for the very files that were verified, as long as nobody has written to them: neither for a later save of the same step
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 VERIFIED = "verified.json"
 FORMAT_VERSION = 1
 _MOST_BYTES = 1024 * 1024
+_MOST_TEXT = 1000
 Level = Literal["digests", "coverage"]
 """digests: every byte of every file was read and is what was saved. coverage: each element was saved exactly once."""
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -39,7 +40,8 @@ class Verified(BaseModel):
     `ckptman_version` by what.
 
     `world_sizes`: it was loaded on so many processes, bit for bit. `meshes`: the same, as HSDP on such a mesh.
-    `plan_world_sizes`: it was planned onto so many ranks. `manifest_digest`, `files_digest`: which files.
+    `plan_world_sizes`: it was planned onto so many ranks. `damaged`: what of it is not what was saved, where something
+    is not; then nothing else is proved. `manifest_digest`, `files_digest`: which files.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -50,6 +52,7 @@ class Verified(BaseModel):
     world_sizes: tuple[Count, ...] = ()
     meshes: tuple[tuple[Count, ...], ...] = ()
     plan_world_sizes: tuple[Count, ...] = ()
+    damaged: Annotated[str, Field(max_length=_MOST_TEXT)] = ""
     manifest_digest: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     files_digest: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
@@ -109,7 +112,8 @@ def note_verified(
 ) -> None:
     """Note what was proved about the files `identity`, beside what was proved about it before.
 
-    What is weaker than what is there adds to it and takes nothing away. Raises: OSError (the folder is read-only).
+    What is weaker than what is there adds to it and takes nothing away. What was found damaged stays so until every
+    byte was found to be right. Raises: OSError (the folder is read-only).
     """
     new = Verified(
         time_seconds=time_seconds,
@@ -123,6 +127,8 @@ def note_verified(
     )
     old = _read(folder)
     if old is not None and _is_about(old, identity):
+        if old.damaged and not new.every_byte:
+            return
         newest = old if old.every_byte and not new.every_byte else new
         new = newest.model_copy(
             update={
@@ -133,15 +139,38 @@ def note_verified(
             }
         )
     if new != old:
-        disk.replace_file(folder / VERIFIED, json.dumps(new.model_dump(mode="json"), indent=1).encode() + b"\n")
+        _write(folder, new, disk)
+
+
+def note_damaged(
+    folder: Path, identity: Identity, what: str, *, time_seconds: float, ckptman_version: str, disk: Disk
+) -> None:
+    """Note that the files `identity` are not what was saved, in place of what was proved about them before.
+
+    Raises: OSError (the folder is read-only).
+    """
+    note = Verified(
+        time_seconds=time_seconds,
+        ckptman_version=ckptman_version,
+        levels=(),
+        damaged=what[:_MOST_TEXT],
+        manifest_digest=identity.manifest,
+        files_digest=identity.files,
+    )
+    _write(folder, note, disk)
 
 
 def forget_verified(folder: Path, disk: Disk) -> None:
-    """Take back what was noted: it no longer holds. Raises: OSError (the folder is read-only)."""
+    """Take back what was proved: it no longer holds. Raises: OSError (the folder is read-only)."""
     path = folder / VERIFIED
-    if os.path.lexists(path):
+    note = _read(folder)
+    if os.path.lexists(path) and not (note is not None and note.damaged):
         disk.remove_file(path)
         disk.sync_folder(folder)
+
+
+def _write(folder: Path, note: Verified, disk: Disk) -> None:
+    disk.replace_file(folder / VERIFIED, json.dumps(note.model_dump(mode="json"), indent=1).encode() + b"\n")
 
 
 def _read(folder: Path) -> Verified | None:
