@@ -30,11 +30,11 @@ from ckptman.store.parallel import (
     share_out,
     stride_of,
 )
-from ckptman.store.spans import WHOLE_BYTES, Span, Wanted, lay_out, plan
+from ckptman.store.spans import WHOLE_BYTES, Part, Span, Wanted, lay_out, plan
 
 GAP_BYTES = 64 * 1024
 _CHECKED_BYTES = 512 * 1024
-"""What one call reads where digests are checked: it is digested while it lies in the cache of the core."""
+"""What is read, checked and copied at a time where there are digests: all while it lies in the cache of the core."""
 DIRECT_BYTES = 1024 * 1024
 """Spans of less than this are read through the page cache: the next ones lie near, and it reads ahead."""
 _IOV_MAX = 1024
@@ -193,8 +193,8 @@ class _File:
         return self._read_direct(span, scratch) if self.is_cold(span) else None
 
     def finish(self, span: Span, scratch: memoryview, fetched: int | None) -> None:
-        """Fill the destinations of a span from what was fetched, or read it to them, and check it."""
-        calls = 1 if fetched else 0
+        """Fill the destinations of a span from what was fetched, or read it to them: checked batch by batch."""
+        calls, done = (1 if fetched else 0), fetched or 0
         if fetched is not None:
             inside = span.low % ALIGN_BYTES
             scratch = scratch[inside : inside + span.bytes]
@@ -202,13 +202,25 @@ class _File:
         else:
             scratch = scratch[: span.bytes]
             segments, copies = lay_out(span, scratch)
-        calls += self._fill(self._open(span), span, segments, fetched or 0)
-        for start, stop, each in copies:
-            piece = scratch[start - span.low : stop - span.low]
-            if each.into is not None:
-                _copy(each.into[start - each.offset : stop - each.offset], piece)
-            elif each.deliver is not None:
-                each.deliver(piece, start - each.offset)
+        fd, offset = self._open(span), span.low
+        step = max(self.block_bytes, _CHECKED_BYTES // self.block_bytes * self.block_bytes)
+        if self._digests is None:
+            step = span.bytes
+        ready = _by_batch(copies, span.low, step)
+        for number, (batch, size) in enumerate(_batches(segments, step)):
+            there = min(done, size)
+            done -= there
+            if there < size:
+                calls += self._read_batch(fd, span, offset + there, _after(batch, there), size - there)
+            if self._digests is not None:
+                self._check(span, offset, batch)
+            for start, stop, each in ready.get(number, ()):  # now, while it lies in the cache of the core
+                piece = scratch[start - span.low : stop - span.low]
+                if each.into is not None:
+                    _copy(each.into[start - each.offset : stop - each.offset], piece)
+                elif each.deliver is not None:
+                    each.deliver(piece, start - each.offset)
+            offset += size
         with self._lock:
             self.read_bytes += len(scratch)
             self.calls += calls
@@ -266,24 +278,6 @@ class _File:
             self._takes_direct = False
             return 0
         return min(max(count - inside, 0), span.bytes)
-
-    def _fill(self, fd: int, span: Span, segments: list[memoryview], done: int) -> int:
-        """Read what is not `done`, and check all of it. Returns the number of calls."""
-        offset, calls = span.low, 0
-        step = (
-            max(self.block_bytes, _CHECKED_BYTES // self.block_bytes * self.block_bytes)
-            if self._digests is not None
-            else None
-        )
-        for batch, size in _batches(segments, step or span.bytes):
-            there = min(done, size)
-            done -= there
-            if there < size:
-                calls += self._read_batch(fd, span, offset + there, _after(batch, there), size - there)
-            if self._digests is not None:
-                self._check(span, offset, batch)
-            offset += size
-        return calls
 
     def _read_batch(self, fd: int, span: Span, offset: int, batch: list[memoryview], size: int) -> int:
         end, calls = offset + size, 0
@@ -349,6 +343,18 @@ def _batches(segments: list[memoryview], step: int) -> Iterator[tuple[list[memor
             batch, room = [], step
     if batch:
         yield batch, step - room
+
+
+def _by_batch(parts: Iterable[Part], low: int, step: int) -> dict[int, list[Part]]:
+    """Cut parts of a span from `low` on at its batches of `step` bytes: what can be handed out after each of them."""
+    found: dict[int, list[Part]] = {}
+    for start, stop, each in parts:
+        while start < stop:
+            number = ((stop - 1 if each.whole else start) - low) // step
+            end = min(stop, low + (number + 1) * step)
+            found.setdefault(number, []).append((start, end, each))
+            start = end
+    return found
 
 
 def _after(segments: list[memoryview], count: int) -> list[memoryview]:
