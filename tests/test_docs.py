@@ -42,6 +42,8 @@ else:
     import tomli as tomllib
 
 REPOSITORY = Path(__file__).parents[1]
+SLURM_PAGE = "slurm.md"
+"""Run on a real Slurm, by tests/slurm."""
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LIMIT_SECONDS = 90.0
 
@@ -109,9 +111,10 @@ def commands(block: Block) -> list[Command]:
 def run_page(page: str, folder: Path) -> None:
     """One session: everything on the page that can be run, in order, in `folder`."""
     for block in blocks(page):
-        name = re.match(r"# ([\w-]+\.(?:py|toml))\n", block.text)
+        name = re.match(r"# ([\w-]+\.(?:py|toml|sbatch))\n", block.text)
         if name is not None:
-            (folder / name[1]).write_text(block.text)
+            # The first line of a batch script names its interpreter.
+            (folder / name[1]).write_text(block.text[name.end() :] if name[1].endswith("sbatch") else block.text)
         elif block.language == "python":
             script = folder / ".block.txt"
             script.write_text(block.text)
@@ -208,7 +211,7 @@ def sessions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("page", [page.name for page in PAGES])
+@pytest.mark.parametrize("page", [page.name for page in PAGES if page.name != SLURM_PAGE])
 def test_everything_on_the_page_runs_as_it_says(page: str, sessions: Sessions) -> None:
     sessions[page].result()
 

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from ckptman.cli.chain import chain_app
 from ckptman.cli.diff import diff
 from ckptman.cli.doctor import doctor
 from ckptman.cli.list import list_checkpoints
@@ -43,6 +44,7 @@ app.command("verify")(verify)
 app.command("diff")(diff)
 app.command("prune")(prune)
 app.command("doctor")(doctor)
+app.add_typer(chain_app, name="chain")
 app.command("submit", context_settings={"allow_interspersed_args": False})(submit)
 
 

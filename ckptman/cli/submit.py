@@ -1,26 +1,37 @@
-"""`ckptman submit -- COMMAND`: run a training command again and again until it is finished."""
+"""`ckptman submit SCRIPT`: a chain of Slurm jobs. `ckptman submit --scheduler local -- COMMAND`: the same here."""
 
 from __future__ import annotations
 
 import os
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ckptman.cli.text import plain
+from ckptman.cli.text import plain, say
 from ckptman.errors import ConfigError
 
 Command = Annotated[
-    list[str], typer.Argument(metavar="-- COMMAND", show_default=False, help="What runs, such as torchrun train.py.")
+    list[str],
+    typer.Argument(
+        metavar="SCRIPT [ARGUMENTS]",
+        show_default=False,
+        help="A batch script as for sbatch, and its arguments. With --scheduler local: -- COMMAND.",
+    ),
 ]
-SchedulerName = Annotated[str, typer.Option("--scheduler", metavar="NAME", show_default=False, help="local: here.")]
+SchedulerName = Annotated[
+    str, typer.Option("--scheduler", metavar="NAME", help="slurm: as jobs. local: here, one attempt after another.")
+]
 MaxAttempts = Annotated[
     int | None, typer.Option("--max-attempts", metavar="N", show_default=False, help="End after N attempts.")
 ]
 CrashLimit = Annotated[
     int, typer.Option("--crash-limit", metavar="N", help="End after N crashes in a row with no new checkpoint.")
+]
+StallLimit = Annotated[
+    int, typer.Option("--stall-limit", metavar="N", help="End after N attempts of any kind with no new checkpoint.")
 ]
 ChainDir = Annotated[
     Path | None,
@@ -28,45 +39,154 @@ ChainDir = Annotated[
         "--chain-dir",
         metavar="DIR",
         show_default=False,
-        help="Where each attempt leaves how it ended (default: a new folder under ./ckptman-chains).",
+        help="The folder of the chain (default: a new folder under ./ckptman-chains).",
     ),
 ]
+MaxWalltime = Annotated[
+    str | None,
+    typer.Option("--max-walltime", metavar="TIME", show_default=False, help="End when the attempts took 36h or 10d."),
+]
+Until = Annotated[
+    str | None,
+    typer.Option("--until", metavar="DATE", show_default=False, help="Begin no attempt after it: 2026-12-24T18:00."),
+]
+Requeue = Annotated[
+    bool, typer.Option("--requeue", help="Requeue the same job, where sbatch is forbidden on compute nodes.")
+]
+Upfront = Annotated[
+    int | None, typer.Option("--upfront", metavar="N", show_default=False, help="Put N jobs into the queue at once.")
+]
+Sbatch = Annotated[
+    list[str] | None,
+    typer.Option("--sbatch", metavar="OPTION", show_default=False, help="An option for sbatch, such as --nodes=4."),
+]
+First = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--first", metavar="ARGUMENT", show_default=False, help="For the script in attempt 1 only: where to start."
+    ),
+]
+Another = Annotated[bool, typer.Option("--another", help="Even if a chain of the same script goes on already.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be submitted, and leave no trace.")]
+
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def submit(
     command: Command,
-    scheduler: SchedulerName,
+    scheduler: SchedulerName = "slurm",
     max_attempts: MaxAttempts = None,
+    max_walltime: MaxWalltime = None,
+    until: Until = None,
     crash_limit: CrashLimit = 3,
+    stall_limit: StallLimit = 10,
+    requeue: Requeue = False,
+    upfront: Upfront = None,
+    first: First = None,
+    sbatch: Sbatch = None,
     chain_dir: ChainDir = None,
+    another: Another = False,
+    dry_run: DryRun = False,
 ) -> None:
-    """Run a command until it is finished.
+    """Run a batch script again and again until its training is finished.
 
-    It runs again after a stop (exit code 75) and after a crash. SIGTERM and SIGINT are passed on to it, and end the
-    chain when it has saved.
+    Each job puts the next into the queue when it begins, and a finished run takes it out again.
     """
-    _check(scheduler, max_attempts, crash_limit)
+    from ckptman.policy.checks import check_count
+
+    for name, value in (
+        ("--crash-limit", crash_limit),
+        ("--stall-limit", stall_limit),
+        ("--max-attempts", max_attempts),
+        ("--upfront", upfront),
+    ):
+        if value is not None:
+            check_count("submit", name, value)
+    if scheduler == "local":
+        unknown = {
+            "--max-walltime": max_walltime,
+            "--until": until,
+            "--requeue": requeue,
+            "--upfront": upfront,
+            "--first": first,
+            "--sbatch": sbatch,
+            "--dry-run": dry_run,
+        }
+        if given := [name for name, value in unknown.items() if value]:
+            raise ConfigError(f"{', '.join(given)}: for Slurm alone; leave it out with --scheduler local")
+        raise typer.Exit(_run_here(command, max_attempts, crash_limit, chain_dir))
+    if scheduler != "slurm":
+        raise ConfigError(f"there is no scheduler {scheduler!r}; known: slurm, local")
+    if requeue and upfront:
+        raise ConfigError("--requeue runs one job again and again, --upfront submits many: choose one of them")
+    from ckptman.scheduler.submission import Wish, prepare, slurm_of, submit_chain
+
+    now = time.time()
+    wish = Wish(
+        Path(command[0]),
+        arguments=tuple(command[1:]),
+        first_arguments=tuple(first or ()),
+        options=tuple(sbatch or ()),
+        mode="requeue" if requeue else "upfront" if upfront else "successor",
+        upfront=upfront or 1,
+        crash_limit=crash_limit,
+        stall_limit=stall_limit,
+        max_attempts=max_attempts,
+        max_walltime_seconds=_length(max_walltime),
+        until_seconds=_date(until, now),
+        another=another,
+    )
+    chain, spec, script = prepare(wish, chain_dir, os.environ, now)
+    for remark in script.remarks(wish.options):
+        say(f"note: {remark}")
+    if dry_run:
+        import shlex
+
+        line = shlex.join(["sbatch", "--parsable", *spec.options, str(chain.batch_file), "1"])
+        say(f"would submit, {wish.upfront} at once: {plain(line)}" if upfront else f"would submit: {plain(line)}")
+        return
+    jobs = submit_chain(chain, spec, script, wish.upfront, slurm_of(spec, os.environ), now)
+    say(f"submitted job {jobs[0].job_id}" + (f" to {jobs[-1].job_id}" if len(jobs) > 1 else ""))
+    say(f"chain: {plain(chain.folder)}")
+    say(f"see it with: ckptman chain show {plain(chain.folder.name)}")
+
+
+def _run_here(command: list[str], max_attempts: int | None, crash_limit: int, chain_dir: Path | None) -> int:
     from ckptman.scheduler.chain import new_chain_dir, run_chain
     from ckptman.scheduler.local import LocalScheduler
 
     folder = chain_dir or new_chain_dir(Path.cwd(), time.localtime(), os.getpid())
-    raise typer.Exit(
-        run_chain(LocalScheduler(_say), command, folder, say=_say, crash_limit=crash_limit, max_attempts=max_attempts)
+    return run_chain(
+        LocalScheduler(_tell), command, folder, say=_tell, crash_limit=crash_limit, max_attempts=max_attempts
     )
 
 
-def _check(scheduler: str, max_attempts: int | None, crash_limit: int) -> None:
-    from ckptman.policy.checks import check_count
+def _length(text: str | None) -> float | None:
+    """Seconds of `90m`, `36h` or `10d`. Raises: ConfigError."""
+    if text is None:
+        return None
+    try:
+        seconds = float(text[:-1]) * _UNITS[text[-1:]]
+    except (KeyError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"--max-walltime {text!r} is no length of time: give minutes, hours or days as 90m, 36h, 10d")
+    return seconds
 
-    if scheduler == "slurm":
-        raise ConfigError("--scheduler slurm is not there yet: use --scheduler local, inside an allocation")
-    if scheduler != "local":
-        raise ConfigError(f"there is no scheduler {scheduler!r}; known: local")
-    check_count("submit", "--crash-limit", crash_limit)
-    if max_attempts is not None:
-        check_count("submit", "--max-attempts", max_attempts)
+
+def _date(text: str | None, now: float) -> float | None:
+    """Unix seconds of a date, local time unless it names its zone. Raises: ConfigError."""
+    if text is None:
+        return None
+    try:
+        seconds = datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise ConfigError(f"--until {text!r} is no date: give it as 2026-12-24 or 2026-12-24T18:00") from None
+    if seconds <= now:
+        raise ConfigError(f"--until {text} is past: no attempt would begin")
+    return seconds
 
 
-def _say(line: str) -> None:
+def _tell(line: str) -> None:
     # Not the `say` of other verbs: a terminal that is gone must not end the chain.
     print(f"ckptman: {plain(line)}", flush=True)

@@ -1,0 +1,195 @@
+"""`ckptman chain list | show | cancel | pause | resume`: chains of Slurm jobs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptman.cli import text
+from ckptman.errors import CkptmanError
+
+if TYPE_CHECKING:
+    from ckptman.scheduler.control import Seen
+    from ckptman.scheduler.record import AttemptRecord, Chain, EndRecord
+    from ckptman.scheduler.slurm import Slurm
+
+LINES_SHOWN = 20
+_COLOURS = {"finished": "green", "stopped": "red", "cancelled": "red", "paused": "yellow"}
+
+chain_app = typer.Typer(
+    help="Chains of Slurm jobs: see them, hold them, end them.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[CHAIN]",
+        show_default=False,
+        help="Its folder, its name, or the id of one of its jobs (default: the newest one submitted from here).",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@chain_app.command("list")
+def list_chains(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", show_default=False, help="Where they were submitted (default: here).")
+    ] = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """List the chains that were submitted from a directory."""
+    from ckptman.scheduler.record import find_chains
+
+    chains = [(each, each.spec, each.state, each.attempts(), each.jobs()) for each in find_chains(folder.resolve())]
+    if as_json:
+        text.say_json(
+            [
+                {
+                    "chain": str(chain.folder),
+                    "script": spec.script,
+                    "attempts": len(attempts),
+                    "jobs": [job.job_id for job in jobs],
+                    **state.model_dump(exclude={"forgiven"}),
+                }
+                for chain, spec, state, attempts, jobs in chains
+            ]
+        )
+        return
+    if not chains:
+        text.say(f"no chain was submitted from {text.plain(folder.resolve())}")
+        return
+    now = time.time()
+    rows = [
+        (
+            chain.folder.name,
+            text.plain(Path(spec.script).name),
+            str(len(attempts)),
+            text.age(now - spec.created_seconds),
+            jobs[-1].job_id if jobs else "-",
+            _painted(state.state),
+        )
+        for chain, spec, state, attempts, jobs in chains
+    ]
+    text.say("\n".join(text.table(("chain", "script", "attempts", "age", "last job", "state"), rows, "attempts age")))
+
+
+@chain_app.command("show")
+def show_chain(name: Name = None, as_json: AsJson = False) -> None:
+    """Show the attempts of a chain, how each ended, and what is in the queue."""
+    from ckptman.scheduler.control import look
+
+    chain, slurm = _find(name)
+    _show(chain, look(chain, slurm), as_json)
+
+
+@chain_app.command("cancel")
+def cancel_chain(name: Name = None) -> None:
+    """End a chain. The attempt that runs gets SIGTERM, and the time that the cluster gives, to save."""
+    from ckptman.scheduler.control import cancel
+
+    _act(name, cancel)
+
+
+@chain_app.command("pause")
+def pause_chain(name: Name = None) -> None:
+    """Start no further attempt. The one that runs goes on to its end."""
+    from ckptman.scheduler.control import pause
+
+    _act(name, pause)
+
+
+@chain_app.command("resume")
+def resume_chain(name: Name = None) -> None:
+    """Let a chain go on that was paused, or that crashes or a limit have stopped."""
+    from ckptman.scheduler.control import resume
+
+    _act(name, resume)
+
+
+def _find(name: str | None) -> tuple[Chain, Slurm]:
+    from ckptman.scheduler.control import named
+    from ckptman.scheduler.submission import slurm_of
+
+    chain = named(name, Path.cwd())
+    return chain, slurm_of(chain.spec, os.environ)
+
+
+def _act(name: str | None, what: Callable[[Chain, Slurm, float], Seen]) -> None:
+    chain, slurm = _find(name)
+    _show(chain, what(chain, slurm, time.time()), False)
+
+
+def _show(chain: Chain, seen: Seen, as_json: bool) -> None:
+    spec = chain.spec
+    if as_json:
+        text.say_json(
+            {
+                "chain": str(chain.folder),
+                "script": spec.script,
+                **seen.state.model_dump(exclude={"forgiven"}),
+                "attempts": [_facts(each, seen.ends.get(each.number)) for each in seen.attempts],
+                "queue": [{"number": record.number, "job_id": job.id, "state": job.state} for record, job in seen.live],
+            }
+        )
+        return
+    now = time.time()
+    text.say(
+        f"{text.plain(chain.folder.name)}: {_painted(seen.state.state)}, {text.plain(seen.state.reason) or 'going on'}"
+    )
+    if seen.attempts:
+        headers = ("attempt", "job", "nodes", "began", "took", "step", "ending")
+        rows = [_row(each, seen.ends.get(each.number), now) for each in seen.attempts]
+        text.say("\n".join(text.table(headers, rows, "attempt began took step")))
+    for _, job in seen.live:
+        why = f", {job.reason}" if job.waits and job.reason not in ("", "None") else ""
+        text.say(f"job {job.id}: {job.state.lower()}{text.plain(why)}")
+    if seen.state.state == "active" and not seen.live:
+        text.say("nothing of it is in the queue: ckptman chain resume goes on with it")
+    if seen.state.state == "stopped" and seen.attempts:
+        _show_log(seen.attempts[-1])
+
+
+def _row(attempt: AttemptRecord, end: EndRecord | None, now: float) -> tuple[str, ...]:
+    took = (end.ended_seconds if end else now) - attempt.begun_seconds
+    ending = f"{end.ending}: {end.reason}" if end else "not over, or killed a moment ago"
+    return (
+        str(attempt.number),
+        attempt.job_id,
+        text.plain(attempt.nodes) or "-",
+        f"{text.age(now - attempt.begun_seconds)} ago",
+        text.age(took),
+        str(end.step) if end else "-",
+        text.plain(ending),
+    )
+
+
+def _facts(attempt: AttemptRecord, end: EndRecord | None) -> dict[str, Any]:
+    facts = attempt.model_dump(exclude={"sequence_before"})
+    return {**facts, "end": end.model_dump(exclude={"number"}) if end else None}
+
+
+def _show_log(attempt: AttemptRecord) -> None:
+    """The last lines of the log of an attempt: as a rule, a traceback."""
+    text.say()
+    text.say(f"log of attempt {attempt.number}: {text.plain(attempt.log)}")
+    try:
+        with open(attempt.log, "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - 16384))
+            lines = log.read().decode(errors="replace").splitlines()[-LINES_SHOWN:]
+    except (OSError, CkptmanError) as error:
+        text.say(f"  it cannot be read here: {text.plain(error)}")
+        return
+    for line in lines:
+        text.say(f"  {text.plain(line)}")
+
+
+def _painted(state: str) -> str:
+    colour = _COLOURS.get(state)
+    return text.paint(state, colour) if colour else state

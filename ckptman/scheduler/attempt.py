@@ -1,0 +1,277 @@
+"""`python -m ckptman.scheduler.attempt CHAIN NUMBER FOLDER`: one attempt of a chain, as the batch script of a job.
+
+It runs on the first node of the job, outside any container. First it submits the next job, which waits until this one
+is over, however it ends: so a dead node or a `kill -9` leaves a successor that already ages in the queue. Then it runs
+the user's script, hands on signals, and at the end decides whether the chain goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ckptman.errors import EXIT_OK, CkptmanError, CorruptError, SchedulerError
+from ckptman.lifecycle.outcome import ATTEMPT_ENV, OUTCOME_ENV, read_outcome
+from ckptman.scheduler.base import Say, patient
+from ckptman.scheduler.chain import judge, newest_sequence
+from ckptman.scheduler.history import following, job_number_after, settle
+from ckptman.scheduler.inbox import Inbox
+from ckptman.scheduler.local import ENDING, WARNING
+from ckptman.scheduler.record import AttemptRecord, Chain, EndRecord, JobRecord, Spec
+from ckptman.scheduler.slurm import Slurm, submission_environment
+from ckptman.scheduler.submission import submit_next
+from ckptman.scheduler.tell import tell_to_stop
+
+CHAIN_ENV = "CKPTMAN_CHAIN"
+"""The folder of the chain, for whoever runs in one of its attempts."""
+TORCHRUN_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""How long torchrun lets its workers save after a SIGTERM; 30 seconds unless this says otherwise."""
+TORCHRUN_SECONDS = 600
+LOOK_SECONDS = 1.0
+RETRY_SECONDS = 60.0
+
+
+class Supervisor:
+    """What the batch script of one attempt does. `environ` is that of the job."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        job_number: int,
+        environ: Mapping[str, str],
+        slurm: Slurm,
+        workdir: str,
+        *,
+        say: Say,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._chain, self._job_number, self._environ, self._slurm = chain, job_number, environ, slurm
+        self._workdir, self._say, self._clock = workdir, patient(say), clock
+        self._spec: Spec = chain.spec
+        self._job_id = environ["SLURM_JOB_ID"]
+        self._retry_at: float | None = None
+        self._ended_from_outside = False
+
+    def run(self) -> int:
+        """Begin, run the script to its end, and decide. The exit code of the script; 0 where there is nothing to do."""
+        for number in (*ENDING, *WARNING):  # the batch file has them ignored, so that none ends it before this line
+            signal.signal(number, _leave)
+        with Inbox((*ENDING, *WARNING)) as inbox:
+            attempt = self._begin()
+            if attempt is None:
+                return EXIT_OK
+            returncode = self._run_script(inbox, attempt)
+            self._end(attempt, returncode)
+        return returncode if returncode >= 0 else 128 - returncode
+
+    def _begin(self) -> AttemptRecord | None:
+        chain, now = self._chain, self._clock()
+        owner = chain.claim(JobRecord(number=self._job_number, job_id=self._job_id, time_seconds=now))
+        if owner.job_id != self._job_id:
+            self._say(f"job {owner.job_id} is job {self._job_number} of this chain: this one is left over, and leaves")
+            return None
+        settle(chain, self._slurm, self._job_id, now)
+        if (state := chain.state).state != "active":
+            self._say(f"the chain is {state.state}: {state.reason}. Nothing is run")
+            return None
+        decision = following(chain, now)
+        if not decision.again:
+            self._stop(decision.reason)
+            return None
+        before = max((each.sequence for each in chain.ends().values()), default=0)
+        attempt = AttemptRecord(
+            number=len(chain.attempts()) + 1,
+            job=self._job_number,
+            job_id=self._job_id,
+            restart=int(self._environ.get("SLURM_RESTART_COUNT") or 0),
+            nodes=self._environ.get("SLURM_JOB_NODELIST", ""),
+            host=socket.gethostname(),
+            log=_log_path(),
+            begun_seconds=now,
+            sequence_before=before,
+        )
+        if chain.begin(attempt) != attempt:
+            self._say(f"attempt {attempt.number} of this chain runs already: this job leaves")
+            return None
+        chain.events.record("begin", sync=True, attempt=attempt.number, job_id=self._job_id, nodes=attempt.nodes)
+        self._say(f"attempt {attempt.number}, job {self._job_id} on {attempt.nodes}")
+        self._ensure_successor(attempt)
+        return attempt
+
+    def _ensure_successor(self, attempt: AttemptRecord) -> None:
+        """Have the next job in the queue. Where the queue is full or nobody answers, try again later."""
+        self._retry_at = None
+        limit = self._spec.max_attempts
+        if self._spec.mode != "successor" or (limit is not None and attempt.number >= limit):
+            return
+        try:
+            submit_next(self._chain, self._slurm, self._job_number, self._job_id, self._clock())
+        except (SchedulerError, OSError) as error:
+            self._say(f"there is no successor yet: {error}. Tried again in {RETRY_SECONDS:.0f} s")
+            self._chain.events.record("no successor", attempt=attempt.number, why=str(error))
+            self._retry_at = self._clock() + RETRY_SECONDS
+
+    def _run_script(self, inbox: Inbox, attempt: AttemptRecord) -> int:
+        spec = self._spec
+        first = spec.first_arguments if attempt.number == 1 else ()
+        environ = {
+            TORCHRUN_ENV: str(TORCHRUN_SECONDS),
+            **self._environ,
+            ATTEMPT_ENV: str(attempt.number),
+            OUTCOME_ENV: str(self._chain.outcome_path(attempt.number)),
+            CHAIN_ENV: str(self._chain.folder),
+        }
+        command = [*spec.interpreter, str(self._chain.script), *spec.arguments, *first]
+        try:
+            child = subprocess.Popen(command, env=environ, cwd=self._workdir, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            self._say(f"the script cannot be started ({' '.join(spec.interpreter)} in {self._workdir}): {error}")
+            return 127
+        while child.poll() is None:
+            for number in inbox.wait(LOOK_SECONDS):
+                self._hand_on(number, child.pid)
+            if self._retry_at is not None and self._clock() >= self._retry_at:
+                self._ensure_successor(attempt)
+        return child.returncode
+
+    def _hand_on(self, number: signal.Signals, pid: int) -> None:
+        self._chain.events.record("signal", signal=number.name)
+        if number in ENDING:
+            self._ended_from_outside = True
+            if self._spec.mode == "requeue" and self._chain.state.state == "active":
+                self._requeue()  # now: in a moment this process may be killed
+        steps = None if number in ENDING else lambda: self._slurm.signal_steps(self._job_id, signal.SIGTERM.name)
+        try:
+            self._say(f"{number.name}: {tell_to_stop(pid, number, steps)}")
+        except SchedulerError as error:
+            self._say(f"{number.name} could not be handed on to the tasks: {error}")
+
+    def _end(self, attempt: AttemptRecord, returncode: int) -> None:
+        chain, now = self._chain, self._clock()
+        try:
+            outcome = read_outcome(chain.outcome_path(attempt.number))
+        except CorruptError as error:
+            self._say(f"{error}; going by the exit code")
+            outcome = None
+        ending, reason = judge(returncode, outcome)
+        told: str = ending
+        if (
+            ending == "crashed"
+            and (outcome is None or outcome.state == "running")
+            and (why := self._why_from_outside())
+        ):
+            told, reason = "interrupted", why
+        root = outcome.root if outcome else ""
+        record = EndRecord.model_validate(
+            {
+                "number": attempt.number,
+                "ending": told,
+                "reason": reason,
+                "returncode": returncode,
+                "root": root,
+                "step": outcome.step if outcome else 0,
+                "sequence": _sequence(root, chain.spec.created_seconds, attempt.sequence_before),
+                "ended_seconds": now,
+            }
+        )
+        chain.end(record)
+        chain.events.record("end", sync=True, attempt=attempt.number, ending=told, reason=reason)
+        decision = following(chain, now)
+        self._say(decision.reason)
+        if chain.state.state != "active":
+            return
+        if told == "finished":
+            chain.turn("finished", decision.reason, now)
+            self._cancel_successor()
+        elif not decision.again:
+            self._stop(decision.reason)
+        elif self._spec.mode == "requeue":
+            if not self._ended_from_outside:
+                self._requeue()
+        else:
+            self._ensure_successor(attempt)  # somebody may have cancelled it
+            self._delay_successor(decision.delay_seconds)
+
+    def _why_from_outside(self) -> str | None:
+        """What Slurm says of this job while it ends it; None where it lets it run."""
+        try:
+            own = self._slurm.jobs([self._job_id]).get(self._job_id)
+        except SchedulerError as error:
+            self._say(str(error))
+            own = None
+        if own is not None and own.state != "RUNNING":
+            return f"Slurm ends the job ({own.state}{f', {own.reason}' if own.reason not in ('', 'None') else ''})"
+        return "Slurm asked it to end: a time limit, a preemption, or scancel" if self._ended_from_outside else None
+
+    def _stop(self, reason: str) -> None:
+        self._say(f"the chain ends: {reason}. Remove the cause; ckptman chain resume goes on with it")
+        self._chain.turn("stopped", reason, self._clock())
+        self._cancel_successor()
+
+    def _cancel_successor(self) -> None:
+        ids = [each.job_id for each in self._chain.jobs() if each.number > self._job_number]
+        try:
+            self._slurm.cancel(ids)
+        except SchedulerError as error:
+            self._say(f"{error}. What is left in the queue finds that the chain has ended, and leaves")
+
+    def _delay_successor(self, delay_seconds: float) -> None:
+        following_job = job_number_after(self._chain, self._job_number)
+        if delay_seconds <= 0 or following_job is None:
+            return
+        try:
+            self._slurm.update(following_job.job_id, StartTime=f"now+{delay_seconds:.0f}")
+        except SchedulerError as error:
+            self._say(f"the next attempt starts without a delay: {error}")
+
+    def _requeue(self) -> None:
+        try:
+            self._slurm.requeue(self._job_id)
+        except SchedulerError as error:
+            self._say(f"{error}. Submit again: the run goes on from its newest checkpoint")
+
+
+def _leave(number: int, frame: object) -> None:
+    """A handler that does nothing: the next line has another one."""
+
+
+def _sequence(root: str, since_seconds: float, before: int) -> int:
+    if not root:
+        return before
+    try:
+        return max(before, newest_sequence(root, since_seconds))
+    except (CkptmanError, OSError):
+        return before
+
+
+def _log_path() -> str:
+    try:
+        return str(Path("/proc/self/fd/1").readlink())
+    except OSError:
+        return ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line: the folder of the chain, the number of this job in it, where its script is to run."""
+    chain = Chain(Path(arguments[0]).resolve())
+
+    def say(text: str) -> None:
+        print(f"ckptman: {text}", flush=True)
+
+    try:
+        spec = chain.spec
+        slurm = Slurm(submission_environment(os.environ, spec.sbatch_variables), spec.workdir)
+        return Supervisor(chain, int(arguments[1]), os.environ, slurm, arguments[2], say=say).run()
+    except CkptmanError as error:
+        say(f"Error: {error}")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""What a chain has been through, and what follows from it."""
+
+from __future__ import annotations
+
+from ckptman.errors import CkptmanError, CorruptError
+from ckptman.lifecycle.outcome import read_outcome
+from ckptman.policy.resubmit import Attempt, Next, decide
+from ckptman.scheduler.chain import newest_sequence
+from ckptman.scheduler.record import AttemptRecord, Chain, Ending, EndRecord, JobRecord
+from ckptman.scheduler.slurm import Job, Slurm
+
+_FROM_OUTSIDE = {
+    "TIMEOUT": "the time limit",
+    "PREEMPTED": "preempted",
+    "CANCELLED": "cancelled",
+    "NODE_FAIL": "a node failed",
+    "BOOT_FAIL": "a node did not start",
+    "DEADLINE": "its deadline",
+    "REVOKED": "revoked",
+}
+
+
+def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> None:
+    """Note how the attempts ended that could not do so themselves, because they were killed.
+
+    Called when the next one begins: Slurm starts it only after the one before is over. Raises: SchedulerError, OSError.
+    """
+    ends = chain.ends()
+    open_ones = [attempt for attempt in chain.attempts() if attempt.number not in ends]
+    if not open_ones:
+        return
+    known = slurm.jobs(sorted({each.job_id for each in open_ones if each.job_id != running_id}))
+    for attempt in open_ones:
+        record = _end_of(chain, attempt, known.get(attempt.job_id), attempt.job_id == running_id, now)
+        chain.end(record)
+        chain.events.record(
+            "found ended", sync=True, attempt=attempt.number, ending=record.ending, reason=record.reason
+        )
+
+
+def following(chain: Chain, now: float) -> Next:
+    """Whether there is another attempt, by the limits of the chain and all that have ended."""
+    spec, ends, forgiven = chain.spec, chain.ends(), chain.state.forgiven
+    attempts = [Attempt(n, end.ending, end.reason, end.sequence) for n, end in sorted(ends.items()) if n > forgiven]
+    before = max((end.sequence for n, end in ends.items() if n <= forgiven), default=0)
+    decision = decide(attempts, spec.crash_limit, spec.max_attempts, before, spec.stall_limit)
+    if not decision.again:
+        return decision
+    if spec.until_seconds is not None and now >= spec.until_seconds:
+        return Next(False, f"{decision.reason}; the date until which it was to go on is past")
+    begun = {each.number: each.begun_seconds for each in chain.attempts()}
+    used = sum(max(0.0, end.ended_seconds - begun[n]) for n, end in ends.items() if n in begun)
+    if spec.max_walltime_seconds is not None and used >= spec.max_walltime_seconds:
+        return Next(False, f"{decision.reason}; {used / 3600:.1f} h were used, and no more were allowed")
+    return decision
+
+
+def job_number_after(chain: Chain, number: int) -> JobRecord | None:
+    """The job of a chain that comes after another."""
+    return next((each for each in chain.jobs() if each.number == number + 1), None)
+
+
+def _end_of(chain: Chain, attempt: AttemptRecord, job: Job | None, requeued: bool, now: float) -> EndRecord:
+    try:
+        outcome = read_outcome(chain.outcome_path(attempt.number))
+    except CorruptError:
+        outcome = None
+    ending: Ending = "crashed"
+    reason = "killed, and nobody knows by whom: Slurm has forgotten the job"
+    if outcome is not None and outcome.state == "finished":
+        ending, reason = "finished", outcome.reason
+    elif outcome is not None and outcome.state == "stopped":
+        ending, reason = "stopped", outcome.reason
+    elif requeued:
+        ending, reason = "interrupted", "the job was requeued"
+    elif job is not None and job.state in _FROM_OUTSIDE:
+        ending, reason = "interrupted", _FROM_OUTSIDE[job.state]
+    elif job is not None:
+        reason = f"killed ({job.state}{f', {job.reason}' if job.reason not in ('', 'None') else ''})"
+    root = outcome.root if outcome else ""
+    sequence = attempt.sequence_before
+    if root:
+        try:
+            sequence = max(sequence, newest_sequence(root, chain.spec.created_seconds))
+        except (CkptmanError, OSError):
+            pass
+    return EndRecord(
+        number=attempt.number,
+        ending=ending,
+        reason=reason,
+        returncode=None,
+        root=root,
+        step=outcome.step if outcome else 0,
+        sequence=sequence,
+        ended_seconds=now,
+    )

@@ -1,0 +1,238 @@
+"""Slurm through its own commands: arguments in, text out. Nothing is ever passed through a shell."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptman.errors import SchedulerError
+
+CALL_SECONDS = 30.0
+"""How long one call may take; a busy controller needs some of it."""
+PATIENCE_SECONDS = 120.0
+"""How long a controller that cannot be reached is asked again."""
+FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 1.0, 30.0
+_FIELDS = "%i|%T|%r|%E|%o"
+_PASSING = (
+    *("socket timed out", "unable to contact slurm", "connection refused", "connection timed out", "in standby"),
+    *("zero bytes were transmitted", "transport endpoint", "communication connection", "message receive failure"),
+    *("message send failure", "resource temporarily unavailable", "temporarily unable", "try again", "timed out"),
+)
+"""What a controller says, or is said of it, that comes right by itself."""
+_FULL = ("submit limit", "maxsubmit", "job limit", "maxjobcount", "too many jobs", "job count limit")
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_OVER = (
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"),
+    *("DEADLINE", "REVOKED"),
+)
+_LEFT_OUT = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "CKPTMAN_ATTEMPT", "CKPTMAN_OUTCOME")
+
+
+class QueueFullError(SchedulerError):
+    """The controller takes no more jobs of this user for now."""
+
+
+class UnreachableError(SchedulerError):
+    """No controller answered, for as long as it was asked."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as `squeue` knows it. `command` is what was submitted: the path of the batch file and its arguments."""
+
+    id: str
+    state: str
+    reason: str
+    dependency: str
+    command: str
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the queue and does not run."""
+        return self.state in _WAITING
+
+    @property
+    def over(self) -> bool:
+        """Whether it will not run any more."""
+        return self.state in _OVER
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command came to. `code` is None where it took too long."""
+
+    code: int | None
+    out: str
+    err: str
+
+    @property
+    def said(self) -> str:
+        """Its own words, or as much as there is."""
+        return self.err.strip() or self.out.strip() or f"exit code {self.code}"
+
+    @property
+    def passes(self) -> bool:
+        """Whether the same call may well succeed later."""
+        return self.code is None or any(each in self.said.lower() for each in _PASSING)
+
+    @property
+    def full(self) -> bool:
+        return any(each in self.said.lower().replace("_", "") for each in _FULL)
+
+
+def call(command: Sequence[str], environ: Mapping[str, str], folder: str | None) -> Answer:
+    """Run a command of Slurm, in a folder. Raises: SchedulerError where it is not installed."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CALL_SECONDS,
+            stdin=subprocess.DEVNULL,
+            env=dict(environ),
+            cwd=folder,
+        )
+    except subprocess.TimeoutExpired:
+        return Answer(None, "", f"{command[0]} did not answer within {CALL_SECONDS:.0f} s: timed out")
+    except FileNotFoundError as error:
+        if error.filename != command[0]:
+            raise SchedulerError(f"{folder} is gone, from where the chain was submitted: make it again") from None
+        raise SchedulerError(
+            f"{command[0]} is not on PATH: there is no Slurm here, or its module is not loaded. On a machine without "
+            f"Slurm: ckptman submit --scheduler local -- COMMAND"
+        ) from None
+    except OSError as error:
+        raise SchedulerError(f"{command[0]} cannot be started: {error.strerror}") from error
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def submission_environment(environ: Mapping[str, str], sbatch: Mapping[str, str]) -> dict[str, str]:
+    """What a job is submitted with from inside another one: no trace of the job that runs, but for where Slurm is.
+
+    Otherwise the limits of this job, and the number of its restarts, would be taken for those of the next.
+    `sbatch`: the SBATCH_* variables that the user had at the first submission.
+    """
+    kept = {name: value for name, value in environ.items() if not name.startswith(_LEFT_OUT) or name == "SLURM_CONF"}
+    return {**kept, **sbatch}
+
+
+class Slurm:
+    """Asks the controller; again with back-off where it cannot be reached, and never submits twice.
+
+    `environ` is what the commands get (see `submission_environment`), `folder` where they run: jobs begin there.
+    """
+
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        folder: str | None = None,
+        *,
+        call: Callable[[Sequence[str], Mapping[str, str], str | None], Answer] = call,
+        sleep: Callable[[float], None] = time.sleep,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        # Settings of the user would change what squeue prints.
+        self._environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
+        self._folder = folder
+        self._call, self._sleep, self._patience_seconds = call, sleep, patience_seconds
+
+    def submit(self, batch_file: Path, number: int, options: Sequence[str]) -> str:
+        """Submit a batch file with a number as its argument. The id of the job.
+
+        A submission whose answer was lost may have been taken all the same: so before it is tried again the queue is
+        searched for it. Raises: QueueFullError, UnreachableError, SchedulerError (refused; with the words of sbatch).
+        """
+        command = ("sbatch", "--parsable", *options, str(batch_file), str(number))
+        waited, delay = 0.0, FIRST_DELAY_SECONDS
+        while True:
+            answer = self._call(command, self._environ, self._folder)
+            if answer.code == 0:
+                return _job_id(answer, command)
+            if answer.full:
+                raise QueueFullError(f"sbatch takes no more jobs of yours for now: {answer.said}")
+            if not answer.passes:
+                raise _refusal(command, answer)
+            waited, delay = self._wait(waited, delay, command, answer)
+            found = [job for job in self.submitted(batch_file, number) if not job.over]
+            if found:
+                return found[0].id
+
+    def submitted(self, batch_file: Path, number: int | None = None) -> list[Job]:
+        """The jobs of this user that run a batch file (with this number), finished ones too while Slurm knows them."""
+        answer = self._ask("squeue", "-h", "-t", "all", "-u", str(os.getuid()), "-o", _FIELDS)
+        wanted = str(batch_file) if number is None else f"{batch_file} {number}"
+        jobs = _parse(answer.out)
+        return [
+            job for job in jobs if job.command == wanted or (number is None and job.command.startswith(f"{wanted} "))
+        ]
+
+    def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
+        """The state of jobs, by id. One that Slurm does not know, or no longer, is left out."""
+        if not ids:
+            return {}
+        answer = self._ask("squeue", "-h", "-t", "all", "-j", ",".join(ids), "-o", _FIELDS, fine="invalid job id")
+        return {job.id: job for job in _parse(answer.out)}
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        """End jobs: who runs gets SIGTERM and KillWait. One that is gone already is no error."""
+        if ids:
+            self._ask("scancel", *ids, fine="invalid job id")
+
+    def signal_steps(self, job_id: str, name: str) -> None:
+        """Send a signal to the tasks of a job, and not to its batch script."""
+        self._ask("scancel", f"--signal={name}", job_id, fine="invalid job id")
+
+    def hold(self, job_id: str) -> None:
+        self._ask("scontrol", "uhold", job_id)  # the kind that the owner may end, whoever asks for it
+
+    def release(self, job_id: str) -> None:
+        self._ask("scontrol", "release", job_id)
+
+    def requeue(self, job_id: str) -> None:
+        """Have a job run again under its own id."""
+        self._ask("scontrol", "requeue", job_id)
+
+    def update(self, job_id: str, **values: str) -> None:
+        """Change a job that waits, such as StartTime="now+60"."""
+        self._ask("scontrol", "update", f"JobId={job_id}", *(f"{name}={value}" for name, value in values.items()))
+
+    def _ask(self, *command: str, fine: str | None = None) -> Answer:
+        """Raises: UnreachableError, SchedulerError. `fine`: words that make a refusal no error."""
+        waited, delay = 0.0, FIRST_DELAY_SECONDS
+        while True:
+            answer = self._call(command, self._environ, self._folder)
+            if answer.code == 0 or (fine is not None and fine in answer.said.lower()):
+                return answer
+            if not answer.passes:
+                raise _refusal(command, answer)
+            waited, delay = self._wait(waited, delay, command, answer)
+
+    def _wait(self, waited: float, delay: float, command: Sequence[str], answer: Answer) -> tuple[float, float]:
+        if waited >= self._patience_seconds:
+            raise UnreachableError(
+                f"no controller of Slurm answered {command[0]} for {waited:.0f} s: {answer.said}. Try again later"
+            )
+        self._sleep(delay)
+        return waited + delay, min(2 * delay, LONGEST_DELAY_SECONDS)
+
+
+def _parse(text: str) -> list[Job]:
+    rows = (line.split("|", 4) for line in text.splitlines())
+    return [Job(*map(str.strip, row)) for row in rows if len(row) == 5]
+
+
+def _job_id(answer: Answer, command: Sequence[str]) -> str:
+    job_id = answer.out.strip().splitlines()[-1].partition(";")[0] if answer.out.strip() else ""
+    if not job_id.isdigit():
+        raise SchedulerError(f"{shlex.join(command)} gave no job id, but {answer.out.strip()!r}: look with squeue")
+    return job_id
+
+
+def _refusal(command: Sequence[str], answer: Answer) -> SchedulerError:
+    return SchedulerError(f"{command[0]} refused: {answer.said}. The command was: {shlex.join(command)}")

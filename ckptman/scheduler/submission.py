@@ -1,0 +1,176 @@
+"""Putting jobs of a chain into the queue: the first, the next, and all at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptman.errors import ConfigError, ExistsError, NotFoundError
+from ckptman.scheduler.batchfile import BatchScript, batch_file, parse, read_options
+from ckptman.scheduler.history import job_number_after
+from ckptman.scheduler.record import CHAINS, Chain, JobRecord, Mode, Spec, find_chains
+from ckptman.scheduler.slurm import Slurm, submission_environment
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a user wants submitted. `options`: further ones of sbatch. `upfront`: so many jobs at once."""
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    first_arguments: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    mode: Mode = "successor"
+    upfront: int = 1
+    crash_limit: int = 3
+    stall_limit: int = 10
+    max_attempts: int | None = None
+    max_walltime_seconds: float | None = None
+    until_seconds: float | None = None
+    another: bool = False
+
+
+def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: float) -> tuple[Chain, Spec, BatchScript]:
+    """Check a wish, without a trace on disk or in the queue. Where its chain will be, what it will say, the script.
+
+    Raises: NotFoundError, ConfigError, ExistsError (a chain of the same script goes on).
+    """
+    try:
+        text = wish.script.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise NotFoundError(
+            f"there is no batch script {wish.script}: name the file that you would give to sbatch"
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"{wish.script} is no batch script, but binary: name the file you would give to sbatch"
+        ) from None
+    script = parse(text, str(wish.script))
+    options = {**script.options, **read_options(list(wish.options))}
+    if "--array" in options:
+        raise ConfigError(
+            f"{wish.script} asks for an array, and each of its tasks would need a chain of its own: leave --array out, "
+            f"and submit the script once for each task, with its number as an argument"
+        )
+    added = []
+    if "--job-name" not in options:
+        added.append(f"--job-name={wish.script.name}")
+    if "--open-mode" not in options:
+        added.append("--open-mode=append")
+    if wish.mode == "requeue" and "--requeue" not in options:
+        added.append("--requeue")
+    workdir = Path.cwd()
+    added += _places_of_output(options, workdir)
+    spec = Spec(
+        script=str(wish.script.resolve()),
+        interpreter=script.interpreter,
+        arguments=wish.arguments,
+        first_arguments=wish.first_arguments,
+        options=(*added, *wish.options),
+        sbatch_variables={name: value for name, value in environ.items() if name.startswith("SBATCH_")},
+        workdir=str(workdir),
+        mode=wish.mode,
+        crash_limit=wish.crash_limit,
+        stall_limit=wish.stall_limit,
+        max_attempts=wish.max_attempts,
+        max_walltime_seconds=wish.max_walltime_seconds,
+        until_seconds=wish.until_seconds,
+        created_seconds=now,
+    )
+    if not wish.another:
+        _refuse_twins(spec, workdir)
+    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{os.getpid()}"
+    return Chain((folder or workdir / CHAINS / name).resolve()), spec, script
+
+
+def submit_chain(
+    chain: Chain, spec: Spec, script: BatchScript, upfront: int, slurm: Slurm, now: float
+) -> list[JobRecord]:
+    """Make the folder of a chain, and put its first job into the queue, or `upfront` jobs. Raises: SchedulerError."""
+    source = Path(spec.script)
+    Chain.create(
+        chain.folder,
+        spec,
+        source.read_bytes(),
+        batch_file(script, source.name, sys.executable, str(chain.folder)),
+    )
+    try:
+        jobs = [_submit(chain, slurm, 1, (), now)]
+        for number in range(2, upfront + 1):
+            jobs.append(submit_next(chain, slurm, number - 1, jobs[-1].job_id, now))
+    except BaseException as error:
+        chain.turn("stopped", f"it could not be submitted: {error}", now)
+        raise
+    return jobs
+
+
+def submit_next(chain: Chain, slurm: Slurm, number: int, job_id: str, now: float) -> JobRecord:
+    """Have the job after job `number`, whose id is `job_id`, in the queue: the one that is there, or a new one.
+
+    It starts when that job is over, however it ended. Raises: SchedulerError.
+    """
+    noted = job_number_after(chain, number)
+    if noted is not None:
+        found = slurm.jobs([noted.job_id]).get(noted.job_id)
+        if found is not None and not found.over:
+            return noted
+    return _submit(chain, slurm, number + 1, (f"--dependency=afterany:{job_id}",), now)
+
+
+def submit_again(chain: Chain, slurm: Slurm, now: float) -> JobRecord:
+    """Submit a new job for a chain of which none is left. Raises: SchedulerError."""
+    jobs = chain.jobs()
+    return _submit(chain, slurm, jobs[-1].number + 1 if jobs else 1, (), now)
+
+
+def slurm_of(spec: Spec, environ: Mapping[str, str]) -> Slurm:
+    """Slurm as the jobs of a chain are submitted to it: from the same folder, with the user's own settings."""
+    return Slurm(submission_environment(environ, spec.sbatch_variables), spec.workdir)
+
+
+def _submit(chain: Chain, slurm: Slurm, number: int, options: Sequence[str], now: float) -> JobRecord:
+    # Of two options of the same name the last one counts, and both before what the script says.
+    job_id = slurm.submit(chain.batch_file, number, (*chain.spec.options, *options))
+    record = JobRecord(number=number, job_id=job_id, time_seconds=now)
+    chain.put_job(record)
+    chain.events.record("submit", sync=True, job=number, job_id=job_id, options=list(options))
+    return record
+
+
+def _places_of_output(options: Mapping[str, str], workdir: Path) -> list[str]:
+    """Options that say where output goes, where Slurm would misread it. Raises: NotFoundError (no such folder).
+
+    A job whose output cannot be opened fails before its first line, and leaves no word of why.
+    """
+    found = []
+    base = Path(workdir, options.get("--chdir") or "")
+    for name in ("--output", "--error"):
+        given = options.get(name) or ("slurm-%j.out" if name == "--output" else None)
+        if given is None:
+            continue
+        folder = (base / given).parent
+        if "%" not in str(Path(given).parent) and not folder.is_dir():
+            raise NotFoundError(
+                f"{name} {given}: there is no folder {folder}, so no job could start: mkdir -p {folder}"
+            )
+        if "%" in str(base) and not Path(given).is_absolute():  # it would be taken for a pattern
+            found.append(f"{name}={str(base).replace('%', '%%')}/{given}")
+    return found
+
+
+def _refuse_twins(spec: Spec, workdir: Path) -> None:
+    for other in find_chains(workdir):
+        theirs = other.spec
+        if (theirs.script, theirs.arguments) == (spec.script, spec.arguments) and other.state.state in (
+            "active",
+            "paused",
+        ):
+            raise ExistsError(
+                f"a chain of this script goes on already: {other.folder} ({other.state.state}). See it with ckptman "
+                f"chain show, end it with ckptman chain cancel, or submit with --another where the two write to "
+                f"different roots"
+            )

@@ -1,0 +1,1 @@
+"""Chains on a real Slurm: a cluster of several nodes on this one machine."""

@@ -1,0 +1,48 @@
+"""One cluster for all tests of this folder. Where Slurm is not installed they are skipped, and told why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, missing
+
+MUST_ENV = "CKPTMAN_TEST_SLURM"
+"""must: a machine without Slurm fails these tests instead of skipping them."""
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    if absent := missing():
+        why = f"not installed: {', '.join(absent)} (Debian: apt-get install slurmctld slurmd slurm-client munge)"
+        if os.environ.get(MUST_ENV) == "must":
+            pytest.fail(why)
+        pytest.skip(why)
+    # Paths of sockets have at most 108 characters.
+    folder = Path(tempfile.mkdtemp(prefix="ckptman-slurm-", dir="/tmp"))
+    folder.chmod(0o755)  # munged wants everybody to get at its socket
+    made = Cluster(folder / "run")
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def lab(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """The cluster, with this process as one of its users; and nothing left in its queue afterwards."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in cluster.environ.items():
+        monkeypatch.setenv(name, value)
+    assert cluster.queue() == {}
+    yield cluster
+    if left := cluster.queue():
+        cluster.ask("scancel", *left)
+        cluster.wait(lambda: not cluster.queue(), 60, "the queue is not empty")
