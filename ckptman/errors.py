@@ -16,7 +16,8 @@
     ├── BusyError                     11   another run that is alive writes to this root
     └── RankLostError                 12   another rank of this run is gone, or was silent for too long
 
-Two codes are no errors: 75 (EX_TEMPFAIL) means saved, run me again; 128 + n means killed by signal n.
+Three codes have no class: 13 means that the watchdog ended a process that was stuck, where nothing can be raised any
+more; 75 (EX_TEMPFAIL) means saved, run me again; 128 + n means killed by signal n.
 Every class pickles, because errors cross ranks, and carries its data as attributes. The text of each is safe to print:
 what came from a checkpoint or a path is in it with escapes where a terminal would obey.
 """
@@ -31,6 +32,8 @@ from collections.abc import Sequence
 EXIT_OK = 0
 EXIT_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h: the run saved, and wants to be started again."""
+EXIT_STALLED = 13
+"""The watchdog ended this process: it made no progress."""
 
 # Control characters, marks that change the direction of text, line separators, and bytes that are no text at all.
 _UNSAFE = "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"

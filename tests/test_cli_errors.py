@@ -94,8 +94,8 @@ CASES: list[tuple[Callable[[Path], None], list[str], int, str]] = [
     (_incomplete, ["verify", "ROOT"], 4, "step 9"),
     (_incomplete, ["show", "ROOT"], 4, "__0_0.distcp is missing"),
     (_garbled, ["show", "ROOT"], 4, "manifest.json"),
-    (_good, ["submit", "--scheduler", "slurm", "--", "true"], 2, "not there yet"),
-    (_good, ["submit", "--scheduler", "pbs", "--", "true"], 2, "known: local"),
+    (_good, ["submit", "--scheduler", "slurm", "--", "true"], 3, "--scheduler local"),
+    (_good, ["submit", "--scheduler", "pbs", "--", "true"], 2, "known: slurm, local"),
     (_good, ["submit", "--scheduler", "local", "--crash-limit", "0", "--", "true"], 2, "--crash-limit"),
     (_good, ["submit", "--scheduler", "local", "--max-attempts", "-1", "--", "true"], 2, "--max-attempts"),
 ]

@@ -23,7 +23,16 @@ VERBS = {
     "diff": ["A", "B", "--steps", "--only", "--top", "--read", "--json"],
     "doctor": ["DIR", "--size", "--against", "--timeout", "--json"],
     "prune": ["ROOT", "--keep-last", "--keep-every", "--keep-best", "--dry-run", "--json"],
-    "submit": ["-- COMMAND", "--scheduler", "--max-attempts", "--crash-limit", "--chain-dir"],
+    "template": ["[NAME]", "--output", "--set", "--config", "--list", "--force", "--json"],
+    "submit": [
+        *("SCRIPT [ARGUMENTS]", "--scheduler", "--max-attempts", "--max-walltime", "--until", "--crash-limit"),
+        *("--stall-limit", "--requeue", "--upfront", "--first", "--sbatch", "--chain-dir", "--another", "--dry-run"),
+    ],
+    "chain list": ["[DIR]", "--json"],
+    "chain show": ["[CHAIN]", "--json"],
+    "chain cancel": ["[CHAIN]"],
+    "chain pause": ["[CHAIN]"],
+    "chain resume": ["[CHAIN]"],
 }
 
 WITHOUT_TORCH = """
@@ -44,21 +53,22 @@ for runs in (light, with_tensors):
 
 
 def test_verbs_and_options_are_those_that_users_hold() -> None:
-    command = typer.main.get_command(app)
+    verbs = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    verbs |= {f"chain {name}": verb for name, verb in verbs.pop("chain").commands.items()}
     found = {
         name: [
             each.opts[0] if each.param_type_name == "option" else (each.metavar or each.name)
             for each in verb.params
             if each.name != "help"
         ]
-        for name, verb in command.commands.items()  # type: ignore[attr-defined]
+        for name, verb in verbs.items()
     }
     assert found == VERBS
 
 
 def test_every_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     for verb in VERBS:
-        assert main([verb, "--help"]) == 0
+        assert main([*verb.split(), "--help"]) == 0
         assert f"Usage: ckptman {verb}" in capsys.readouterr().out
 
 
@@ -77,7 +87,8 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         ["show", ".", "--step", "many"],
         ["prune", ".", "--keep-last"],
         ["submit", "--scheduler", "local"],
-        ["submit", "--", "true"],
+        ["submit"],
+        ["chain", "wat"],
     ],
 )
 def test_wrong_usage_is_2_and_says_what_is_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

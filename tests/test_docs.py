@@ -129,7 +129,7 @@ def run_page(page: str, folder: Path) -> None:
 def run(command: Command, folder: Path) -> None:
     """Run a command as a user would, with this Python's programs first on the path."""
     unwanted = ("SLURM_", "CKPTMAN_", "TORCHELASTIC_", "MASTER_", "PYTEST_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(unwanted) or name == "SLURM_CONF"}
     env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         ["bash", "-c", command.text],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from ckptman.errors import ConfigError, IntervalError
 from ckptman.policy.resubmit import Attempt, Next, decide
 
-REASONS = {"finished": "500 steps done", "stopped": "SIGTERM on rank 2", "crashed": "exit code 1"}
+REASONS = {
+    "finished": "500 steps done",
+    "stopped": "SIGTERM on rank 2",
+    "crashed": "exit code 1",
+    "interrupted": "the time limit",
+}
 
 
 def chain(*attempts: tuple[str, int]) -> list[Attempt]:
@@ -40,8 +45,8 @@ def test_a_crash_with_progress_goes_on() -> None:
 
 def test_a_crash_loop_without_progress_ends_with_its_reason() -> None:
     loop = chain(("stopped", 4), ("crashed", 4), ("crashed", 4), ("crashed", 4))
-    assert decide(loop[:2]) == Next(True, "attempt 2 crashed: exit code 1 (crash 1 of 3 with no new checkpoint)")
-    assert decide(loop[:3]) == Next(True, "attempt 3 crashed: exit code 1 (crash 2 of 3 with no new checkpoint)")
+    assert decide(loop[:2]) == Next(True, "attempt 2 crashed: exit code 1 (crash 1 of 3 with no new checkpoint)", 60.0)
+    assert decide(loop[:3]) == Next(True, "attempt 3 crashed: exit code 1 (crash 2 of 3 with no new checkpoint)", 120.0)
     assert decide(loop) == Next(
         False, "3 attempts in a row crashed with no new checkpoint; attempt 4 crashed: exit code 1"
     )
@@ -112,3 +117,24 @@ def test_limits_are_whole_numbers_from_one(name: str, value: Any) -> None:
     ) as no:
         decide([], **{name: value})
     assert isinstance(no.value, IntervalError) == (type(value) in (int, float))
+
+
+def test_what_was_interrupted_neither_counts_nor_begins_a_new_row() -> None:
+    row = chain(("crashed", 4), ("interrupted", 4), ("crashed", 4), ("interrupted", 4))
+    assert decide(row, sequence_before=4) == Next(True, "attempt 4 interrupted: the time limit")
+    assert not decide([*row, Attempt(5, "crashed", "exit code 1", 4)], sequence_before=4).again
+    assert decide(chain(*[("interrupted", 4)] * 50), sequence_before=4).again
+
+
+@pytest.mark.parametrize("ending", ["stopped", "interrupted"])
+def test_attempts_without_progress_end_a_chain_some_time(ending: Literal["stopped", "interrupted"]) -> None:
+    rows = chain(*[(ending, 4)] * 10)
+    assert decide(rows[:9], sequence_before=4, stall_limit=10).again
+    assert "10 attempts in a row ended" in decide(rows, sequence_before=4, stall_limit=10).reason
+    assert decide(chain(*[(ending, 4)] * 9, (ending, 5)), sequence_before=4, stall_limit=10).again
+    with pytest.raises(IntervalError):
+        decide(rows, stall_limit=0)
+
+
+def test_the_delay_after_a_crash_has_an_end() -> None:
+    assert decide(chain(*[("crashed", 0)] * 20), crash_limit=99).delay_seconds == 3600

@@ -321,6 +321,17 @@ def test_signals_reach_whoever_understands_them(
     assert chain.ends()[1].ending == "stopped"
 
 
+def test_a_warning_before_the_run_listens_is_no_crash(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, f"{sys.executable} -S -c 'import os; os.kill(os.getpid(), 15)'; exit 143")
+    supervisor = Supervisor(
+        chain, 1, {"SLURM_JOB_ID": "101", **fake.environ}, fake.client(), str(tmp_path), say=print, clock=lambda: NOW
+    )
+    supervisor._asked = True
+    assert supervisor.run() == 143
+    assert (chain.ends()[1].ending, chain.state.state) == ("interrupted", "active")
+    assert not fake.argv("scontrol")
+
+
 # ---- Control --------------------------------------------------------------------------------------------------------
 
 

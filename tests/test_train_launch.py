@@ -34,6 +34,24 @@ def test_srun() -> None:
 
 
 @pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"},
+    ],
+)
+def test_tasks_of_srun_that_would_each_be_a_world_are_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="srun started 2 tasks, and this one takes itself for a world of its own"):
+        launch_from_environment({**environ, **MASTER, "SLURM_STEP_NUM_TASKS": "2"})
+    assert launch_from_environment({**environ, **MASTER, "SLURM_STEP_NUM_TASKS": "1"}).rank == int(environ["RANK"])
+
+
+def test_one_torchrun_per_task_of_srun_is_one_world() -> None:
+    environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
+    assert launch_from_environment({**environ, **MASTER, "SLURM_STEP_NUM_TASKS": "2"}).world_size == 8
+
+
+@pytest.mark.parametrize(
     ("environ", "message"),
     [
         ({"RANK": "1"}, "WORLD_SIZE is not set"),

@@ -19,6 +19,7 @@ from ckptman.cli.list import list_checkpoints
 from ckptman.cli.prune import prune
 from ckptman.cli.show import show
 from ckptman.cli.submit import submit
+from ckptman.cli.template import template
 from ckptman.cli.text import complain, plain, say, stop_writing
 from ckptman.cli.verify import verify
 from ckptman.errors import CkptmanError, RootError
@@ -46,6 +47,7 @@ app.command("prune")(prune)
 app.command("doctor")(doctor)
 app.add_typer(chain_app, name="chain")
 app.command("submit", context_settings={"allow_interspersed_args": False})(submit)
+app.command("template")(template)
 
 
 def _tell_version(wanted: bool) -> None:

@@ -17,6 +17,7 @@ _NOT_THE_STATE = (
     "KeyboardInterrupt",
     "RankLostError",
     "RootError",
+    "Stalled",
     "SystemExit",
 )
 """How an attempt may fail for reasons that lie outside of what it had loaded: the disk, another rank, its user."""

@@ -56,7 +56,7 @@ class Supervisor:
         self._spec: Spec = chain.spec
         self._job_id = environ["SLURM_JOB_ID"]
         self._retry_at: float | None = None
-        self._ended_from_outside = False
+        self._asked = self._ending = False
 
     def run(self) -> int:
         """Begin, run the script to its end, and decide. The exit code of the script; 0 where there is nothing to do."""
@@ -142,8 +142,9 @@ class Supervisor:
 
     def _hand_on(self, number: signal.Signals, pid: int) -> None:
         self._chain.events.record("signal", signal=number.name)
+        self._asked = True
         if number in ENDING:
-            self._ended_from_outside = True
+            self._ending = True
             if self._spec.mode == "requeue" and self._chain.state.state == "active":
                 self._requeue()  # now: in a moment this process may be killed
         steps = None if number in ENDING else lambda: self._slurm.signal_steps(self._job_id, signal.SIGTERM.name)
@@ -192,7 +193,7 @@ class Supervisor:
         elif not decision.again:
             self._stop(decision.reason)
         elif self._spec.mode == "requeue":
-            if not self._ended_from_outside:
+            if not self._ending:
                 self._requeue()
         else:
             self._ensure_successor(attempt)  # somebody may have cancelled it
@@ -207,7 +208,7 @@ class Supervisor:
             own = None
         if own is not None and own.state != "RUNNING":
             return f"Slurm ends the job ({own.state}{f', {own.reason}' if own.reason not in ('', 'None') else ''})"
-        return "Slurm asked it to end: a time limit, a preemption, or scancel" if self._ended_from_outside else None
+        return "Slurm asked it to end: a time limit, a preemption, or scancel" if self._asked else None
 
     def _stop(self, reason: str) -> None:
         self._say(f"the chain ends: {reason}. Remove the cause; ckptman chain resume goes on with it")

@@ -43,7 +43,8 @@ def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: fl
         text = wish.script.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError):
         raise NotFoundError(
-            f"there is no batch script {wish.script}: name the file that you would give to sbatch"
+            f"there is no batch script {wish.script}: name the file that you would give to sbatch, or run a command "
+            f"on this machine with --scheduler local"
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(

@@ -13,11 +13,18 @@ import torch
 from ckptman.errors import ConfigError
 from ckptman.policy.retention import RetentionPolicy
 from ckptman.policy.saving import SavePolicy
+from ckptman.sharded.watch import Setting, patience_of
 from ckptman.store.names import MAX_STEP
 
 
 def check_arguments(
-    root: object, state: object, policy: object, retention: object, deadline: object, timeout_seconds: float
+    root: object,
+    state: object,
+    policy: object,
+    retention: object,
+    deadline: object,
+    timeout_seconds: float,
+    watchdog: Setting,
 ) -> None:
     """What a Checkpointer is made with. Raises: ConfigError."""
     if not isinstance(root, str | os.PathLike) or not str(root):
@@ -32,6 +39,7 @@ def check_arguments(
         raise ConfigError(f"timeout_seconds is a positive number of seconds, not {timeout_seconds!r}")
     if deadline is not None and deadline != "auto" and not isinstance(deadline, int | float):
         raise ConfigError(f"deadline is when the job ends, in unix seconds, or 'auto', or None, not {deadline!r}")
+    patience_of(watchdog, 1, {})
 
 
 def step_number(step: Any) -> int:

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,9 @@ from typing import Literal
 from ckptman.errors import ConfigError, NotFoundError, RootError, warn
 from ckptman.lifecycle.outcome import OUTCOME_ENV, Outcome, attempt_number, write_outcome
 from ckptman.monitor.journal import Journal, read_journal
+from ckptman.sharded.commit import SaveInfo
 from ckptman.sharded.ranks import Channel
+from ckptman.sharded.state import Snapshot, mesh_of
 from ckptman.store.durable import Disk, folder_mode
 from ckptman.store.names import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
 from ckptman.store.owner import Claim, claim
@@ -81,6 +84,28 @@ class Attempt:
             except OSError as error:
                 warn(f"the outcome could not be written: {error}")
         self.note(state, sync=True, step=step, reason=reason)
+
+    def save_info(
+        self,
+        step: int,
+        reason: str,
+        talk: Channel,
+        shot: Snapshot,
+        restored_from: int | None,
+        metrics: Mapping[str, float],
+    ) -> SaveInfo:
+        """What the manifest of a save of this attempt says about it; of the `metrics` the leader's count."""
+        return SaveInfo(
+            step=step,
+            reason=reason,
+            world_size=talk.world_size,
+            mesh=mesh_of(shot.tensors),
+            run_id=self.run_id,
+            job_id=self.job_id,
+            attempt=self.number,
+            restored_from=restored_from,
+            metrics=metrics,
+        )
 
     def release(self) -> None:
         """Close the journal and give the root free."""

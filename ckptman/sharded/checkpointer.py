@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, warn
 from ckptman.lifecycle.deadline import deadline_from_environment
@@ -17,20 +17,18 @@ from ckptman.policy.saving import BeforeDeadline, InitTimeInterval, OnStop, Save
 from ckptman.sharded.agreement import Agreed, Agreement
 from ckptman.sharded.arguments import check_arguments, metric_numbers, step_number
 from ckptman.sharded.attempt import Attempt
-from ckptman.sharded.commit import SaveInfo
 from ckptman.sharded.freshness import Watcher
 from ckptman.sharded.pace import Pace, process_started
-from ckptman.sharded.ranks import Channel, RankFailed
+from ckptman.sharded.ranks import Channel, failing_as_one
 from ckptman.sharded.restore import Restorer
 from ckptman.sharded.save import Saver, SaveReport
-from ckptman.sharded.state import is_settled, mesh_of
+from ckptman.sharded.state import is_settled
 from ckptman.sharded.stock import Stock, take_stock
 from ckptman.sharded.updates import Updates, updated_tensors
+from ckptman.sharded.watch import Setting, make_watchdog
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.names import MAX_STEP
 from ckptman.store.place import FolderPlace
-
-T = TypeVar("T")
 
 
 class Checkpointer:
@@ -66,6 +64,8 @@ class Checkpointer:
         overlap: let that copy run on under the next forward and backward, and wait for it only before the next
             `optimizer.step`. Only for what the optimizers in `state` update, and if nothing else writes to it.
         timeout_seconds: for how long a rank waits for the others before it gives up.
+        watchdog: seconds after which a step that does not end counts as stuck and the process is ended (see
+            `policy.patience`); "auto": 600 where there are several ranks, or a chain; None: no watchdog.
 
     Every rank makes one and calls the same methods in the same order. Raises: BusyError (another run writes to the
     root), RootError, ConfigError. A failed save, also one in the background, is raised by the next call of `step`,
@@ -84,21 +84,21 @@ class Checkpointer:
         async_save: bool = True,
         overlap: bool = False,
         timeout_seconds: float = 1800.0,
+        watchdog: Setting = "auto",
         run_id: str | None = None,
         disk: Disk = DISK,
     ) -> None:
         self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
-        check_arguments(root, state, self._policy, retention, deadline, timeout_seconds)
+        check_arguments(root, state, self._policy, retention, deadline, timeout_seconds, watchdog)
         self.root, self.state = Path(root), state
         self._talk = Channel(timeout_seconds)
         self._place = FolderPlace(self.root, disk)
-        try:
+        with failing_as_one():
             self._attempt = Attempt.open(self._talk, self._place, run_id, disk)
             end = self._talk.ask_leader(
                 lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
             )
-        except RankFailed as failed:
-            raise failed.as_ckptman_error() from failed
+        self._watchdog = make_watchdog(watchdog, self._talk, self._attempt)
         self._timeout_seconds = timeout_seconds
         self._saver = Saver(
             self._place,
@@ -106,6 +106,7 @@ class Checkpointer:
             self._attempt.journal,
             self._attempt.claim,
             retention,
+            self._watchdog,
             background=async_save,
             disk=disk,
         )
@@ -141,21 +142,21 @@ class Checkpointer:
         copied), RootError, ConfigError (a folder in the root is a checkpoint, but none of a run); SystemExit(75) if a
         signal asked to stop meanwhile: there is nothing to save yet. Every rank calls it, once, before the first step.
         """
+        self._watchdog.beat("start", 0)
         self._leave_if_asked()
         self._saver.hold()
         restorer = Restorer(self._talk, self._place, self._attempt)
-        try:
+        with failing_as_one():
             if path is None or self._attempt.finds_checkpoints:
                 found = restorer.best(self.state, step, allow_suspect=allow_suspect)
             else:
                 found = restorer.at(self.state, Path(path))
-        except RankFailed as failed:
-            raise failed.as_ckptman_error() from failed
         self._restored_from, self._ready, self._last = found, True, None
         self._saver.damaged = restorer.damaged
         self._pace.start(found or 0, restored=found is not None)
         self._rehearse_early()
         self._leave_if_asked()
+        self._watchdog.beat("start", 0)
         return found or 0
 
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> str | None:
@@ -184,6 +185,7 @@ class Checkpointer:
                 reason = self._act(step, metrics, agreed)
         finally:
             self._pace.step_begins(after=step)
+            self._watchdog.beat("step", step)
         if self._stop is None:
             self._agreement.ahead(step + stride)
         return reason
@@ -193,16 +195,23 @@ class Checkpointer:
         step = step_number(step)
         self._save(step, metrics, reason)
         self._last = (step, metrics, self._updates.count)
+        self.beat()
 
     def wait(self) -> None:
         """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
+        self._watchdog.beat("save", self._pace.previous_step)
         reports, failure = self._saver.wait()
         # A rank that was lost at the last moment may have been lost for some only: they go on together all the same.
         outcomes = self._talk.gather((failure is not None, self._saver.told))
         self._saver.told = max(told for _, told in outcomes)
         if failure is None and any(failed for failed, _ in outcomes):
             failure = CommitError(self._pace.saved_step or 0, -1, "another rank reports that its part of it failed")
+        self.beat()
         self._account_for(reports, failure)
+
+    def beat(self) -> None:
+        """A sign of life for the watchdog, from an evaluation or whatever else takes long. A rank may call it alone."""
+        self._watchdog.beat("start" if self._last is None else "step", self._pace.previous_step)
 
     def should_stop(self) -> bool:
         """Whether `step` agreed to stop: the same on every rank. The state is durable then, if the policy saves."""
@@ -246,12 +255,14 @@ class Checkpointer:
             self._save_the_end(agreed.stop if agreed is not None else None)
         self.wait()
         self._closed = True
+        self._watchdog.beat("save", self._pace.previous_step)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
         self._attempt.end(state, self._pace.previous_step, self._stop or "the run ended", self.exit_code)
         self._saver.close()
         self._updates.close()
         # Nobody leaves before the outcome is on disk: a launcher may kill the others when the first one exits.
         self._talk.tell(None)
+        self._watchdog.close()
         self._attempt.release()
         self._talk.close()
         self._saver.channel.close()
@@ -275,7 +286,8 @@ class Checkpointer:
             self._settle()
         elif agreed.failed > self._saver.told:
             self._raise_failure(step, agreed.failed)
-        decision = self._together(lambda: self._agreement.decision(step, agreed.stop))
+        with failing_as_one():
+            decision = self._talk.ask_leader(lambda: self._agreement.decision(step, agreed.stop))
         if decision is not None and decision.stop and agreed.stop is None:
             self._settle()
         if decision is not None:
@@ -311,6 +323,7 @@ class Checkpointer:
     # ---- saving and restoring ----------------------------------------------------------------------------------
 
     def _save(self, step: int, metrics: Mapping[str, Any] | None, reason: str) -> None:
+        self._watchdog.beat("save", step)
         stock = self._take_stock()
         if stock.failed > self._saver.told:
             self._raise_failure(step, stock.failed)
@@ -321,17 +334,8 @@ class Checkpointer:
             self.wait()
             self._saver.prepare(self._talk, stock.snapshot)
         shot = stock.snapshot
-        info = SaveInfo(
-            step=step,
-            reason=reason,
-            world_size=self._talk.world_size,
-            mesh=mesh_of(shot.tensors),
-            run_id=self._attempt.run_id,
-            job_id=self._attempt.job_id,
-            attempt=self._attempt.number,
-            restored_from=self._restored_from,
-            metrics=metric_numbers(metrics) if self._talk.is_leader else {},
-        )
+        numbers = metric_numbers(metrics) if self._talk.is_leader else {}
+        info = self._attempt.save_info(step, reason, self._talk, shot, self._restored_from, numbers)
         overlapped = updated_tensors(self.state, shot) if self._overlap else ()
         self._pace.save_begins(step)
         try:
@@ -381,6 +385,7 @@ class Checkpointer:
             return
         self._closed = True
         # A save that runs may be a second from durable, and is bounded by its own timeout.
+        self._watchdog.beat("save", self._pace.previous_step)
         _, failed = self._saver.wait()
         if failed is not None:
             warn(str(failed))
@@ -388,11 +393,5 @@ class Checkpointer:
         self._attempt.end("failed", self._pace.previous_step, f"{type(error).__name__}: {error}", code)
         self._saver.close()
         self._updates.close()
+        self._watchdog.close()
         self._attempt.release()
-
-    def _together(self, work: Callable[[], T]) -> T:
-        """Do `work` on the leader and hand its result to all. Raises on every rank the error it raised there."""
-        try:
-            return self._talk.ask_leader(work)
-        except RankFailed as failed:
-            raise failed.as_ckptman_error() from failed

@@ -49,6 +49,15 @@ class RankFailed(Exception):
         )
 
 
+@contextmanager
+def failing_as_one() -> Iterator[None]:
+    """Inside, a RankFailed becomes the error of the rank that failed."""
+    try:
+        yield
+    except RankFailed as failed:
+        raise failed.as_ckptman_error() from failed
+
+
 class Channel:
     """Object collectives over one group of all ranks. Without torch.distributed: a world of one rank."""
 

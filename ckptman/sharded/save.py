@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from ckptman.errors import CommitError, RankLostError
 from ckptman.lifecycle.memory import available_bytes
+from ckptman.lifecycle.watchdog import Watchdog
 from ckptman.monitor.journal import Journal
 from ckptman.policy.retention import RetentionPolicy
 from ckptman.sharded.commit import Draft, SaveInfo
@@ -54,12 +55,13 @@ class Saver:
         journal: Journal | None,
         claim: Claim | None,
         retention: RetentionPolicy | None,
+        watchdog: Watchdog,
         *,
         background: bool,
         disk: Disk = DISK,
         available: Callable[[], int] = available_bytes,
     ) -> None:
-        self._place, self._journal, self._claim = place, journal, claim
+        self._place, self._journal, self._claim, self._watchdog = place, journal, claim, watchdog
         self.channel = channel
         """What the ranks talk over while they save. One that has `lost` a rank is replaced before the next save."""
         self.damaged: set[int] = set()
@@ -230,7 +232,8 @@ class Saver:
                 disk=self._disk,
                 on_commit=self._claim.check if self._claim else None,
             )
-            buffered_because, seen = self._writing.save(self.channel, draft, content)
+            with self._watchdog.saving(info.step):
+                buffered_because, seen = self._writing.save(self.channel, draft, content)
         except RankFailed as error:
             self._give_up(number, draft, info.step, error.failure.rank, error.failure.text, error)
         except RankLostError as error:

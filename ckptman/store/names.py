@@ -4,7 +4,7 @@ step-0000000100              a committed checkpoint
 step-0000000100.tmp-X        being written; X tells whose (see `owner`)
 step-0000000100.old-X        stood aside while a new save of the same step takes its name (see `place.commit`)
 step-0000000100.trash-X      deleted, being removed
-.ckptman/                    the run's own files: journal.jsonl, outcome.json, owner-000001.json
+.ckptman/                    the run's own files: journal.jsonl, outcome.json, owner-000001.json, stacks-2-rank00003.txt
 """
 
 from __future__ import annotations
@@ -88,6 +88,11 @@ def journal_path(root: Path) -> Path:
 def outcome_path(root: Path) -> Path:
     """How the last attempt ended."""
     return root / DOT / "outcome.json"
+
+
+def stacks_path(root: Path, attempt: int, rank: int) -> Path:
+    """The stacks of all threads of a rank that the watchdog found stuck."""
+    return root / DOT / f"stacks-{attempt}-rank{rank:05d}.txt"
 
 
 def owner_path(root: Path, number: int) -> Path:

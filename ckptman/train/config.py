@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
@@ -105,6 +105,7 @@ class RunConfig(Section):
     peak_tflops: float | None = Field(default=None, gt=0)
     time_limit_seconds: float | None = Field(default=None, gt=0)
     timeout_seconds: float = Field(default=1800, gt=0)
+    watchdog_seconds: Annotated[float, Field(gt=0)] | Literal["auto", "off"] = "auto"
 
 
 class CheckpointConfig(Section):

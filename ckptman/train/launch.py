@@ -31,6 +31,7 @@ def launch_from_environment(environ: Mapping[str, str]) -> Launch:
         rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
         local_rank = _number(environ, "LOCAL_RANK", default=rank if world_size == 1 else None)
         local_size = _number(environ, "LOCAL_WORLD_SIZE", default=1 if world_size == 1 else None)
+        _check_one_world(environ, world_size)
     elif _number(environ, "SLURM_STEP_NUM_TASKS", default=1) > 1:  # srun sets it, the batch script does not have it
         rank, world_size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
         local_rank = _number(environ, "SLURM_LOCALID")
@@ -49,6 +50,18 @@ def launch_from_environment(environ: Mapping[str, str]) -> Launch:
                 f"torchrun, or export MASTER_ADDR (the first host) and MASTER_PORT (a free port) before srun"
             )
     return Launch(rank, world_size, local_rank, local_size, alone=False)
+
+
+def _check_one_world(environ: Mapping[str, str], world_size: int) -> None:
+    """Several tasks of srun, and each is told that it, or its torchrun, is the whole world: that trains many models."""
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", default=1)
+    if tasks > 1 and (world_size == 1 or environ.get("GROUP_WORLD_SIZE") == "1"):
+        raise ConfigError(
+            f"srun started {tasks} tasks, and this one takes itself for a world of its own, of {world_size}: each "
+            f"would train its own model. Give torchrun --nnodes, --node-rank and a common --rdzv-endpoint (and not "
+            f"--standalone), or leave torchrun and RANK out and let srun start every rank. If they are meant to be "
+            f"{tasks} runs, unset SLURM_STEP_NUM_TASKS"
+        )
 
 
 def mesh_shape(world_size: int, local_world_sizes: Sequence[int], shard_ranks: int | None = None) -> tuple[int, int]:

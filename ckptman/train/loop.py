@@ -43,6 +43,7 @@ def train(setup: Setup, signals: ckptman.SignalHandler, *, allow_suspect: bool =
             deadline=_deadline(run.time_limit_seconds),
             async_save=checkpoint.async_save,
             timeout_seconds=run.timeout_seconds,
+            watchdog=None if run.watchdog_seconds == "off" else run.watchdog_seconds,
         ) as checkpointer:
             start = checkpointer.restore(allow_suspect=allow_suspect)
             report.say(f"{setup.parameters:,} parameters on {world.size} ranks ({device.type}), from step {start}")

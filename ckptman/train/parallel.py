@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from ckptman.errors import ConfigError
 from ckptman.train.config import ModelConfig, ParallelConfig
 from ckptman.train.launch import Launch, mesh_shape
+from ckptman.train.meeting import meet
 from ckptman.train.model import Decoder, init_weights
 
 
@@ -55,6 +56,8 @@ def process_group(
 
     NCCL (RCCL on ROCm) between GPUs and gloo between CPUs, both at once on GPUs: ckptman talks over gloo. A process
     without a launcher is a world of one, with a group of one, so that nothing after this needs to ask.
+
+    Raises: ConfigError, RankLostError (see `meet`).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -64,7 +67,8 @@ def process_group(
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+        store = meet(launch, os.environ, timeout_seconds)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     try:
         ranks: list[tuple[int, str, str]] = [(0, "", "")] * launch.world_size
         dist.all_gather_object(ranks, (launch.local_world_size, device.type, platform.node()))

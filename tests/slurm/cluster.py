@@ -82,10 +82,14 @@ def missing() -> list[str]:
 
 
 class Cluster:
-    """A cluster in a folder. `nodes`: their names. `environ`: what its clients need."""
+    """A cluster in a folder. `nodes`: their names. `environ`: what its clients need.
 
-    def __init__(self, folder: Path, nodes: int = 4, prefix: str = "n") -> None:
-        self.folder, self.nodes = folder, [f"{prefix}{number}" for number in range(1, nodes + 1)]
+    No two clusters have nodes of the same name: the control groups of their jobs are called after node and job, and one
+    would kill the jobs of the other.
+    """
+
+    def __init__(self, folder: Path, nodes: int = 4) -> None:
+        self.folder, self.nodes = folder, [f"n{os.getpid()}0{number}" for number in range(1, nodes + 1)]
         self.environ = {
             **{
                 name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "CKPTMAN"))

@@ -171,11 +171,11 @@ def test_preemption(lab: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_node_that_dies(lab: Cluster, tmp_path: Path) -> None:
-    chain = submit(script(tmp_path, counting(tmp_path), "--nodelist=n4", "--no-requeue"))
+    chain = submit(script(tmp_path, counting(tmp_path), f"--nodelist={lab.nodes[3]}", "--no-requeue"))
     there(lab, tmp_path)
-    lab.ask("scontrol", "update", "nodename=n4", "state=down", "reason=test")
+    lab.ask("scontrol", "update", f"nodename={lab.nodes[3]}", "state=down", "reason=test")
     lab.wait(lambda: "RUNNING" not in lab.queue().values(), 60, "the job runs on")
-    lab.ask("scontrol", "update", "nodename=n4", "state=resume")
+    lab.ask("scontrol", "update", f"nodename={lab.nodes[3]}", "state=resume")
     over(chain, lab)
     assert [end.ending for end in chain.ends().values()] == ["interrupted", "finished"]
 

@@ -1,0 +1,136 @@
+"""`ckptman template NAME`: a batch script for Slurm, from a template and checked values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptman.cli import text
+from ckptman.errors import ConfigError, ExistsError, NotFoundError
+
+if TYPE_CHECKING:
+    from ckptman.scheduler.template import Template
+
+Name = Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False, help="The template: see --list.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", show_default=False, help="Write it to a file, not to the screen."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", show_default=False, help="A value, such as nodes=4. May be given several times."
+    ),
+]
+Values = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", show_default=False, help="Values from a TOML file; --set goes before it."),
+]
+List = Annotated[bool, typer.Option("--list", help="List the templates; with NAME, its keys and what they are.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
+AsJson = Annotated[bool, typer.Option("--json", help="With --list: print JSON, for programs.")]
+
+
+def template(
+    name: Name = None,
+    output: Output = None,
+    settings: Set = None,
+    config: Values = None,
+    listing: List = False,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a batch script for Slurm from a template, for ckptman submit or sbatch."""
+    from ckptman.scheduler.template import TEMPLATES, read_settings, render_template
+    from ckptman.scheduler.template import template as find
+
+    if listing:
+        _list_keys(name, find(name), as_json) if name else _list_templates(TEMPLATES, as_json)
+        return
+    if name is None:
+        raise ConfigError("which template? ckptman template --list says which there are")
+    if as_json:
+        raise ConfigError("--json: only with --list; a batch script is text")
+    if force and output is None:
+        raise ConfigError("--force: it overwrites the file of -o, and there is none")
+    kind = find(name)
+    given = read_settings(settings or [])
+    from_file = _read(config) if config else {}
+    merged = {**from_file, **given}
+    if isinstance(from_file.get("env"), dict):
+        merged["env"] = {**from_file["env"], **given.get("env", {})}
+    script = render_template(name, merged)
+    if output is None:
+        text.say(script.removesuffix("\n"))
+    else:
+        _write(output, script, force)
+        text.say(f"wrote {text.plain(output)}: submit it with {'ckptman submit' if kind.chain else 'sbatch'}")
+    folder = Path(str(merged.get("log_folder", ".")))
+    if not folder.is_dir():
+        typer.echo(
+            f"note: make the folder {text.plain(folder)} before you submit: Slurm does not, and without it the job "
+            f"fails and says nothing",
+            err=True,
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import sys
+
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return dict(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise NotFoundError(f"no file {path}: give the path of a TOML file to --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _write(path: Path, script: str, force: bool) -> None:
+    try:
+        with open(path, "w" if force else "x", encoding="utf-8") as file:
+            file.write(script)
+    except FileExistsError:
+        raise ExistsError(f"{path} is there already: give another name to -o, or overwrite it with --force") from None
+    except FileNotFoundError:
+        raise NotFoundError(f"there is no folder {path.parent}: make it first, or give another name to -o") from None
+
+
+def _list_templates(templates: Any, as_json: bool) -> None:
+    if as_json:
+        text.say_json(
+            [{"name": name, "summary": each.summary, "chain": each.chain} for name, each in templates.items()]
+        )
+        return
+    rows = [(name, each.summary, "ckptman submit" if each.chain else "sbatch") for name, each in templates.items()]
+    text.say("\n".join(text.table(("template", "what it is for", "submit with"), rows)))
+
+
+def _list_keys(name: str, kind: Template, as_json: bool) -> None:
+    from ckptman.scheduler.template_keys import WHAT
+
+    fields = kind.keys.model_fields
+    if as_json:
+        facts = [{"key": key, "default": _default(field.default), "what": WHAT[key]} for key, field in fields.items()]
+        text.say_json({"name": name, "summary": kind.summary, "keys": facts})
+        return
+    rows = [(key, _shown(field.default), WHAT[key]) for key, field in fields.items()]
+    text.say("\n".join(text.table(("key", "default", "what"), rows)))
+
+
+def _default(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == "" or value == () or value == {}:
+        return "-"
+    shown = str(value).lower() if isinstance(value, bool) else str(value)
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."

@@ -1,0 +1,325 @@
+"""The keys of the Slurm templates: which there are, what they are unless said otherwise, and what is refused. Pure.
+
+One model for each kind of job; a template that is for one cluster has a model with the defaults of that cluster.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ckptman.errors import ConfigError, UnknownKeyError
+
+# What no text in a batch script may hold: sbatch reads lines, and a terminal obeys control characters.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_LINE_BREAK = re.compile("[\t\n]")
+_TIME = re.compile(r"(\d+)(?::(\d+))?(?::(\d+))?|(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
+_TRAIN = "python -m ckptman.train --config run.toml"
+_POINT = (
+    "bash -c 'exec python -m ckptman.train --config run.toml --set run.steps=50 "
+    '--set checkpoint.root="runs/scaling/$SCALING_POINT" --set run.log="runs/scaling/$SCALING_POINT.jsonl"\''
+)
+_LUMI_BINDS = (
+    "/var/spool/slurmd,/opt/cray,/usr/lib64/libcxi.so.1,/pfs,/scratch,/projappl,/project,/flash,/appl"  # the network's
+)
+_LUMI_MASKS = (
+    "0x00fe000000000000,0xfe00000000000000,0x0000000000fe0000,0x00000000fe000000,"
+    "0x00000000000000fe,0x000000000000fe00,0x000000fe00000000,0x0000fe0000000000"
+)
+
+
+WHAT = {
+    "command": "what is run: words, each quoted, so that nothing in them is expanded",
+    "job_name": "the name in the queue and of the log",
+    "account": "who pays",
+    "partition": "where it runs",
+    "qos": "quality of service",
+    "time": "time limit: minutes (90), hours (04:00:00), days (1-12:00:00)",
+    "cpus_per_task": "cores of one rank",
+    "mem": "memory of a node, such as 480G",
+    "log_folder": "where the log goes; it has to be there",
+    "modules": "modules to load, with blanks between them",
+    "venv": "a virtual environment to activate",
+    "setup": "a line of shell, as it is; each further one is added",
+    "env": "environment variables: env.NAME=VALUE",
+    "sbatch": "an option of sbatch, such as --constraint=a; each further one is added",
+    "nodes": "nodes",
+    "gpus_per_node": "GPUs of a node; 0: none",
+    "gpu_type": "where a cluster has several, such as h100",
+    "tasks_per_node": "ranks of a node; left out: one per GPU, or one",
+    "exclusive": "true: no other job on these nodes",
+    "warning_seconds": "the warning comes that long before the time limit",
+    "container": "the image of a container that the command runs in",
+    "container_command": "what runs the container",
+    "container_binds": "folders of the host to be seen in there, with commas between them",
+    "cpu_masks": "the cores of each rank of a node; empty: as Slurm does it",
+    "dmon_seconds": "a line for each GPU in the log of the GPUs that often",
+    "matrix": "the points: nodes x ranks of a node, with blanks between them",
+}
+"""What each key means, for people."""
+
+Count = Annotated[int, Field(gt=0)]
+Name = Annotated[str, Field(min_length=1)]
+Memory = Annotated[str, Field(pattern=r"^(\d+[KMGT]?)?$")]
+
+
+class JobKeys(BaseModel):
+    """What every job has: the keys of a CPU job. What is empty is left out of the script."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    command: str = ""
+    job_name: Name = "ckptman"
+    account: str = ""
+    partition: str = ""
+    qos: str = ""
+    time: str = "01:00:00"
+    cpus_per_task: Count = 1
+    mem: Memory = ""
+    log_folder: Name = "."
+    modules: str = ""
+    venv: str = ""
+    setup: tuple[str, ...] = ()
+    env: Mapping[str, str] = {}
+    sbatch: tuple[str, ...] = ()
+
+    @field_validator("*")
+    @classmethod
+    def _no_control_characters(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        texts = [value] if isinstance(value, str) else value
+        if isinstance(texts, Mapping):
+            texts = list(texts.values())
+        for text in texts if isinstance(texts, (list, tuple)) else ():
+            if found := _CONTROL.search(text):
+                raise ValueError(f"a control character ({found[0]!r}) cannot be in a batch script: leave it out")
+            if info.field_name not in ("command", "setup", "env") and (found := _LINE_BREAK.search(text)):
+                raise ValueError(f"{found[0]!r} would end the #SBATCH line: give it on one line, without tabs")
+        return value
+
+    @field_validator("command")
+    @classmethod
+    def _command_has_words(cls, value: str) -> str:
+        return _with_words(value, _TRAIN)
+
+    @field_validator("job_name", "log_folder")
+    @classmethod
+    def _name_is_one(cls, value: str, info: pydantic.ValidationInfo) -> str:
+        if info.field_name == "job_name" and "/" in value:
+            raise ValueError("the log is named after it, and / would be a folder: use a name without it")
+        if "%" in value or "\\" in value:
+            raise ValueError("% and \\ mean something else to Slurm in the name of a log: use a name without them")
+        return value
+
+    @field_validator("time")
+    @classmethod
+    def _time_is_one(cls, value: str) -> str:
+        if not _TIME.fullmatch(value):
+            raise ValueError("no time limit: give minutes (90), hours (04:00:00) or days and hours (1-12:00:00)")
+        if not minutes(value):
+            raise ValueError("a limit of nothing, which Slurm takes for none: give at least 1 minute")
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _names_are_names(cls, value: Mapping[str, str]) -> Mapping[str, str]:
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"{name!r} is no name of an environment variable: use letters, digits and _")
+        return value
+
+    @field_validator("sbatch")
+    @classmethod
+    def _options_are_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for option in value:
+            if not re.fullmatch(r"--[a-z][a-z0-9-]*(=.+)?", option):
+                raise ValueError(f"{option!r} is no option: write it as --name=value")
+        return value
+
+
+class TrainingKeys(JobKeys):
+    """A job of several ranks on GPUs."""
+
+    command: str = _TRAIN
+    job_name: Name = "train"
+    time: str = "24:00:00"
+    cpus_per_task: Count = 8
+    nodes: Annotated[int, Field(ge=1)] = 1
+    gpus_per_node: Annotated[int, Field(ge=0)] = 4
+    gpu_type: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
+    tasks_per_node: Count | None = None
+    exclusive: bool = False
+    warning_seconds: Annotated[int, Field(gt=0, le=65535)] = 180
+    container: str = ""
+    container_command: str = "singularity exec --nv"
+    container_binds: str = ""
+
+    @property
+    def tasks(self) -> int:
+        """Ranks of a node."""
+        return self.tasks_per_node or self.gpus_per_node or 1
+
+    @field_validator("container_command")
+    @classmethod
+    def _container_command_has_words(cls, value: str) -> str:
+        return _with_words(value, "singularity exec")
+
+
+class LeonardoKeys(TrainingKeys):
+    """Leonardo Booster: whole nodes of 4 x A100, 32 cores and 494,000 MB."""
+
+    partition: str = "boost_usr_prod"
+    mem: Memory = "494000"
+    exclusive: bool = True
+
+
+class LumiKeys(TrainingKeys):
+    """LUMI-G: whole nodes of 8 GCDs, 7 cores for each, in a container."""
+
+    partition: str = "standard-g"
+    mem: Memory = "480G"
+    cpus_per_task: Count = 7
+    gpus_per_node: Annotated[int, Field(ge=0)] = 8
+    exclusive: bool = True
+    container: str = "pytorch.sif"
+    container_command: str = "singularity exec"
+    container_binds: str = _LUMI_BINDS
+    cpu_masks: Annotated[str, Field(pattern=r"^((0x)?[0-9a-fA-F]+(,(0x)?[0-9a-fA-F]+)*)?$")] = _LUMI_MASKS
+
+
+class SuperpodKeys(TrainingKeys):
+    """A DGX SuperPOD: whole nodes of 8 GPUs and 112 cores."""
+
+    cpus_per_task: Count = 14
+    gpus_per_node: Annotated[int, Field(ge=0)] = 8
+    exclusive: bool = True
+    dmon_seconds: Count = 10
+
+
+class MatrixKeys(TrainingKeys):
+    """An array of short runs. 0 nodes and -1 GPUs: as many as the largest point needs."""
+
+    command: str = _POINT
+    job_name: Name = "scaling"
+    time: str = "00:30:00"
+    matrix: str = "1x1 1x2 1x4 1x8 2x8"
+    nodes: Annotated[int, Field(ge=0)] = 0
+    gpus_per_node: Annotated[int, Field(ge=-1)] = -1
+
+    @field_validator("matrix")
+    @classmethod
+    def _points_are_points(cls, value: str) -> str:
+        if not value.split() or not all(re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,3}", each) for each in value.split()):
+            raise ValueError("write points as nodes x ranks of a node, such as 1x1 1x8 2x8")
+        return " ".join(value.split())
+
+
+class TokenizeKeys(JobKeys):
+    """One process that starts as many as it has cores."""
+
+    command: str = "python -m ckptman.train.tokenize tokens text --vocab-size 16384"
+    job_name: Name = "tokenize"
+    time: str = "04:00:00"
+    cpus_per_task: Count = 16
+
+
+class VerifyKeys(JobKeys):
+    """Reads checkpoints."""
+
+    command: str = "ckptman verify runs/checkpoints --all"
+    job_name: Name = "verify"
+    cpus_per_task: Count = 8
+
+
+class PruneKeys(JobKeys):
+    """Deletes checkpoints; as it is, it only says which."""
+
+    command: str = "ckptman prune runs/checkpoints --keep-last 3 --dry-run"
+    job_name: Name = "prune"
+
+
+def _with_words(value: str, such_as: str) -> str:
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"{str(error).lower()}: close the quotes as in a shell") from None
+    if not words:
+        raise ValueError(f"nothing to run: give a command, such as {such_as}")
+    return value
+
+
+def minutes(time: str) -> float:
+    """The minutes of a time limit, as Slurm reads it."""
+    if "-" in time:
+        days, _, rest = time.partition("-")
+        hours, least, seconds = (*(int(part) for part in rest.split(":")), 0, 0)[:3]
+        return int(days) * 1440 + hours * 60 + least + seconds / 60
+    parts = [int(part) for part in time.split(":")]
+    if len(parts) == 3:
+        return parts[0] * 60 + parts[1] + parts[2] / 60
+    return parts[0] + (parts[1] / 60 if len(parts) == 2 else 0)
+
+
+def check_keys(kind: type[JobKeys], values: Mapping[str, Any], where: str) -> JobKeys:
+    """Checked keys from what a user gave. Raises: UnknownKeyError; ConfigError with one line per wrong value."""
+    for key in values:
+        if key not in kind.model_fields:
+            raise UnknownKeyError(key, list(kind.model_fields), where)
+    try:
+        keys = kind.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise ConfigError(_as_lines([_problem(each) for each in error.errors()])) from None
+    if problems := list(_misfits(keys)):
+        raise ConfigError(_as_lines(problems))
+    return keys
+
+
+def points(keys: MatrixKeys) -> list[tuple[int, int]]:
+    """(nodes, ranks of a node) of each point."""
+    return [(int(nodes), int(tasks)) for nodes, tasks in (each.split("x") for each in keys.matrix.split())]
+
+
+def _misfits(keys: JobKeys) -> Sequence[str]:
+    """What is wrong between values that are each right."""
+    if not isinstance(keys, TrainingKeys):
+        return []
+    problems = []
+    if keys.warning_seconds >= minutes(keys.time) * 60:
+        problems.append(
+            f"warning_seconds: {keys.warning_seconds} is no less than the time limit ({keys.time}): the job would be "
+            f"told to stop as it starts"
+        )
+    if keys.container_binds and not keys.container and not isinstance(keys, LumiKeys):
+        problems.append("container_binds: there is no container; give its image with container=FILE")
+    if isinstance(keys, LumiKeys) and keys.cpu_masks and keys.tasks != len(keys.cpu_masks.split(",")):
+        problems.append(
+            f"cpu_masks: {len(keys.cpu_masks.split(','))} masks for {keys.tasks} ranks of a node; give one for each, "
+            f"or leave the binding to Slurm with cpu_masks="
+        )
+    if isinstance(keys, MatrixKeys):
+        nodes, tasks = (max(column) for column in zip(*points(keys)))
+        if 0 < keys.nodes < nodes:
+            problems.append(f"nodes: the largest point needs {nodes}, not {keys.nodes}; 0 means as many")
+        if 0 < keys.gpus_per_node < tasks:
+            problems.append(
+                f"gpus_per_node: the largest point needs {tasks}, not {keys.gpus_per_node}; -1 means as many"
+            )
+        if keys.tasks_per_node is not None:
+            problems.append("tasks_per_node: the points of the matrix say it; leave it out")
+    return problems
+
+
+def _problem(item: Any) -> str:
+    place = ".".join(str(part) for part in item["loc"])
+    text = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "string_pattern_mismatch":
+        text = "not in the form it must have; ckptman template NAME --list says what it is"
+    return f"{place}: {text[:1].lower()}{text[1:]}, not {item['input']!r}"
+
+
+def _as_lines(problems: Sequence[str]) -> str:
+    return problems[0] if len(problems) == 1 else "\n".join(["wrong values:", *(f"  {each}" for each in problems)])

@@ -1,0 +1,15 @@
+"""The page about chains is run from top to bottom, on a real Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.test_docs import SLURM_PAGE, run_page
+
+
+@pytest.mark.timeout(120)
+def test_everything_on_the_page_runs_as_it_says(lab: Cluster, tmp_path: Path) -> None:
+    run_page(SLURM_PAGE, tmp_path)
