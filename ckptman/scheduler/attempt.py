@@ -60,8 +60,6 @@ class Supervisor:
 
     def run(self) -> int:
         """Begin, run the script to its end, and decide. The exit code of the script; 0 where there is nothing to do."""
-        for number in (*ENDING, *WARNING):  # the batch file has them ignored, so that none ends it before this line
-            signal.signal(number, _leave)
         with Inbox((*ENDING, *WARNING)) as inbox:
             attempt = self._begin()
             if attempt is None:
@@ -239,7 +237,7 @@ class Supervisor:
 
 
 def _leave(number: int, frame: object) -> None:
-    """A handler that does nothing: the next line has another one."""
+    """A handler that does nothing, until the attempt has its own."""
 
 
 def _sequence(root: str, since_seconds: float, before: int) -> int:
@@ -260,6 +258,8 @@ def _log_path() -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """The command line: the folder of the chain, the number of this job in it, where its script is to run."""
+    for number in (*ENDING, *WARNING):  # the batch file has them ignored, so that none ends it before this line
+        signal.signal(number, _leave)
     chain = Chain(Path(arguments[0]).resolve())
 
     def say(text: str) -> None:
