@@ -248,19 +248,26 @@ def test_a_full_queue_does_not_lose_the_chain(tmp_path: Path, fake: FakeSlurm) -
     [
         ({"max_attempts": 2}, 0.0, "no more than 2 attempts"),
         ({"until_seconds": NOW + 50}, 100.0, "date until"),
-        ({"max_walltime_seconds": 60.0}, 0.0, None),
         ({"stall_limit": 2}, 0.0, "2 attempts in a row ended with no new checkpoint"),
     ],
 )
-def test_limits(tmp_path: Path, fake: FakeSlurm, wish: dict[str, object], later: float, why: str | None) -> None:
+def test_limits(tmp_path: Path, fake: FakeSlurm, wish: dict[str, object], later: float, why: str) -> None:
     chain = submitted(tmp_path, fake, "exit 75", **wish)
     attempt(chain, fake, 1)
     attempt(chain, fake, 2, now=NOW + later)
-    if why is None:
-        assert chain.state.state == "active"
-        return
     assert chain.state.state == "stopped"
     assert why in chain.state.reason
+
+
+@pytest.mark.parametrize(("used", "state"), [(59.0, "active"), (60.0, "stopped")])
+def test_the_time_that_attempts_took(tmp_path: Path, fake: FakeSlurm, used: float, state: str) -> None:
+    chain = submitted(tmp_path, fake, "exit 75", max_walltime_seconds=60.0)
+    _begin_and_be_killed(chain, fake)
+    fake.plan("squeue", (0, "101|TIMEOUT|None||x\n", ""))
+    attempt(chain, fake, 2, now=NOW + used)
+    assert chain.state.state == state
+    assert len(chain.attempts()) == (2 if state == "active" else 1)
+    assert state == "active" or "no more were allowed" in chain.state.reason
 
 
 def test_a_job_is_requeued_where_sbatch_is_forbidden(tmp_path: Path, fake: FakeSlurm) -> None:
