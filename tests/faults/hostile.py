@@ -94,7 +94,7 @@ def _try(tally: Tally, home: Path, name: str, make: Callable[[Path], object]) ->
         make(root)
         before = _contents(outside)
         target = root / "plain" if (root / "plain").exists() else root / "step-0000000007"
-        # Whatever claims eight gigabytes, and has them, is read, and through the page cache: holes count as cached there.
+        # Whatever claims eight gigabytes, and has them, is read: through the page cache, where holes count as cached.
         sizes = (path.lstat().st_size for path in root.rglob("*")) if root.is_dir() else ()
         seconds = SECONDS + sum(sizes) / SLOW_DISK
         for way, work in WAYS.items():
