@@ -9,6 +9,7 @@ import contextlib
 import json
 import pickle
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +96,7 @@ def _pruned_before_the_commit() -> None:
     def commit(self: place.FolderPlace, draft: str, made: manifest.Manifest) -> Any:
         for number, entry in enumerate(self.list()):
             self.remove(entry.path, step_folder(entry.step), f"early{number}")
+        time.sleep(0.05)  # as on a slow disk: otherwise hardly a kill comes in between
         return real(self, draft, made)
 
     place.FolderPlace.commit = commit  # type: ignore[method-assign]
@@ -181,8 +183,8 @@ MUTANTS: dict[str, Mutant] = {
     "other files are not flushed": Mutant(_files_not_flushed, "crash", ("lost",)),
     "folders are not flushed": Mutant(_folders_not_flushed, "crash", ("lost",)),
     "checkpoints are deleted in place": Mutant(_deleted_in_place, "crash", ("lost",)),
-    "older ones are deleted before the new one is durable": Mutant(_pruned_before_the_commit, "kill", ("lost",)),
-    "a failed write is taken for a good one": Mutant(_errors_swallowed, "io", ("lost", "wrong", "other"), 0.5),
+    "older ones are deleted before the new one is durable": Mutant(_pruned_before_the_commit, "kill", ("lost",), 0.1),
+    "a failed write is taken for a good one": Mutant(_errors_swallowed, "io", ("lost", "wrong", "other"), 1.0),
     "a save that failed is not told": Mutant(_failed_saves_are_not_told, "disk", ("lost",), 0.5),
     "a root that cannot be listed is an empty one": Mutant(_listing_errors_are_nothing, "io", ("wrong",), 1.0),
     "ranks wait ten times as long": Mutant(_waits_ten_times_as_long, "ranks", ("hang",)),

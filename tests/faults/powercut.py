@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,14 +41,17 @@ class Flushes:
                 os.close(fd)
 
     def flushed(self, fd: int) -> None:
-        """An fsync of an open file or folder has come to its end."""
+        """An fsync of an open file or folder has come to its end, unless another thread kills the process meanwhile."""
         found = os.fstat(fd)
         self._held.append(os.dup(fd))
         path = f"/proc/self/fd/{fd}"
+        part = self._memory / f"{found.st_ino}-{threading.get_ident()}.part"
         if stat.S_ISDIR(found.st_mode):
-            (self._memory / f"{found.st_ino}.names").write_text(json.dumps(_names(path)))
+            part.write_text(json.dumps(_names(path)))
+            part.replace(self._memory / f"{found.st_ino}.names")
         else:
-            shutil.copyfile(path, self._memory / f"{found.st_ino}.bytes")
+            shutil.copyfile(path, part)
+            part.replace(self._memory / f"{found.st_ino}.bytes")
 
     def close(self) -> None:
         """Let go of everything that is held."""
