@@ -9,7 +9,8 @@ import pytest
 
 from ckptman.errors import ConfigError, SchedulerError
 from ckptman.scheduler import slurm as slurm_module
-from ckptman.scheduler.batchfile import batch_file, parse, read_options
+from ckptman.scheduler.batchfile import batch_file, parse
+from ckptman.scheduler.options import read_options
 from ckptman.scheduler.slurm import QueueFullError, Slurm, UnreachableError, submission_environment
 from tests.fake_slurm import FakeSlurm
 

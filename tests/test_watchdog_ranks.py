@@ -254,6 +254,26 @@ def test_what_is_told_about_the_others() -> None:
 
 
 @pytest.mark.parametrize(
+    ("nodes", "silent", "bad"),
+    [
+        ("aabb", [3], {"b": "ranks 3 there were silent"}),
+        ("aabb", [2, 3], {"b": "ranks 2, 3 there were silent"}),
+        ("aabb", [1, 3], {}),
+        ("aaaa", [1], {"a": "ranks 1 there were silent"}),
+        ("aabbccdd", [3, 4], {"b": "ranks 3 there were silent", "c": "ranks 4 there were silent"}),
+        ("aabb", [], {}),
+        ("aabb", None, {}),
+    ],
+)
+def test_nodes_of_silent_ranks(nodes: str, silent: list[int] | None, bad: dict[str, str]) -> None:
+    found = Roll(0, len(nodes), 1)
+    found.silent, found._store = silent, torch.distributed.HashStore()
+    for rank, node in enumerate(nodes):
+        found._store.set(f"ckptman/stalled/1/node/{rank}", node)
+    assert found.bad_nodes() == bad
+
+
+@pytest.mark.parametrize(
     ("stops", "late_seconds", "other_host", "killed"),
     [(True, 0, "", True), (False, 0, "", False), (True, 60, "", False), (True, 0, "elsewhere", False)],
     ids=["stopped", "alive", "another process of that pid", "another host"],

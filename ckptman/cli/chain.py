@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,12 +82,20 @@ def list_chains(
 
 
 @chain_app.command("show")
-def show_chain(name: Name = None, as_json: AsJson = False) -> None:
+def show_chain(
+    name: Name = None,
+    times: Annotated[
+        bool, typer.Option("--times", help="Also where the time went between the attempts, in seconds.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Show the attempts of a chain, how each ended, and what is in the queue."""
     from ckptman.scheduler.control import look
 
     chain, slurm = _find(name)
     _show(chain, look(chain, slurm), as_json)
+    if times and not as_json:
+        _show_times(chain)
 
 
 @chain_app.command("cancel")
@@ -129,12 +138,15 @@ def _act(name: str | None, what: Callable[[Chain, Slurm, float], Seen]) -> None:
 def _show(chain: Chain, seen: Seen, as_json: bool) -> None:
     spec = chain.spec
     if as_json:
+        from ckptman.scheduler.pauses import pauses
+
         text.say_json(
             {
                 "chain": str(chain.folder),
                 "script": spec.script,
                 **seen.state.model_dump(exclude={"forgiven"}),
                 "attempts": [_facts(each, seen.ends.get(each.number)) for each in seen.attempts],
+                "pauses": [asdict(each) for each in pauses(chain)],
                 "queue": [{"number": record.number, "job_id": job.id, "state": job.state} for record, job in seen.live],
             }
         )
@@ -168,6 +180,26 @@ def _row(attempt: AttemptRecord, end: EndRecord | None, now: float) -> tuple[str
         str(end.step) if end else "-",
         text.plain(ending),
     )
+
+
+def _show_times(chain: Chain) -> None:
+    from ckptman.scheduler.pauses import pauses
+
+    def seconds(value: float | None) -> str:
+        return "-" if value is None else f"{value:,.1f}"
+
+    found = pauses(chain)
+    text.say()
+    if not found:
+        text.say("seconds from the end of an attempt to the first step of the next: there is no second one yet")
+        return
+    text.say("seconds from the end of the attempt before to the end of the first step")
+    headers = ("attempt", "queue", "start-up", "restore", "first-step", "total")
+    rows = [
+        (str(each.attempt), *map(seconds, (each.queue, each.start_up, each.restore, each.first_step, each.total)))
+        for each in found
+    ]
+    text.say("\n".join(text.table(headers, rows, " ".join(headers))))
 
 
 def _facts(attempt: AttemptRecord, end: EndRecord | None) -> dict[str, Any]:

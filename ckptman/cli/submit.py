@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckptman.cli.text import plain, say
-from ckptman.errors import ConfigError
+from ckptman.errors import ConfigError, SchedulerError
+
+if TYPE_CHECKING:
+    from ckptman.scheduler.submission import Prepared
 
 Command = Annotated[
     list[str],
@@ -119,7 +123,7 @@ def submit(
         raise ConfigError(f"there is no scheduler {scheduler!r}; known: slurm, local")
     if requeue and upfront:
         raise ConfigError("--requeue runs one job again and again, --upfront submits many: choose one of them")
-    from ckptman.scheduler.submission import Wish, prepare, slurm_of, submit_chain
+    from ckptman.scheduler.submission import Wish, first_command, prepare, slurm_of, submit_chain
 
     now = time.time()
     wish = Wish(
@@ -136,19 +140,28 @@ def submit(
         until_seconds=_date(until, now),
         another=another,
     )
-    chain, spec, script = prepare(wish, chain_dir, os.environ, now)
-    for remark in script.remarks(wish.options):
+    made = prepare(wish, chain_dir, os.environ, now)
+    for remark in made[0].script.remarks(wish.options):
         say(f"note: {remark}")
-    if dry_run:
-        import shlex
+    for number, each in enumerate(made):
+        if dry_run:
+            line = first_command(each)
+            say(f"would submit, {wish.upfront} at once: {plain(line)}" if upfront else f"would submit: {plain(line)}")
+            continue
+        try:
+            jobs = submit_chain(each, wish.upfront, slurm_of(each.spec, os.environ), now)
+        except SchedulerError as error:
+            raise _with_what_is_left(error, made[number:]) from error
+        say(f"submitted job {jobs[0].job_id}" + (f" to {jobs[-1].job_id}" if len(jobs) > 1 else ""))
+        say(f"chain: {plain(each.chain.folder)}")
+        if each is made[-1]:
+            say(f"see it with: ckptman chain show {plain(each.chain.folder.name)}")
 
-        line = shlex.join(["sbatch", "--parsable", *spec.options, str(chain.batch_file), "1"])
-        say(f"would submit, {wish.upfront} at once: {plain(line)}" if upfront else f"would submit: {plain(line)}")
-        return
-    jobs = submit_chain(chain, spec, script, wish.upfront, slurm_of(spec, os.environ), now)
-    say(f"submitted job {jobs[0].job_id}" + (f" to {jobs[-1].job_id}" if len(jobs) > 1 else ""))
-    say(f"chain: {plain(chain.folder)}")
-    say(f"see it with: ckptman chain show {plain(chain.folder.name)}")
+
+def _with_what_is_left(error: SchedulerError, left: Sequence[Prepared]) -> SchedulerError:
+    """Of an array some tasks may be in the queue already, and go on: the error says which are not."""
+    tasks = ",".join(str(each.spec.array_task) for each in left if each.spec.array_task is not None)
+    return type(error)(f"{error}. Not submitted: --array={tasks}") if tasks else error
 
 
 def _run_here(command: list[str], max_attempts: int | None, crash_limit: int, chain_dir: Path | None) -> int:

@@ -20,12 +20,12 @@ from ckptman.errors import EXIT_OK, CkptmanError, CorruptError, SchedulerError
 from ckptman.lifecycle.outcome import ATTEMPT_ENV, OUTCOME_ENV, read_outcome
 from ckptman.scheduler.base import Say, patient
 from ckptman.scheduler.chain import judge, newest_sequence
-from ckptman.scheduler.history import following, job_number_after, settle
+from ckptman.scheduler.history import bad_nodes, following, job_number_after, lost, settle, warned_too_late
 from ckptman.scheduler.inbox import Inbox
 from ckptman.scheduler.local import ENDING, WARNING
-from ckptman.scheduler.record import AttemptRecord, Chain, EndRecord, JobRecord, Spec
+from ckptman.scheduler.record import AttemptRecord, Chain, Ending, EndRecord, JobRecord, Spec
 from ckptman.scheduler.slurm import Slurm, submission_environment
-from ckptman.scheduler.submission import submit_next
+from ckptman.scheduler.submission import avoid_nodes, submit_next
 from ckptman.scheduler.tell import tell_to_stop
 
 CHAIN_ENV = "CKPTMAN_CHAIN"
@@ -79,8 +79,9 @@ class Supervisor:
             self._say(f"the chain is {state.state}: {state.reason}. Nothing is run")
             return None
         decision = following(chain, now)
-        if not decision.again:
-            self._stop(decision.reason)
+        why_not = lost(chain) if decision.again else decision.reason
+        if why_not:
+            self._stop(why_not)
             return None
         before = max((each.sequence for each in chain.ends().values()), default=0)
         attempt = AttemptRecord(
@@ -159,7 +160,7 @@ class Supervisor:
             self._say(f"{error}; going by the exit code")
             outcome = None
         ending, reason = judge(returncode, outcome)
-        told: str = ending
+        told: Ending = ending
         if (
             ending == "crashed"
             and (outcome is None or outcome.state == "running")
@@ -167,20 +168,21 @@ class Supervisor:
         ):
             told, reason = "interrupted", why
         root = outcome.root if outcome else ""
-        record = EndRecord.model_validate(
-            {
-                "number": attempt.number,
-                "ending": told,
-                "reason": reason,
-                "returncode": returncode,
-                "root": root,
-                "step": outcome.step if outcome else 0,
-                "sequence": _sequence(root, chain.spec.created_seconds, attempt.sequence_before),
-                "ended_seconds": now,
-            }
+        record = EndRecord(
+            number=attempt.number,
+            ending=told,
+            reason=reason,
+            returncode=returncode,
+            root=root,
+            step=outcome.step if outcome else 0,
+            sequence=_sequence(root, chain.spec.created_seconds, attempt.sequence_before),
+            ended_seconds=now,
+            bad_nodes=bad_nodes(chain, attempt, told, self._slurm),
         )
         chain.end(record)
         chain.events.record("end", sync=True, attempt=attempt.number, ending=told, reason=reason)
+        if note := warned_too_late(chain):
+            self._say(note)
         decision = following(chain, now)
         self._say(decision.reason)
         if chain.state.state != "active":
@@ -193,9 +195,11 @@ class Supervisor:
         elif self._spec.mode == "requeue":
             if not self._ending:
                 self._requeue()
+            self._avoid_bad_nodes(record, self._job_number)
         else:
             self._ensure_successor(attempt)  # somebody may have cancelled it
             self._delay_successor(decision.delay_seconds)
+            self._avoid_bad_nodes(record, self._job_number + 1)
 
     def _why_from_outside(self) -> str | None:
         """What Slurm says of this job while it ends it; None where it lets it run."""
@@ -228,6 +232,17 @@ class Supervisor:
             self._slurm.update(following_job.job_id, StartTime=f"now+{delay_seconds:.0f}")
         except SchedulerError as error:
             self._say(f"the next attempt starts without a delay: {error}")
+
+    def _avoid_bad_nodes(self, end: EndRecord, first_job: int) -> None:
+        if not end.bad_nodes:  # what was known before was said at the submission
+            return
+        following_jobs = [each for each in self._chain.jobs() if each.number >= first_job]
+        try:
+            told = avoid_nodes(self._chain, self._slurm, following_jobs, self._clock())
+        except SchedulerError as error:
+            told = f"bad nodes could not be left out: {error}"
+        if told:
+            self._say(told)
 
     def _requeue(self) -> None:
         try:

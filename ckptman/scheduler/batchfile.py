@@ -7,17 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptman.errors import ConfigError
+from ckptman.scheduler.options import read_options
 
-_SHORT = {
-    "-t": "--time",
-    "-J": "--job-name",
-    "-d": "--dependency",
-    "-a": "--array",
-    "-o": "--output",
-    "-e": "--error",
-    "-D": "--chdir",
-    "-x": "--exclude",
-}
 _DIRECTIVE = "#SBATCH"
 
 
@@ -53,27 +44,6 @@ def parse(text: str, name: str) -> BatchScript:
     for line in directives:
         options |= read_options(_words(line[len(_DIRECTIVE) :], name))
     return BatchScript(tuple(lines[0][2:].split(None, 1)), tuple(directives), options)
-
-
-def read_options(words: list[str]) -> dict[str, str]:
-    """Options of sbatch by their long names; "" where one has no value. Unknown short ones keep theirs."""
-    found: dict[str, str] = {}
-    place = 0
-    while place < len(words):
-        word = words[place]
-        place += 1
-        if word.startswith("--"):
-            name, given, value = word.partition("=")
-        elif word.startswith("-") and len(word) > 1:
-            name, value = _SHORT.get(word[:2], word[:2]), word[2:]
-            given = value
-        else:
-            continue
-        if not given and place < len(words) and not words[place].startswith("-"):
-            value = words[place]
-            place += 1
-        found[name] = value
-    return found
 
 
 def batch_file(script: BatchScript, name: str, python: str, folder: str) -> str:

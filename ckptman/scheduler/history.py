@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from ckptman.errors import CkptmanError, CorruptError
+from ckptman.errors import CkptmanError, CorruptError, SchedulerError
+from ckptman.lifecycle.deadline import parse_end_time
+from ckptman.lifecycle.nodes import reported_nodes
 from ckptman.lifecycle.outcome import read_outcome
+from ckptman.monitor.measured import save_seconds
+from ckptman.policy.avoidance import Found, nodes_to_avoid
 from ckptman.policy.resubmit import Attempt, Next, decide
+from ckptman.policy.timing import seconds_text
+from ckptman.policy.warning import warning_seconds
 from ckptman.scheduler.chain import newest_sequence
 from ckptman.scheduler.record import AttemptRecord, Chain, Ending, EndRecord, JobRecord
 from ckptman.scheduler.slurm import Job, Slurm
@@ -32,6 +38,7 @@ def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> None:
     known = slurm.jobs(sorted({each.job_id for each in open_ones if each.job_id != running_id}))
     for attempt in open_ones:
         record = _end_of(chain, attempt, known.get(attempt.job_id), attempt.job_id == running_id, now)
+        record = record.model_copy(update={"bad_nodes": bad_nodes(chain, attempt, record.ending, slurm)})
         chain.end(record)
         chain.events.record(
             "found ended", sync=True, attempt=attempt.number, ending=record.ending, reason=record.reason
@@ -53,6 +60,64 @@ def following(chain: Chain, now: float) -> Next:
     if spec.max_walltime_seconds is not None and used >= spec.max_walltime_seconds:
         return Next(False, f"{decision.reason}; {used / 3600:.1f} h were used, and no more were allowed")
     return decision
+
+
+def bad_nodes(chain: Chain, attempt: AttemptRecord, ending: Ending, slurm: Slurm) -> dict[str, str]:
+    """The nodes of an attempt that Slurm says are down, after a bad ending, or that the attempt itself reported."""
+    found: dict[str, str] = {}
+    try:
+        if ending in ("crashed", "interrupted"):
+            found = slurm.bad_nodes(attempt.nodes)
+        if reported := reported_nodes(chain.outcome_path(attempt.number)):
+            own = slurm.names_of(attempt.nodes)
+            found |= {node: why for node, why in reported.items() if node in own}
+    except (SchedulerError, OSError) as error:
+        chain.events.record("nodes not known", attempt=attempt.number, why=str(error))
+    return found
+
+
+def avoided(chain: Chain, now: float) -> dict[str, str]:
+    """The nodes that the next attempt had better not run on, and why."""
+    return nodes_to_avoid([Found(end.bad_nodes, end.ended_seconds) for end in chain.ends().values()], now)
+
+
+def root_of(chain: Chain) -> str:
+    """The checkpoint root that the last attempt named which named one; "" where none did."""
+    return next((end.root for _, end in sorted(chain.ends().items(), reverse=True) if end.root), "")
+
+
+def measured_save_seconds(chain: Chain) -> float | None:
+    """What a save took, as the run of this chain measured it."""
+    root = root_of(chain)
+    return save_seconds(root) if root else None
+
+
+def warned_too_late(chain: Chain) -> str:
+    """That the user's own --signal comes too late for a save, in words; "" where it does not, or nobody knows."""
+    own, save = chain.spec.warned_seconds, measured_save_seconds(chain)
+    if own is None or save is None or own >= (needed := warning_seconds(save)):
+        return ""
+    return (
+        f"--signal warns {own} s before the end, and a save takes {seconds_text(save)}: give {needed} s, as in "
+        f"--signal=B:USR2@{needed}"
+    )
+
+
+def lost(chain: Chain) -> str | None:
+    """That the checkpoints of the run have gone, in words: the next attempt would start over. None: all is well.
+
+    A root that cannot be looked at has not gone: the attempt says what is wrong with it.
+    """
+    root = root_of(chain)
+    known = [end for end in chain.ends().values() if end.root == root and end.sequence > 0]
+    if not known or chain.state.forgiven >= max(end.number for end in known):
+        return None
+    try:
+        if newest_sequence(root):
+            return None
+    except (CkptmanError, OSError):
+        return None
+    return f"{root} held checkpoints after attempt {known[-1].number}, and holds none now: was it moved or deleted?"
 
 
 def job_number_after(chain: Chain, number: int) -> JobRecord | None:
@@ -77,6 +142,8 @@ def _end_of(chain: Chain, attempt: AttemptRecord, job: Job | None, requeued: boo
         ending, reason = "interrupted", _FROM_OUTSIDE[job.state]
     elif job is not None:
         reason = f"killed ({job.state}{f', {job.reason}' if job.reason not in ('', 'None') else ''})"
+    if job is not None and job.over and not requeued:
+        now = _time(job.ends, now)
     root = outcome.root if outcome else ""
     sequence = attempt.sequence_before
     if root:
@@ -94,3 +161,11 @@ def _end_of(chain: Chain, attempt: AttemptRecord, job: Job | None, requeued: boo
         sequence=sequence,
         ended_seconds=now,
     )
+
+
+def _time(text: str, otherwise: float) -> float:
+    try:
+        found = parse_end_time(text)
+    except ValueError:
+        found = None
+    return otherwise if found is None else min(found, otherwise)

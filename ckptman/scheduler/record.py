@@ -41,7 +41,10 @@ class _Record(BaseModel):
 
 
 class Spec(_Record):
-    """What was submitted. `options`: those of sbatch, on its command line. `first_arguments`: for attempt 1 alone."""
+    """What was submitted. `options`: those of sbatch, on its command line. `first_arguments`: for attempt 1 alone.
+
+    `limit_seconds`, `warned_seconds`, `excluded`: what the user's own --time, --signal and --exclude say, if any.
+    """
 
     format: int = FORMAT
     script: str
@@ -50,6 +53,10 @@ class Spec(_Record):
     first_arguments: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     sbatch_variables: Mapping[str, str] = {}
+    limit_seconds: float | None = None
+    warned_seconds: int | None = None
+    excluded: str = ""
+    array_task: int | None = None
     workdir: str
     mode: Mode = "successor"
     crash_limit: int = 3
@@ -92,7 +99,10 @@ class AttemptRecord(_Record):
 
 
 class EndRecord(_Record):
-    """How an attempt ended. `sequence`: the newest commit sequence under `root` after it; `step`: what it completed."""
+    """How an attempt ended. `sequence`: the newest commit sequence under `root` after it; `step`: what it completed.
+
+    `bad_nodes`: those of its nodes that had better not be used again, and why.
+    """
 
     number: int
     ending: Ending
@@ -102,6 +112,7 @@ class EndRecord(_Record):
     step: int
     sequence: int
     ended_seconds: float
+    bad_nodes: Mapping[str, str] = {}
 
 
 class Chain:

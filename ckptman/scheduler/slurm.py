@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -17,7 +18,12 @@ CALL_SECONDS = 30.0
 PATIENCE_SECONDS = 120.0
 """How long a controller that cannot be reached is asked again."""
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 1.0, 30.0
-_FIELDS = "%i|%T|%r|%E|%o"
+_FIELDS = "%A|%T|%r|%e|%o"
+"""%A and not %i: a job that is one task of an array has an id of its own too."""
+_NODE = re.compile(
+    r"^NodeName=(?P<name>\S+) .*?\bState=(?P<state>\S+)(?:.*? Reason=(?P<reason>.*?))?\s*$", re.MULTILINE
+)
+_BAD_STATES = {"down", "fail", "failing", "error", "unknown", "not_responding"}
 _PASSING = (
     *("socket timed out", "unable to contact slurm", "connection refused", "connection timed out", "in standby"),
     *("zero bytes were transmitted", "transport endpoint", "communication connection", "message receive failure"),
@@ -43,12 +49,13 @@ class UnreachableError(SchedulerError):
 
 @dataclass(frozen=True)
 class Job:
-    """A job as `squeue` knows it. `command` is what was submitted: the path of the batch file and its arguments."""
+    """A job as `squeue` knows it. `ends`: when it did, or will at the latest. `command`: what was submitted, the
+    path of the batch file and its arguments."""
 
     id: str
     state: str
     reason: str
-    dependency: str
+    ends: str
     command: str
 
     @property
@@ -163,6 +170,16 @@ class Slurm:
             if found:
                 return found[0].id
 
+    def would_run(self, batch_file: Path, number: int, options: Sequence[str]) -> bool:
+        """Whether there are nodes that such a job could ever run on. Nothing is submitted."""
+        try:
+            self._ask("sbatch", "--test-only", *options, str(batch_file), str(number))
+        except UnreachableError:
+            raise
+        except SchedulerError:
+            return False
+        return True
+
     def submitted(self, batch_file: Path, number: int | None = None) -> list[Job]:
         """The jobs of this user that run a batch file (with this number), finished ones too while Slurm knows them."""
         answer = self._ask("squeue", "-h", "-t", "all", "-u", str(os.getuid()), "-o", _FIELDS)
@@ -178,6 +195,22 @@ class Slurm:
             return {}
         answer = self._ask("squeue", "-h", "-t", "all", "-j", ",".join(ids), "-o", _FIELDS, fine="invalid job id")
         return {job.id: job for job in _parse(answer.out)}
+
+    def bad_nodes(self, nodes: str) -> dict[str, str]:
+        """Those of some nodes (`n[1-4]`, as Slurm writes them) that are down or do not answer, and what is known."""
+        if not nodes:
+            return {}
+        answer = self._ask("scontrol", "show", "node", nodes, "--oneliner")
+        found = {}
+        for match in _NODE.finditer(answer.out):
+            states = match["state"].lower().replace("*", "+not_responding").split("+")
+            if any(each in _BAD_STATES for each in states):
+                found[match["name"]] = " ".join(filter(None, (match["state"], match["reason"])))
+        return found
+
+    def names_of(self, nodes: str) -> list[str]:
+        """The names that `n[1-4]` stands for."""
+        return self._ask("scontrol", "show", "hostnames", nodes).out.split() if nodes else []
 
     def cancel(self, ids: Sequence[str]) -> None:
         """End jobs: who runs gets SIGTERM and KillWait. One that is gone already is no error."""

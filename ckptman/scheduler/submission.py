@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptman.errors import ConfigError, ExistsError, NotFoundError
-from ckptman.scheduler.batchfile import BatchScript, batch_file, parse, read_options
-from ckptman.scheduler.history import job_number_after
+from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerError
+from ckptman.policy.warning import SHORTEST_LIMIT_SECONDS, warning_seconds
+from ckptman.scheduler.batchfile import BatchScript, batch_file, parse
+from ckptman.scheduler.history import avoided, job_number_after, measured_save_seconds
+from ckptman.scheduler.options import array_tasks, in_force, limit_seconds, read_options, warned
 from ckptman.scheduler.record import CHAINS, Chain, JobRecord, Mode, Spec, find_chains
-from ckptman.scheduler.slurm import Slurm, submission_environment
+from ckptman.scheduler.slurm import QueueFullError, Slurm, UnreachableError, submission_environment
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,17 @@ class Wish:
     another: bool = False
 
 
-def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: float) -> tuple[Chain, Spec, BatchScript]:
-    """Check a wish, without a trace on disk or in the queue. Where its chain will be, what it will say, the script.
+@dataclass(frozen=True)
+class Prepared:
+    """A chain that is not on disk yet, and what it will say."""
+
+    chain: Chain
+    spec: Spec
+    script: BatchScript
+
+
+def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: float) -> list[Prepared]:
+    """Check a wish, without a trace on disk or in the queue. One chain, or one for each task of an array.
 
     Raises: NotFoundError, ConfigError, ExistsError (a chain of the same script goes on).
     """
@@ -51,12 +63,9 @@ def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: fl
             f"{wish.script} is no batch script, but binary: name the file you would give to sbatch"
         ) from None
     script = parse(text, str(wish.script))
-    options = {**script.options, **read_options(list(wish.options))}
-    if "--array" in options:
-        raise ConfigError(
-            f"{wish.script} asks for an array, and each of its tasks would need a chain of its own: leave --array out, "
-            f"and submit the script once for each task, with its number as an argument"
-        )
+    variables = {name: value for name, value in environ.items() if name.startswith("SBATCH_")}
+    options = in_force(script.options, variables, read_options(list(wish.options)))
+    tasks: list[int | None] = [*array_tasks(options["--array"])] if "--array" in options else [None]
     added = []
     if "--job-name" not in options:
         added.append(f"--job-name={wish.script.name}")
@@ -66,13 +75,17 @@ def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: fl
         added.append("--requeue")
     workdir = Path.cwd()
     added += _places_of_output(options, workdir)
+    signal = warned(options)
     spec = Spec(
         script=str(wish.script.resolve()),
         interpreter=script.interpreter,
         arguments=wish.arguments,
         first_arguments=wish.first_arguments,
         options=(*added, *wish.options),
-        sbatch_variables={name: value for name, value in environ.items() if name.startswith("SBATCH_")},
+        sbatch_variables=variables,
+        limit_seconds=limit_seconds(options),
+        warned_seconds=signal.seconds if signal else None,
+        excluded=options.get("--exclude", ""),
         workdir=str(workdir),
         mode=wish.mode,
         crash_limit=wish.crash_limit,
@@ -82,16 +95,24 @@ def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: fl
         until_seconds=wish.until_seconds,
         created_seconds=now,
     )
-    if not wish.another:
-        _refuse_twins(spec, workdir)
     name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{os.getpid()}"
-    return Chain((folder or workdir / CHAINS / name).resolve()), spec, script
+    base = (folder or workdir / CHAINS / name).resolve()
+    made = []
+    for task in tasks:
+        own, where = spec, base
+        if task is not None:
+            # An array of one: the number of the task is in its environment as ever.
+            own = spec.model_copy(update={"array_task": task, "options": (*spec.options, f"--array={task}")})
+            where = base.with_name(f"{base.name}-task{task}")
+        if not wish.another:
+            _refuse_twins(own, workdir)
+        made.append(Prepared(Chain(where), own, script))
+    return made
 
 
-def submit_chain(
-    chain: Chain, spec: Spec, script: BatchScript, upfront: int, slurm: Slurm, now: float
-) -> list[JobRecord]:
+def submit_chain(prepared: Prepared, upfront: int, slurm: Slurm, now: float) -> list[JobRecord]:
     """Make the folder of a chain, and put its first job into the queue, or `upfront` jobs. Raises: SchedulerError."""
+    chain, spec, script = prepared.chain, prepared.spec, prepared.script
     source = Path(spec.script)
     Chain.create(
         chain.folder,
@@ -107,6 +128,12 @@ def submit_chain(
         chain.turn("stopped", f"it could not be submitted: {error}", now)
         raise
     return jobs
+
+
+def first_command(prepared: Prepared) -> str:
+    """The command that puts the first job of a chain into the queue, as a shell would read it."""
+    chain, spec = prepared.chain, prepared.spec
+    return shlex.join(["sbatch", "--parsable", *spec.options, *_warning(spec, None), str(chain.batch_file), "1"])
 
 
 def submit_next(chain: Chain, slurm: Slurm, number: int, job_id: str, now: float) -> JobRecord:
@@ -133,13 +160,59 @@ def slurm_of(spec: Spec, environ: Mapping[str, str]) -> Slurm:
     return Slurm(submission_environment(environ, spec.sbatch_variables), spec.workdir)
 
 
+def avoid_nodes(chain: Chain, slurm: Slurm, jobs: Sequence[JobRecord], now: float) -> str:
+    """Have jobs that wait leave out the nodes that were found bad. What was done, for people; "" if nothing.
+
+    Raises: SchedulerError.
+    """
+    nodes = avoided(chain, now)
+    if not nodes or not jobs:
+        return ""
+    told = ", ".join(f"{node} ({why})" for node, why in nodes.items())
+    excluded = _excluded(chain.spec, nodes)
+    # A job that waits takes any exclusion, and would wait for ever if no nodes are left.
+    options = (*chain.spec.options, f"--exclude={excluded}")
+    if not slurm.would_run(chain.batch_file, jobs[0].number, options):
+        chain.events.record("not avoided", nodes=nodes)
+        return f"found bad, but without them there are not enough nodes: {told}"
+    for job in jobs:
+        slurm.update(job.job_id, ExcNodeList=excluded)
+    chain.events.record("avoided", sync=True, nodes=nodes, jobs=[each.job_id for each in jobs])
+    return f"left out from now on: {told}"
+
+
 def _submit(chain: Chain, slurm: Slurm, number: int, options: Sequence[str], now: float) -> JobRecord:
+    spec = chain.spec
     # Of two options of the same name the last one counts, and both before what the script says.
-    job_id = slurm.submit(chain.batch_file, number, (*chain.spec.options, *options))
+    given = (*spec.options, *_warning(spec, measured_save_seconds(chain)), *options)
+    nodes = avoided(chain, now)
+    without = [f"--exclude={_excluded(spec, nodes)}"] if nodes else []
+    try:
+        job_id = slurm.submit(chain.batch_file, number, (*given, *without))
+    except (QueueFullError, UnreachableError):
+        raise
+    except SchedulerError:
+        if not without:
+            raise
+        # Perhaps too few nodes are left.
+        job_id, without = slurm.submit(chain.batch_file, number, given), []
+        chain.events.record("not avoided", nodes=nodes)
     record = JobRecord(number=number, job_id=job_id, time_seconds=now)
     chain.put_job(record)
-    chain.events.record("submit", sync=True, job=number, job_id=job_id, options=list(options))
+    chain.events.record("submit", sync=True, job=number, job_id=job_id, options=[*options, *without])
     return record
+
+
+def _excluded(spec: Spec, nodes: Mapping[str, str]) -> str:
+    return ",".join([spec.excluded] * bool(spec.excluded) + list(nodes))
+
+
+def _warning(spec: Spec, save_seconds: float | None) -> tuple[str, ...]:
+    """The warning before the time limit, as long before as the saves of this run need; none beside the user's own."""
+    if spec.warned_seconds is not None or (spec.limit_seconds or 0) < SHORTEST_LIMIT_SECONDS:
+        return ()
+    longest = int((spec.limit_seconds or 0) // 4)
+    return (f"--signal=B:USR2@{min(warning_seconds(save_seconds), longest)}",)
 
 
 def _places_of_output(options: Mapping[str, str], workdir: Path) -> list[str]:
@@ -166,10 +239,8 @@ def _places_of_output(options: Mapping[str, str], workdir: Path) -> list[str]:
 def _refuse_twins(spec: Spec, workdir: Path) -> None:
     for other in find_chains(workdir):
         theirs = other.spec
-        if (theirs.script, theirs.arguments) == (spec.script, spec.arguments) and other.state.state in (
-            "active",
-            "paused",
-        ):
+        same = (theirs.script, theirs.arguments, theirs.array_task) == (spec.script, spec.arguments, spec.array_task)
+        if same and other.state.state in ("active", "paused"):
             raise ExistsError(
                 f"a chain of this script goes on already: {other.folder} ({other.state.state}). See it with ckptman "
                 f"chain show, end it with ckptman chain cancel, or submit with --another where the two write to "

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from ckptman.lifecycle.nodes import this_node
+
 Process = tuple[str, int, float]
 _LOOK_SECONDS = 0.1
 _NAMED = 8
@@ -36,6 +38,7 @@ class Roll:
         """Say which process this rank is. Every rank does, while all is well."""
         if self._store is not None:
             self._store.set(f"{self._prefix}/process/{self._rank}", json.dumps(this_process()))
+            self._store.set(f"{self._prefix}/node/{self._rank}", this_node(os.environ))
 
     def answer(self, where: str) -> None:
         """This rank can still act, and is stuck at `where`."""
@@ -83,6 +86,23 @@ class Roll:
                 process = psutil.Process(pid)
                 if (host, process.create_time()) == (socket.gethostname(), started) and _is_stopped(process):
                     process.send_signal(signal.SIGKILL)
+
+    def bad_nodes(self) -> dict[str, str]:
+        """Nodes with ranks that do not answer, and which; none where those are more than half of all nodes: then it is
+        hardly the nodes."""
+        if self._store is None or not self.silent:
+            return {}
+        ranks_of: dict[str, list[int]] = {}
+        for rank in range(self._world_size):
+            key = f"{self._prefix}/node/{rank}"
+            if self._store.check([key]):
+                ranks_of.setdefault(self._store.get(key).decode(), []).append(rank)
+        silent = set(self.silent)
+        found = {node: [rank for rank in ranks if rank in silent] for node, ranks in ranks_of.items()}
+        bad = {node: ranks for node, ranks in found.items() if ranks}
+        if len(bad) > max(1, len(ranks_of) // 2):
+            return {}
+        return {node: f"ranks {', '.join(map(str, ranks))} there were silent" for node, ranks in bad.items()}
 
     def _process_of(self, rank: int) -> Process | None:
         if rank == 0 and self._leader is not None:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from ckptman.errors import EXIT_STALLED, ConfigError
+from ckptman.lifecycle.nodes import report_node
 from ckptman.lifecycle.outcome import ATTEMPT_ENV, read_outcome
 from ckptman.lifecycle.stall import PART_SECONDS, end_process, within
 from ckptman.lifecycle.watchdog import Watchdog
@@ -101,6 +102,8 @@ class LastWords:
             attempt.journal = Journal(journal_path(attempt.root))
             attempt.journal.bind(attempt=attempt.number)
         attempt.note("failed", sync=True, step=step, reason=reason)
+        for node, why in self._roll.bad_nodes().items():
+            report_node(node, why, os.environ)
 
 
 def abort_process_group() -> None:

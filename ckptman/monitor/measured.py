@@ -1,0 +1,73 @@
+"""What earlier attempts of a run measured, by its journal: what a save takes, and when an attempt was under way."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptman.monitor.journal import read_journal
+from ckptman.store.names import journal_path
+
+LAST_SAVES = 5
+"""How many saves are looked at: one slow save must not count for ever."""
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """When an attempt got where, in unix seconds; None: it did not, or not yet."""
+
+    started_seconds: float | None = None
+    """Its Checkpointer took the root."""
+    restored_seconds: float | None = None
+    """Its restore was done; None also on a fresh start."""
+    first_step_seconds: float | None = None
+    """Its first step ended."""
+
+
+def save_seconds(root: str | os.PathLike[str]) -> float | None:
+    """What a save takes by the journal of a root (`longest_save_seconds`); None too where that cannot be read."""
+    try:
+        events, _ = read_journal(journal_path(Path(root)))
+    except OSError:
+        return None
+    return longest_save_seconds(events)
+
+
+def longest_save_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds from decision to durable of the longest of the last 5 saves; None: none was measured."""
+    took = [_number(event.get("seconds")) for event in events if event.get("event") == "save_durable"]
+    return max([seconds for seconds in took if seconds is not None][-LAST_SAVES:], default=None)
+
+
+def start_up(events: Sequence[Mapping[str, Any]], job_id: str, since_seconds: float) -> StartUp:
+    """How the first attempt of a Slurm job came up that began at or after `since_seconds`, in unix seconds.
+
+    A job that was requeued keeps its id: the time says which of its attempts is meant.
+    """
+    for position, event in enumerate(events):
+        started = _time(event)
+        if event.get("event") != "attempt_started" or event.get("job_id") != job_id:
+            continue
+        if started is not None and started >= since_seconds:
+            own = [each for each in events[position:] if each.get("attempt") == event.get("attempt")]
+            return StartUp(started, _first(own, "restored"), _first(own, "first_step"))
+    return StartUp()
+
+
+def _first(events: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return next((_time(event) for event in events if event.get("event") == name), None)
+
+
+def _time(event: Mapping[str, Any]) -> float | None:
+    return _number(event.get("time"))
+
+
+def _number(value: object) -> float | None:
+    """A journal is text that anybody may have damaged. To Python a bool is a number, and an int has no bound."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value <= sys.float_info.max else None
