@@ -153,6 +153,18 @@ def test_progress_is_asked_for_the_root_that_the_run_named(tmp_path: Path) -> No
     assert asked == ["/a", "/a", "/a"]
 
 
+def test_no_attempt_starts_over_where_the_checkpoints_are_gone(tmp_path: Path) -> None:
+    def progress(root: str) -> int:
+        return next(found)
+
+    stopped = (75, outcome("stopped", root="/a"))
+    found = iter([1, 2, 0])
+    with pytest.raises(SchedulerError, match="/a held checkpoints of earlier attempts, and holds none now"):
+        chain(tmp_path, stopped, stopped, stopped, (0, None), progress=progress)
+    found = iter([1, 0])  # a run that is finished may have moved them itself
+    assert chain(tmp_path / "again", stopped, (0, outcome("finished", root="/a")), progress=progress)[0] == 0
+
+
 def test_a_root_that_cannot_be_read_is_no_progress(tmp_path: Path) -> None:
     def progress(root: str) -> int:
         raise RootError(5, "the checkpoint root cannot be read")

@@ -16,7 +16,7 @@ from ckptman.cli.app import main
 from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerError
 from ckptman.scheduler import control
 from ckptman.scheduler.attempt import Supervisor
-from ckptman.scheduler.record import Chain, JobRecord, Spec
+from ckptman.scheduler.record import Chain, JobRecord, Spec, find_chains
 from ckptman.scheduler.submission import Wish, prepare, submit_chain
 from tests.fake_checkpoint import commit
 from tests.fake_slurm import FakeSlurm
@@ -97,6 +97,24 @@ def test_upfront(tmp_path: Path, fake: FakeSlurm) -> None:
     ]
     attempt(chain, fake, 1)
     assert len(fake.argv("sbatch")) == 3
+
+
+def test_where_the_queue_takes_fewer_jobs_the_last_one_has_the_next_follow(
+    tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = (1, "", "sbatch: error: QOSMaxSubmitJobPerUserLimit")
+    fake.plan("sbatch", (0, "101", ""), (0, "102", ""), full, (0, "103", ""))
+    (tmp_path / "train.sbatch").write_text("#!/bin/bash\n#SBATCH --time=5\nexit 75\n")
+    assert main(["submit", "--upfront", "3", "train.sbatch"]) == 0
+    assert "no more than 2 for now" in capsys.readouterr().out
+    [chain] = find_chains(tmp_path)
+    assert [each.job_id for each in chain.jobs()] == ["101", "102"]
+    attempt(chain, fake, 1)
+    assert len(chain.jobs()) == 2
+    attempt(chain, fake, 2)
+    assert [each.job_id for each in chain.jobs()] == ["101", "102", "103"]
+    attempt(chain, fake, 3)
+    assert len(chain.jobs()) == 3
 
 
 def test_the_same_script_twice_is_refused(tmp_path: Path, fake: FakeSlurm) -> None:

@@ -153,6 +153,8 @@ def submit(
         except SchedulerError as error:
             raise _with_what_is_left(error, made[number:]) from error
         say(f"submitted job {jobs[0].job_id}" + (f" to {jobs[-1].job_id}" if len(jobs) > 1 else ""))
+        if len(jobs) < wish.upfront:
+            say(f"note: the queue takes no more than {len(jobs)} for now: the others follow one after another")
         say(f"chain: {plain(each.chain.folder)}")
         if each is made[-1]:
             say(f"see it with: ckptman chain show {plain(each.chain.folder.name)}")

@@ -106,8 +106,9 @@ class Supervisor:
     def _ensure_successor(self, attempt: AttemptRecord) -> None:
         """Have the next job in the queue. Where the queue is full or nobody answers, try again later."""
         self._retry_at = None
-        limit = self._spec.max_attempts
-        if self._spec.mode != "successor" or (limit is not None and attempt.number >= limit):
+        spec = self._spec
+        follows = spec.mode == "successor" or (spec.mode == "upfront" and self._job_number < spec.upfront)
+        if not follows or (spec.max_attempts is not None and attempt.number >= spec.max_attempts):
             return
         try:
             submit_next(self._chain, self._slurm, self._job_number, self._job_id, self._clock())

@@ -37,7 +37,8 @@ def run_chain(
     `newest_sequence` since now). `say` hears one line per attempt. `environ` defaults to that of this process.
 
     Raises: SchedulerError (`crash_limit` attempts in a row crashed with no new checkpoint, the last of `max_attempts`
-    crashed, or the command cannot be started), ExistsError (`chain_dir` belongs to an earlier chain).
+    crashed, the checkpoints are gone, or the command cannot be started), ExistsError (`chain_dir` belongs to an earlier
+    chain).
     Called by `ckptman submit --scheduler local`.
     """
     tell = patient(say)
@@ -61,6 +62,8 @@ def run_chain(
             tell(following.reason)
             if ending == "finished":
                 return EXIT_OK
+            if before and not attempts[-1].committed_sequence:
+                raise SchedulerError(f"the chain ends: {gone_text(root)}")
             if not following.again and ending == "stopped":
                 return EXIT_AGAIN
             if not following.again and scheduler.stop_asked() is None:
@@ -102,6 +105,11 @@ def newest_sequence(root: str, since_seconds: float = 0.0) -> int:
         return 0
     newest = complete[-1].require_manifest() if complete else None
     return newest.sequence if newest and newest.time_seconds >= since_seconds else 0
+
+
+def gone_text(root: str) -> str:
+    """That no checkpoint is left of those that attempts made under `root`: another one would start over."""
+    return f"{root} held checkpoints of earlier attempts, and holds none now: was it moved or deleted?"
 
 
 def new_chain_dir(base: Path, now: time.struct_time, pid: int) -> Path:

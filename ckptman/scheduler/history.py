@@ -11,7 +11,7 @@ from ckptman.policy.avoidance import Found, nodes_to_avoid
 from ckptman.policy.resubmit import Attempt, Next, decide
 from ckptman.policy.timing import seconds_text
 from ckptman.policy.warning import warning_seconds
-from ckptman.scheduler.chain import newest_sequence
+from ckptman.scheduler.chain import gone_text, newest_sequence
 from ckptman.scheduler.record import AttemptRecord, Chain, Ending, EndRecord, JobRecord
 from ckptman.scheduler.slurm import Job, Slurm
 
@@ -117,7 +117,7 @@ def lost(chain: Chain) -> str | None:
             return None
     except (CkptmanError, OSError):
         return None
-    return f"{root} held checkpoints after attempt {known[-1].number}, and holds none now: was it moved or deleted?"
+    return gone_text(root)
 
 
 def job_number_after(chain: Chain, number: int) -> JobRecord | None:

@@ -59,6 +59,7 @@ class Spec(_Record):
     array_task: int | None = None
     workdir: str
     mode: Mode = "successor"
+    upfront: int = 1
     crash_limit: int = 3
     stall_limit: int = 10
     max_attempts: int | None = None

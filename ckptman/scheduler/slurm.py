@@ -162,7 +162,9 @@ class Slurm:
             if answer.code == 0:
                 return _job_id(answer, command)
             if answer.full:
-                raise QueueFullError(f"sbatch takes no more jobs of yours for now: {answer.said}")
+                raise QueueFullError(
+                    f"sbatch takes no more jobs of yours for now: {answer.said}. Try again when one has ended"
+                )
             if not answer.passes:
                 raise _refusal(command, answer)
             waited, delay = self._wait(waited, delay, command, answer)

@@ -88,6 +88,7 @@ def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: fl
         excluded=options.get("--exclude", ""),
         workdir=str(workdir),
         mode=wish.mode,
+        upfront=wish.upfront,
         crash_limit=wish.crash_limit,
         stall_limit=wish.stall_limit,
         max_attempts=wish.max_attempts,
@@ -111,7 +112,10 @@ def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: fl
 
 
 def submit_chain(prepared: Prepared, upfront: int, slurm: Slurm, now: float) -> list[JobRecord]:
-    """Make the folder of a chain, and put its first job into the queue, or `upfront` jobs. Raises: SchedulerError."""
+    """Make the folder of a chain, and put its first job into the queue, or `upfront` jobs. Raises: SchedulerError.
+
+    Where the queue takes not all of them, they are fewer: the last of them has the next one follow.
+    """
     chain, spec, script = prepared.chain, prepared.spec, prepared.script
     source = Path(spec.script)
     Chain.create(
@@ -124,6 +128,12 @@ def submit_chain(prepared: Prepared, upfront: int, slurm: Slurm, now: float) -> 
         jobs = [_submit(chain, slurm, 1, (), now)]
         for number in range(2, upfront + 1):
             jobs.append(submit_next(chain, slurm, number - 1, jobs[-1].job_id, now))
+    except QueueFullError as error:
+        if chain.jobs():
+            chain.events.record("queue full", sync=True, wanted=upfront, why=str(error))
+            return chain.jobs()
+        chain.turn("stopped", f"it could not be submitted: {error}", now)
+        raise
     except BaseException as error:
         chain.turn("stopped", f"it could not be submitted: {error}", now)
         raise
