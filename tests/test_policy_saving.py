@@ -134,10 +134,12 @@ def test_before_deadline_leaves_at_the_last_step_from_which_a_save_is_in_time() 
 
 def test_before_deadline_assumes_a_save_time_until_one_was_measured() -> None:
     policy = BeforeDeadline(margin_seconds=10, assumed_save_seconds=60, safety=2)
-    assert policy.decide(facts(time_left_seconds=130.0)) is None
-    assert reason(policy, facts(time_left_seconds=129.0)) == (
-        "129 s left before the deadline, 130 s needed (2 x assumed save of 60 s + margin of 10 s + step of 0 s)"
+    assert policy.decide(facts(time_left_seconds=130.0, step_seconds=61.0)) == Decision(
+        "130 s left before the deadline, 191 s needed (2 x assumed save of 60 s + margin of 10 s + step of 61 s)",
+        stop=True,
     )
+    assert policy.decide(facts(time_left_seconds=191.0, step_seconds=61.0)) is None
+    assert policy.decide(facts(time_left_seconds=200.0, step_seconds=61.0)) is None, "measuring would gain nothing"
 
 
 def test_before_deadline_trusts_the_measured_save_over_the_assumed_one() -> None:

@@ -192,11 +192,11 @@ def test_before_deadline_is_durable_in_time_and_not_a_step_too_early(
         durable_seconds=durable_seconds,
         deadline_seconds=deadline_seconds,
     )
-    assert [save.stopped for save in saves] == [True]
+    assert [save.stopped for save in saves] in ([True], [False, True]), "it may save once to measure"
     needed = durable_seconds * safety + margin_seconds
     rounding = 1e-6
-    assert saves[0].at_seconds + needed <= deadline_seconds + rounding
-    assert saves[0].at_seconds + needed + step_seconds >= deadline_seconds - rounding
+    assert saves[-1].at_seconds + needed <= deadline_seconds + rounding
+    assert saves[-1].at_seconds + needed + step_seconds >= deadline_seconds - rounding
 
 
 @quick

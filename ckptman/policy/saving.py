@@ -41,7 +41,7 @@ class Facts(NamedTuple):
     stall_seconds: float | None = None
     """Measured time for which a save blocks training."""
     durable_seconds: float | None = None
-    """Measured time from the decision to save until the checkpoint is durable."""
+    """Measured time from the decision to save until the checkpoint is durable, if need be by an earlier attempt."""
     time_left_seconds: float | None = None
     """Until the deadline, seen from the end of `step`; None: no deadline is known."""
     stop: str | None = None
@@ -176,8 +176,16 @@ class BeforeDeadline(SavePolicy):
     """Saves, and leaves, at the last step from which a save can still be durable in time, even if no signal comes.
 
     Saying no at this step puts the next chance one step later, so this is the last step when less is left at its end
-    than durable_seconds * safety + margin_seconds + step_seconds. Before a save was measured, `assumed_save_seconds`
-    stands in for durable_seconds. Let `margin_seconds` cover what can come between two steps, such as an evaluation.
+    than save * safety + margin_seconds + step_seconds. Let `margin_seconds` cover what can come between two steps, such
+    as an evaluation. `save` is durable_seconds, if a save was measured. Else, if this attempt
+
+    - has saved nothing yet, it is `assumed_save_seconds`. When there is no longer time for two such saves, it saves
+      once to measure, and goes on; but not where a step takes longer than that, or where even a save as short as a step
+      would leave no time for the last one.
+    - has a save under way, it is what that will have taken at the next chance: seconds_since_save + step_seconds.
+
+    So the last save is in time if the first one was measured before it, or if it takes no longer than assumed and there
+    was time for two. Else it may come too late, and what the run falls back to is the first one.
 
     Raises IntervalError for a negative margin, an assumed save of 0, or a `safety` under 1.
     """
@@ -192,20 +200,30 @@ class BeforeDeadline(SavePolicy):
         check_at_least("BeforeDeadline", "safety", self.safety, 1)
 
     def decide(self, facts: Facts) -> Decision | None:
-        if facts.time_left_seconds is None:
+        left_seconds, step_seconds = facts.time_left_seconds, facts.step_seconds or 0.0
+        if left_seconds is None:
             return None
-        measured = facts.durable_seconds is not None
-        save_seconds = self.assumed_save_seconds if facts.durable_seconds is None else facts.durable_seconds
-        step_seconds = facts.step_seconds or 0.0
-        needed_seconds = save_seconds * self.safety + self.margin_seconds + step_seconds
-        if facts.time_left_seconds >= needed_seconds:
+        count, save = 1, "save"
+        if facts.durable_seconds is not None:
+            save_seconds = facts.durable_seconds
+        elif facts.base_step != facts.start_step:
+            save, save_seconds = "save under way", facts.seconds_since_save + step_seconds
+        else:
+            save, save_seconds = "assumed save", self.assumed_save_seconds
+            if step_seconds <= save_seconds and left_seconds >= self._needed_seconds(step_seconds, step_seconds):
+                count, save = 2, "two assumed saves"
+        needed_seconds = self._needed_seconds(count * save_seconds, step_seconds)
+        if left_seconds >= needed_seconds:
             return None
-        return Decision(
-            f"{seconds_text(facts.time_left_seconds)} left before the deadline, {seconds_text(needed_seconds)} needed "
-            f"({self.safety:g} x {'save' if measured else 'assumed save'} of {seconds_text(save_seconds)} "
-            f"+ margin of {seconds_text(self.margin_seconds)} + step of {seconds_text(step_seconds)})",
-            stop=True,
+        reason = (
+            f"{seconds_text(left_seconds)} left before the deadline, {seconds_text(needed_seconds)} needed "
+            f"({self.safety:g} x {save} of {seconds_text(save_seconds)} "
+            f"+ margin of {seconds_text(self.margin_seconds)} + step of {seconds_text(step_seconds)})"
         )
+        return Decision(f"first save, to measure its cost: {reason}") if count == 2 else Decision(reason, stop=True)
+
+    def _needed_seconds(self, save_seconds: float, step_seconds: float) -> float:
+        return save_seconds * self.safety + self.margin_seconds + step_seconds
 
 
 class DerivedInterval(SavePolicy):

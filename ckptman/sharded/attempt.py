@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ckptman.errors import ConfigError, NotFoundError, RootError, warn
+from ckptman.lifecycle.nodes import is_device_trouble, report_node, this_node
 from ckptman.lifecycle.outcome import OUTCOME_ENV, Outcome, attempt_number, write_outcome
 from ckptman.monitor.journal import Journal, read_journal
+from ckptman.monitor.measured import longest_save_seconds
 from ckptman.sharded.commit import SaveInfo
 from ckptman.sharded.ranks import Channel
 from ckptman.sharded.state import Snapshot, mesh_of
@@ -35,6 +38,8 @@ class Attempt:
     job_id: str | None
     finds_checkpoints: bool = False
     """Whether the root held anything that has a checkpoint's name when the attempt began."""
+    save_seconds: float | None = None
+    """What a save took in earlier attempts, from the decision until it was durable; None: none was measured."""
     claim: Claim | None = None
     journal: Journal | None = None
 
@@ -85,6 +90,13 @@ class Attempt:
                 warn(f"the outcome could not be written: {error}")
         self.note(state, sync=True, step=step, reason=reason)
 
+    def fail(self, step: int, error: BaseException) -> None:
+        """End with an error. Where it says that a device of this node is broken, the chain learns of the node."""
+        if is_device_trouble(error):
+            with contextlib.suppress(OSError):
+                report_node(this_node(os.environ), str(error), os.environ)
+        self.end("failed", step, f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1))
+
     def save_info(
         self,
         step: int,
@@ -130,7 +142,9 @@ def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) 
         _clear_leftovers(place.root, held.next_tag(), disk)
         # Looked at again: until the claim was ours, another run may have saved.
         finds = bool(entries or place.list())
-        attempt = Attempt(place.root, _number(place.root), run_id, job_id, finds, held)
+        events = _events(place.root)
+        saves = longest_save_seconds(events)
+        attempt = Attempt(place.root, _number(events), run_id, job_id, finds, saves, held)
         attempt.journal = Journal(journal_path(place.root), disk=disk)
         attempt.journal.bind(attempt=attempt.number)
         where = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}
@@ -186,11 +200,15 @@ def _clear_leftovers(root: Path, tag: str, disk: Disk) -> None:
         warn(f"leftovers in {root} could not be removed: {error}")
 
 
-def _number(root: Path) -> int:
-    """Which attempt this is: one more than the journal knows, or what the chain says if that is more."""
+def _events(root: Path) -> list[dict[str, Any]]:
+    """What the journal knows of earlier attempts."""
     try:
-        events, _ = read_journal(journal_path(root))
+        return read_journal(journal_path(root))[0]
     except NotFoundError:
-        events = []
+        return []
+
+
+def _number(events: Sequence[Mapping[str, Any]]) -> int:
+    """Which attempt this is: one more than the journal knows, or what the chain says if that is more."""
     known = len([event for event in events if event.get("event") == "attempt_started"])
     return max(known + 1, attempt_number(os.environ))

@@ -110,7 +110,7 @@ class Checkpointer:
             background=async_save,
             disk=disk,
         )
-        self._pace = Pace(process_started(), end)
+        self._pace = Pace(process_started(), end, durable_seconds=self._attempt.save_seconds)
         self._agreement = Agreement(self._talk, self._policy, self._pace, signals, self._saver)
         self._restored_from: int | None = None
         self._ready = not self._attempt.finds_checkpoints
@@ -172,8 +172,8 @@ class Checkpointer:
             step = step_number(step)
         if not self._rehearsed:
             self._rehearse()
-        if self._pace.step_ended():
-            self._attempt.note("pace_changed", step=step, step_seconds=self._pace.facts(step, ahead=False).step_seconds)
+        if (news := self._pace.step_ended()) is not None:
+            self._attempt.note(news[0], step=step, **news[1])
         for report in self._saver.poll():
             self._pace.save_ended(report)
         agreed = self._agreement.at(step)
@@ -389,8 +389,7 @@ class Checkpointer:
         _, failed = self._saver.wait()
         if failed is not None:
             warn(str(failed))
-        code = getattr(error, "exit_code", 1)
-        self._attempt.end("failed", self._pace.previous_step, f"{type(error).__name__}: {error}", code)
+        self._attempt.fail(self._pace.previous_step, error)
         self._saver.close()
         self._updates.close()
         self._watchdog.close()

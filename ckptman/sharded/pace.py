@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from ckptman.policy.saving import Facts
 from ckptman.policy.timing import StepMeter
@@ -12,7 +13,10 @@ from ckptman.sharded.save import SaveReport
 
 
 class Pace:
-    """Turns what happens into the facts that policies decide on. All times in seconds; `deadline` is unix time."""
+    """Turns what happens into the facts that policies decide on. All times in seconds; `deadline` is unix time.
+
+    `durable_seconds`: what a save took in earlier attempts; it stands until one of this attempt was measured.
+    """
 
     def __init__(
         self,
@@ -20,6 +24,7 @@ class Pace:
         deadline: float | None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        durable_seconds: float | None = None,
     ) -> None:
         self.deadline = deadline
         self.now = monotonic
@@ -32,7 +37,7 @@ class Pace:
         self._meter = StepMeter()
         self._init_seconds: float | None = None
         self._stall_seconds: float | None = None
-        self._durable_seconds: float | None = None
+        self._durable_seconds = durable_seconds
         self._start_step = 0
         self._step_began = monotonic()
         # What a crash now would fall back to: (step or None, when its save began), and the same for what is durable.
@@ -52,14 +57,21 @@ class Pace:
         self._saved = (step if restored else None, self._step_began)
         self._committed = self._saved
 
-    def step_ended(self) -> bool:
-        """A step has ended. True when steps have become so much slower or faster that intervals were derived anew."""
+    def step_ended(self) -> tuple[str, dict[str, Any]] | None:
+        """A step has ended. What the journal is to say of it, as event and fields; None: nothing.
+
+        `first_step`: the first one of this attempt. `pace_changed`: steps have become so much slower or faster that
+        intervals were derived anew.
+        """
+        drifted = self._meter.observe(max(0.0, self.now() - self._step_began))
         if self._init_seconds is None:
             self._init_seconds = self._wall() - self._process_started
             self.version += 1
-        drifted = self._meter.observe(max(0.0, self.now() - self._step_began))
-        self.version += drifted
-        return drifted
+            return "first_step", {"init_seconds": self._init_seconds}
+        if drifted:
+            self.version += 1
+            return "pace_changed", {"step_seconds": self._meter.step_seconds}
+        return None
 
     def step_begins(self, after: int) -> None:
         """The step after `after` begins: what was spent since `step_ended` is not counted as its time."""

@@ -62,6 +62,7 @@ class Restorer:
 
     def best(self, state: State, step: int | None, *, allow_suspect: bool = False) -> int | None:
         """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
+        begun = time.monotonic()
         refused: list[str] = []
         for entry in self._talk.ask_leader(lambda: self._candidates(step, allow_suspect)):
             try:
@@ -75,7 +76,7 @@ class Restorer:
                 self.damaged.add(entry.sequence)
                 self._pass_over(entry, error)
                 continue
-            self._attempt.note("restored", step=entry.step, path=str(entry.path))
+            self._attempt.note("restored", step=entry.step, path=str(entry.path), seconds=time.monotonic() - begun)
             return entry.step
         if refused:
             raise CorruptError(f"{self._place.root}: no checkpoint is good. " + " ".join(refused))
@@ -87,10 +88,11 @@ class Restorer:
         def look() -> Entry | None:
             return Entry(0, folder, read_manifest(folder)) if (folder / MANIFEST).exists() else None
 
+        begun = time.monotonic()
         entry = self._talk.ask_leader(look)
         load(self._talk, state, folder)
         step = entry.require_manifest().step if entry is not None else 0
-        self._attempt.note("restored", step=step, path=str(folder))
+        self._attempt.note("restored", step=step, path=str(folder), seconds=time.monotonic() - begun)
         return step
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
