@@ -73,8 +73,8 @@ def _simulate(world: int) -> Planned:
     for reader in range(0, readers, max(1, readers // READERS_MEASURED)):
         begun = time.perf_counter()
         fresh = ChunkTable(records, table)
+        fresh.check([(each, 1 << 60) for each in names])
         for name, rows in tensors:
-            fresh.check_tensor(name, [(each, 1 << 60) for each in names])
             low, size = _share(rows, reader, readers)
             fresh.chunks(name).overlapping((low, 0), (size, COLUMNS))
         reader_seconds.append(time.perf_counter() - begun)

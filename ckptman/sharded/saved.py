@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -106,14 +106,14 @@ class SavedState:
 
     def chunks_in(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[ChunkPlace]:
         """The chunks of a tensor that have elements in a box. Raises: CorruptError."""
-        self._check(name)
+        self.check((name,))
         chunks = self.table.chunks(name)
         for row in chunks.overlapping(offsets, sizes):
             yield self._place(chunks, int(row))
 
     def all_chunks(self, name: str) -> Iterator[ChunkPlace]:
         """All chunks of a tensor. Raises: CorruptError."""
-        self._check(name)
+        self.check((name,))
         chunks = self.table.chunks(name)
         for row in range(len(chunks)):
             yield self._place(chunks, row)
@@ -199,11 +199,14 @@ class SavedState:
     def _checked(self) -> set[str]:
         return set()
 
-    def _check(self, name: str) -> None:
-        if name not in self._checked:
-            self.tensor(name)
-            self.table.check_tensor(name, self._files)
-            self._checked.add(name)
+    def check(self, names: Iterable[str]) -> None:
+        """See that the rows of these tensors can be, if not yet done; many at once are faster. Raises: CorruptError."""
+        new = [name for name in names if name not in self._checked]
+        if new:
+            for name in new:
+                self.tensor(name)
+            self.table.check(self._files, new)
+            self._checked.update(new)
 
     def _place(self, chunks: Any, row: int) -> ChunkPlace:
         return ChunkPlace(

@@ -87,6 +87,7 @@ def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, tor
     error: Exception | None = None
     read_bytes = 0
     try:
+        saved.check(own)
         fills = [each for name in own for each in fills_for(saved, name, targets[name])]
         read_bytes = read_fills(saved, fills, verify=verify).read_bytes
     except Exception as failed:  # noqa: BLE001 the others wait for this rank's bands

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -38,6 +38,7 @@ LITTLE = np.dtype("<i8")
 _MANY = 256
 """Candidates along one dimension from which on it pays to ask the others too."""
 _REMEDY = "restore an older checkpoint, or bring this one back from a copy"
+_ROWS_AT_ONCE = 16_384
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
     **dict.fromkeys(("float4_e2m1fn_x2", *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))), 1),
@@ -118,6 +119,8 @@ class Chunks:
     def _slab(self) -> tuple[list[int], list[int]] | None:
         """Both ends of the box that the chunks fill, where they cut it along `axis` alone, one behind the other."""
         begins, ends = self.offsets, self.offsets + self.sizes
+        if len(self) == 1:
+            return (begins[0].tolist(), ends[0].tolist()) if self.sizes.all() else None
         alike = (begins == begins[0]) & (ends == ends[0])
         alike[:, self.axis] = True
         in_turn = (begins[1:, self.axis] == ends[:-1, self.axis]).all()
@@ -193,62 +196,96 @@ class ChunkTable:
     def chunks(self, name: str) -> Chunks:
         """The chunks of a tensor. Raises: KeyError; CorruptError where the table ends before them."""
         if self._last is None or self._last[0] != name:
-            record = self._tensors[name]
+            record, rows = self._tensors[name], self._rows_of(name)
             dims = len(record.shape)
-            width = HEAD + 2 * dims
-            end = record.start + record.count * width
-            if record.start < 0 or record.count < 0 or end > len(self._rows) or not 0 <= record.axis < max(dims, 1):
-                raise self._corrupt(name, f"its rows ({record.count} from number {record.start}) are not in the table")
-            rows = self._rows[record.start : end].reshape(record.count, width)
             boxes = rows[:, HEAD : HEAD + dims], rows[:, HEAD + dims :]
             self._last = name, Chunks(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], *boxes, record.axis)
         return self._last[1]
 
-    def check(self, files: Sequence[tuple[str, int]]) -> None:
-        """Raises: CorruptError where a row of any tensor cannot be. `files`: names and bytes, by number."""
+    def check(self, files: Sequence[tuple[str, int]], names: Iterable[str] | None = None) -> None:
+        """Raises: CorruptError where a row of a tensor (of these; None: of any) cannot be; KeyError.
+
+        `files`: names and bytes, by number.
+        """
         ends = np.array([size for _, size in files], np.int64)
-        for name in self._tensors:
-            self._check(name, files, ends)
+        # Small tensors of as many dimensions are looked at together: a call of numpy costs more than a row.
+        waiting: dict[int, list[str]] = {}
+        counts: dict[int, int] = {}
+        for name in self._tensors if names is None else names:
+            record = self._tensors[name]
+            self._check_shape(name, record)
+            dims = len(record.shape)
+            waiting.setdefault(dims, []).append(name)
+            counts[dims] = counts.get(dims, 0) + record.count
+            if counts[dims] > _ROWS_AT_ONCE:
+                self._check_rows(waiting.pop(dims), files, ends)
+                del counts[dims]
+        for together in waiting.values():
+            self._check_rows(together, files, ends)
 
-    def check_tensor(self, name: str, files: Sequence[tuple[str, int]]) -> None:
-        """The same for one tensor. Raises: KeyError, CorruptError."""
-        self._check(name, files, np.array([size for _, size in files], np.int64))
+    def _rows_of(self, name: str) -> Ints:
+        record = self._tensors[name]
+        width = HEAD + 2 * len(record.shape)
+        end = record.start + record.count * width
+        if (
+            record.start < 0
+            or record.count < 0
+            or end > len(self._rows)
+            or not 0 <= record.axis < max(len(record.shape), 1)
+        ):
+            raise self._corrupt(name, f"its rows ({record.count} from number {record.start}) are not in the table")
+        return self._rows[record.start : end].reshape(record.count, width)
 
-    def _check(self, name: str, files: Sequence[tuple[str, int]], ends: Ints) -> None:
-        record, chunks = self._tensors[name], self.chunks(name)
+    def _check_shape(self, name: str, record: TensorRecord) -> None:
         elements, item = prod(record.shape), item_bytes(record.dtype)
         if min(record.shape, default=0) < 0 or max(record.shape, default=0) >= 2**62 or elements * (item or 1) >= 2**62:
             raise self._corrupt(name, f"no tensor has the shape {list(record.shape)}")
-        if not len(chunks):
-            if elements:
-                raise self._corrupt(name, "no part of it was saved")
-            return
-        # Nothing here is added up before it is known to be small: what is damaged must not wrap around.
-        shape = np.array(record.shape, np.int64)
-        inside = (chunks.offsets >= 0) & (chunks.sizes >= 0) & (chunks.offsets <= shape)
-        inside &= chunks.sizes <= shape - chunks.offsets
-        self._require(name, np.all(inside, axis=1), "lies outside of the tensor")
-        self._require(name, (chunks.file >= 0) & (chunks.file < len(files)), "is in a file that there is not")
-        room = ends[chunks.file]
-        inside = (chunks.offset >= 0) & (chunks.bytes >= 0) & (chunks.offset <= room)
-        self._require(name, inside & (chunks.bytes <= room - chunks.offset), "lies outside of its file", files)
-        payload = chunks.payload - chunks.offset
-        inside = (payload >= 0) & (payload <= chunks.bytes)
-        if item is not None:
-            around = chunks.bytes - chunks.sizes.prod(axis=1) * item
-            inside &= (payload <= around) & (around <= FRAME_BYTES)
-        inside |= chunks.payload == -1
-        self._require(name, inside, "has a payload that does not fit its container", files)
-        if record.shape:
-            begins = chunks.offsets[:, record.axis]
-            self._require(name, begins >= np.maximum.accumulate(begins), "is not where its offset belongs")
+        if elements and not record.count:
+            raise self._corrupt(name, "no part of it was saved")
 
-    def _require(
-        self, name: str, good: NDArray[np.bool_], what: str, files: Sequence[tuple[str, int]] | None = None
-    ) -> None:
-        if good.all():
-            return
-        row, chunks = int(np.argmin(good)), self.chunks(name)
+    def _check_rows(self, names: Sequence[str], files: Sequence[tuple[str, int]], ends: Ints) -> None:
+        """Check all rows of tensors of as many dimensions."""
+        parts = [self._rows_of(name) for name in names]
+        counts = [len(part) for part in parts]
+        records = [self._tensors[name] for name in names]
+        dims = len(records[0].shape)
+        rows = np.concatenate(parts)
+        shape = np.repeat(
+            np.array([record.shape for record in records], np.int64).reshape(len(records), dims), counts, axis=0
+        )
+        items = np.repeat(np.array([item_bytes(record.dtype) or 0 for record in records], np.int64), counts)
+        first = np.cumsum([0, *counts[:-1]])
+        file, offset, size, payload = (rows[:, column] for column in range(HEAD))
+        offsets, sizes = rows[:, HEAD : HEAD + dims], rows[:, HEAD + dims :]
+
+        def require(good: NDArray[np.bool_], what: str, in_file: bool = False) -> None:
+            if not good.all():
+                row = int(np.argmin(good))
+                of = int(np.searchsorted(first, row, side="right")) - 1
+                raise self._flaw(names[of], row - int(first[of]), what, files if in_file else None)
+
+        # Nothing here is added up before it is known to be small: what is damaged must not wrap around.
+        inside = (offsets >= 0) & (sizes >= 0) & (offsets <= shape)
+        require(np.all(inside & (sizes <= shape - offsets), axis=1), "lies outside of the tensor")
+        require((file >= 0) & (file < len(files)), "is in a file that there is not")
+        room = ends[file]
+        inside = (offset >= 0) & (size >= 0) & (offset <= room)
+        require(inside & (size <= room - offset), "lies outside of its file", in_file=True)
+        within = payload - offset
+        around = size - sizes.prod(axis=1) * items
+        inside = (within >= 0) & (within <= size)
+        inside &= (items == 0) | ((within <= around) & (around <= FRAME_BYTES))
+        require(inside | (payload == -1), "has a payload that does not fit its container", in_file=True)
+        if dims:
+            axes = np.repeat(np.array([record.axis for record in records], np.int64), counts)
+            begins = np.take_along_axis(offsets, axes[:, None], axis=1)[:, 0]
+            in_turn = np.ones(len(rows), np.bool_)
+            in_turn[1:] = begins[1:] >= begins[:-1]
+            in_turn[first[first < len(rows)]] = True
+            require(in_turn, "is not where its offset belongs")
+
+    def _flaw(self, name: str, row: int, what: str, files: Sequence[tuple[str, int]] | None) -> CorruptError:
+        chunks = self.chunks(name)
         flaw = (
             f"chunk {row} of {len(chunks)} {what} (offsets {chunks.offsets[row].tolist()}, "
             f"sizes {chunks.sizes[row].tolist()} of {list(self._tensors[name].shape)})"
@@ -257,7 +294,7 @@ class ChunkTable:
             file, size = files[int(chunks.file[row])]
             begin, length, payload = int(chunks.offset[row]), int(chunks.bytes[row]), int(chunks.payload[row])
             flaw += f": {length} bytes at {begin}, payload at {payload}, in {file} of {size} bytes"
-        raise self._corrupt(name, flaw)
+        return self._corrupt(name, flaw)
 
     def _corrupt(self, name: str, flaw: str) -> CorruptError:
         return CorruptError(f"{self._where}: {name}: {flaw}; {_REMEDY}")

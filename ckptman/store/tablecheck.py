@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from ckptman.errors import CorruptError, plain
-from ckptman.store.chunks import FRAME_BYTES, ChunkTable, Ints, TensorRecord, item_bytes
+from ckptman.store.chunks import ChunkTable, TensorRecord, item_bytes
 from ckptman.store.coverage import first_flaw, flaw_of, has_few_corners
 from ckptman.store.index import Index
 
@@ -31,7 +31,7 @@ def check_table(table: ChunkTable, index: Index, files: Files) -> list[str]:
         if name in regular:
             continue
         try:
-            table.check_tensor(name, files)
+            table.check(files, [name])
             chunks = table.chunks(name)
         except CorruptError as error:
             problems.append(str(error))
@@ -47,7 +47,6 @@ def check_table(table: ChunkTable, index: Index, files: Files) -> list[str]:
 
 def _regular(table: ChunkTable, index: Index, files: Files) -> set[str]:
     """The tensors of which it is certain that nothing is wrong."""
-    ends = np.array([size for _, size in files], np.int64)
     found: set[str] = set()
     waiting: dict[int, list[str]] = {}
     rows: dict[int, int] = {}
@@ -58,10 +57,10 @@ def _regular(table: ChunkTable, index: Index, files: Files) -> set[str]:
         waiting.setdefault(dims, []).append(name)
         rows[dims] = rows.get(dims, 0) + record.count
         if rows[dims] >= _GROUP_ROWS:
-            found |= _regular_of(table, index, waiting.pop(dims), ends)
+            found |= _regular_of(table, index, waiting.pop(dims), files)
             rows[dims] = 0
     for names in waiting.values():
-        found |= _regular_of(table, index, names, ends)
+        found |= _regular_of(table, index, names, files)
     return found
 
 
@@ -70,32 +69,20 @@ def _is_small(record: TensorRecord) -> bool:
     return min(record.shape) >= 0 and prod(max(length, 1) for length in record.shape) < 2**50
 
 
-def _regular_of(table: ChunkTable, index: Index, names: Sequence[str], ends: Ints) -> set[str]:
+def _regular_of(table: ChunkTable, index: Index, names: Sequence[str], files: Files) -> set[str]:
     """The same, of tensors with as many dimensions. Their rows follow each other in `rows`, those of tensor t from
     `starts[t]` on."""
     try:
-        parts = [table.chunks(name) for name in names]
-    except CorruptError:
+        table.check(files, names)
+    except CorruptError:  # of one of them: then each is looked at by itself
         return set()
+    parts = [table.chunks(name) for name in names]
     records = [index.tensors[name] for name in names]
     counts = np.array([len(part) for part in parts])
     starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    file, offset, size, payload = (
-        np.concatenate([getattr(part, field) for part in parts]) for field in ("file", "offset", "bytes", "payload")
-    )
     begins, lengths = (np.concatenate([getattr(part, field) for part in parts]) for field in ("offsets", "sizes"))
     shapes = np.repeat(np.array([record.shape for record in records], np.int64), counts, axis=0)
-    items = np.repeat(np.array([item_bytes(record.dtype) for record in records], np.int64), counts)
     axes = np.repeat(np.array([record.axis for record in records]), counts)[:, np.newaxis] == np.arange(shapes.shape[1])
-
-    inside = ((begins >= 0) & (lengths > 0) & (begins <= shapes) & (lengths <= shapes - begins)).all(axis=1)
-    known = (file >= 0) & (file < len(ends))
-    room = ends[np.where(known, file, 0)] if len(ends) else np.full(len(file), -1)
-    inside &= known & (offset >= 0) & (size >= 0) & (offset <= room) & (size <= room - offset)
-    # Each row is looked at for itself: what overflows in one that is not inside is not right in any case.
-    frame = size - np.where(inside[:, np.newaxis], lengths, 0).prod(axis=1) * items
-    head = payload - offset
-    inside &= (head >= 0) & (head <= frame) & (frame <= FRAME_BYTES)
 
     # Full in all dimensions but one, and in that one each begins where the one before ends.
     full = ((begins == 0) & (lengths == shapes) | axes).all(axis=1)
@@ -104,7 +91,7 @@ def _regular_of(table: ChunkTable, index: Index, names: Sequence[str], ends: Int
     before = np.concatenate([[0], end[:-1]])
     before[starts] = 0
     follows = begin == before
-    good = np.logical_and.reduceat(inside & full & follows, starts)
+    good = np.logical_and.reduceat((lengths > 0).all(axis=1) & full & follows, starts)
     last = starts + counts - 1
     good &= end[last] == whole[last]
     return {name for name, fine in zip(names, good.tolist()) if fine}
