@@ -49,7 +49,14 @@ def attempt(chain: Chain, fake: FakeSlurm, number: int, now: float = NOW, **envi
     said: list[str] = []
     job = {"SLURM_JOB_ID": str(100 + number), "SLURM_JOB_NODELIST": "n1", **fake.environ, **environ}
     supervisor = Supervisor(
-        chain, number, job, fake.client(), str(chain.folder.parent), say=said.append, clock=lambda: now
+        chain,
+        number,
+        job,
+        fake.client(),
+        str(chain.folder.parent),
+        say=said.append,
+        clock=lambda: now,
+        sleep=lambda _: None,
     )
     return supervisor.run(), said
 

@@ -62,14 +62,6 @@ def test_options_in_all_their_spellings() -> None:
     }
 
 
-def test_what_a_user_should_know() -> None:
-    bare = parse("#!/bin/bash\n", "s")
-    assert any("no --time" in each for each in bare.remarks())
-    assert list(bare.remarks(["--time=10"])) == []
-    waiting = parse("#!/bin/bash\n#SBATCH -t 1 -d afterok:17\n", "s")
-    assert [each for each in waiting.remarks() if "afterok:17" in each]
-
-
 def test_the_batch_file_holds_the_directives_and_quotes_what_it_names() -> None:
     script = parse("#!/bin/bash\n#SBATCH --time=5\necho\n", "s")
     lines = batch_file(script, "s", "/opt/a python", "/a/$(touch x)/'chain'").splitlines()

@@ -13,6 +13,7 @@ from ckptman.lifecycle.nodes import is_device_trouble, report_node, reported_nod
 from ckptman.lifecycle.outcome import OUTCOME_ENV
 from ckptman.monitor.journal import Journal, read_journal
 from ckptman.policy.avoidance import AVOIDED_SECONDS
+from ckptman.scheduler.attempt import ROOT_LOOKS
 from ckptman.scheduler.history import warned_too_late
 from ckptman.scheduler.pauses import pauses
 from ckptman.scheduler.record import Chain, EndRecord
@@ -37,21 +38,27 @@ def last_submission(fake: FakeSlurm) -> list[str]:
     return [each for each in fake.argv("sbatch") if "--test-only" not in each][-1]
 
 
+def asked_about_nodes(fake: FakeSlurm, attempts: int) -> None:
+    """Each attempt asks for the states and the names of its nodes, delays the next one, and has it leave out nodes."""
+    fake.plan("scontrol", *[(0, DOWN, ""), (0, NODES, ""), (0, "", ""), (0, "", "")] * attempts)
+
+
 def test_a_node_that_slurm_says_is_down_is_left_out(tmp_path: Path, fake: FakeSlurm) -> None:
-    fake.plan("scontrol", (0, DOWN, ""))
+    asked_about_nodes(fake, 3)
     tried = (0, "", "sbatch: Job 999 to start at 2026-11-22T10:00:00")
-    fake.plan("sbatch", (0, "101", ""), (0, "102", ""), tried, (0, "103", ""), tried, (0, "104", ""))
+    fake.plan("sbatch", (0, "101", ""), (0, "102", ""), tried, tried, (0, "103", ""), tried, (0, "104", ""))
     chain = submitted(tmp_path, fake, "exit 7", options=("--exclude=n9",))
     _, said = attempt(chain, fake, 1, SLURM_JOB_NODELIST="n[1-2]")
     assert ended(chain, 1).bad_nodes == {"n2": "DOWN* it is broken [root@2026-11-22T10:03:38]"}
     [update] = [each for each in fake.argv("scontrol") if each[-1].startswith("ExcNodeList")]
     assert update == ["update", "JobId=102", "ExcNodeList=n9,n2"]
-    assert any("left out from now on: n2 (DOWN*" in each for each in said)
+    assert any("left out: n2 (DOWN*" in each for each in said)
     events, _ = read_journal(chain.folder / "events.jsonl")
     assert [list(each["nodes"]) for each in events if each["event"] == "avoided"] == [["n2"]]
-    attempt(chain, fake, 2, NOW + 1)
+    attempt(chain, fake, 2, NOW + 1, SLURM_JOB_NODELIST="n[1-2]")
     assert last_submission(fake)[-3] == "--exclude=n9,n2"
-    attempt(chain, fake, 3, NOW + AVOIDED_SECONDS + 1)
+    attempt(chain, fake, 3, NOW + AVOIDED_SECONDS + 1, SLURM_JOB_NODELIST="n[1-2]")
+    assert [job.job_id for job in chain.jobs()] == ["101", "102", "103", "104"]
     assert not [each for each in last_submission(fake) if each.startswith("--exclude=n9,n2")]
 
 
@@ -71,17 +78,32 @@ def test_a_node_that_the_attempt_reports_is_left_out(tmp_path: Path, fake: FakeS
 
 
 def test_where_too_few_nodes_are_left_none_is_left_out(tmp_path: Path, fake: FakeSlurm) -> None:
-    fake.plan("scontrol", (0, DOWN, ""))
+    asked_about_nodes(fake, 2)
     refused = (1, "", "sbatch: error: Batch job submission failed: Requested node configuration is not available")
-    # The first job, its successor, the question, and the second successor with and without the exclusion.
     fake.plan("sbatch", (0, "101", ""), (0, "102", ""), refused, refused, (0, "103", ""), refused)
-    chain = submitted(tmp_path, fake, "exit 7")
+    chain = submitted(tmp_path, fake, "exit 7", options=("--exclude=n9",))
     _, said = attempt(chain, fake, 1, SLURM_JOB_NODELIST="n[1-2]")
-    assert any("there are not enough nodes" in each for each in said)
-    assert not [each for each in fake.argv("scontrol") if each[-1].startswith("ExcNodeList")]
-    attempt(chain, fake, 2, NOW + 1)
+    assert any("without them it could not run now: n2 (DOWN*" in each for each in said)
+    # What was left out before, and is needed now, is not left out any more.
+    assert fake.argv("scontrol")[-1] == ["update", "JobId=102", "ExcNodeList=n9"]
+    attempt(chain, fake, 2, NOW + 1, SLURM_JOB_NODELIST="n[1-2]")
     assert [job.job_id for job in chain.jobs()] == ["101", "102", "103"]
-    assert not [each for each in fake.argv("sbatch")[4] if each.startswith("--exclude")]
+    assert [each for each in fake.argv("sbatch")[4] if each.startswith("--exclude")] == ["--exclude=n9"]
+
+
+def test_where_most_nodes_are_bad_it_is_not_the_nodes(tmp_path: Path, fake: FakeSlurm) -> None:
+    fake.plan("scontrol", (0, DOWN.replace("State=IDLE", "State=DOWN"), ""), (0, NODES, ""))
+    chain = submitted(tmp_path, fake, "exit 7")
+    attempt(chain, fake, 1, SLURM_JOB_NODELIST="n[1-2]")
+    assert ended(chain, 1).bad_nodes == {}
+
+
+def test_a_file_of_nodes_to_leave_out_cannot_be_added_to(tmp_path: Path, fake: FakeSlurm) -> None:
+    asked_about_nodes(fake, 1)
+    chain = submitted(tmp_path, fake, "exit 7", options=("--exclude=/etc/bad-nodes",))
+    _, said = attempt(chain, fake, 1, SLURM_JOB_NODELIST="n[1-2]")
+    assert any("--exclude=/etc/bad-nodes is a file" in each for each in said)
+    assert fake.argv("scontrol")[-1][-1] == "ExcNodeList=/etc/bad-nodes"
 
 
 def test_nodes_that_cannot_be_asked_about_stop_nothing(tmp_path: Path, fake: FakeSlurm) -> None:
@@ -161,22 +183,66 @@ def test_a_warning_of_ones_own_that_is_too_late_is_told(tmp_path: Path, fake: Fa
 # ---- The checkpoints, and the time ----------------------------------------------------------------------------------
 
 
+def stopped_under(root: Path, step: int = 5) -> str:
+    return outcome("stopped", str(root), step=step) + "\nexit 75"
+
+
 def test_a_root_that_was_deleted_ends_the_chain(tmp_path: Path, fake: FakeSlurm) -> None:
     root = tmp_path / "root"
-    chain = submitted(tmp_path, fake, outcome("stopped", str(root), step=5) + "\nexit 75")
+    chain = submitted(tmp_path, fake, stopped_under(root))
     commit(root, 5, time_seconds=NOW + 1)
     attempt(chain, fake, 1, NOW + 2)
     assert ended(chain, 1).sequence > 0
+    assert ended(chain, 1).committed
     shutil.move(root, tmp_path / "elsewhere")
-    attempt(chain, fake, 2, NOW + 3)
+    _, said = attempt(chain, fake, 2, NOW + 3)
     assert chain.state.state == "stopped"
     assert "was it moved or deleted?" in chain.state.reason
+    assert len([each for each in said if "Looked at again in 20 s" in each]) == ROOT_LOOKS - 1
     assert len(chain.attempts()) == 1
-    shutil.move(tmp_path / "elsewhere", root)
+    assert fake.argv("scancel") == [["103"]]
+
+    # To go on in spite of it is a decision: it starts over, and is not asked about again.
     fake.plan("squeue", (0, "", ""))
     assert main(["chain", "resume"]) == 0
-    attempt(chain, fake, 4, NOW + 4)
-    assert len(chain.attempts()) == 2
+    fake.plan("squeue", (0, "105|PENDING|Dependency|N/A|x\n", ""))
+    assert attempt(chain, fake, 4, NOW + 4)[0] == 75
+    assert attempt(chain, fake, 5, NOW + 5)[0] == 75
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_after_a_pause_the_checkpoints_are_looked_for_too(tmp_path: Path, fake: FakeSlurm, back: bool) -> None:
+    root = tmp_path / "root"
+    chain = submitted(tmp_path, fake, stopped_under(root))
+    commit(root, 5, time_seconds=NOW + 1)
+    attempt(chain, fake, 1, NOW + 2)
+    assert main(["chain", "pause"]) == 0
+    shutil.move(root, tmp_path / "elsewhere")
+    assert main(["chain", "resume"]) == 0
+    if back:
+        shutil.move(tmp_path / "elsewhere", root)
+    attempt(chain, fake, 2, NOW + 3)
+    assert chain.state.state == ("active" if back else "stopped")
+
+
+def test_a_run_may_go_on_under_another_root(tmp_path: Path, fake: FakeSlurm) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    body = f"""if [ $CKPTMAN_ATTEMPT = 1 ]; then
+{stopped_under(first)}
+fi
+{outcome("running", str(second))}
+kill -9 $$"""
+    chain = submitted(tmp_path, fake, body)
+    for step in (1, 2, 3):
+        commit(first, step, time_seconds=NOW + 1)
+    attempt(chain, fake, 1, NOW + 2)
+    attempt(chain, fake, 2, NOW + 3)  # killed before its first save
+    assert (ended(chain, 2).root, ended(chain, 2).sequence) == (str(second), 0)
+    attempt(chain, fake, 3, NOW + 4)
+    commit(second, 9, time_seconds=NOW + 5)  # a lower sequence than under the other root: new all the same
+    attempt(chain, fake, 4, NOW + 6)
+    assert chain.state.state == "active", chain.state.reason
+    assert [end.committed for end in chain.ends().values()] == [True, False, False, True]
 
 
 def test_where_the_time_went(tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +284,7 @@ def attempt_that_was_killed(chain: Chain) -> int:
     from ckptman.scheduler.record import AttemptRecord
 
     facts = {"number": 1, "job": 1, "job_id": "101", "restart": 0, "nodes": "n1", "host": "n1", "log": ""}
-    chain.begin(AttemptRecord.model_validate({**facts, "begun_seconds": NOW, "sequence_before": 0}))
+    chain.begin(AttemptRecord.model_validate({**facts, "begun_seconds": NOW}))
     return 1
 
 
@@ -256,3 +322,40 @@ def test_tasks_that_were_not_taken_are_named(
     fake.plan("sbatch", (0, "105", ""))
     assert main(["submit", "--chain-dir", "rest", "--sbatch", "--array=2,3,4", str(script)]) == 0
     assert {path.name for path in tmp_path.glob("rest-*")} == {"rest-task2", "rest-task3", "rest-task4"}
+
+
+# ---- When something else is wrong at the beginning ------------------------------------------------------------------
+
+
+def test_a_controller_that_is_away_does_not_end_the_chain(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, "exit 75")
+    attempt_that_was_killed(chain)
+    fake.plan("squeue", (1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"))
+    assert attempt(chain, fake, 2, NOW + 50)[0] == 75
+    assert (ended(chain, 1).ending, ended(chain, 2).ending) == ("interrupted", "stopped")
+    assert [each.number for each in chain.jobs()] == [1, 2, 3]
+
+
+def test_a_job_that_begins_while_another_attempt_runs_leaves(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, "exit 75")
+    attempt_that_was_killed(chain)
+    fake.plan("squeue", (0, "101|RUNNING|None|N/A|x\n", ""))
+    code, said = attempt(chain, fake, 2, NOW + 50)
+    assert code == 0
+    assert any("attempt 1 of this chain still runs, as job 101" in each for each in said)
+    assert not chain.ends()
+    assert fake.argv("scancel") == [[chain.jobs()[-1].job_id]]
+
+
+def test_where_to_start_is_said_until_something_was_committed(tmp_path: Path, fake: FakeSlurm) -> None:
+    root = tmp_path / "root"
+    body = f'echo "$@" >> given\n{outcome("running", str(root))}\nexit 7'
+    chain = submitted(tmp_path, fake, body, first_arguments=("--from=/elsewhere",))
+    attempt(chain, fake, 1, NOW)
+    attempt(chain, fake, 2, NOW + 1)
+    commit(root, 5, time_seconds=NOW + 2)
+    attempt(chain, fake, 3, NOW + 3)
+    chain.turn("active", "", NOW, forgiven=3)
+    attempt(chain, fake, 4, NOW + 4)
+    given = (chain.folder.parent / "given").read_text().splitlines()
+    assert given == ["--from=/elsewhere"] * 3 + [""]

@@ -7,7 +7,7 @@ import pytest
 from ckptman.errors import ConfigError
 from ckptman.policy.saving import BeforeDeadline
 from ckptman.policy.warning import UNMEASURED_SECONDS, warning_seconds
-from ckptman.scheduler.options import Warned, array_tasks, in_force, limit_seconds, read_options, warned
+from ckptman.scheduler.options import Warned, array_tasks, in_force, limit_seconds, read_options, remarks, warned
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,10 @@ def test_a_warning_leaves_room_for_what_the_last_save_needs() -> None:
         found = warning_seconds(save)
         assert policy.safety * save + policy.margin_seconds + 30 <= found < policy.safety * save + 30 + 60
         assert found % 30 == 0
+
+
+def test_what_a_user_should_know() -> None:
+    assert [each for each in remarks({}) if "no --time" in each]
+    assert list(remarks({"--time": "10"})) == []
+    assert [each for each in remarks({"--time": "1", "--dependency": "afterok:17"}) if "afterok:17" in each]
+    assert [each for each in remarks({"--time": "1", "--array": "0-3"}) if "SLURM_ARRAY_TASK_COUNT is 1" in each]

@@ -67,7 +67,10 @@ Sbatch = Annotated[
 First = Annotated[
     list[str] | None,
     typer.Option(
-        "--first", metavar="ARGUMENT", show_default=False, help="For the script in attempt 1 only: where to start."
+        "--first",
+        metavar="ARGUMENT",
+        show_default=False,
+        help="For the script until a checkpoint is there.",
     ),
 ]
 Another = Annotated[bool, typer.Option("--another", help="Even if a chain of the same script goes on already.")]
@@ -141,7 +144,7 @@ def submit(
         another=another,
     )
     made = prepare(wish, chain_dir, os.environ, now)
-    for remark in made[0].script.remarks(wish.options):
+    for remark in made[0].remarks:
         say(f"note: {remark}")
     for number, each in enumerate(made):
         if dry_run:
@@ -150,7 +153,7 @@ def submit(
             continue
         try:
             jobs = submit_chain(each, wish.upfront, slurm_of(each.spec, os.environ), now)
-        except SchedulerError as error:
+        except (SchedulerError, OSError) as error:
             raise _with_what_is_left(error, made[number:]) from error
         say(f"submitted job {jobs[0].job_id}" + (f" to {jobs[-1].job_id}" if len(jobs) > 1 else ""))
         if len(jobs) < wish.upfront:
@@ -160,10 +163,10 @@ def submit(
             say(f"see it with: ckptman chain show {plain(each.chain.folder.name)}")
 
 
-def _with_what_is_left(error: SchedulerError, left: Sequence[Prepared]) -> SchedulerError:
+def _with_what_is_left(error: SchedulerError | OSError, left: Sequence[Prepared]) -> SchedulerError | OSError:
     """Of an array some tasks may be in the queue already, and go on: the error says which are not."""
     tasks = ",".join(str(each.spec.array_task) for each in left if each.spec.array_task is not None)
-    return type(error)(f"{error}. Not submitted: --array={tasks}") if tasks else error
+    return SchedulerError(f"{error}. Not submitted: --array={tasks}") if tasks else error
 
 
 def _run_here(command: list[str], max_attempts: int | None, crash_limit: int, chain_dir: Path | None) -> int:

@@ -14,8 +14,7 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BESIDE, _LONGEST_REASON = ".node-", 500
 _DEVICE_TROUBLE = re.compile(
     r"uncorrectable (?:ecc|nvlink)|fallen off the bus|no cuda-capable device|no hip gpus|cuda error: unknown error"
-    r"|cuda driver initialization failed|hardware exception by gpu|devices? .*busy or unavailable"
-    r"|system not yet initialized",
+    r"|cuda driver initialization failed|hardware exception by gpu|system not yet initialized",
     re.IGNORECASE,
 )
 """What drivers of CUDA and ROCm say where the device or its link is broken, and not the program."""

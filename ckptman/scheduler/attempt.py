@@ -16,14 +16,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ckptman.errors import EXIT_OK, CkptmanError, CorruptError, SchedulerError
-from ckptman.lifecycle.outcome import ATTEMPT_ENV, OUTCOME_ENV, read_outcome
+from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
+from ckptman.lifecycle.outcome import ATTEMPT_ENV, OUTCOME_ENV
 from ckptman.scheduler.base import Say, patient
-from ckptman.scheduler.chain import judge, newest_sequence
-from ckptman.scheduler.history import bad_nodes, following, job_number_after, lost, settle, warned_too_late
+from ckptman.scheduler.chain import judge
+from ckptman.scheduler.history import (
+    begun_anywhere,
+    end_of,
+    following,
+    job_number_after,
+    lost,
+    outcome_of,
+    settle,
+    warned_too_late,
+)
 from ckptman.scheduler.inbox import Inbox
 from ckptman.scheduler.local import ENDING, WARNING
-from ckptman.scheduler.record import AttemptRecord, Chain, Ending, EndRecord, JobRecord, Spec
+from ckptman.scheduler.record import AttemptRecord, Chain, Ending, JobRecord, Spec
 from ckptman.scheduler.slurm import Slurm, submission_environment
 from ckptman.scheduler.submission import avoid_nodes, submit_next
 from ckptman.scheduler.tell import tell_to_stop
@@ -35,6 +44,7 @@ TORCHRUN_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 TORCHRUN_SECONDS = 600
 LOOK_SECONDS = 1.0
 RETRY_SECONDS = 60.0
+ROOT_LOOKS, ROOT_SECONDS = 3, 20.0
 
 
 class Supervisor:
@@ -50,9 +60,10 @@ class Supervisor:
         *,
         say: Say,
         clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._chain, self._job_number, self._environ, self._slurm = chain, job_number, environ, slurm
-        self._workdir, self._say, self._clock = workdir, patient(say), clock
+        self._workdir, self._say, self._clock, self._sleep = workdir, patient(say), clock, sleep
         self._spec: Spec = chain.spec
         self._job_id = environ["SLURM_JOB_ID"]
         self._retry_at: float | None = None
@@ -74,18 +85,21 @@ class Supervisor:
         if owner.job_id != self._job_id:
             self._say(f"job {owner.job_id} is job {self._job_number} of this chain: this one is left over, and leaves")
             return None
-        settle(chain, self._slurm, self._job_id, now)
         if (state := chain.state).state != "active":
             self._say(f"the chain is {state.state}: {state.reason}. Nothing is run")
             return None
+        number = len(chain.attempts()) + 1
+        # Before anything else, such as a look at the disk of the run, which may hang.
+        self._ensure_successor(number)
+        if (other := settle(chain, self._slurm, self._job_id, now)) is not None:
+            self._leave(f"attempt {other.number} of this chain still runs, as job {other.job_id}")
+            return None
         decision = following(chain, now)
-        why_not = lost(chain) if decision.again else decision.reason
-        if why_not:
+        if why_not := self._look_for_the_root() if decision.again else decision.reason:
             self._stop(why_not)
             return None
-        before = max((each.sequence for each in chain.ends().values()), default=0)
         attempt = AttemptRecord(
-            number=len(chain.attempts()) + 1,
+            number=number,
             job=self._job_number,
             job_id=self._job_id,
             restart=int(self._environ.get("SLURM_RESTART_COUNT") or 0),
@@ -93,33 +107,45 @@ class Supervisor:
             host=socket.gethostname(),
             log=_log_path(),
             begun_seconds=now,
-            sequence_before=before,
         )
         if chain.begin(attempt) != attempt:
-            self._say(f"attempt {attempt.number} of this chain runs already: this job leaves")
+            self._leave(f"attempt {number} of this chain has begun already")
             return None
-        chain.events.record("begin", sync=True, attempt=attempt.number, job_id=self._job_id, nodes=attempt.nodes)
-        self._say(f"attempt {attempt.number}, job {self._job_id} on {attempt.nodes}")
-        self._ensure_successor(attempt)
+        chain.events.record("begin", sync=True, attempt=number, job_id=self._job_id, nodes=attempt.nodes)
+        self._say(f"attempt {number}, job {self._job_id} on {attempt.nodes}")
         return attempt
 
-    def _ensure_successor(self, attempt: AttemptRecord) -> None:
+    def _leave(self, why: str) -> None:
+        """Leave the chain to the attempt that runs, which has its own successor follow."""
+        self._say(f"{why}: this job leaves")
+        self._cancel_successor()
+
+    def _look_for_the_root(self) -> str | None:
+        """Why there must be no attempt; looked at again where a mount may only be late."""
+        for _ in range(ROOT_LOOKS - 1):
+            if (why := lost(self._chain)) is None:
+                return None
+            self._say(f"{why} Looked at again in {ROOT_SECONDS:.0f} s")
+            self._sleep(ROOT_SECONDS)
+        return lost(self._chain)
+
+    def _ensure_successor(self, attempt: int) -> None:
         """Have the next job in the queue. Where the queue is full or nobody answers, try again later."""
         self._retry_at = None
         spec = self._spec
         follows = spec.mode == "successor" or (spec.mode == "upfront" and self._job_number < spec.upfront)
-        if not follows or (spec.max_attempts is not None and attempt.number >= spec.max_attempts):
+        if not follows or (spec.max_attempts is not None and attempt >= spec.max_attempts):
             return
         try:
             submit_next(self._chain, self._slurm, self._job_number, self._job_id, self._clock())
         except (SchedulerError, OSError) as error:
             self._say(f"there is no successor yet: {error}. Tried again in {RETRY_SECONDS:.0f} s")
-            self._chain.events.record("no successor", attempt=attempt.number, why=str(error))
+            self._chain.events.record("no successor", attempt=attempt, why=str(error))
             self._retry_at = self._clock() + RETRY_SECONDS
 
     def _run_script(self, inbox: Inbox, attempt: AttemptRecord) -> int:
         spec = self._spec
-        first = spec.first_arguments if attempt.number == 1 else ()
+        first = () if begun_anywhere(self._chain) else spec.first_arguments
         environ = {
             TORCHRUN_ENV: str(TORCHRUN_SECONDS),
             **self._environ,
@@ -137,7 +163,7 @@ class Supervisor:
             for number in inbox.wait(LOOK_SECONDS):
                 self._hand_on(number, child.pid)
             if self._retry_at is not None and self._clock() >= self._retry_at:
-                self._ensure_successor(attempt)
+                self._ensure_successor(attempt.number)
         return child.returncode
 
     def _hand_on(self, number: signal.Signals, pid: int) -> None:
@@ -155,40 +181,22 @@ class Supervisor:
 
     def _end(self, attempt: AttemptRecord, returncode: int) -> None:
         chain, now = self._chain, self._clock()
-        try:
-            outcome = read_outcome(chain.outcome_path(attempt.number))
-        except CorruptError as error:
-            self._say(f"{error}; going by the exit code")
-            outcome = None
+        outcome = outcome_of(chain, attempt)
+        ending: Ending
         ending, reason = judge(returncode, outcome)
-        told: Ending = ending
-        if (
-            ending == "crashed"
-            and (outcome is None or outcome.state == "running")
-            and (why := self._why_from_outside())
-        ):
-            told, reason = "interrupted", why
-        root = outcome.root if outcome else ""
-        record = EndRecord(
-            number=attempt.number,
-            ending=told,
-            reason=reason,
-            returncode=returncode,
-            root=root,
-            step=outcome.step if outcome else 0,
-            sequence=_sequence(root, chain.spec.created_seconds, attempt.sequence_before),
-            ended_seconds=now,
-            bad_nodes=bad_nodes(chain, attempt, told, self._slurm),
-        )
+        untold = outcome is None or outcome.state == "running"
+        if ending == "crashed" and untold and (why := self._why_from_outside()):
+            ending, reason = "interrupted", why
+        record = end_of(chain, attempt, self._slurm, outcome, ending, reason, now, returncode)
         chain.end(record)
-        chain.events.record("end", sync=True, attempt=attempt.number, ending=told, reason=reason)
+        chain.events.record("end", sync=True, attempt=attempt.number, ending=ending, reason=reason)
         if note := warned_too_late(chain):
             self._say(note)
         decision = following(chain, now)
         self._say(decision.reason)
         if chain.state.state != "active":
             return
-        if told == "finished":
+        if ending == "finished":
             chain.turn("finished", decision.reason, now)
             self._cancel_successor()
         elif not decision.again:
@@ -196,11 +204,11 @@ class Supervisor:
         elif self._spec.mode == "requeue":
             if not self._ending:
                 self._requeue()
-            self._avoid_bad_nodes(record, self._job_number)
+            self._avoid_bad_nodes(self._job_number)
         else:
-            self._ensure_successor(attempt)  # somebody may have cancelled it
+            self._ensure_successor(attempt.number)  # somebody may have cancelled it
             self._delay_successor(decision.delay_seconds)
-            self._avoid_bad_nodes(record, self._job_number + 1)
+            self._avoid_bad_nodes(self._job_number + 1)
 
     def _why_from_outside(self) -> str | None:
         """What Slurm says of this job while it ends it; None where it lets it run."""
@@ -234,9 +242,7 @@ class Supervisor:
         except SchedulerError as error:
             self._say(f"the next attempt starts without a delay: {error}")
 
-    def _avoid_bad_nodes(self, end: EndRecord, first_job: int) -> None:
-        if not end.bad_nodes:  # what was known before was said at the submission
-            return
+    def _avoid_bad_nodes(self, first_job: int) -> None:
         following_jobs = [each for each in self._chain.jobs() if each.number >= first_job]
         try:
             told = avoid_nodes(self._chain, self._slurm, following_jobs, self._clock())
@@ -254,15 +260,6 @@ class Supervisor:
 
 def _leave(number: int, frame: object) -> None:
     """A handler that does nothing, until the attempt has its own."""
-
-
-def _sequence(root: str, since_seconds: float, before: int) -> int:
-    if not root:
-        return before
-    try:
-        return max(before, newest_sequence(root, since_seconds))
-    except (CkptmanError, OSError):
-        return before
 
 
 def _log_path() -> str:

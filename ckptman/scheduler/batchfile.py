@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptman.errors import ConfigError
@@ -19,14 +19,6 @@ class BatchScript:
     interpreter: tuple[str, ...]
     directives: tuple[str, ...]
     options: Mapping[str, str] = field(default_factory=dict)
-
-    def remarks(self, further: Sequence[str] = ()) -> Iterator[str]:
-        """What a user should know of its options, and of `further` ones on the command line."""
-        options = {**self.options, **read_options(list(further))}
-        if "--time" not in options:
-            yield "no --time: each attempt gets the default time limit of its partition"
-        if "--dependency" in options:
-            yield f"--dependency={options['--dependency']} holds for the first job; the others wait for the one before"
 
 
 def parse(text: str, name: str) -> BatchScript:

@@ -55,14 +55,14 @@ def run_chain(
             returncode = scheduler.run_attempt(command, {**environ, **marks})
             outcome = _outcome(outcome_file, tell)
             ending, reason = judge(returncode, outcome)
-            root = outcome.root if outcome else root
+            root_before, root = root, outcome.root if outcome else root
             before = attempts[-1].committed_sequence if attempts else 0
             attempts.append(Attempt(number, ending, reason, _progress(progress, root, before, tell)))
             following = decide(attempts, crash_limit, max_attempts)
             tell(following.reason)
             if ending == "finished":
                 return EXIT_OK
-            if before and not attempts[-1].committed_sequence:
+            if before and root == root_before and not attempts[-1].committed_sequence and not newest_sequence(root):
                 raise SchedulerError(f"the chain ends: {gone_text(root)}")
             if not following.again and ending == "stopped":
                 return EXIT_AGAIN

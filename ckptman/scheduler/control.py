@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman.errors import ConfigError, NotFoundError
+from ckptman.scheduler.history import lost
 from ckptman.scheduler.record import AttemptRecord, Chain, EndRecord, JobRecord, State, find_chains
 from ckptman.scheduler.slurm import Job, Slurm
-from ckptman.scheduler.submission import submit_again, submit_next
+from ckptman.scheduler.submission import avoid_nodes, submit_again, submit_next
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,15 @@ def resume(chain: Chain, slurm: Slurm, now: float) -> Seen:
         raise ConfigError(f"the chain is {state.state} ({state.reason}): submit its script again")
     seen = look(chain, slurm)
     if state.state != "active":
-        chain.turn("active", f"resumed by {_who()}", now, forgiven=len(seen.attempts))
+        over = [each.number for each in seen.attempts if each.number in seen.ends]
+        forgiven = max(over, default=0)
+        # Who resumes a chain that was stopped because its checkpoints are gone has it start over.
+        given_up = forgiven if state.state == "stopped" and lost(chain) else state.given_up
+        chain.turn("active", f"resumed by {_who()}", now, forgiven=forgiven, given_up=given_up)
     for _, job in seen.waiting:
         if job.reason in ("JobHeldUser", "JobHeldAdmin"):
             slurm.release(job.id)
+    avoid_nodes(chain, slurm, [record for record, _ in seen.waiting], now)
     if not seen.live:
         submit_again(chain, slurm, now)
     elif not seen.waiting and chain.spec.mode == "successor":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptman.errors import CkptmanError, CorruptError, SchedulerError
 from ckptman.lifecycle.deadline import parse_end_time
 from ckptman.lifecycle.nodes import reported_nodes
-from ckptman.lifecycle.outcome import read_outcome
+from ckptman.lifecycle.outcome import Outcome, read_outcome
 from ckptman.monitor.measured import save_seconds
 from ckptman.policy.avoidance import Found, nodes_to_avoid
 from ckptman.policy.resubmit import Attempt, Next, decide
@@ -26,30 +26,91 @@ _FROM_OUTSIDE = {
 }
 
 
-def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> None:
+def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRecord | None:
     """Note how the attempts ended that could not do so themselves, because they were killed.
 
-    Called when the next one begins: Slurm starts it only after the one before is over. Raises: SchedulerError, OSError.
+    Called when the next one begins: as a rule Slurm starts it only after the one before is over. Returns an attempt
+    that runs all the same. Raises: OSError.
     """
     ends = chain.ends()
     open_ones = [attempt for attempt in chain.attempts() if attempt.number not in ends]
     if not open_ones:
-        return
-    known = slurm.jobs(sorted({each.job_id for each in open_ones if each.job_id != running_id}))
+        return None
+    known: dict[str, Job] | None = None
+    try:
+        known = slurm.jobs(sorted({each.job_id for each in open_ones if each.job_id != running_id}))
+    except SchedulerError as error:
+        chain.events.record("jobs not known", why=str(error))
     for attempt in open_ones:
-        record = _end_of(chain, attempt, known.get(attempt.job_id), attempt.job_id == running_id, now)
-        record = record.model_copy(update={"bad_nodes": bad_nodes(chain, attempt, record.ending, slurm)})
+        job = known.get(attempt.job_id) if known else None
+        if job is not None and job.runs:
+            return attempt
+        outcome = outcome_of(chain, attempt)
+        ending: Ending
+        if outcome is not None and (outcome.state == "finished" or outcome.state == "stopped"):
+            ending, reason = outcome.state, outcome.reason
+        elif attempt.job_id == running_id:
+            ending, reason = "interrupted", "the job was requeued"
+        elif known is None:
+            ending, reason = "interrupted", "killed, and Slurm could not be asked by whom"
+        else:
+            ending, reason = _judged(job)
+        ended = _time(job.ends, now) if job is not None and job.over else now
+        record = end_of(chain, attempt, slurm, outcome, ending, reason, ended)
         chain.end(record)
         chain.events.record(
             "found ended", sync=True, attempt=attempt.number, ending=record.ending, reason=record.reason
         )
+    return None
+
+
+def outcome_of(chain: Chain, attempt: AttemptRecord) -> Outcome | None:
+    """What an attempt said of its end; None where it said nothing that can be read."""
+    try:
+        return read_outcome(chain.outcome_path(attempt.number))
+    except CorruptError as error:
+        chain.events.record("outcome not known", attempt=attempt.number, why=str(error))
+        return None
+
+
+def end_of(
+    chain: Chain,
+    attempt: AttemptRecord,
+    slurm: Slurm,
+    outcome: Outcome | None,
+    ending: Ending,
+    reason: str,
+    now: float,
+    returncode: int | None = None,
+) -> EndRecord:
+    """The record of how an attempt ended, with what it left on disk and which of its nodes are bad."""
+    root = outcome.root if outcome else ""
+    sequence, committed = _left_under(chain, root)
+    return EndRecord(
+        number=attempt.number,
+        ending=ending,
+        reason=reason,
+        returncode=returncode,
+        root=root,
+        step=outcome.step if outcome else 0,
+        sequence=sequence,
+        committed=committed,
+        ended_seconds=now,
+        bad_nodes=_bad_nodes(chain, attempt, ending, slurm),
+        save_seconds=save_seconds(root) if root else None,
+    )
 
 
 def following(chain: Chain, now: float) -> Next:
     """Whether there is another attempt, by the limits of the chain and all that have ended."""
     spec, ends, forgiven = chain.spec, chain.ends(), chain.state.forgiven
-    attempts = [Attempt(n, end.ending, end.reason, end.sequence) for n, end in sorted(ends.items()) if n > forgiven]
-    before = max((end.sequence for n, end in ends.items() if n <= forgiven), default=0)
+    attempts, count, before = [], 0, 0
+    for number, end in sorted(ends.items()):
+        count += end.committed
+        if number > forgiven:
+            attempts.append(Attempt(number, end.ending, end.reason, count))
+        else:
+            before = count
     decision = decide(attempts, spec.crash_limit, spec.max_attempts, before, spec.stall_limit)
     if not decision.again:
         return decision
@@ -62,18 +123,19 @@ def following(chain: Chain, now: float) -> Next:
     return decision
 
 
-def bad_nodes(chain: Chain, attempt: AttemptRecord, ending: Ending, slurm: Slurm) -> dict[str, str]:
-    """The nodes of an attempt that Slurm says are down, after a bad ending, or that the attempt itself reported."""
-    found: dict[str, str] = {}
+def lost(chain: Chain) -> str | None:
+    """That the checkpoints of the run have gone, in words: the next attempt would start over. None: all is well.
+
+    A root that cannot be read has not gone: the attempt says what is wrong with it.
+    """
+    root = root_of(chain)
+    held = [end.number for end in chain.ends().values() if end.root == root and end.sequence > 0]
+    if not held or max(held) <= chain.state.given_up:
+        return None
     try:
-        if ending in ("crashed", "interrupted"):
-            found = slurm.bad_nodes(attempt.nodes)
-        if reported := reported_nodes(chain.outcome_path(attempt.number)):
-            own = slurm.names_of(attempt.nodes)
-            found |= {node: why for node, why in reported.items() if node in own}
-    except (SchedulerError, OSError) as error:
-        chain.events.record("nodes not known", attempt=attempt.number, why=str(error))
-    return found
+        return None if newest_sequence(root) else gone_text(root)
+    except (CkptmanError, OSError):
+        return None
 
 
 def avoided(chain: Chain, now: float) -> dict[str, str]:
@@ -87,9 +149,9 @@ def root_of(chain: Chain) -> str:
 
 
 def measured_save_seconds(chain: Chain) -> float | None:
-    """What a save took, as the run of this chain measured it."""
-    root = root_of(chain)
-    return save_seconds(root) if root else None
+    """What a save took, as the last attempt knew that knew it."""
+    ends = sorted(chain.ends().items(), reverse=True)
+    return next((end.save_seconds for _, end in ends if end.save_seconds is not None), None)
 
 
 def warned_too_late(chain: Chain) -> str:
@@ -103,21 +165,9 @@ def warned_too_late(chain: Chain) -> str:
     )
 
 
-def lost(chain: Chain) -> str | None:
-    """That the checkpoints of the run have gone, in words: the next attempt would start over. None: all is well.
-
-    A root that cannot be looked at has not gone: the attempt says what is wrong with it.
-    """
-    root = root_of(chain)
-    known = [end for end in chain.ends().values() if end.root == root and end.sequence > 0]
-    if not known or chain.state.forgiven >= max(end.number for end in known):
-        return None
-    try:
-        if newest_sequence(root):
-            return None
-    except (CkptmanError, OSError):
-        return None
-    return gone_text(root)
+def begun_anywhere(chain: Chain) -> bool:
+    """Whether an attempt has left a checkpoint, or ended well: then nobody is told any more where to start."""
+    return any(end.sequence or end.ending in ("stopped", "finished") for end in chain.ends().values())
 
 
 def job_number_after(chain: Chain, number: int) -> JobRecord | None:
@@ -125,42 +175,47 @@ def job_number_after(chain: Chain, number: int) -> JobRecord | None:
     return next((each for each in chain.jobs() if each.number == number + 1), None)
 
 
-def _end_of(chain: Chain, attempt: AttemptRecord, job: Job | None, requeued: bool, now: float) -> EndRecord:
+def _judged(job: Job | None) -> tuple[Ending, str]:
+    if job is None:
+        return "crashed", "killed, and nobody knows by whom: Slurm has forgotten the job"
+    if job.state in _FROM_OUTSIDE:
+        return "interrupted", _FROM_OUTSIDE[job.state]
+    return "crashed", f"killed ({job.state}{f', {job.reason}' if job.reason not in ('', 'None') else ''})"
+
+
+def _left_under(chain: Chain, root: str) -> tuple[int, bool]:
+    """The newest commit sequence under a root, and whether it is a new one since the attempts before."""
+    known = [end.sequence for _, end in sorted(chain.ends().items()) if end.root == root]
     try:
-        outcome = read_outcome(chain.outcome_path(attempt.number))
-    except CorruptError:
-        outcome = None
-    ending: Ending = "crashed"
-    reason = "killed, and nobody knows by whom: Slurm has forgotten the job"
-    if outcome is not None and outcome.state == "finished":
-        ending, reason = "finished", outcome.reason
-    elif outcome is not None and outcome.state == "stopped":
-        ending, reason = "stopped", outcome.reason
-    elif requeued:
-        ending, reason = "interrupted", "the job was requeued"
-    elif job is not None and job.state in _FROM_OUTSIDE:
-        ending, reason = "interrupted", _FROM_OUTSIDE[job.state]
-    elif job is not None:
-        reason = f"killed ({job.state}{f', {job.reason}' if job.reason not in ('', 'None') else ''})"
-    if job is not None and job.over and not requeued:
-        now = _time(job.ends, now)
-    root = outcome.root if outcome else ""
-    sequence = attempt.sequence_before
-    if root:
-        try:
-            sequence = max(sequence, newest_sequence(root, chain.spec.created_seconds))
-        except (CkptmanError, OSError):
-            pass
-    return EndRecord(
-        number=attempt.number,
-        ending=ending,
-        reason=reason,
-        returncode=None,
-        root=root,
-        step=outcome.step if outcome else 0,
-        sequence=sequence,
-        ended_seconds=now,
-    )
+        sequence = newest_sequence(root) if root else 0
+        if known:
+            return sequence, sequence not in (0, known[-1])
+        return sequence, bool(root and newest_sequence(root, chain.spec.created_seconds))
+    except (CkptmanError, OSError):
+        return known[-1] if known else 0, False
+
+
+def _bad_nodes(chain: Chain, attempt: AttemptRecord, ending: Ending, slurm: Slurm) -> dict[str, str]:
+    """The nodes of an attempt that Slurm says are down, after a bad ending, or that the attempt itself reported.
+
+    None where those are more than half of its nodes: then something else is wrong.
+    """
+    found: dict[str, str] = {}
+    try:
+        reported = reported_nodes(chain.outcome_path(attempt.number))
+        if ending in ("crashed", "interrupted"):
+            found = slurm.bad_nodes(attempt.nodes)
+        if not found and not reported:
+            return {}
+        own = slurm.names_of(attempt.nodes)
+        found = {node: why for node, why in {**found, **reported}.items() if node in own}
+    except (SchedulerError, OSError) as error:
+        chain.events.record("nodes not known", attempt=attempt.number, why=str(error))
+        return {}
+    if len(found) > max(1, len(own) // 2):
+        chain.events.record("too many bad nodes", attempt=attempt.number, nodes=found)
+        return {}
+    return found
 
 
 def _time(text: str, otherwise: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ckptman.errors import ConfigError
@@ -62,6 +62,16 @@ def in_force(script: Mapping[str, str], variables: Mapping[str, str], line: Mapp
         for name, value in variables.items()
     }
     return {**script, **of_variables, **line}
+
+
+def remarks(options: Mapping[str, str]) -> Iterator[str]:
+    """What a user should know of the options in force."""
+    if "--time" not in options:
+        yield "no --time: each attempt gets the default time limit of its partition"
+    if "--dependency" in options:
+        yield f"--dependency={options['--dependency']} holds for the first job; the others wait for the one before"
+    if "--array" in options:
+        yield "each task becomes a chain of its own, an array of one: SLURM_ARRAY_TASK_COUNT is 1 in it"
 
 
 def limit_seconds(options: Mapping[str, str]) -> float | None:

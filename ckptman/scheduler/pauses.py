@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -40,9 +41,10 @@ def pauses(chain: Chain) -> list[Pause]:
     except (CkptmanError, OSError):
         events = []
     found = []
-    for before, attempt in pairwise(attempts):
+    begun = [attempt.begun_seconds for attempt in attempts]
+    for (before, attempt), until in zip(pairwise(attempts), [*begun[2:], math.inf]):
         ended = ends[before.number].ended_seconds if before.number in ends else None
-        up = start_up(events, attempt.job_id, attempt.begun_seconds)
+        up = start_up(events, attempt.job_id, attempt.begun_seconds, until)
         found.append(_pause(attempt.number, ended, attempt.begun_seconds, up))
     return found
 

@@ -41,9 +41,10 @@ class _Record(BaseModel):
 
 
 class Spec(_Record):
-    """What was submitted. `options`: those of sbatch, on its command line. `first_arguments`: for attempt 1 alone.
+    """What was submitted. `options`: those of sbatch, on its command line. `first_arguments`: until a checkpoint is there.
 
-    `limit_seconds`, `warned_seconds`, `excluded`: what the user's own --time, --signal and --exclude say, if any.
+    `limit_seconds`, `warned_seconds`, `excluded`: what the user's own --time, --signal and --exclude say, as far as it
+    is understood; `has_signal`: whether there is a --signal.
     """
 
     format: int = FORMAT
@@ -54,6 +55,7 @@ class Spec(_Record):
     options: tuple[str, ...] = ()
     sbatch_variables: Mapping[str, str] = {}
     limit_seconds: float | None = None
+    has_signal: bool = False
     warned_seconds: int | None = None
     excluded: str = ""
     array_task: int | None = None
@@ -69,12 +71,17 @@ class Spec(_Record):
 
 
 class State(_Record):
-    """Whether a chain goes on, and why not. `forgiven`: so many attempts no longer count, however they ended."""
+    """Whether a chain goes on, and why not.
+
+    `forgiven`: so many attempts no longer count, however they ended. `given_up`: of so many the checkpoints are gone,
+    and somebody had the run go on all the same.
+    """
 
     state: ChainState
     reason: str = ""
     time_seconds: float
     forgiven: int = 0
+    given_up: int = 0
 
 
 class JobRecord(_Record):
@@ -96,13 +103,13 @@ class AttemptRecord(_Record):
     host: str
     log: str
     begun_seconds: float
-    sequence_before: int
 
 
 class EndRecord(_Record):
-    """How an attempt ended. `sequence`: the newest commit sequence under `root` after it; `step`: what it completed.
+    """How an attempt ended. `step`: what it completed. `sequence`: the newest commit sequence under `root` after it, 0
+    where there is none; `committed`: it is of this attempt.
 
-    `bad_nodes`: those of its nodes that had better not be used again, and why.
+    `bad_nodes`: those of its nodes that had better not be used again, and why. `save_seconds`: what a save took.
     """
 
     number: int
@@ -112,8 +119,10 @@ class EndRecord(_Record):
     root: str
     step: int
     sequence: int
+    committed: bool = True
     ended_seconds: float
     bad_nodes: Mapping[str, str] = {}
+    save_seconds: float | None = None
 
 
 class Chain:
@@ -157,10 +166,10 @@ class Chain:
             raise CorruptError(f"{self.folder / 'state.json'} is gone: submit the script again; the run goes on")
         return found
 
-    def turn(self, state: ChainState, reason: str, now: float, forgiven: int | None = None) -> None:
-        """Change the state, and note it. `forgiven`: so many attempts no longer count, however they ended."""
-        forgiven = self.state.forgiven if forgiven is None else forgiven
-        self._replace("state.json", State(state=state, reason=reason, time_seconds=now, forgiven=forgiven))
+    def turn(self, state: ChainState, reason: str, now: float, **changed: int) -> None:
+        """Change the state, and note it. `changed`: other fields of `State`, which else stay as they are."""
+        new = {"state": state, "reason": reason, "time_seconds": now, **changed}
+        self._replace("state.json", self.state.model_copy(update=new))
         self.events.record(state, sync=True, reason=reason)
 
     def jobs(self) -> list[JobRecord]:

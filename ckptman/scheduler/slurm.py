@@ -20,10 +20,8 @@ PATIENCE_SECONDS = 120.0
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 1.0, 30.0
 _FIELDS = "%A|%T|%r|%e|%o"
 """%A and not %i: a job that is one task of an array has an id of its own too."""
-_NODE = re.compile(
-    r"^NodeName=(?P<name>\S+) .*?\bState=(?P<state>\S+)(?:.*? Reason=(?P<reason>.*?))?\s*$", re.MULTILINE
-)
-_BAD_STATES = {"down", "fail", "failing", "error", "unknown", "not_responding"}
+_NODE = re.compile(r"^NodeName=(?P<name>\S+) .*?\bState=(?P<state>\S+)(?:.*? Reason=(?P<reason>.*\S))?", re.MULTILINE)
+_BAD_STATES = {"down", "fail", "failing", "error", "not_responding"}
 _PASSING = (
     *("socket timed out", "unable to contact slurm", "connection refused", "connection timed out", "in standby"),
     *("zero bytes were transmitted", "transport endpoint", "communication connection", "message receive failure"),
@@ -32,6 +30,7 @@ _PASSING = (
 """What a controller says, or is said of it, that comes right by itself."""
 _FULL = ("submit limit", "maxsubmit", "job limit", "maxjobcount", "too many jobs", "job count limit")
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "SIGNALING")
 _OVER = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"),
     *("DEADLINE", "REVOKED"),
@@ -62,6 +61,11 @@ class Job:
     def waits(self) -> bool:
         """Whether it is in the queue and does not run."""
         return self.state in _WAITING
+
+    @property
+    def runs(self) -> bool:
+        """Whether its processes are there."""
+        return self.state in _RUNNING
 
     @property
     def over(self) -> bool:
@@ -172,15 +176,18 @@ class Slurm:
             if found:
                 return found[0].id
 
-    def would_run(self, batch_file: Path, number: int, options: Sequence[str]) -> bool:
-        """Whether there are nodes that such a job could ever run on. Nothing is submitted."""
+    def why_never(self, batch_file: Path, number: int, options: Sequence[str]) -> str:
+        """Why such a job could not run on the nodes that there are now, in the words of sbatch; "" if it could.
+
+        Nothing is submitted. Raises: UnreachableError.
+        """
         try:
             self._ask("sbatch", "--test-only", *options, str(batch_file), str(number))
         except UnreachableError:
             raise
-        except SchedulerError:
-            return False
-        return True
+        except SchedulerError as error:
+            return str(error)
+        return ""
 
     def submitted(self, batch_file: Path, number: int | None = None) -> list[Job]:
         """The jobs of this user that run a batch file (with this number), finished ones too while Slurm knows them."""

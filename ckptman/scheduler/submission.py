@@ -14,7 +14,7 @@ from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerErr
 from ckptman.policy.warning import SHORTEST_LIMIT_SECONDS, warning_seconds
 from ckptman.scheduler.batchfile import BatchScript, batch_file, parse
 from ckptman.scheduler.history import avoided, job_number_after, measured_save_seconds
-from ckptman.scheduler.options import array_tasks, in_force, limit_seconds, read_options, warned
+from ckptman.scheduler.options import array_tasks, in_force, limit_seconds, read_options, remarks, warned
 from ckptman.scheduler.record import CHAINS, Chain, JobRecord, Mode, Spec, find_chains
 from ckptman.scheduler.slurm import QueueFullError, Slurm, UnreachableError, submission_environment
 
@@ -44,6 +44,8 @@ class Prepared:
     chain: Chain
     spec: Spec
     script: BatchScript
+    remarks: tuple[str, ...]
+    """What the user should know."""
 
 
 def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: float) -> list[Prepared]:
@@ -84,6 +86,7 @@ def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: fl
         options=(*added, *wish.options),
         sbatch_variables=variables,
         limit_seconds=limit_seconds(options),
+        has_signal="--signal" in options,
         warned_seconds=signal.seconds if signal else None,
         excluded=options.get("--exclude", ""),
         workdir=str(workdir),
@@ -98,16 +101,17 @@ def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: fl
     )
     name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{os.getpid()}"
     base = (folder or workdir / CHAINS / name).resolve()
+    others = [] if wish.another else [(each, each.spec) for each in find_chains(workdir)]
+    width = len(str(max((task for task in tasks if task is not None), default=0)))
     made = []
     for task in tasks:
         own, where = spec, base
         if task is not None:
             # An array of one: the number of the task is in its environment as ever.
             own = spec.model_copy(update={"array_task": task, "options": (*spec.options, f"--array={task}")})
-            where = base.with_name(f"{base.name}-task{task}")
-        if not wish.another:
-            _refuse_twins(own, workdir)
-        made.append(Prepared(Chain(where), own, script))
+            where = base.with_name(f"{base.name}-task{task:0{width}}")
+        _refuse_twins(own, others)
+        made.append(Prepared(Chain(where), own, script, tuple(remarks(options))))
     return made
 
 
@@ -171,46 +175,53 @@ def slurm_of(spec: Spec, environ: Mapping[str, str]) -> Slurm:
 
 
 def avoid_nodes(chain: Chain, slurm: Slurm, jobs: Sequence[JobRecord], now: float) -> str:
-    """Have jobs that wait leave out the nodes that were found bad. What was done, for people; "" if nothing.
+    """Have jobs that wait leave out the nodes that were found bad, and no others. What was done, for people.
 
-    Raises: SchedulerError.
+    "" if there is nothing to be done. Raises: SchedulerError.
     """
-    nodes = avoided(chain, now)
-    if not nodes or not jobs:
+    if not jobs or not any(end.bad_nodes for end in chain.ends().values()):
         return ""
-    told = ", ".join(f"{node} ({why})" for node, why in nodes.items())
-    excluded = _excluded(chain.spec, nodes)
-    # A job that waits takes any exclusion, and would wait for ever if no nodes are left.
-    options = (*chain.spec.options, f"--exclude={excluded}")
-    if not slurm.would_run(chain.batch_file, jobs[0].number, options):
-        chain.events.record("not avoided", nodes=nodes)
-        return f"found bad, but without them there are not enough nodes: {told}"
+    nodes, why_not = _avoidable(chain, slurm, jobs[0].number, now)
     for job in jobs:
-        slurm.update(job.job_id, ExcNodeList=excluded)
-    chain.events.record("avoided", sync=True, nodes=nodes, jobs=[each.job_id for each in jobs])
-    return f"left out from now on: {told}"
+        try:
+            slurm.update(job.job_id, ExcNodeList=_excluded(chain.spec, nodes))
+        except UnreachableError:
+            raise
+        except SchedulerError as error:  # that job is over, or begins just now
+            chain.events.record("not told", job=job.job_id, why=str(error))
+    return why_not or (f"left out: {_told(nodes)}" if nodes else "")
 
 
 def _submit(chain: Chain, slurm: Slurm, number: int, options: Sequence[str], now: float) -> JobRecord:
     spec = chain.spec
     # Of two options of the same name the last one counts, and both before what the script says.
     given = (*spec.options, *_warning(spec, measured_save_seconds(chain)), *options)
-    nodes = avoided(chain, now)
+    nodes, _ = _avoidable(chain, slurm, number, now)
     without = [f"--exclude={_excluded(spec, nodes)}"] if nodes else []
-    try:
-        job_id = slurm.submit(chain.batch_file, number, (*given, *without))
-    except (QueueFullError, UnreachableError):
-        raise
-    except SchedulerError:
-        if not without:
-            raise
-        # Perhaps too few nodes are left.
-        job_id, without = slurm.submit(chain.batch_file, number, given), []
-        chain.events.record("not avoided", nodes=nodes)
+    job_id = slurm.submit(chain.batch_file, number, (*given, *without))
     record = JobRecord(number=number, job_id=job_id, time_seconds=now)
     chain.put_job(record)
     chain.events.record("submit", sync=True, job=number, job_id=job_id, options=[*options, *without])
     return record
+
+
+def _avoidable(chain: Chain, slurm: Slurm, number: int, now: float) -> tuple[dict[str, str], str]:
+    """The nodes to be left out; none where the job would then wait for ever, and why. Raises: UnreachableError."""
+    nodes, spec = avoided(chain, now), chain.spec
+    if not nodes:
+        return {}, ""
+    if "/" in spec.excluded:
+        return {}, f"--exclude={spec.excluded} is a file, which cannot be added to: {_told(nodes)}"
+    refusal = slurm.why_never(chain.batch_file, number, (*spec.options, f"--exclude={_excluded(spec, nodes)}"))
+    if not refusal:
+        chain.events.record("avoided", nodes=nodes)
+        return nodes, ""
+    chain.events.record("not avoided", nodes=nodes, why=refusal)
+    return {}, f"found bad, but without them it could not run now: {_told(nodes)}"
+
+
+def _told(nodes: Mapping[str, str]) -> str:
+    return ", ".join(f"{node} ({why})" for node, why in nodes.items())
 
 
 def _excluded(spec: Spec, nodes: Mapping[str, str]) -> str:
@@ -219,7 +230,7 @@ def _excluded(spec: Spec, nodes: Mapping[str, str]) -> str:
 
 def _warning(spec: Spec, save_seconds: float | None) -> tuple[str, ...]:
     """The warning before the time limit, as long before as the saves of this run need; none beside the user's own."""
-    if spec.warned_seconds is not None or (spec.limit_seconds or 0) < SHORTEST_LIMIT_SECONDS:
+    if spec.has_signal or (spec.limit_seconds or 0) < SHORTEST_LIMIT_SECONDS:
         return ()
     longest = int((spec.limit_seconds or 0) // 4)
     return (f"--signal=B:USR2@{min(warning_seconds(save_seconds), longest)}",)
@@ -246,9 +257,8 @@ def _places_of_output(options: Mapping[str, str], workdir: Path) -> list[str]:
     return found
 
 
-def _refuse_twins(spec: Spec, workdir: Path) -> None:
-    for other in find_chains(workdir):
-        theirs = other.spec
+def _refuse_twins(spec: Spec, others: Sequence[tuple[Chain, Spec]]) -> None:
+    for other, theirs in others:
         same = (theirs.script, theirs.arguments, theirs.array_task) == (spec.script, spec.arguments, spec.array_task)
         if same and other.state.state in ("active", "paused"):
             raise ExistsError(

@@ -17,7 +17,7 @@ from ckptman.errors import ConfigError, NotFoundError, RootError, warn
 from ckptman.lifecycle.nodes import is_device_trouble, report_node, this_node
 from ckptman.lifecycle.outcome import OUTCOME_ENV, Outcome, attempt_number, write_outcome
 from ckptman.monitor.journal import Journal, read_journal
-from ckptman.monitor.measured import longest_save_seconds
+from ckptman.monitor.measured import typical_save_seconds
 from ckptman.sharded.commit import SaveInfo
 from ckptman.sharded.ranks import Channel
 from ckptman.sharded.state import Snapshot, mesh_of
@@ -90,11 +90,14 @@ class Attempt:
                 warn(f"the outcome could not be written: {error}")
         self.note(state, sync=True, step=step, reason=reason)
 
-    def fail(self, step: int, error: BaseException) -> None:
-        """End with an error. Where it says that a device of this node is broken, the chain learns of the node."""
+    def blame(self, error: BaseException) -> None:
+        """Where an error says that a device of this node is broken, the chain learns of the node."""
         if is_device_trouble(error):
             with contextlib.suppress(OSError):
                 report_node(this_node(os.environ), str(error), os.environ)
+
+    def fail(self, step: int, error: BaseException) -> None:
+        """End with an error."""
         self.end("failed", step, f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1))
 
     def save_info(
@@ -143,7 +146,7 @@ def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) 
         # Looked at again: until the claim was ours, another run may have saved.
         finds = bool(entries or place.list())
         events = _events(place.root)
-        saves = longest_save_seconds(events)
+        saves = typical_save_seconds(events)
         attempt = Attempt(place.root, _number(events), run_id, job_id, finds, saves, held)
         attempt.journal = Journal(journal_path(place.root), disk=disk)
         attempt.journal.bind(attempt=attempt.number)

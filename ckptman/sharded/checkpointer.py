@@ -384,6 +384,7 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        self._attempt.blame(error)
         # A save that runs may be a second from durable, and is bounded by its own timeout.
         self._watchdog.beat("save", self._pace.previous_step)
         _, failed = self._saver.wait()

@@ -88,8 +88,8 @@ class Roll:
                     process.send_signal(signal.SIGKILL)
 
     def bad_nodes(self) -> dict[str, str]:
-        """Nodes with ranks that do not answer, and which; none where those are more than half of all nodes: then it is
-        hardly the nodes."""
+        """Nodes with ranks that do not answer, and which; none where those are several, and more than half of all: then
+        it is hardly the nodes."""
         if self._store is None or not self.silent:
             return {}
         ranks_of: dict[str, list[int]] = {}

@@ -249,7 +249,7 @@ class ChunkTable:
         counts = [len(part) for part in parts]
         records = [self._tensors[name] for name in names]
         dims = len(records[0].shape)
-        rows = np.concatenate(parts)
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         shape = np.repeat(
             np.array([record.shape for record in records], np.int64).reshape(len(records), dims), counts, axis=0
         )

@@ -33,15 +33,33 @@ def test_the_next_attempt_leaves_out_the_nodes_that_were_reported(
     assert len({each.nodes for each in chain.attempts()}) == 3
 
 
-def test_no_attempt_waits_for_nodes_that_are_all_left_out(lab: Cluster, tmp_path: Path) -> None:
+def test_no_attempt_waits_for_nodes_that_are_left_out(lab: Cluster, tmp_path: Path) -> None:
     body = """
-    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do echo bad > "$CKPTMAN_OUTCOME.node-$node"; done
+    echo bad > "$CKPTMAN_OUTCOME.node-$SLURMD_NODENAME"
     [ "$CKPTMAN_ATTEMPT" = 3 ] || exit 75
     """
-    chain = submit(script(tmp_path, body, "--nodes=3"))
+    chain = submit(script(tmp_path, body, "--nodes=4"))
     ended(lab)
     assert chain.state.state == "finished"
-    assert "without them there are not enough nodes" in (tmp_path / "log").read_text()
+    assert "without them it could not run now" in (tmp_path / "log").read_text()
+
+
+def test_an_exclusion_ends_where_the_nodes_are_needed(lab: Cluster, tmp_path: Path) -> None:
+    """Another node is drained meanwhile: sbatch would still take the exclusion, and the job would wait for ever."""
+    body = """
+    echo bad > "$CKPTMAN_OUTCOME.node-$SLURMD_NODENAME"
+    [ "$CKPTMAN_ATTEMPT" = 1 ] && touch there && while [ ! -e drained ]; do sleep 0.1; done
+    [ "$CKPTMAN_ATTEMPT" = 2 ] || exit 75
+    """
+    chain = submit(script(tmp_path, body, "--nodes=3"))
+    lab.wait((tmp_path / "there").exists, 30, "it does not run")
+    lab.ask("scontrol", "update", f"nodename={lab.nodes[3]}", "state=drain", "reason=test")
+    try:
+        (tmp_path / "drained").touch()
+        ended(lab)
+    finally:
+        lab.ask("scontrol", "update", f"nodename={lab.nodes[3]}", "state=resume")
+    assert chain.state.state == "finished"
 
 
 def test_a_node_that_died_is_left_out(lab: Cluster, tmp_path: Path) -> None:
