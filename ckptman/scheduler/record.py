@@ -41,7 +41,7 @@ class _Record(BaseModel):
 
 
 class Spec(_Record):
-    """What was submitted. `options`: those of sbatch, on its command line. `first_arguments`: until a checkpoint is there.
+    """What was submitted. `options`: those of sbatch, on its command line. `first_arguments`: until one is saved.
 
     `limit_seconds`, `warned_seconds`, `excluded`: what the user's own --time, --signal and --exclude say, as far as it
     is understood; `has_signal`: whether there is a --signal.
