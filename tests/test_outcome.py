@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -99,3 +100,30 @@ def test_attempt_number_that_is_none(text: str) -> None:
 
 def test_names_that_others_rely_on() -> None:
     assert (OUTCOME_ENV, ATTEMPT_ENV) == ("CKPTMAN_OUTCOME", "CKPTMAN_ATTEMPT")
+
+
+def test_a_record_is_seen_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, path, seen = Disk(), tmp_path / "record.json", []
+    real = Disk.write_file
+
+    def looked_at(self: Disk, where: Path, data: bytes) -> None:
+        real(self, where, data[:3])
+        seen.append(path.exists())
+        real(self, where, data)
+
+    monkeypatch.setattr(Disk, "write_file", looked_at)
+    disk.create_whole_file(path, b"whole")
+    assert (seen, path.read_bytes()) == ([False], b"whole")
+    with pytest.raises(FileExistsError):
+        disk.create_whole_file(path, b"other")
+    assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
+    assert path.read_bytes() == b"whole"
+
+    def no_links(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    disk.create_whole_file(tmp_path / "without", b"links")
+    with pytest.raises(FileExistsError):
+        disk.create_whole_file(path, b"other")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["record.json", "without"]

@@ -76,7 +76,7 @@ def resume(chain: Chain, slurm: Slurm, now: float) -> Seen:
         given_up = forgiven if state.state == "stopped" and lost(chain) else state.given_up
         chain.turn("active", f"resumed by {_who()}", now, forgiven=forgiven, given_up=given_up)
     for _, job in seen.waiting:
-        if job.reason in ("JobHeldUser", "JobHeldAdmin"):
+        if "held" in job.reason.lower():  # by `pause`, or by Slurm after a launch that failed
             slurm.release(job.id)
     avoid_nodes(chain, slurm, [record for record, _ in seen.waiting], now)
     if not seen.live:

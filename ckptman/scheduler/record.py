@@ -211,7 +211,7 @@ class Chain:
 
     def _make(self, name: str, record: M) -> M:
         try:
-            DISK.create_file(self.folder / name, _data(record))
+            DISK.create_whole_file(self.folder / name, _data(record))
         except FileExistsError:
             return self._read(name, type(record)) or record
         DISK.sync_folder(self.folder)

@@ -40,6 +40,9 @@ def folder_mode() -> int:
     return 0o700 if setting == "1" else 0o777
 
 
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
 class Disk:
     """The operations a commit is made of. Stateless; `DISK` is the one to use."""
 
@@ -69,6 +72,25 @@ class Disk:
         except OSError:
             self.remove_file(path)
             raise
+
+    def create_whole_file(self, path: Path, data: bytes) -> None:
+        """As `create_file`, where others read it at any time: they see all of it or none, also after a kill.
+
+        Where the file system has no hard links it is no more than `create_file`.
+        """
+        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
+        try:
+            self.write_file(temporary, data)
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self.create_file(path, data)
+        finally:
+            with contextlib.suppress(OSError):
+                self.remove_file(temporary)
 
     def replace_file(self, path: Path, data: bytes) -> None:
         """Put `data` in place of `path`, durably: whoever looks sees the old bytes or the new ones, never a mixture."""
