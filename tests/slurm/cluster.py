@@ -153,14 +153,24 @@ class Cluster:
         self._daemon("slurmd", "-N", name, "-f", str(self.folder / "slurm.conf"))
 
     def kill_node(self, name: str) -> None:
-        """What a power cut does: the daemon, and all that runs there, are gone at once."""
+        """What a power cut does: the daemon, and all that runs there, are gone at once, and nobody tells of it."""
         self._end_by_pid_file(f"slurmd.{name}.pid", signal.SIGKILL)
+        there = []
         for process in self._processes():
             with suppress(psutil.Error):
-                title = " ".join(process.cmdline())
-                on_it = process.environ().get("SLURMD_NODENAME") == name or ("slurmstepd: [" in title and name in title)
-                if on_it:
-                    process.kill()
+                if process.environ().get("SLURMD_NODENAME") == name:
+                    there.append(process)
+        watching = []  # slurmstepd would tell the controller how the others ended
+        for process in there:
+            with suppress(psutil.Error):
+                watching += [each for each in process.parents() if each.name() == "slurmstepd"]
+        for process in (*watching, *there):
+            with suppress(psutil.Error):
+                process.kill()
+
+    def kill_daemon(self, name: str) -> None:
+        """The slurmd of a node alone: what runs there runs on."""
+        self._end_by_pid_file(f"slurmd.{name}.pid", signal.SIGKILL)
 
     def idle(self) -> list[str]:
         return self.ask("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N").split()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptman.train.tokenize import tokenize
+from tests.slurm.bundled import begin, script
 from tests.slurm.cluster import Cluster, missing
 
 MUST_ENV = "CKPTMAN_TEST_SLURM"
@@ -46,3 +48,25 @@ def lab(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     if left := cluster.queue():
         cluster.ask("scancel", *left)
         cluster.wait(lambda: not cluster.queue(), 60, "the queue is not empty")
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text").write_text(Path(__file__).with_name("cluster.py").read_text())
+    tokenize(folder / "tokens", [folder / "text"], vocab_size=300, workers=1)
+    return folder / "tokens"
+
+
+@pytest.fixture(scope="session")
+def whole(tokens: Path, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the bundled loop that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, value in cluster.environ.items():
+            patch.setenv(name, value)
+        scene = begin(cluster, script(folder, tokens))
+        scene.finishes(120)
+    assert len(scene.chain.attempts()) == 1
+    return folder

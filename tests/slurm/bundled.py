@@ -1,0 +1,106 @@
+"""The bundled loop as a chain of jobs, 2 nodes x 2 ranks; and what it has to have done in the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ckptman.monitor.journal import read_journal
+from ckptman.store.manifest import read_manifest
+from ckptman.store.names import step_folder
+from tests.scenarios import Act, Scene, submit
+from tests.slurm.cluster import Cluster
+
+STEPS = 80
+INTERVAL = 5
+OWN_STEPS = INTERVAL + 5
+"""So many steps an attempt does before something happens to it."""
+SHAPE: Mapping[str, object] = {
+    "model.dim": 16,
+    "model.layers": 2,
+    "model.heads": 2,
+    "model.kv_heads": 1,
+    "data.sequence_tokens": 12,
+    "data.global_batch": 6,
+    "data.micro_batch": 2,
+    "optimizer.warmup_steps": 3,
+    "parallel.device": "cpu",
+    "run.steps": STEPS,
+    "run.log": "steps.jsonl",
+    "run.log_every": 1,
+    "run.timeout_seconds": 60,
+    "checkpoint.root": "ck",
+    "checkpoint.every_steps": INTERVAL,
+    "checkpoint.keep_last": 2,
+}
+TRAIN = "-m ckptman.train"
+BODY = """#!/bin/bash
+#SBATCH --time={minutes} --nodes=2 --ntasks-per-node=2 --output=log
+export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) OMP_NUM_THREADS=1
+srun --kill-on-bad-exit=1 --ntasks=$((2 * SLURM_JOB_NUM_NODES)) {python} {program} --config run.toml {settings}
+"""
+
+
+def paced(seconds: float) -> str:
+    """The loop, whose steps take that much longer; and what is to be held can be held."""
+    return f"{Path(__file__).with_name('paced.py')} {seconds}"
+
+
+def script(folder: Path, tokens: Path, *, program: str = TRAIN, minutes: int = 5, **settings: object) -> Path:
+    """A batch script of the loop. `settings`: keys of its configuration, with __ for the dot."""
+    (folder / "run.toml").write_text("")
+    values = {**SHAPE, "data.path": tokens, **{key.replace("__", "."): each for key, each in settings.items()}}
+    path = folder / "train.sbatch"
+    path.write_text(
+        BODY.format(
+            python=sys.executable,
+            program=program,
+            minutes=minutes,
+            settings=" ".join(f"--set {name}={value}" for name, value in values.items()),
+        )
+    )
+    return path
+
+
+def begin(lab: Cluster, path: Path) -> Scene:
+    return Scene(lab, submit(path), program="run.toml")
+
+
+def steps(folder: Path) -> list[tuple[int, str]]:
+    """Steps and losses, in the order in which they were logged."""
+    path = folder / "steps.jsonl"
+    return [(each["step"], each["loss_hex"]) for each in read_journal(path)[0]] if path.exists() else []
+
+
+def trains(scene: Scene, folder: Path, number: int, own_steps: int = OWN_STEPS) -> str:
+    """Wait until attempt `number` has done so many steps of its own; the id of its job."""
+    scene.until(lambda: len(scene.chain.attempts()) >= number, 60, f"no attempt {number}")
+    before = len(steps(folder))
+    scene.until(lambda: len(steps(folder)) >= before + own_steps, 90, f"attempt {number} does not train")
+    return scene.chain.attempts()[-1].job_id
+
+
+def disturbed(lab: Cluster, folder: Path, tokens: Path, acts: Sequence[Act], program: str = TRAIN) -> Scene:
+    """A run, of which one attempt after the other is disturbed after some steps of its own; the last one is not."""
+    scene = begin(lab, script(folder, tokens, program=program))
+    for number, act in enumerate(acts, 1):
+        act(scene, trains(scene, folder, number))
+        scene.until_ended(number, 90)
+    scene.finishes(120)
+    return scene
+
+
+def check(folder: Path, whole: Path, allowed: int) -> None:
+    """The run is the whole run, and at most `allowed` steps were computed twice."""
+    logged, expected = steps(folder), steps(whole)
+    assert [step for step, _ in expected] == list(range(1, STEPS + 1))
+    assert dict(logged) == dict(expected)
+    assert set(logged) == set(expected)
+    assert len(logged) - len(expected) <= allowed
+    assert _saved_bytes(folder) == _saved_bytes(whole)
+
+
+def _saved_bytes(folder: Path) -> dict[str, object]:
+    files = read_manifest(folder / "ck" / step_folder(STEPS)).files
+    return {name: each for name, each in files.items() if name != ".metadata"}

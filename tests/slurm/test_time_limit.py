@@ -1,0 +1,30 @@
+"""A run of the bundled loop that is longer than Slurm's shortest time limit: no signal, and not one step twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.bundled import begin, check, paced, script
+from tests.slurm.cluster import Cluster
+
+STEP_SECONDS = 2.5
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_five_attempts_of_one_minute(lab: Cluster, tokens: Path, whole: Path, tmp_path: Path) -> None:
+    path = script(tmp_path, tokens, program=paced(STEP_SECONDS), minutes=1, checkpoint__margin_seconds=10)
+    scene = begin(lab, path)
+    scene.finishes(800)
+    *stopped, last = scene.chain.ends().values()
+    assert len(stopped) >= 4
+    assert last.ending == "finished"
+    for end in stopped:
+        assert end.ending == "stopped"
+        assert "left before the deadline" in end.reason
+    check(tmp_path, whole, allowed=0)
+    begun = {each.number: each.begun_seconds for each in scene.chain.attempts()}
+    for end in (*stopped, last):
+        print(f"attempt {end.number}: {end.ended_seconds - begun[end.number]:.0f} s, to step {end.step}: {end.reason}")
