@@ -6,6 +6,7 @@ STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.installed-bench
 QUIET  := --quiet --disable-pip-version-check
 SOURCE := ckptman tests examples benchmarks
+JOBS   ?= 2
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test check format campaign faults bench clean
@@ -37,7 +38,7 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	$(BIN)/python -m pytest -m "not campaign"
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m "not campaign"
 
 check: setup
 	$(BIN)/ruff check $(SOURCE)
