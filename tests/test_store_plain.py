@@ -165,7 +165,7 @@ Point = namedtuple("Point", "x y")
         (numpy.zeros((2, 2)).view(numpy.matrix), r"app is a numpy\..*matrix"),
         (numpy.dtype("f4"), r"app is a numpy\..*"),
     ],
-    ids=lambda value: repr(value)[:30],
+    ids=lambda value: repr(value).partition(" at 0x")[0][:30],
 )
 def test_what_has_no_exact_form_is_refused_by_name(value: Any, where: str) -> None:
     with pytest.raises(ConfigError, match=f"{where}.*, which a checkpoint cannot hold: save plain values"):
