@@ -29,7 +29,7 @@ VERBS = {
         *("--stall-limit", "--requeue", "--upfront", "--first", "--sbatch", "--chain-dir", "--another", "--dry-run"),
     ],
     "chain list": ["[DIR]", "--json"],
-    "chain show": ["[CHAIN]", "--json"],
+    "chain show": ["[CHAIN]", "--times", "--json"],
     "chain cancel": ["[CHAIN]"],
     "chain pause": ["[CHAIN]"],
     "chain resume": ["[CHAIN]"],

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.errors import ConfigError
+from ckptman.errors import EXIT_STALLED, ConfigError
 from ckptman.lifecycle.outcome import Outcome, read_outcome
 from ckptman.monitor.journal import read_journal
 from ckptman.policy.patience import Patience
@@ -300,3 +300,19 @@ def test_only_a_stopped_process_of_this_run_is_killed(
     finally:
         child.kill()
         child.wait()
+
+
+def test_what_breaks_because_a_watchdog_ended_a_rank_does_not_hide_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="connection reset"), Checkpointer(tmp_path, {"a": 1}) as checkpointer:
+        own = checkpointer._attempt
+        own.write_outcome("failed", 7, "Stalled: no sign of life; not heard of: rank 3", EXIT_STALLED)
+        raise RuntimeError("connection reset")
+    assert "failed" not in [each["event"] for each in read_journal(journal_path(tmp_path))[0]]
+    found = read_outcome(outcome_path(tmp_path))
+    assert found is not None
+    assert (found.reason, found.exit_code) == ("Stalled: no sign of life; not heard of: rank 3", EXIT_STALLED)
+    with pytest.raises(RuntimeError, match="again"), Checkpointer(tmp_path, {"a": 1}):
+        raise RuntimeError("again")
+    found = read_outcome(outcome_path(tmp_path))
+    assert found is not None
+    assert found.reason == "RuntimeError: again"

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptman.errors import ConfigError, NotFoundError, RootError, warn
+from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, warn
 from ckptman.lifecycle.nodes import is_device_trouble, report_node, this_node
-from ckptman.lifecycle.outcome import OUTCOME_ENV, Outcome, attempt_number, write_outcome
+from ckptman.lifecycle.outcome import OUTCOME_ENV, Outcome, attempt_number, read_outcome, write_outcome
 from ckptman.monitor.journal import Journal, read_journal
 from ckptman.monitor.measured import typical_save_seconds
 from ckptman.sharded.commit import SaveInfo
@@ -85,10 +85,20 @@ class Attempt:
         """Write outcome and last event. Trouble on the way is told and does not hide why the attempt ended."""
         if self.claim is not None:
             try:
+                if state == "failed" and self._failed_already():
+                    return
                 self.write_outcome(state, step, reason, exit_code)
             except OSError as error:
                 warn(f"the outcome could not be written: {error}")
         self.note(state, sync=True, step=step, reason=reason)
+
+    def _failed_already(self) -> bool:
+        """Whether a watchdog has said why this attempt fails: what breaks when its rank leaves comes of that."""
+        try:
+            found = read_outcome(outcome_path(self.root))
+        except CorruptError:
+            return False
+        return found is not None and (found.state, found.attempt) == ("failed", self.number)
 
     def blame(self, error: BaseException) -> None:
         """Where an error says that a device of this node is broken, the chain learns of the node."""
