@@ -38,7 +38,7 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m "not campaign"
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not campaign"
 
 check: setup
 	$(BIN)/ruff check $(SOURCE)
