@@ -302,15 +302,20 @@ def test_only_a_stopped_process_of_this_run_is_killed(
         child.wait()
 
 
-def test_what_breaks_because_a_watchdog_ended_a_rank_does_not_hide_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leads", [True, False])
+def test_what_breaks_because_a_watchdog_ended_a_rank_does_not_hide_why(tmp_path: Path, leads: bool) -> None:
     with pytest.raises(RuntimeError, match="connection reset"), Checkpointer(tmp_path, {"a": 1}) as checkpointer:
         own = checkpointer._attempt
+        if not leads:  # the deputy opens the journal when it speaks for the leader
+            own.claim = None
         own.write_outcome("failed", 7, "Stalled: no sign of life; not heard of: rank 3", EXIT_STALLED)
         raise RuntimeError("connection reset")
     assert "failed" not in [each["event"] for each in read_journal(journal_path(tmp_path))[0]]
     found = read_outcome(outcome_path(tmp_path))
     assert found is not None
     assert (found.reason, found.exit_code) == ("Stalled: no sign of life; not heard of: rank 3", EXIT_STALLED)
+    if not leads:
+        return
     with pytest.raises(RuntimeError, match="again"), Checkpointer(tmp_path, {"a": 1}):
         raise RuntimeError("again")
     found = read_outcome(outcome_path(tmp_path))

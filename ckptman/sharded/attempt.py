@@ -83,10 +83,10 @@ class Attempt:
 
     def end(self, state: Literal["finished", "stopped", "failed"], step: int, reason: str, exit_code: int) -> None:
         """Write outcome and last event. Trouble on the way is told and does not hide why the attempt ended."""
+        if state == "failed" and self._failed_already():
+            return
         if self.claim is not None:
             try:
-                if state == "failed" and self._failed_already():
-                    return
                 self.write_outcome(state, step, reason, exit_code)
             except OSError as error:
                 warn(f"the outcome could not be written: {error}")
@@ -94,9 +94,11 @@ class Attempt:
 
     def _failed_already(self) -> bool:
         """Whether a watchdog has said why this attempt fails: what breaks when its rank leaves comes of that."""
+        if self.claim is None and self.journal is None:  # this rank says nothing in any case
+            return False
         try:
             found = read_outcome(outcome_path(self.root))
-        except CorruptError:
+        except (CorruptError, OSError):
             return False
         return found is not None and (found.state, found.attempt) == ("failed", self.number)
 
