@@ -7,9 +7,10 @@
     attempt-0003.json   the third attempt: written at its start. A requeued job has several
     ended-0003.json     how it ended: written by the attempt, or by the next one if it was killed
     outcome-3.json      what the run itself says of its end
+    outcome-3.json.node-n1   that node n1 is bad, and why: by the run, or by a health check of the user's
     events.jsonl        what was done, and why
 
-Whoever makes a numbered file first has made it: two that do the same at once never both go on.
+Whoever makes a numbered file first has made it: two that do the same at once never both go on. It is seen as a whole.
 """
 
 from __future__ import annotations
