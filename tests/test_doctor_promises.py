@@ -203,7 +203,7 @@ def test_files_that_nobody_can_make_are_found(tmp_path: Path) -> None:
 
 
 def test_a_root_that_two_processes_own_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "_process_lives", lambda of: False)
+    monkeypatch.setattr(owner, "process_lives", lambda of: False)
     found = apart(lambda: promises.check_claim(tmp_path), 30)
     assert (found.verdict, found.value) == ("FAILED", "a root that another process owns was given to this one")
 

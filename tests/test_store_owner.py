@@ -248,14 +248,14 @@ def test_a_claim_that_is_whole_a_moment_later_is_alive(tmp_path: Path, monkeypat
     leave(tmp_path)
     whole = owner_path(tmp_path, 1).read_bytes()
     owner_path(tmp_path, 1).write_bytes(b"")
-    touched_at = owner_module._touched_at
+    touched_at = owner_module.touched_at
 
     def write_first(path: Path) -> int | None:
         if not path.read_bytes():
             path.write_bytes(whole)
         return touched_at(path)
 
-    monkeypatch.setattr(owner_module, "_touched_at", write_first)
+    monkeypatch.setattr(owner_module, "touched_at", write_first)
     with pytest.raises(BusyError, match="job 4711"):
         claim(tmp_path, "run", None, patience_seconds=SHORT_SECONDS)
 

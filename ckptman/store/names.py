@@ -4,7 +4,8 @@ step-0000000100              a committed checkpoint
 step-0000000100.tmp-X        being written; X tells whose (see `owner`)
 step-0000000100.old-X        stood aside while a new save of the same step takes its name (see `place.commit`)
 step-0000000100.trash-X      deleted, being removed
-.ckptman/                    the run's own files: journal.jsonl, outcome.json, owner-000001.json, stacks-2-rank00003.txt
+.ckptman/                    the run's own files: journal.jsonl, outcome.json, owner-000001.json, lease-0a1b2c3d.json,
+                             stacks-2-rank00003.txt
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ DOT = ".ckptman"
 Kind = Literal["step", "tmp", "old", "trash"]
 _STEP = re.compile(r"step-(?P<step>[0-9]{10})(?:\.(?P<kind>tmp|old|trash)-(?P<tag>[0-9A-Za-z_-]+))?", re.ASCII)
 _OWNER = re.compile(r"owner-([0-9]{6,})\.json", re.ASCII)
+_LEASE = re.compile(r"lease-[0-9a-f]{8}\.json", re.ASCII)
 _HALF_WRITTEN = re.compile(r".+\.tmp-([0-9]+)-[0-9a-f]{8}", re.ASCII | re.DOTALL)
 _OF_RANK = re.compile(r"__(?P<data>[0-9]+)_0\.distcp|(?:blocks|values)-(?P<other>[0-9]{5,})\.(?:bin|json)", re.ASCII)
 MAX_STEP = 10**10 - 1
@@ -104,6 +106,16 @@ def parse_owner(name: str) -> int | None:
     """The number of a claim, or None if the name is not that of one."""
     match = _OWNER.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def lease_path(root: Path, nonce: str) -> Path:
+    """What a reader or a copy leaves here while it is at work (see `lease`)."""
+    return root / DOT / f"lease-{nonce}.json"
+
+
+def is_lease(name: str) -> bool:
+    """Whether a name is that of a lease."""
+    return _LEASE.fullmatch(name) is not None
 
 
 def parse_half_written(name: str) -> int | None:

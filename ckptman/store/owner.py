@@ -233,16 +233,14 @@ def _root_error(root: Path, done: str, error: OSError) -> RootError:
 def _lives(root: Path, mark: _Mark, patience_seconds: float) -> bool:
     if mark.released:
         return False
-    owner = mark.owner
-    if owner is not None and owner.host_key and (owner.host, owner.host_key) == (socket.gethostname(), _host_key()):
-        lives = _process_lives(owner)
-        if lives is not None:
-            return lives
-    return _is_touched(root, mark, patience_seconds)
+    lives = process_lives(mark.owner) if mark.owner is not None else None
+    return lives if lives is not None else _is_touched(root, mark, patience_seconds)
 
 
-def _process_lives(owner: Owner) -> bool | None:
-    """Whether a process of this host lives; None where this host does not show it to us (`hidepid`)."""
+def process_lives(owner: Owner) -> bool | None:
+    """Whether a process lives; None where this host cannot tell: it is another's, or is not shown to us (`hidepid`)."""
+    if not owner.host_key or (owner.host, owner.host_key) != (socket.gethostname(), _host_key()):
+        return None
     found = _state_and_start(owner.pid)
     if found is not None:
         state, ticks = found
@@ -268,18 +266,19 @@ def _state_and_start(pid: int) -> tuple[str, int] | None:
 
 def _is_touched(root: Path, mark: _Mark, patience_seconds: float) -> bool:
     path = owner_path(root, mark.number)
-    first = _touched_at(path)
+    first = touched_at(path)
     deadline = time.monotonic() + patience_seconds
     while time.monotonic() < deadline:
         time.sleep(min(0.1, patience_seconds / 10))
         # Compared with what was judged, too: a claim that was being written then may have been whole ever since.
         now = _newest(root)
-        if now != mark or _touched_at(path) != first:
+        if now != mark or touched_at(path) != first:
             return now is not None and now.number == mark.number and not now.released
     return False
 
 
-def _touched_at(path: Path) -> int | None:
+def touched_at(path: Path) -> int | None:
+    """When a file was written or touched last (nanoseconds); None where there is no such file. Raises: OSError."""
     # Opened, not only stat'ed: NFS looks at the server again when a file is opened.
     try:
         fd = open_regular(path)

@@ -1,0 +1,210 @@
+"""Leases: who reads what in a root, and when a lease is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptman.errors import RootError
+from ckptman.store import lease as lease_module
+from ckptman.store.lease import Lease, held, lease, look, reading
+from ckptman.store.names import lease_path, run_folder, step_folder
+from ckptman.store.owner import this_process
+from tests.faulty_disk import FaultyDisk
+
+NAME = step_folder(100)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits that would take half a minute."""
+    monkeypatch.setattr(lease_module, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(lease_module, "_LOOK_SECONDS", 0.01)
+
+
+def leave(root: Path, nonce: str = "0a1b2c3d", **differences: object) -> Path:
+    """Leave a lease as if another process had taken it."""
+    owner = this_process("", None).model_copy(update=differences)
+    run_folder(root).mkdir(parents=True, exist_ok=True)
+    path = lease_path(root, nonce)
+    path.write_text(Lease(owner=owner, names=(NAME,), what="verify").model_dump_json())
+    return path
+
+
+def leases_in(root: Path) -> list[str]:
+    return sorted(path.name for path in run_folder(root).iterdir())
+
+
+def test_what_is_read_is_held_until_the_reader_is_done(tmp_path: Path) -> None:
+    with lease(tmp_path, [NAME, "step-0000000200.tmp-x"], what="copy"):
+        words = f"in use by copy (pid {os.getpid()} on host {socket.gethostname()})"
+        assert held(tmp_path) == {NAME: words, "step-0000000200.tmp-x": words}
+        assert look(tmp_path).holder(NAME) == words
+        assert look(tmp_path).holder(step_folder(300)) == ""
+    assert held(tmp_path) == {}
+    assert leases_in(tmp_path) == []
+
+
+def test_several_readers_hold_the_same_folder(tmp_path: Path) -> None:
+    with lease(tmp_path, [NAME], what="verify"):
+        with lease(tmp_path, [NAME], what="restore"):
+            assert len(leases_in(tmp_path)) == 2
+        assert "verify" in held(tmp_path)[NAME]
+
+
+def test_a_lease_is_given_back_also_when_the_reader_fails(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="damaged"), lease(tmp_path, [NAME], what="verify"):
+        raise ValueError("damaged")
+    assert held(tmp_path) == {}
+
+
+def test_a_root_without_leases_holds_nothing(tmp_path: Path) -> None:
+    assert held(tmp_path) == {}
+    assert held(tmp_path / "nowhere") == {}
+    run_folder(tmp_path).write_text("a file")
+    assert held(tmp_path) == {}
+
+
+def test_the_checkpoint_is_found_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "root" / NAME).mkdir(parents=True)
+    (tmp_path / "best").symlink_to(Path("root") / NAME)
+    with reading(tmp_path / "best", what="diff"):
+        assert list(held(tmp_path / "root")) == [NAME]
+
+
+def test_no_trace_is_left_beside_a_folder_that_no_prune_would_take(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with reading(tmp_path / "model", what="verify"):
+        assert not run_folder(tmp_path).exists()
+
+
+# ---- a reader that may not write -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["make_folder", "create_file"])
+def test_a_reader_that_cannot_write_reads_without_a_lease(tmp_path: Path, operation: str) -> None:
+    class Refusing(FaultyDisk):
+        def make_folders(self, path: Path) -> None:
+            if operation == "make_folder":
+                raise PermissionError(13, "Permission denied")
+            super().make_folders(path)
+
+        def create_file(self, path: Path, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+    with lease(tmp_path, [NAME], what="verify", disk=Refusing()):
+        assert held(tmp_path) == {}
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    run_folder(tmp_path).symlink_to(tmp_path / "elsewhere")
+    with lease(tmp_path, [NAME], what="verify"):
+        assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_root_that_is_gone_is_not_made(tmp_path: Path) -> None:
+    with lease(tmp_path / "gone", [NAME], what="verify"):
+        assert not (tmp_path / "gone").exists()
+
+
+# ---- whose process is gone -------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from ckptman.store.lease import lease\n"
+        f"with lease(Path(sys.argv[1]), ['{NAME}'], what='verify'):\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "held\n"
+        assert f"pid {reader.pid} " in held(tmp_path)[NAME]
+        reader.send_signal(signal.SIGKILL)
+    found = look(tmp_path)
+    assert found.names == {}
+    assert [path.name for path in found.dead] == leases_in(tmp_path)
+
+
+def test_a_pid_that_was_used_again_holds_nothing(tmp_path: Path) -> None:
+    path = leave(tmp_path, start_ticks=1)
+    assert look(tmp_path).dead == [path]
+
+
+# ---- another host ----------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_on_another_host_holds_while_its_lease_is_touched(tmp_path: Path) -> None:
+    path = leave(tmp_path, host="elsewhere", host_key="other")
+    assert "on host elsewhere" in held(tmp_path, wait=False)[NAME]
+    os.utime(path, ns=(1, 1))  # its clock is far behind, or far ahead: it is different, that is all
+    assert held(tmp_path)[NAME]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_silent_reader_on_another_host_is_watched_before_it_counts_as_dead(tmp_path: Path) -> None:
+    path = leave(tmp_path, host="elsewhere", host_key="other")
+    assert held(tmp_path, wait=False)
+    assert look(tmp_path).dead == [path]
+    assert look(tmp_path, wait=False).dead == [path], "who has watched once needs not wait again"
+    os.utime(path, ns=(1, 1))
+    assert held(tmp_path, wait=False), "it was only slow"
+
+
+def test_what_was_seen_of_leases_that_are_gone_is_forgotten(tmp_path: Path) -> None:
+    path = leave(tmp_path, host="elsewhere", host_key="other")
+    held(tmp_path, wait=False)
+    assert path in lease_module._first_seen
+    path.unlink()
+    held(tmp_path, wait=False)
+    assert path not in lease_module._first_seen
+
+
+# ---- rubbish ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("rubbish", [b"", b"{", b"\xff", b"[" * 100_000, b'{"owner": 3}'])
+def test_a_lease_that_cannot_be_read_holds_everything_until_it_is_known_to_be_dead(
+    tmp_path: Path, rubbish: bytes
+) -> None:
+    path = leave(tmp_path)
+    path.write_bytes(rubbish)
+    assert "cannot be read" in look(tmp_path, wait=False).holder(step_folder(7))
+    assert look(tmp_path).dead == [path]
+
+
+def test_a_link_or_a_pipe_is_no_lease(tmp_path: Path) -> None:
+    run_folder(tmp_path).mkdir()
+    lease_path(tmp_path, "00000001").symlink_to("/dev/zero")
+    os.mkfifo(lease_path(tmp_path, "00000002"))
+    assert len(look(tmp_path, wait=False).dead) == 2
+
+
+def test_a_look_alike_is_no_lease(tmp_path: Path) -> None:
+    run_folder(tmp_path).mkdir()
+    for name in ("lease-.json", "lease-00000001.json.bak", "my-lease-00000001.json", "lease-0000000G.json"):
+        (run_folder(tmp_path) / name).write_text("{")
+    assert look(tmp_path, wait=False) == lease_module.Leases()
+
+
+def test_leases_that_cannot_be_listed_are_not_no_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object) -> list[str]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(lease_module.os, "listdir", refuse)
+    with pytest.raises(RootError, match="nobody can tell which checkpoints are being read"):
+        look(tmp_path)
+
+
+def test_words_of_a_lease_cannot_command_a_terminal(tmp_path: Path) -> None:
+    leave(tmp_path, host="\x1b[2J", host_key="other")
+    assert "\\x1b[2J" in held(tmp_path, wait=False)[NAME]
