@@ -69,10 +69,12 @@ def diff(
     wrote one of them. 10: one of them could not be read.
     """
     from ckptman.policy.checks import check_count
+    from ckptman.store.lease import reading
 
     check_count("diff", "--top", top)
     before, after = _sides(a, b, _two_steps(steps))
-    found = _compare(before, after, _wanted(only or []), read)
+    with reading(before.path, what="diff"), reading(after.path, what="diff"):
+        found = _compare(before, after, _wanted(only or []), read)
     if only and not found.groups:
         raise ConfigError(
             f"--only {' '.join(only)} matches nothing in {before.path} or {after.path}: `ckptman show` lists the names"

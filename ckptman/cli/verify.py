@@ -84,6 +84,8 @@ def verify(
     Exit code 0: proved. 4: damaged. 7: it does not load on one of the world sizes. 9: a newer ckptman wrote it. 10: it
     could not be read.
     """
+    from ckptman.store.lease import reading
+
     wishes = _wishes(world_size, mesh, plan_only, bandwidth, rank_bandwidth, threads)
     say: Callable[[list[str]], None] = (lambda lines: None) if as_json else _say
     if step is None and not every and is_foreign(path):
@@ -93,10 +95,11 @@ def verify(
         entries = choose(path, step, every, passed_over=True)
         known = () if wishes.plan_only else checks.neighbours(entries, every)
         for entry in entries:
-            report = checks.check_bytes(entry, wishes)
-            if report.is_checked:
-                checks.check_freshness(report, entry, known)
-            reports.append(_judge(report, wishes, say, entry))
+            with reading(entry.path, what="verify"):
+                report = checks.check_bytes(entry, wishes)
+                if report.is_checked:
+                    checks.check_freshness(report, entry, known)
+                reports.append(_judge(report, wishes, say, entry))
     if as_json:
         text.say_json({"checkpoints": [report.as_dict() for report in reports]})
     say(summary_lines(reports))

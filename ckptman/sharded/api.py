@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections.abc import Callable, Mapping, MutableMapping
@@ -24,6 +25,7 @@ from ckptman.sharded.saved import SavedState, resolve
 from ckptman.sharded.state import Snapshot, is_named, is_stateful, nested, put_back, rank_key, refs_in, snapshot
 from ckptman.sharded.writing import Content, Writing
 from ckptman.store.durable import DISK
+from ckptman.store.lease import reading
 from ckptman.store.names import parse_step
 
 TIMEOUT_SECONDS = 1800.0
@@ -87,6 +89,9 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
             found[0].look(value, (name,), partial(operator.setitem, live[0], name))
         return _Found(None, missing=found[0].missing, mismatched=found[0].mismatched)
 
+    held = contextlib.ExitStack()
+    if channel.is_leader:
+        held.enter_context(reading(folder, what="load"))
     try:
         channel.everywhere(lambda: live.append(nested(state_dict, channel.rank, create=True)))
         reports = all_or_corrupt(channel, look, folder)
@@ -101,6 +106,7 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
     except RankFailed as failed:
         raise failed.as_ckptman_error() from failed
     finally:
+        held.close()
         channel.close()
 
 

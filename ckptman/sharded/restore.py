@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+from functools import partial
 from pathlib import Path
 
 import ckptman
@@ -15,10 +17,14 @@ from ckptman.sharded.load import State, load
 from ckptman.sharded.ranks import Channel
 from ckptman.store.catalogue import Entry
 from ckptman.store.durable import DISK
+from ckptman.store.lease import reading
 from ckptman.store.manifest import read_manifest
 from ckptman.store.names import MANIFEST, journal_path
 from ckptman.store.place import FolderPlace
 from ckptman.store.verified import identify, note_damaged
+
+_LOOKS = 10
+"""After so many a root whose checkpoints vanish while they are read is no longer looked at anew."""
 
 
 def choose(entries: list[Entry], step: int | None) -> list[Entry]:
@@ -64,10 +70,18 @@ class Restorer:
         """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
         begun = time.monotonic()
         refused: list[str] = []
-        for entry in self._talk.ask_leader(lambda: self._candidates(step, allow_suspect)):
+        left = list(self._talk.ask_leader(lambda: self._candidates(step, allow_suspect)))
+        looks = 1
+        while left:
+            entry = left.pop(0)
             try:
-                load(self._talk, state, entry.path)
+                self._load(state, entry.path)
             except CorruptError as error:
+                if looks < _LOOKS and not self._talk.ask_leader(partial(os.path.lexists, entry.path)):
+                    # Pruned since it was listed. Whoever did that left the newest: what there is now is looked at anew.
+                    left = list(self._talk.ask_leader(lambda: self._candidates(step, allow_suspect)))
+                    looks += 1
+                    continue
                 if self._talk.is_leader:
                     _note_damaged(entry, error)
                 if step is not None:
@@ -90,10 +104,15 @@ class Restorer:
 
         begun = time.monotonic()
         entry = self._talk.ask_leader(look)
-        load(self._talk, state, folder)
+        self._load(state, folder)
         step = entry.require_manifest().step if entry is not None else 0
         self._attempt.note("restored", step=step, path=str(folder), seconds=time.monotonic() - begun)
         return step
+
+    def _load(self, state: State, folder: Path) -> None:
+        """Load a checkpoint that no prune may take meanwhile: what the leader holds is held for all ranks."""
+        with reading(folder, what="restore") if self._talk.is_leader else contextlib.nullcontext():
+            load(self._talk, state, folder)
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
         entries = self._place.list()

@@ -4,8 +4,8 @@
         ...
 
 A lease is a file `.ckptman/lease-<nonce>.json` that names the folders in use. It is taken *before* the first look at
-them, and a prune looks for leases again *after* it has renamed a folder and before it removes a byte of it, and puts the
-folder back where there is one: so either the reader finds nothing there, or the prune finds the reader.
+them. A prune looks for leases again *after* it has renamed a folder and before it removes a byte of it, and where there
+is one, puts it back: so either the reader finds nothing there, or the prune finds the reader.
 
 It is dead when its process is, on the same host; from another host, when nobody touched it for `PATIENCE_SECONDS` while
 we watched: clocks of two hosts are never compared. What is not known to be dead holds.
