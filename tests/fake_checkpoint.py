@@ -13,7 +13,7 @@ from xxhash import xxh3_128_digest
 from ckptman.store.assembly import assemble
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.chunks import Rows
-from ckptman.store.digest import BLOCK_BYTES, digest_bytes
+from ckptman.store.digest import BLOCK_BYTES, GROUP_BLOCKS, digest_bytes
 from ckptman.store.durable import Disk
 from ckptman.store.index import Index, Unit
 from ckptman.store.manifest import FileRecord, Manifest, Mesh, read_manifest
@@ -94,9 +94,9 @@ def index_files(
 
 
 def blocks_of(data: bytes) -> bytes:
-    """The block digests of a data file, as they are kept beside it."""
-    starts = range(0, len(data), BLOCK_BYTES)
-    return b"".join(xxh3_128_digest(data[start : start + BLOCK_BYTES]) for start in starts)
+    """The digests of the blocks and of the groups of a data file, as they are kept beside it."""
+    sizes = (BLOCK_BYTES, GROUP_BLOCKS * BLOCK_BYTES)
+    return b"".join(xxh3_128_digest(data[at : at + size]) for size in sizes for at in range(0, len(data), size))
 
 
 def flip_byte(path: Path) -> None:

@@ -9,7 +9,9 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from ckptman.store.blockio import (
     read_wanted,
     write_source,
 )
-from ckptman.store.digest import digest_file, digest_of_blocks
+from ckptman.store.digest import digest_file, digest_of_blocks, group_bytes
 from ckptman.store.durable import DISK, Disk
 
 KIB, MIB = 1024, 1024 * 1024
@@ -114,9 +116,10 @@ def random_bytes(size: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def digests_of(path: Path, block_bytes: int = BLOCK) -> Digests:
+def digests_of(path: Path, block_bytes: int = BLOCK, *, groups: bool = True) -> Digests:
     size, blocks = digest_file(path, block_bytes)
-    return Digests(block_bytes, b"".join(blocks), size)
+    of_groups = digest_file(path, group_bytes(block_bytes))[1] if groups and group_bytes(block_bytes) else []
+    return Digests(block_bytes, b"".join(blocks), size, b"".join(of_groups))
 
 
 def evict(path: Path) -> None:
@@ -153,8 +156,9 @@ def test_a_file_holds_the_bytes_of_its_source(folder: Path, threads: int, own: b
             written = write_source(path, Bytes(data, own, shift), disk=DISK, block_bytes=BLOCK, threads=threads)
             assert path.read_bytes() == data
             _, blocks = digest_file(path, BLOCK)
-            expected = Written(size, b"".join(blocks), digest_of_blocks(blocks), written.buffered_because)
-            assert written == expected
+            groups = b"".join(digest_file(path, 16 * BLOCK)[1])
+            digests = Digests(BLOCK, b"".join(blocks), size, groups)
+            assert written == Written(digests, digest_of_blocks(blocks), written.buffered_because)
 
 
 @pytest.mark.parametrize("block_bytes", [1000, 4096, 5 * MIB])
@@ -162,14 +166,11 @@ def test_any_size_of_block_will_do(tmp_path: Path, block_bytes: int) -> None:
     data = random_bytes(5 * MIB + ALIGN_BYTES)
     written = write_source(tmp_path / "x", Bytes(data), disk=DISK, block_bytes=block_bytes)
     assert (tmp_path / "x").read_bytes() == data
-    assert written.blocks == digests_of(tmp_path / "x", block_bytes).blocks
+    assert written.digests.blocks == digests_of(tmp_path / "x", block_bytes).blocks
+    assert bool(written.digests.groups) == (block_bytes <= MIB)
     assert (written.buffered_because is None) <= (block_bytes % ALIGN_BYTES == 0)
     found = bytearray(len(data))
-    read_wanted(
-        tmp_path,
-        [into("x", 0, len(data), place=found)],
-        {"x": Digests(block_bytes, written.blocks, len(data))},
-    )
+    read_wanted(tmp_path, [into("x", 0, len(data), place=found)], {"x": written.digests})
     assert found == data
 
 
@@ -190,7 +191,7 @@ def test_direct_io_is_used_where_the_file_system_takes_it(tmp_path: Path) -> Non
     assert flags == [os.O_DIRECT]
     plain = write_source(tmp_path / "y", Bytes(random_bytes(BLOCK)), disk=DISK, block_bytes=BLOCK, direct=False)
     assert plain.buffered_because == "direct I/O was not asked for"
-    assert plain.blocks == written.blocks
+    assert plain.digests == written.digests
 
 
 def test_a_refusal_at_open_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +220,7 @@ def test_a_refusal_at_a_write_falls_back_and_keeps_what_is_there(
     disk = FailingDisk(at, failing(number))
     written = write_source(tmp_path / "x", Bytes(data), disk=disk, block_bytes=BLOCK, threads=threads)
     assert (tmp_path / "x").read_bytes() == data
-    assert written.blocks == digests_of(tmp_path / "x").blocks
+    assert written.digests.blocks == digests_of(tmp_path / "x").blocks
     assert written.buffered_because is not None
     assert os.strerror(number) in written.buffered_because
     assert (disk.writes, disk.syncs) == (5, 1)
@@ -453,12 +454,12 @@ def test_ranges_that_are_none_are_refused(tmp_path: Path) -> None:
 # ---- reading what is not as it was -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_a_flipped_byte_is_found_exactly_when_its_block_is_read(folder: Path, threads: int) -> None:
+@pytest.mark.parametrize(("threads", "groups"), [(1, True), (2, True), (4, True), (4, False)])
+def test_a_flipped_byte_is_found_exactly_when_its_block_is_read(folder: Path, threads: int, groups: bool) -> None:
     data = bytearray(random_bytes(9 * MIB + 77))
     path = folder / "x"
     path.write_bytes(data)
-    digests = {"x": digests_of(path)}
+    digests = {"x": digests_of(path, groups=groups)}
     blocks = -(-len(data) // BLOCK)
     for flipped in (0, BLOCK - 1, BLOCK, 33 * BLOCK + 5, len(data) - 1):
         bad = flipped // BLOCK
@@ -478,6 +479,31 @@ def test_a_flipped_byte_is_found_exactly_when_its_block_is_read(folder: Path, th
         assert read_wanted(folder, [into("x", 0, len(data))], None).read_bytes == len(data)
         path.write_bytes(data)
     assert blocks == 73
+
+
+@pytest.mark.parametrize("offset", [0, 1, BLOCK, 16 * BLOCK, 17 * BLOCK + 5])
+def test_the_digests_of_groups_decide_nothing(folder: Path, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random_bytes(9 * MIB + 77)
+    (folder / "x").write_bytes(data)
+    good = digests_of(folder / "x")
+    calls = Counter[str]()
+
+    def counted(name: str) -> None:
+        real = getattr(ranges, name)
+        monkeypatch.setattr(ranges, name, lambda *args: (calls.update([name]), real(*args))[1])
+
+    counted("digest_together")
+    counted("digest_segments")
+    for digests, by_group in ((good, True), (replace(good, groups=bytes(len(good.groups))), False)):
+        half = (len(data) - offset) // 2
+        wanted = [into("x", offset, half), into("x", offset + half, len(data) - offset - half)]
+        calls.clear()
+        read_wanted(folder, wanted, {"x": digests})
+        assert b"".join(bytes(each.into or b"") for each in wanted) == data[offset:]
+        low = offset - offset % BLOCK
+        whole = 5 - -(-low // (16 * BLOCK))  # 9 MiB are four groups and a part of one, which counts at the end
+        assert calls["digest_together"] == whole
+        assert calls["digest_segments"] == (0 if by_group else whole) + (low % (16 * BLOCK) > 0)
 
 
 def test_only_the_tensors_of_the_bad_block_are_named(tmp_path: Path) -> None:

@@ -55,10 +55,11 @@ def write_part(
     part = Part()
     if image.size_bytes:
         written = write_source(folder / data_name(rank), image, disk=disk)
-        part.files[data_name(rank)] = FileRecord(bytes=written.size_bytes, digest=written.digest)
+        digests = written.digests
+        part.files[data_name(rank)] = FileRecord(bytes=digests.size_bytes, digest=written.digest)
         part.buffered_because = written.buffered_because
-        part.seen = look(written.blocks) if look is not None else None
-        _write(folder, blocks_name(rank), written.blocks, part.files, disk)
+        part.seen = look(digests.blocks) if look is not None else None
+        _write(folder, blocks_name(rank), digests.blocks + digests.groups, part.files, disk)
     if own_units:
         _write(folder, values_name(rank), values_json(own_units), part.files, disk)
     return part

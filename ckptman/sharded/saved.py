@@ -27,7 +27,7 @@ from ckptman.sharded.foreign import load_plain, read_foreign_metadata, read_fore
 from ckptman.store.assembly import assemble
 from ckptman.store.blockio import Digests
 from ckptman.store.chunks import ChunkTable, Rows, TensorRecord
-from ckptman.store.index import Index, Location, data_files, open_table, ranks_with_values, read_blocks, read_index
+from ckptman.store.index import Index, Location, data_files, open_table, ranks_with_values, read_digests, read_index
 from ckptman.store.manifest import Manifest, read_manifest
 from ckptman.store.names import MANIFEST, METADATA, parse_step
 from ckptman.store.plain import TensorRef, decode
@@ -155,9 +155,7 @@ class SavedState:
         if self.manifest is None:
             return None
         if file not in self._digests:
-            blocks = read_blocks(self.folder, file, self.manifest)
-            size_bytes = self.manifest.files[file].bytes
-            self._digests[file] = Digests(self.manifest.block_bytes, blocks, size_bytes)
+            self._digests[file] = read_digests(self.folder, file, self.manifest)
         return self._digests[file]
 
     @cached_property

@@ -19,10 +19,10 @@ from typing import Protocol
 import numpy as np
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from ckptman.store.digest import BLOCK_BYTES, DIGEST_BYTES
+from ckptman.store.digest import BLOCK_BYTES, DIGEST_BYTES, Digests, digests_bytes, group_bytes
 from ckptman.store.durable import Disk
 from ckptman.store.parallel import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, share_out, stride_of
-from ckptman.store.ranges import Digests, ReadReport, read_wanted
+from ckptman.store.ranges import ReadReport, read_wanted
 from ckptman.store.spans import Wanted
 
 __all__ = [
@@ -58,8 +58,7 @@ class Source(Protocol):
 class Written:
     """A file that is on storage. `buffered_because` is None where every byte went by direct I/O."""
 
-    size_bytes: int
-    blocks: bytes
+    digests: Digests
     digest: str
     buffered_because: str | None
 
@@ -78,7 +77,8 @@ def write_source(
     Raises: OSError with the name of the file; whatever the source raises. What was written stays for the caller to
     remove.
     """
-    stride = stride_of(block_bytes)
+    group = group_bytes(block_bytes)
+    stride = stride_of(group or block_bytes)
     size = source.size_bytes
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -91,15 +91,17 @@ def write_source(
             target.go_direct()
         with _named(path):
             disk.reserve(fd, size)
-        blocks = bytearray(-(-size // block_bytes) * DIGEST_BYTES)
+        blocks = bytearray(digests_bytes(size, block_bytes))
+        groups = bytearray(digests_bytes(size, group) if group else 0)
 
         def prepare(number: int, scratch: memoryview) -> memoryview:
             offset = number * stride
             scratch = scratch[: min(stride, size - offset)]
             data = _flat(source.view(offset, scratch), len(scratch))
-            data, digests = target.prepare(data, scratch, block_bytes)
-            at = offset // block_bytes * DIGEST_BYTES
-            blocks[at : at + len(digests)] = digests
+            data, of_blocks, of_groups = target.prepare(data, scratch, block_bytes, group or stride)
+            _place(blocks, offset // block_bytes, of_blocks)
+            if group:
+                _place(groups, offset // group, of_groups)
             return data
 
         def write(number: int, scratch: memoryview, data: memoryview) -> None:
@@ -126,7 +128,8 @@ def write_source(
             disk.sync_file(fd)
     finally:
         os.close(fd)
-    return Written(size, bytes(blocks), xxh3_128_hexdigest(blocks), target.buffered_because)
+    digests = Digests(block_bytes, bytes(blocks), size, bytes(groups))
+    return Written(digests, xxh3_128_hexdigest(blocks), target.buffered_because)
 
 
 class _Target:
@@ -154,17 +157,21 @@ class _Target:
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.buffered_because = self.buffered_because or why
 
-    def prepare(self, data: memoryview, scratch: memoryview, block_bytes: int) -> tuple[memoryview, bytes]:
-        """The data where a write can take it from, and the digests of its blocks."""
-        array = np.frombuffer(data, np.uint8)
-        cuts = range(0, len(data), block_bytes)
-        if self.buffered_because is not None or array.ctypes.data % ALIGN_BYTES == 0:
-            return data, b"".join([xxh3_128_digest(data[at : at + block_bytes]) for at in cuts])
-        aligned, digests = np.frombuffer(scratch, np.uint8), []
-        for at in cuts:  # each block is digested while it is in the cache of the core
-            np.copyto(aligned[at : at + block_bytes], array[at : at + block_bytes])
-            digests.append(xxh3_128_digest(scratch[at : at + block_bytes]))
-        return scratch, b"".join(digests)
+    def prepare(
+        self, data: memoryview, scratch: memoryview, block: int, group: int
+    ) -> tuple[memoryview, list[bytes], list[bytes]]:
+        """The data where a write can take it from, and the digests of its blocks and of its groups."""
+        array, aligned = np.frombuffer(data, np.uint8), np.frombuffer(scratch, np.uint8)
+        copied = self.buffered_because is None and array.ctypes.data % ALIGN_BYTES != 0
+        found = scratch if copied else data
+        blocks, groups = [], []
+        for low in range(0, len(data), group):  # each is digested while it is in the cache of the core
+            high = min(low + group, len(data))
+            if copied:
+                np.copyto(aligned[low:high], array[low:high])
+            blocks += [xxh3_128_digest(found[at : min(at + block, high)]) for at in range(low, high, block)]
+            groups.append(xxh3_128_digest(found[low:high]))
+        return found, blocks, groups
 
     def write(self, data: memoryview, offset: int) -> None:
         while data:
@@ -182,6 +189,10 @@ class _Target:
             data, offset = data[count:], offset + count
             if data and direct and count % ALIGN_BYTES:
                 self.go_buffered(f"a direct write ended after {count} bytes")
+
+
+def _place(table: bytearray, number: int, digests: list[bytes]) -> None:
+    table[number * DIGEST_BYTES : (number + len(digests)) * DIGEST_BYTES] = b"".join(digests)
 
 
 def _flat(view: memoryview, size: int) -> memoryview:

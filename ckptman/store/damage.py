@@ -16,7 +16,7 @@ from xxhash import xxh3_128_hexdigest
 from ckptman.errors import CorruptError
 from ckptman.store.blockread import Scanned
 from ckptman.store.chunks import Ints
-from ckptman.store.index import open_table, read_blocks, read_index
+from ckptman.store.index import open_table, read_digests, read_index
 from ckptman.store.manifest import Manifest
 
 NAMES_SHOWN = 3
@@ -133,7 +133,7 @@ def runs_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 def _changed(scanned: Scanned, folder: Path, manifest: Manifest) -> list[int] | None:
     """The numbers of the blocks that are not what was saved, ascending; None where nothing tells."""
     try:
-        expected = read_blocks(folder, scanned.name, manifest)
+        expected = read_digests(folder, scanned.name, manifest).blocks
     except CorruptError:
         return None
     saved = np.frombuffer(expected, np.uint64).reshape(-1, 2)

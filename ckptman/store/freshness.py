@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptman.store.chunks import Chunks, ChunkTable, Ints, item_bytes
-from ckptman.store.index import Index, data_files, open_table, read_blocks, read_index
+from ckptman.store.index import Index, data_files, open_table, read_digests, read_index
 from ckptman.store.manifest import Manifest
 from ckptman.store.regular import open_regular
 
@@ -51,7 +51,7 @@ def stale_parameters(folder: Path, manifest: Manifest, older_folder: Path, older
         file = index.files[rows[0, 0]]
         if manifest.files[file] == older.files[file]:
             continue
-        digests = read_blocks(older_folder, file, older), read_blocks(folder, file, manifest)
+        digests = read_digests(older_folder, file, older).blocks, read_digests(folder, file, manifest).blocks
         blocks = -(-manifest.files[file].bytes // size)
         own, shared[file] = _cut(rows[:, 1:], size, _changed_blocks(*digests, blocks))
         if own:

@@ -17,7 +17,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import CorruptError, plain
 from ckptman.store.chunks import ChunkTable, TensorRecord
-from ckptman.store.digest import digest_bytes, digest_file, digest_of_blocks
+from ckptman.store.digest import Digests, digest_bytes, digest_file, digest_of_blocks, digests_bytes, group_bytes
 from ckptman.store.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_versioned
 from ckptman.store.names import CHUNKS, INDEX, blocks_name, rank_of, values_name
 from ckptman.store.regular import read_regular
@@ -125,15 +125,22 @@ def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
     return data
 
 
-def read_blocks(folder: Path, file: str, manifest: Manifest) -> bytes:
-    """The digests of the blocks of a data file, 16 bytes each. Raises: CorruptError."""
+def read_digests(folder: Path, file: str, manifest: Manifest) -> Digests:
+    """The digests of a data file: of its blocks and, unless an early version wrote it, of its groups.
+
+    Raises: CorruptError.
+    """
     rank = rank_of(file)
     if rank is None or blocks_name(rank) not in manifest.files or file not in manifest.files:
         raise CorruptError(f"{folder}: {plain(file)} has no block digests; {_remedy(folder)}")
-    blocks = read_checked(folder, blocks_name(rank), manifest)
-    if xxh3_128_hexdigest(blocks) != manifest.files[file].digest:
+    record, block = manifest.files[file], manifest.block_bytes
+    found = read_checked(folder, blocks_name(rank), manifest)
+    end, group = digests_bytes(record.bytes, block), group_bytes(block)
+    blocks, groups = found[:end], found[end:]
+    fits = not groups or (group and len(groups) == digests_bytes(record.bytes, group))
+    if not fits or xxh3_128_hexdigest(blocks) != record.digest:
         raise CorruptError(f"{folder}: {blocks_name(rank)} holds no digests of {plain(file)}; {_remedy(folder)}")
-    return blocks
+    return Digests(block, blocks, record.bytes, groups)
 
 
 def _record(folder: Path, name: str, manifest: Manifest) -> FileRecord:

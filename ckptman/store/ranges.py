@@ -19,7 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from ckptman.errors import CorruptError
-from ckptman.store.digest import DIGEST_BYTES, digest_segments
+from ckptman.store.digest import (
+    DIGEST_BYTES,
+    Digests,
+    digest_segments,
+    digest_together,
+    digests_bytes,
+    group_bytes,
+)
 from ckptman.store.parallel import (
     ALIGN_BYTES,
     COLD_STRIDE_BYTES,
@@ -42,15 +49,6 @@ UNREADABLE = (errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.EN
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """To open what is no file, such as a pipe, must not wait for somebody to write to it."""
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-
-
-@dataclass(frozen=True)
-class Digests:
-    """The digests of the blocks of one file, 16 bytes each, and the size of that file."""
-
-    block_bytes: int
-    blocks: bytes
-    size_bytes: int
 
 
 @dataclass
@@ -98,8 +96,8 @@ def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, gap_byt
     cold = threads > 1 and _begins_cold(chosen)
     spans: list[tuple[_File, Span]] = []
     for file, ranges in chosen.items():
-        stride = stride_of(file.block_bytes, COLD_STRIDE_BYTES if cold else STRIDE_BYTES)
-        planned = plan(ranges, file.block_bytes, file.size_bytes, gap_bytes, stride)
+        stride = stride_of(file.unit_bytes, COLD_STRIDE_BYTES if cold else STRIDE_BYTES)
+        planned = plan(ranges, file.block_bytes, file.size_bytes, gap_bytes, stride, file.unit_bytes)
         file.spans_left = len(planned)
         spans += [(file, span) for span in planned]
     around = 2 * ALIGN_BYTES if any(file.block_bytes % ALIGN_BYTES for file in chosen) else 0
@@ -147,6 +145,9 @@ class _File:
     def __init__(self, path: Path, digests: Digests | None) -> None:
         self.path, self._digests = path, digests
         self.block_bytes = 1 if digests is None else digests.block_bytes
+        self._group_bytes = group_bytes(self.block_bytes) if digests is not None and digests.groups else 0
+        self.unit_bytes = self._group_bytes or self.block_bytes
+        """What a span should be made of as far as it can."""
         self.size_bytes = 1 << 62 if digests is None else digests.size_bytes
         self.spans_left = self.read_bytes = self.calls = 0
         self._fd = self._direct_fd = -1
@@ -154,7 +155,7 @@ class _File:
         self._flags = _OPEN if digests is None else _OPEN | os.O_NOFOLLOW
         self._takes_direct = hasattr(os, "O_DIRECT") and hasattr(os, "RWF_NOWAIT")
         self._lock = threading.Lock()
-        if digests is not None and len(digests.blocks) != -(-digests.size_bytes // digests.block_bytes) * DIGEST_BYTES:
+        if digests is not None and len(digests.blocks) != digests_bytes(digests.size_bytes, digests.block_bytes):
             raise CorruptError(
                 f"{path}: there are {len(digests.blocks)} bytes of digests for {digests.size_bytes} bytes in blocks of "
                 f"{digests.block_bytes}; {self._remedy}"
@@ -203,17 +204,16 @@ class _File:
             scratch = scratch[: span.bytes]
             segments, copies = lay_out(span, scratch)
         fd, offset = self._open(span), span.low
-        step = max(self.block_bytes, _CHECKED_BYTES // self.block_bytes * self.block_bytes)
-        if self._digests is None:
-            step = span.bytes
-        ready = _by_batch(copies, span.low, step)
-        for number, (batch, size) in enumerate(_batches(segments, step)):
+        step = span.bytes if self._digests is None else self._group_bytes or stride_of(self.block_bytes, _CHECKED_BYTES)
+        begin = span.low - span.low % step if self._group_bytes else span.low
+        ready = _by_batch(copies, begin, step)
+        for number, (batch, size) in enumerate(_batches(segments, step, begin + step - span.low)):
             there = min(done, size)
             done -= there
             if there < size:
                 calls += self._read_batch(fd, span, offset + there, _after(batch, there), size - there)
             if self._digests is not None:
-                self._check(span, offset, batch)
+                self._check(span, offset, batch, size)
             for start, stop, each in ready.get(number, ()):  # now, while it lies in the cache of the core
                 piece = scratch[start - span.low : stop - span.low]
                 if each.into is not None:
@@ -299,8 +299,13 @@ class _File:
             batch = _after(batch, count) if offset < end else []
         return calls
 
-    def _check(self, span: Span, offset: int, segments: Sequence[memoryview]) -> None:
+    def _check(self, span: Span, offset: int, segments: Sequence[memoryview], size: int) -> None:
         assert self._digests is not None
+        group = self._group_bytes
+        if group and offset % group == 0 and (size == group or offset + size == self.size_bytes):
+            at = offset // group * DIGEST_BYTES
+            if digest_together(segments) == self._digests.groups[at : at + DIGEST_BYTES]:
+                return
         found = b"".join(digest_segments(segments, self.block_bytes))
         at = offset // self.block_bytes * DIGEST_BYTES
         if found == self._digests.blocks[at : at + len(found)]:
@@ -326,27 +331,27 @@ class _File:
         )
 
 
-def _batches(segments: list[memoryview], step: int) -> Iterator[tuple[list[memoryview], int]]:
-    """Cut segments into batches of `step` bytes in all; the last may be shorter."""
+def _batches(segments: list[memoryview], step: int, first: int) -> Iterator[tuple[list[memoryview], int]]:
+    """Cut segments into batches of `step` bytes in all, but of `first` bytes the first; the last may be shorter."""
     batch: list[memoryview] = []
-    room = step
+    size = room = first
     for segment in segments:
         while len(segment) > room:
             batch.append(segment[:room])
-            yield batch, step
+            yield batch, size
             segment = segment[room:]
-            batch, room = [], step
+            batch, size, room = [], step, step
         batch.append(segment)
         room -= len(segment)
         if not room:
-            yield batch, step
-            batch, room = [], step
+            yield batch, size
+            batch, size, room = [], step, step
     if batch:
-        yield batch, step - room
+        yield batch, size - room
 
 
 def _by_batch(parts: Iterable[Part], low: int, step: int) -> dict[int, list[Part]]:
-    """Cut parts of a span from `low` on at its batches of `step` bytes: what can be handed out after each of them."""
+    """Cut parts of a span at batches of `step` bytes from `low` on: what can be handed out after each of them."""
     found: dict[int, list[Part]] = {}
     for start, stop, each in parts:
         while start < stop:

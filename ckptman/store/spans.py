@@ -47,10 +47,13 @@ class Span:
         return self.high - self.low
 
 
-def plan(wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int, stride: int) -> list[Span]:
+def plan(
+    wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int, stride: int, unit: int = 1
+) -> list[Span]:
     """The spans of the ranges of one file, which are sorted by offset. Edges lie on blocks where there are digests.
 
-    A span has at most `stride` bytes, whole blocks, as far as no range has to be in one piece.
+    A span has at most `stride` bytes, whole blocks, as far as no range has to be in one piece. Where it ends before
+    its ranges do, it ends at a multiple of `unit`, of which a stride is a multiple too.
     """
     spans: list[Span] = []
     lows: list[int] = []
@@ -58,7 +61,7 @@ def plan(wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int,
 
     def begin(start: int) -> Span:
         low = start - start % block
-        span = Span(low, low + stride)
+        span = Span(low, low - low % unit + stride)
         spans.append(span)
         lows.append(low)
         return span

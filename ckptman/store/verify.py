@@ -19,7 +19,7 @@ from ckptman.errors import CorruptError, plain
 from ckptman.store.blockread import Scanned, stamp_of
 from ckptman.store.blockscan import scan
 from ckptman.store.damage import Damage, located, of_bytes, of_size
-from ckptman.store.index import Index, data_files, open_table, read_blocks, read_index
+from ckptman.store.index import Index, data_files, open_table, read_digests, read_index
 from ckptman.store.manifest import Manifest
 from ckptman.store.names import MANIFEST, parse_half_written
 from ckptman.store.plain import TensorRef, decode
@@ -157,7 +157,7 @@ def check_coverage(folder: Path, manifest: Manifest, *, lists: bool = True) -> l
     for name, size in files:
         try:
             if lists and size >= 0:
-                read_blocks(folder, name, manifest)
+                read_digests(folder, name, manifest)
         except CorruptError as error:
             found.append(str(error))
     return found
