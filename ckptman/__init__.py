@@ -29,6 +29,13 @@ _HOME = {
     "KeepBest": "ckptman.policy.retention",
     "KeepEvery": "ckptman.policy.retention",
     "KeepLast": "ckptman.policy.retention",
+    "KeepSteps": "ckptman.policy.rules",
+    "KeepWithin": "ckptman.policy.calendar",
+    "KeepHourly": "ckptman.policy.calendar",
+    "KeepDaily": "ckptman.policy.calendar",
+    "KeepWeekly": "ckptman.policy.calendar",
+    "KeepMonthly": "ckptman.policy.calendar",
+    "AtMost": "ckptman.policy.limit",
     "RetentionPolicy": "ckptman.policy.retention",
     "BusyError": "ckptman.errors",
     "CkptmanError": "ckptman.errors",
@@ -79,10 +86,17 @@ if TYPE_CHECKING:
     from ckptman.errors import SuspectError as SuspectError
     from ckptman.errors import UnknownKeyError as UnknownKeyError
     from ckptman.lifecycle.signals import SignalHandler as SignalHandler
+    from ckptman.policy.calendar import KeepDaily as KeepDaily
+    from ckptman.policy.calendar import KeepHourly as KeepHourly
+    from ckptman.policy.calendar import KeepMonthly as KeepMonthly
+    from ckptman.policy.calendar import KeepWeekly as KeepWeekly
+    from ckptman.policy.calendar import KeepWithin as KeepWithin
+    from ckptman.policy.limit import AtMost as AtMost
     from ckptman.policy.retention import KeepBest as KeepBest
     from ckptman.policy.retention import KeepEvery as KeepEvery
     from ckptman.policy.retention import KeepLast as KeepLast
     from ckptman.policy.retention import RetentionPolicy as RetentionPolicy
+    from ckptman.policy.rules import KeepSteps as KeepSteps
     from ckptman.policy.saving import AtStep as AtStep
     from ckptman.policy.saving import BeforeDeadline as BeforeDeadline
     from ckptman.policy.saving import DalyInterval as DalyInterval

@@ -54,7 +54,7 @@ def test_each_line_has_its_reason_and_the_end_says_what_was_freed(
     assert main(["prune", str(root), "--keep-last", "1", "--keep-best", "loss"]) == 0
     lines = [line.split(maxsplit=5) for line in capsys.readouterr().out.splitlines()]
     assert lines[1][:3] == ["delete", "step", "100"]
-    assert lines[1][5] == "no rule keeps it"
+    assert lines[1][5] == "no rule keeps it: older than the last one, loss 3 is not among the best 1"
     assert lines[2][:3] == ["keep", "step", "200"]
     assert lines[2][5] == "keep best 1 by loss (min): 1"
     assert lines[5][:3] == ["keep", "step", "500"]

@@ -62,7 +62,7 @@ def test_each_checkpoint_gets_a_verdict_with_its_reasons(tmp_path: Path) -> None
         save(tmp_path, step)
     plan = plan_prune(tmp_path, KeepLast(2) | KeepEvery(200))
     assert [(verdict.record.step, verdict.keep, verdict.reasons) for verdict in plan.verdicts] == [
-        (100, False, ("no rule keeps it",)),
+        (100, False, ("no rule keeps it: older than the last 2, not the first from a multiple of 200 on",)),
         (200, True, ("keep every 200 steps",)),
         (300, True, ("keep last 2 of 2",)),
         (150, True, ("newest", "keep last 1 of 2")),

@@ -1,182 +1,135 @@
-"""What to keep: each policy is data with one pure method, `keeps(records)`, and policies combine with `|`.
+"""What to keep: a plan gives a verdict on every checkpoint, with its reasons. Nothing here touches a disk or a clock.
 
-    KeepLast(3) | KeepEvery(steps=10_000) | KeepBest("loss", count=2)
+    plan(records, (KeepLast(3) | KeepBest("loss", count=2)) & AtMost(bytes=2_000_000_000_000))
 
-Newest means last committed (the sequence), not the highest step: after a rollback the newest checkpoint has a lower
-step. `plan` gives a verdict on every checkpoint, with its reasons; nothing here touches a disk.
+The rules are in `rules`, `calendar` and `limit`. Whatever they say, these stay: the newest checkpoint, the newest that
+was verified, one that is pinned, and one that somebody reads or went on from.
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from ckptman.errors import ConfigError
-from ckptman.policy.checks import check_count
-
-_ZERO_HINT = "0 never means all; to keep all, give no retention policy"
-
-
-@dataclass(frozen=True)
-class Record:
-    """What retention needs to know about one committed checkpoint."""
-
-    step: int
-    sequence: int
-    """Grows by one with every commit to the root; two checkpoints never share one."""
-    time_seconds: float
-    """When it was committed (Unix time)."""
-    bytes: int
-    metrics: Mapping[str, float]
-    verified: bool = False
-    """All its bytes were read back and found to be what was saved."""
-    damaged: str = ""
-    """What was found not to be what was saved: then it is not to be counted."""
+from ckptman.policy.calendar import KeepDaily as KeepDaily
+from ckptman.policy.calendar import KeepHourly as KeepHourly
+from ckptman.policy.calendar import KeepMonthly as KeepMonthly
+from ckptman.policy.calendar import KeepWeekly as KeepWeekly
+from ckptman.policy.calendar import KeepWithin as KeepWithin
+from ckptman.policy.limit import ROOM, KeepAll, Limited, limited, rules_of, size_text, trim
+from ckptman.policy.limit import AtMost as AtMost
+from ckptman.policy.rules import KeepAny as KeepAny
+from ckptman.policy.rules import KeepBest as KeepBest
+from ckptman.policy.rules import KeepEvery as KeepEvery
+from ckptman.policy.rules import KeepLast as KeepLast
+from ckptman.policy.rules import KeepSteps as KeepSteps
+from ckptman.policy.rules import Record as Record
+from ckptman.policy.rules import RetentionPolicy as RetentionPolicy
+from ckptman.policy.rules import sequence_of
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a checkpoint is kept, and every reason why: "newest", "keep last 2 of 3", or "no rule keeps it"."""
+    """Whether a checkpoint is kept, and every reason why: "newest", "keep last 2 of 3"; or why nothing keeps it."""
 
     record: Record
     keep: bool
     reasons: tuple[str, ...]
 
 
-class RetentionPolicy(ABC):
-    """Names the checkpoints to keep. To write your own, subclass it and keep `keeps` a pure function of the records."""
-
-    @abstractmethod
-    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        """The sequence of each record to keep, with the reason. Records come in any order. Called by `plan`."""
-
-    def __or__(self, other: RetentionPolicy) -> KeepAny:
-        return KeepAny((self, other)) if isinstance(other, RetentionPolicy) else NotImplemented
-
-
-@dataclass(frozen=True, repr=False)
-class KeepAny(RetentionPolicy):
-    """Keeps what any of its policies keeps: what `|` makes."""
-
-    policies: tuple[RetentionPolicy, ...]
-
-    def __post_init__(self) -> None:
-        flat: list[RetentionPolicy] = []
-        for policy in self.policies:
-            if not isinstance(policy, RetentionPolicy):
-                raise ConfigError(f"KeepAny: every policy must be a RetentionPolicy, not {policy!r}")
-            flat += policy.policies if isinstance(policy, KeepAny) else (policy,)
-        if not flat:
-            raise ConfigError("KeepAny: give at least one policy; with none, only the newest would be kept")
-        object.__setattr__(self, "policies", tuple(flat))
-
-    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        return {sequence: "; ".join(reasons) for sequence, reasons in _all_reasons(self, records).items()}
-
-    def __repr__(self) -> str:
-        return " | ".join(map(repr, self.policies))
-
-
-@dataclass(frozen=True)
-class KeepLast(RetentionPolicy):
-    """Keeps the `count` checkpoints that were committed last. Raises IntervalError unless `count` is at least 1."""
-
-    count: int
-
-    def __post_init__(self) -> None:
-        check_count("KeepLast", "count", self.count, _ZERO_HINT)
-
-    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        newest_first = sorted(records, key=_sequence, reverse=True)[: self.count]
-        return {
-            record.sequence: f"keep last {place} of {self.count}" for place, record in enumerate(newest_first, start=1)
-        }
-
-
-@dataclass(frozen=True)
-class KeepEvery(RetentionPolicy):
-    """Keeps, for each multiple of `steps`, the first checkpoint at it or between it and the next multiple.
-
-    So milestones stay also where saves fall beside the multiples, as they do with an interval in seconds. Whichever
-    checkpoints go in between, the same milestones are chosen again. Raises IntervalError unless `steps` is at least 1.
-    """
-
-    steps: int
-
-    def __post_init__(self) -> None:
-        check_count("KeepEvery", "steps", self.steps, _ZERO_HINT)
-
-    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        milestones: dict[int, Record] = {}
-        for record in sorted(records, key=lambda record: (record.step, -record.sequence)):
-            multiple = record.step - record.step % self.steps
-            if multiple > 0:
-                milestones.setdefault(multiple, record)
-        rule = "keep every step" if self.steps == 1 else f"keep every {self.steps} steps"
-        return {
-            record.sequence: rule if record.step == multiple else f"{rule} (first after {multiple})"
-            for multiple, record in milestones.items()
-        }
-
-
-@dataclass(frozen=True)
-class KeepBest(RetentionPolicy):
-    """Keeps the `count` checkpoints with the lowest (`mode="min"`) or highest ("max") value of a metric.
-
-    A checkpoint without the metric, or whose value is NaN or infinite, is never among the best. Of equals, the one
-    committed later is better. Raises IntervalError unless `count` is at least 1, ConfigError for another mode.
-    """
-
-    metric: str
-    count: int = 1
-    mode: Literal["min", "max"] = "min"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.metric, str) or not self.metric:
-            raise ConfigError(f'KeepBest: metric must be the name of a metric, such as "loss", not {self.metric!r}')
-        check_count("KeepBest", "count", self.count, _ZERO_HINT)
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f'KeepBest: mode must be "min" or "max", not {self.mode!r}')
-
-    def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        sign = 1 if self.mode == "min" else -1
-        measured = [record for record in records if math.isfinite(record.metrics.get(self.metric, math.nan))]
-        best_first = sorted(measured, key=lambda record: (sign * record.metrics[self.metric], -record.sequence))
-        return {
-            record.sequence: f"keep best {place} by {self.metric} ({self.mode}): {record.metrics[self.metric]:.6g}"
-            for place, record in enumerate(best_first[: self.count], start=1)
-        }
-
-
-def plan(records: Sequence[Record], policy: RetentionPolicy | None) -> list[Verdict]:
+def plan(
+    records: Sequence[Record],
+    policy: RetentionPolicy | None,
+    *,
+    now_seconds: float | None = None,
+    coming: Record | None = None,
+) -> list[Verdict]:
     """A verdict on every checkpoint, in the order of their commits.
 
-    The newest is always kept, and so is the newest that was verified, whatever the policy says. Without a policy
-    everything is kept. Called after a commit, by the leader only, and by `ckptman prune`.
+    The newest is always kept, and so are the newest that was verified, what is pinned and what is in use, whatever the
+    policy says. Without a policy everything is kept. What was committed later than now (unix time; None: as the newest
+    says) counts as committed now. `coming` has no verdict and counts as committed: what would go once it is there.
+
+    Raises: ConfigError for a limit in percent (see `limit.in_bytes`). Called after a commit, by the leader only, and by
+    `ckptman prune`.
     """
-    if policy is None:
-        reasons = {record.sequence: ["no retention policy"] for record in records}
-    else:
-        reasons = _all_reasons(policy, records)
-    for name, group in (("newest verified", [record for record in records if record.verified]), ("newest", records)):
-        if group:
-            reasons.setdefault(max(map(_sequence, group)), []).insert(0, name)
-    return [
-        Verdict(record, record.sequence in reasons, tuple(reasons.get(record.sequence, ["no rule keeps it"])))
-        for record in sorted(records, key=_sequence)
-    ]
+    if now_seconds is None:
+        now_seconds = max((record.time_seconds for record in records), default=0.0)
+    counted = [_as_of(record, now_seconds) for record in records if not record.abandoned]
+    untouchable = untouchables(records)
+    rules: Sequence[RetentionPolicy] = rules_of(policy) or (KeepAll(),)
+    considered = [*counted, coming] if coming is not None else counted
+    kept_by = [rule.keeps_at(considered, now_seconds) for rule in rules] if policy is not None else []
+    trimmed = _trimmed(policy, records, coming, kept_by, untouchable)
+    verdicts = []
+    for record in sorted(records, key=sequence_of):
+        reasons = [each[record.sequence] for each in kept_by if record.sequence in each]
+        if policy is None and not record.abandoned:
+            reasons = ["no retention policy"]
+        if record.sequence in untouchable:
+            reasons, keep = [*untouchable[record.sequence], *reasons], True
+        elif record.sequence in trimmed:
+            worth = "" if reasons == [ROOM] else f" ({', '.join(reasons)})"
+            reasons, keep = [trimmed[record.sequence] + worth], False
+        else:
+            keep = bool(reasons)
+        if not keep and not reasons:
+            reasons = [record.abandoned or f"no rule keeps it: {', '.join(rule.why_not(record) for rule in rules)}"]
+        if record.time_seconds > now_seconds:
+            reasons.append("its time is in the future, and counts as now")
+        verdicts.append(Verdict(record, keep, tuple(reasons)))
+    return verdicts
 
 
-def _all_reasons(policy: RetentionPolicy, records: Sequence[Record]) -> dict[int, list[str]]:
+def untouchables(records: Sequence[Record]) -> dict[int, list[str]]:
+    """What stays whatever the rules say, by sequence, with the reasons."""
     reasons: dict[int, list[str]] = {}
-    for member in policy.policies if isinstance(policy, KeepAny) else (policy,):
-        for sequence, reason in member.keeps(records).items():
-            reasons.setdefault(sequence, []).append(reason)
+    # Where a rollback left all of them behind (nobody should), the newest of them is still the only way on.
+    counted = [record for record in records if not record.abandoned] or records
+    for name, group in (("newest", counted), ("newest verified", [each for each in counted if each.verified])):
+        if group:
+            reasons.setdefault(max(map(sequence_of, group)), []).append(name)
+    for record in records:
+        if record.pinned:
+            reasons.setdefault(record.sequence, []).append(f"pinned: {record.pinned}")
+        if record.in_use:
+            reasons.setdefault(record.sequence, []).append(record.in_use)
     return reasons
 
 
-def _sequence(record: Record) -> int:
-    return record.sequence
+def over_limit(verdicts: Sequence[Verdict], policy: RetentionPolicy | None) -> int:
+    """By how many bytes what a plan keeps is more than the limit of its policy: nothing more of it may go."""
+    limit = limited(policy)
+    return max(0, sum(each.record.bytes for each in verdicts if each.keep) - limit.bytes) if limit is not None else 0
+
+
+def _trimmed(
+    policy: RetentionPolicy | None,
+    records: Sequence[Record],
+    coming: Record | None,
+    kept_by: Sequence[Mapping[int, str]],
+    untouchable: Mapping[int, object],
+) -> dict[int, str]:
+    """What goes although a rule keeps it, because a limit has no room for it, by sequence, with the reason."""
+    limit = limited(policy)
+    if limit is None:
+        return {}
+    count = Counter(sequence for each in kept_by for sequence in each)
+    fixed = sum(record.bytes for record in records if record.sequence in untouchable) + (coming.bytes if coming else 0)
+    loose = [record for record in records if record.sequence in count and record.sequence not in untouchable]
+    going, _ = trim(loose, count, limit.bytes, fixed)
+    return {
+        record.sequence: f"no room within {size_text(limit.bytes)}, {_standing(limit, count[record.sequence])}"
+        for record in going
+    }
+
+
+def _standing(limit: Limited, rules: int) -> str:
+    if isinstance(limit.policy, KeepAll):
+        return "and there are newer ones"
+    return "and only 1 rule keeps it" if rules == 1 else f"although {rules} rules keep it"
+
+
+def _as_of(record: Record, now_seconds: float) -> Record:
+    return record if record.time_seconds <= now_seconds else replace(record, time_seconds=now_seconds)
