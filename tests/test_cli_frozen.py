@@ -21,6 +21,10 @@ VERBS = {
         *("--bandwidth", "--rank-bandwidth", "--threads", "--json"),
     ],
     "diff": ["A", "B", "--steps", "--only", "--top", "--read", "--json"],
+    "export": [
+        *("PATH", "OUT", "--step", "--format", "--only", "--all", "--dtype", "--max-shard-size", "--strip", "--rename"),
+        *("--tied", "--config", "--overwrite", "--json"),
+    ],
     "doctor": ["DIR", "--size", "--against", "--timeout", "--json"],
     "prune": ["ROOT", "--keep-last", "--keep-every", "--keep-best", "--dry-run", "--json"],
     "template": ["[NAME]", "--output", "--set", "--config", "--list", "--force", "--json"],

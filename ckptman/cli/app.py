@@ -15,6 +15,7 @@ import typer
 from ckptman.cli.chain import chain_app
 from ckptman.cli.diff import diff
 from ckptman.cli.doctor import doctor
+from ckptman.cli.export import export
 from ckptman.cli.list import list_checkpoints
 from ckptman.cli.prune import prune
 from ckptman.cli.show import show
@@ -43,6 +44,7 @@ app.command("list")(list_checkpoints)
 app.command("show")(show)
 app.command("verify")(verify)
 app.command("diff")(diff)
+app.command("export")(export)
 app.command("prune")(prune)
 app.command("doctor")(doctor)
 app.add_typer(chain_app, name="chain")

@@ -53,7 +53,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     # as torch.empty is where deterministic algorithms are asked for.
     storage = torch.UntypedStorage(payload_bytes, device="cpu")  # type: ignore[no-untyped-call]
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(shape)
-    recorder = _Recorder()
+    recorder = Recorder()
     with torch.serialization.skip_data():
         torch.save(tensor, recorder)  # type: ignore[arg-type]
     return recorder.frame(payload_bytes)
@@ -103,8 +103,8 @@ def _small(container: BinaryIO, info: zipfile.ZipInfo) -> bytes:
     return container.read(info.file_size)
 
 
-class _Recorder(io.RawIOBase):
-    """A file that remembers what was written where, and has no room for the payload."""
+class Recorder(io.RawIOBase):
+    """A file that remembers what was written where, and has no room for payloads: those are left out."""
 
     def __init__(self) -> None:
         self._written: dict[int, bytes] = {}
@@ -129,9 +129,28 @@ class _Recorder(io.RawIOBase):
         self._position += len(data)
         return len(data)
 
+    @property
+    def literals(self) -> list[tuple[int, bytes]]:
+        """What was written, in the order of the places."""
+        return sorted(self._written.items())
+
+    @property
+    def size_bytes(self) -> int:
+        """Where the last of it ends."""
+        return max((place + len(data) for place, data in self._written.items()), default=0)
+
+    def holes(self) -> list[tuple[int, int]]:
+        """Place and bytes of each payload that was left out."""
+        found, end = [], 0
+        for place, data in self.literals:
+            if place > end:
+                found.append((end, place - end))
+            end = place + len(data)
+        return found
+
     def frame(self, payload_bytes: int) -> Frame:
         head, tail, end = bytearray(), bytearray(), 0
-        for position, data in sorted(self._written.items()):
+        for position, data in self.literals:
             if position > end:
                 assert not tail
                 assert position == end + payload_bytes

@@ -1,0 +1,161 @@
+"""`ckptman export PATH OUT`: a checkpoint for other programs: safetensors, one file of torch.save, plain DCP."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from ckptman.cli import text
+from ckptman.cli.list import AsJson
+from ckptman.cli.progress import progress
+from ckptman.cli.sizes import parse_size
+from ckptman.cli.target import PathOrRoot, Step, choose, is_foreign
+from ckptman.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckptman.sharded.export import Exported, Format
+
+Out = Annotated[
+    Path,
+    typer.Argument(metavar="OUT", show_default=False, help="What is made: a folder; a file where --format is torch."),
+]
+FormatOption = Annotated[str, typer.Option("--format", metavar="FORMAT", help="safetensors, torch or dcp.")]
+Only = Annotated[
+    str | None,
+    typer.Option("--only", metavar="ENTRY", show_default=False, help="This entry of the state, instead of model."),
+]
+All = Annotated[bool, typer.Option("--all", help="The whole state: optimizer, counters and all.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", metavar="DTYPE", show_default=False, help="Cast floating-point tensors: bfloat16, float16, float32."
+    ),
+]
+MaxShardSize = Annotated[
+    str, typer.Option("--max-shard-size", metavar="SIZE", help="How much a file of safetensors holds at most.")
+]
+Strip = Annotated[
+    str,
+    typer.Option("--strip", metavar="PREFIX", show_default=False, help="Take this from the beginning of names."),
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename",
+        metavar="FROM=TO",
+        show_default=False,
+        help="Replace this regular expression in names. May be given several times.",
+    ),
+]
+Tied = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tied",
+        metavar="NAME=OTHER",
+        show_default=False,
+        help="Leave NAME out: it is OTHER, which is checked. May be given several times.",
+    ),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        show_default=False,
+        readable=False,
+        help="The model's config.json for transformers: it is copied, and embeddings are tied as it says.",
+    ),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")]
+
+
+def export(
+    path: PathOrRoot,
+    out: Out,
+    step: Step = None,
+    format: FormatOption = "safetensors",
+    only: Only = None,
+    everything: All = False,
+    dtype: Dtype = None,
+    max_shard_size: MaxShardSize = "5GB",
+    strip: Strip = "",
+    rename: Rename = None,
+    tied: Tied = None,
+    config: Config = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint, or a part of it, for other programs.
+
+    The model alone, unless something else is asked for. OUT appears when it is whole; every block that is read is
+    checked. Memory is bounded, however large the checkpoint is.
+    """
+    most_bytes = parse_size("--max-shard-size", max_shard_size, needs_unit=True)
+    renames, ties = _pairs("--rename", rename), _pairs("--tied", tied)
+    folder = path
+    if step is not None or not is_foreign(path):
+        (entry,) = choose(path, step)
+        entry.require_manifest()
+        folder = entry.path
+
+    from ckptman.sharded.export import export as export_checkpoint
+
+    with ExitStack() as stack, warnings.catch_warnings():
+        # torch warns of dtypes that are experimental or deprecated wherever they are touched.
+        warnings.simplefilter("ignore")
+
+        def begin(total_bytes: int) -> Callable[[int], None] | None:
+            return stack.enter_context(progress("exporting", total_bytes))
+
+        found = export_checkpoint(
+            folder,
+            out,
+            cast("Format", format),
+            only=only,
+            everything=everything,
+            dtype=dtype,
+            strip=strip,
+            rename=renames,
+            tied=ties,
+            config=config,
+            max_shard_bytes=most_bytes,
+            overwrite=overwrite,
+            begin=begin,
+        )
+    if as_json:
+        text.say_json(_as_dict(folder, found, format))
+    else:
+        text.say("\n".join(_lines(folder, found)))
+
+
+def _pairs(option: str, written: Sequence[str] | None) -> list[tuple[str, str]]:
+    pairs = []
+    for each in written or []:
+        name, equals, other = each.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{option}: two names with = between them, not {each!r}")
+        pairs.append((name, other))
+    return pairs
+
+
+def _lines(folder: Path, found: Exported) -> list[str]:
+    what = f"{text.count(found.tensors, 'tensor')}, {text.size(found.bytes)}"
+    lines = [f"{text.plain(folder)} -> {text.plain(found.path)}: {what} in {text.count(len(found.files), 'file')}"]
+    return [*lines, *(f"  {text.plain(remark)}" for remark in found.remarks)]
+
+
+def _as_dict(folder: Path, found: Exported, format: str) -> dict[str, Any]:
+    return {
+        "checkpoint": str(folder),
+        "path": str(found.path),
+        "format": format,
+        "tensors": found.tensors,
+        "bytes": found.bytes,
+        "files": found.files,
+        "remarks": found.remarks,
+    }

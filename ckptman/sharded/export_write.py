@@ -1,0 +1,182 @@
+"""Writing the files of an export in bounded memory: tensors go from the checkpoint to their places piece by piece.
+
+The next piece is read while one is written. What is written is not kept in the page cache, so that a machine with
+little memory has some left.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ckptman.errors import ConfigError
+from ckptman.sharded.export_choice import Item
+from ckptman.sharded.image import as_bytes, view_of
+from ckptman.sharded.piecewise import PIECE_BYTES, Reader, boxes
+from ckptman.sharded.reading import Fill
+from ckptman.store.durable import Disk
+
+_BATCH_PIECES = 1024
+_ALIGN_BYTES = 64
+_SETTLE_BYTES = 64 * 1024 * 1024
+"""How much is written before storage is asked to take it."""
+T = TypeVar("T")
+
+
+class Part(NamedTuple):
+    """A box of a tensor that lies in one piece in the file, from `place` on: whole rows in row-major order."""
+
+    item: Item
+    place: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        return math.prod(self.sizes) * self.item.dtype.itemsize
+
+
+@dataclass
+class FilePlan:
+    """A file that is to be written. `literals`: bytes that are known, by their place. What is between is zero."""
+
+    name: str
+    size_bytes: int
+    literals: list[tuple[int, bytes]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+
+
+def parts_of(item: Item, place: int) -> Iterator[Part]:
+    """A tensor whose elements begin at a place of a file, cut into what is read at a time."""
+    widest = max(item.dtype.itemsize, item.as_dtype.itemsize)
+    for offsets, sizes in boxes(item.shape, PIECE_BYTES // widest):
+        yield Part(item, place, offsets, sizes)
+        place += math.prod(sizes) * item.as_dtype.itemsize
+
+
+def write_files(
+    folder: Path, plans: Sequence[FilePlan], reader: Reader, disk: Disk, done: Callable[[int], None] | None
+) -> None:
+    """Write files that nobody has made yet, and flush each to storage. The folder is not flushed.
+
+    `done` is told the bytes of tensors that were written. Raises: CorruptError naming file and tensor, ConfigError (a
+    number that the dtype of a cast cannot hold), OSError naming the file.
+    """
+    for plan in plans:
+        path = folder / plan.name
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            disk.reserve(fd, plan.size_bytes)
+            _fill(_Target(fd, disk), plan, reader, done)
+            disk.sync_file(fd)
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
+        finally:
+            os.close(fd)
+
+
+def same_bits(reader: Reader, one: Item, other: Item) -> bool:
+    """Whether two tensors of a checkpoint are the same, bit for bit. Raises: CorruptError."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    memories = _memories()
+    for pair in zip(parts_of(one, 0), parts_of(other, 0)):
+        found = [memory[: part.saved_bytes] for part, memory in zip(pair, memories)]
+        for part, data in zip(pair, found):
+            reader.read(reader.fills(part.item.source, part.offsets, part.sizes, data))
+        if not torch.equal(*found):
+            return False
+    return True
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The items of an iterator, each of which is made in another thread while the one before is used."""
+    with ThreadPoolExecutor(1, thread_name_prefix="ckptman-export") as pool:
+        coming = pool.submit(next, items, _END)
+        while (item := coming.result()) is not _END:
+            coming = pool.submit(next, items, _END)
+            yield item
+
+
+_END: Any = object()
+
+
+class _Target:
+    """The file that is being written."""
+
+    def __init__(self, fd: int, disk: Disk) -> None:
+        self._fd, self._disk = fd, disk
+        self._settled = 0
+
+    def put(self, data: memoryview | bytes, place: int) -> None:
+        view = memoryview(data)
+        while view:
+            count = self._disk.write_at(self._fd, view, place)
+            view, place = view[count:], place + count
+        if place - self._settled >= _SETTLE_BYTES:
+            # What is still being written then is dropped the next time.
+            low = max(self._settled - _SETTLE_BYTES, 0)
+            os.posix_fadvise(self._fd, low, place - low, os.POSIX_FADV_DONTNEED)
+            self._settled = place
+
+
+def _fill(target: _Target, plan: FilePlan, reader: Reader, done: Callable[[int], None] | None) -> None:
+    for place, known in plan.literals:
+        target.put(known, place)
+    for batch in ahead(_batches(reader, plan.parts)):
+        for part, data in batch:
+            written = _cast(part.item, data)  # the view below does not keep it
+            target.put(view_of(written), part.place)
+            if done is not None:
+                done(math.prod(part.sizes) * part.item.as_dtype.itemsize)
+
+
+def _cast(item: Item, data: torch.Tensor) -> torch.Tensor:
+    """The flat bytes of a part in the dtype of the export."""
+    if item.dtype == item.as_dtype:
+        return data
+    before = data.view(item.dtype)
+    after = before.to(item.as_dtype)
+    if bool((after.isinf() & ~before.isinf()).any()):
+        most = torch.finfo(item.as_dtype).max
+        name = str(item.as_dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{item.source} holds numbers that {name} cannot (more than {most:g}): export it as bfloat16 or float32"
+        )
+    return as_bytes(after)
+
+
+def _batches(reader: Reader, parts: Iterable[Part]) -> Iterator[list[tuple[Part, torch.Tensor]]]:
+    """The parts with their bytes, as many at a time as fit. What is given stays as it is while the next ones are made.
+
+    Raises: CorruptError.
+    """
+    memories = _memories()
+    batch: list[tuple[Part, torch.Tensor]] = []
+    fills: list[Fill] = []
+    used = number = 0
+    for part in parts:
+        size = part.saved_bytes
+        if batch and (used + size > PIECE_BYTES or len(batch) == _BATCH_PIECES):
+            reader.read(fills)
+            yield batch
+            batch, fills, used, number = [], [], 0, (number + 1) % len(memories)
+        data = memories[number][used : used + size]
+        fills += reader.fills(part.item.source, part.offsets, part.sizes, data)
+        batch.append((part, data))
+        used += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+    if batch:
+        reader.read(fills)
+        yield batch
+
+
+def _memories() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(PIECE_BYTES, dtype=torch.uint8), torch.empty(PIECE_BYTES, dtype=torch.uint8)
