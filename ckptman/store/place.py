@@ -9,11 +9,13 @@ import warnings
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from ckptman.errors import RootError
+from ckptman.errors import CkptmanError, RootError
+from ckptman.store.abandoned import read_abandoned
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
-from ckptman.store.manifest import Manifest
+from ckptman.store.manifest import Manifest, read_manifest
 from ckptman.store.names import MANIFEST, step_folder
+from ckptman.store.pins import read_pin
 from ckptman.store.regular import open_regular
 
 
@@ -33,8 +35,8 @@ class Place(Protocol):
     def abandon(self, draft: str) -> None:
         """Give up a draft. Never raises: what cannot be removed is a leftover."""
 
-    def list(self) -> list[Entry]:
-        """All entries, oldest commit first."""
+    def list(self, *, abandoned: bool = False) -> list[Entry]:
+        """All entries, oldest commit first; also those that a rollback left behind, where they are asked for."""
 
     def open(self, entry: Entry, name: str) -> BinaryIO:
         """Read one file of an entry."""
@@ -72,13 +74,22 @@ class FolderPlace:
     def commit(self, draft: str, manifest: Manifest) -> Entry:
         source = Path(draft)
         name, _, tag = source.name.rpartition(".tmp-")
-        final = self.root / name
         self._disk.write_file(source / MANIFEST, manifest.to_json())
         self._disk.sync_folder(source)
-        aside = None
+        return Entry(manifest.step, self.publish(source, name, tag), manifest)
+
+    def publish(self, source: Path, name: str, tag: str) -> Path:
+        """Give a folder under this root, in which all is durable, its final name. `tag`: never used before.
+
+        What has that name goes, unless a rollback left it behind: that takes another name. Called by the leader of a
+        save, and by a copy.
+        """
+        final = self.root / name
+        aside, stays = None, False
         if os.path.lexists(final):
+            stays = self._is_abandoned(final)
             # An earlier save of this step stands aside under a name that still counts until the new one is there.
-            aside = self.root / f"{name}.old-{tag}"
+            aside = self.root / f"{name}.{'abandoned' if stays else 'old'}-{tag}"
             self._disk.rename(final, aside)
         try:
             self._disk.rename(source, final)
@@ -89,9 +100,9 @@ class FolderPlace:
                     self._disk.rename(aside, final)
             raise
         self._disk.sync_folder(self.root)
-        if aside is not None:
+        if aside is not None and not stays:
             self._discard(aside, name, tag)
-        return Entry(manifest.step, final, manifest)
+        return final
 
     def abandon(self, draft: str) -> None:
         try:
@@ -99,8 +110,8 @@ class FolderPlace:
         except OSError as error:
             warnings.warn(f"{draft} could not be removed ({error}); ckptman prune will", RuntimeWarning, stacklevel=2)
 
-    def list(self) -> list[Entry]:
-        return Catalogue(self.root).scan()
+    def list(self, *, abandoned: bool = False) -> list[Entry]:
+        return Catalogue(self.root).scan(abandoned=abandoned)
 
     def open(self, entry: Entry, name: str) -> BinaryIO:
         return open(open_regular(entry.path / name), "rb")
@@ -110,16 +121,43 @@ class FolderPlace:
 
     def remove(self, path: Path, name: str, tag: str) -> None:
         """Rename what lies under this root to a trash name of `name`, then remove it. Gone already: no error."""
+        trash = self.hide(path, name, tag)
+        if trash is not None:
+            self._disk.remove_tree(trash)
+
+    def hide(self, path: Path, name: str, tag: str) -> Path | None:
+        """Rename what lies under this root to a trash name of `name`, which nobody sees. None: it is gone already."""
         trash = self.root / f"{name}.trash-{tag}"
         try:
             self._disk.rename(path, trash)
         except FileNotFoundError:
-            return
+            return None
         # Durable before a byte goes: a power cut must not bring back the name without its files.
         self._disk.sync_folder(self.root)
-        self._disk.remove_tree(trash)
+        return trash
+
+    def put_back(self, trash: Path, path: Path) -> bool:
+        """Take a `hide` back, as long as nothing else has the name. False where that cannot be."""
+        if os.path.lexists(path):
+            return False
+        try:
+            self._disk.rename(trash, path)
+        except OSError:
+            return False
+        self._disk.sync_folder(self.root)
+        return True
+
+    def _is_abandoned(self, final: Path) -> bool:
+        left = read_abandoned(self.root)
+        try:
+            return bool(left) and read_manifest(final).identity in left
+        except (CkptmanError, OSError):  # no whole checkpoint
+            return False
 
     def _discard(self, aside: Path, name: str, tag: str) -> None:
+        # Pinned, it stays under its other name: whoever wanted it kept did not mean what is saved there now.
+        if read_pin(aside) is not None:
+            return
         # The new checkpoint is committed: trouble with the old one must not fail the save.
         try:
             self.remove(aside, name, tag)
