@@ -49,3 +49,23 @@ def flops_per_token(model: ModelConfig, vocab_size: int, sequence_tokens: int) -
 def peak_tflops(device_name: str) -> float | None:
     """Dense BF16 peak of one device, in TFLOP/s; None for a device that is not in the table."""
     return next((peak for part, peak in PEAK_TFLOPS if part.lower() in device_name.lower()), None)
+
+
+def parameter_shapes(model: ModelConfig, vocab_size: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each parameter of the decoder, as `Decoder.named_parameters` has them, without building it."""
+    heads, kv_heads = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    block = (
+        ("attention_norm.weight", (model.dim,)),
+        ("attention.query.weight", (heads, model.dim)),
+        ("attention.key.weight", (kv_heads, model.dim)),
+        ("attention.value.weight", (kv_heads, model.dim)),
+        ("attention.out.weight", (model.dim, heads)),
+        ("feed_forward_norm.weight", (model.dim,)),
+        ("feed_forward.gate.weight", (model.hidden_dim, model.dim)),
+        ("feed_forward.up.weight", (model.hidden_dim, model.dim)),
+        ("feed_forward.down.weight", (model.dim, model.hidden_dim)),
+    )
+    found: list[tuple[str, tuple[int, ...]]] = [("embedding.weight", (vocab_size, model.dim))]
+    found += [(f"blocks.{number}.{name}", shape) for number in range(model.layers) for name, shape in block]
+    found.append(("norm.weight", (model.dim,)))
+    return found if model.tied else [*found, ("head.weight", (vocab_size, model.dim))]

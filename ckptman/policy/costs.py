@@ -1,0 +1,195 @@
+"""What saves cost on a tier of storage: seconds, stall, the interval between them, what is lost, the time of a warning,
+the room for what is kept. Pure: each number comes with its formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptman.policy.checks import check_positive
+from ckptman.policy.figures import Figure, bytes_text, time_text
+from ckptman.policy.goodput import Costs, best_interval_seconds, shares
+from ckptman.policy.retention import Record, RetentionPolicy, plan
+from ckptman.policy.saving import BeforeDeadline
+from ckptman.policy.timing import daly_interval_seconds
+from ckptman.policy.warning import warning_seconds
+
+BOUND_SECONDS = 900.0
+"""A run should save at least so often: HKUST, training of a 7B model, 2024."""
+LEAST_INTERVAL_SECONDS = 1.0
+_MOST_SAVES = 5_000
+"""Of more saves than twice that, every so many of the older ones stands for its neighbours."""
+_SAXENA = "DalyInterval; Saxena et al., arXiv 2410.18124"
+_DALY = "J. T. Daly, FGCS 22(3), 2006: the optimum for failures at random (policy/goodput.py)"
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place that checkpoints go to. Rates are what the whole run gets there; `how`: by which formula; `source`: whose
+    number that is."""
+
+    name: str
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    how: str
+    source: str = ""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it outlives a node, as far as its name tells."""
+        return self.name.lower() not in IN_MEMORY
+
+
+IN_MEMORY = ("shm", "ram", "tmpfs", "memory", "dev-shm")
+TABLE = (("shm", 4e9), ("scratch", 2e9), ("project", 0.5e9))
+TABLE_SOURCE = "assumed: one process, by the practitioners' table (2024). Measure yours: --tier NAME=DIR"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How a run saves. `largest_bytes`: the most that one rank writes; `staging`: bytes per second into its private
+    copy. `blocking`: training waits until a save is durable."""
+
+    total_bytes: int
+    largest_bytes: int
+    staging_bytes_per_second: float
+    blocking: bool = False
+
+
+@dataclass(frozen=True)
+class Life:
+    """How a run lives. `init_seconds`: from the start of a process to the end of its first step, the load left out;
+    `factor`: of the rule by init time."""
+
+    init_seconds: float
+    mtbf_seconds: float
+    factor: float = 4.0
+
+
+def tier_figures(tier: Tier, saving: Saving, life: Life) -> list[Figure]:
+    """Everything about saves to one tier. Raises IntervalError."""
+    for name, rate in (("write rate", tier.write_bytes_per_second), ("read rate", tier.read_bytes_per_second)):
+        check_positive(f"tier {tier.name}", name, rate)
+    check_positive("plan", "staging rate", saving.staging_bytes_per_second)
+    save = saving.total_bytes / tier.write_bytes_per_second
+    load = saving.total_bytes / tier.read_bytes_per_second
+    size = bytes_text(saving.total_bytes)
+    staged = saving.largest_bytes / saving.staging_bytes_per_second
+    stall = save if saving.blocking else min(staged, save)
+    restart = life.init_seconds + load
+    copied = f"{bytes_text(saving.largest_bytes)} of a rank / {bytes_text(saving.staging_bytes_per_second)}/s"
+    stalled = "as long as the save: saves block training" if saving.blocking else f"private copy: {copied}"
+    return [
+        Figure("rate", tier.write_bytes_per_second, "bytes_per_second", tier.how, tier.source),
+        Figure("save", save, "seconds", f"{size} / {bytes_text(tier.write_bytes_per_second)}/s"),
+        Figure("load", load, "seconds", f"{size} / {bytes_text(tier.read_bytes_per_second)}/s"),
+        Figure("stall", stall, "seconds", stalled),
+        Figure("restart", restart, "seconds", f"init {time_text(life.init_seconds)} + load {time_text(load)}"),
+        *interval_figures(Costs(stall, save, restart), life),
+        _warning(save),
+    ]
+
+
+def interval_figures(costs: Costs, life: Life) -> list[Figure]:
+    """The interval by each rule, the one to take, and what it yields. Raises IntervalError."""
+    init = life.factor * costs.restart_seconds
+    daly = daly_interval_seconds(costs.stall_seconds, life.mtbf_seconds, costs.restart_seconds)
+    best = best_interval_seconds(costs.stall_seconds, life.mtbf_seconds)
+    least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
+    taken = max(least, min(best, BOUND_SECONDS))
+    at = shares(taken, costs, life.mtbf_seconds)
+    s, m, r = (time_text(each) for each in (costs.stall_seconds, life.mtbf_seconds, costs.restart_seconds))
+    held = "" if taken == best else f", held to {time_text(taken)}"
+    per_failure = at.lost * life.mtbf_seconds * math.exp(costs.restart_seconds / life.mtbf_seconds)
+    return [
+        Figure("interval_by_init", init, "seconds", f"{life.factor:g} x {r}, what a restart costs", "InitTimeInterval"),
+        Figure("interval_by_daly", daly, "seconds", f"S + sqrt(2 (M + R) S + S^2); S = {s}, M = {m}, R = {r}", _SAXENA),
+        Figure("interval_best", best, "seconds", f"M (1 + S/M + W(-e^(-1 - S/M))); S = {s}, M = {m}", _DALY),
+        Figure("interval_bound", BOUND_SECONDS, "seconds", "at least every 15 minutes", "HKUST, a 7B model, 2024"),
+        Figure(
+            "interval",
+            taken,
+            "seconds",
+            f"the best, {time_text(best)}, but no shorter than a save ({time_text(least)}) and no longer than the "
+            f"bound{held}",
+        ),
+        Figure(
+            "lost_per_failure",
+            per_failure,
+            "seconds",
+            f"about half an interval of {time_text(taken)} and a save of {time_text(costs.settled_seconds)}: what was "
+            f"trained since the last durable save",
+        ),
+        Figure("lost", at.lost, "share", f"of all time: trained and lost, at an interval of {time_text(taken)}"),
+        Figure("stalled", at.stalled, "share", f"of all time: saves, {s} each"),
+        Figure("restarting", at.restarting, "share", f"1 - e^(-R/M); R = {r}, M = {m}"),
+        Figure(
+            "goodput",
+            at.good,
+            "share",
+            f"((T - S) / (e^(T/M) - 1) + S e^(-T/M)) e^(-(D + R)/M) / M; T = {time_text(taken)}, D = "
+            f"{time_text(costs.settled_seconds)}",
+            "policy/goodput.py; ckptman simulate plays it",
+        ),
+    ]
+
+
+def _warning(save_seconds: float) -> Figure:
+    policy = BeforeDeadline()
+    return Figure(
+        "warning",
+        warning_seconds(save_seconds),
+        "seconds",
+        f"{policy.safety:g} x {time_text(save_seconds)} + margin of {policy.margin_seconds:g} s + 30 s between two "
+        f"looks of Slurm, in full half minutes",
+        "BeforeDeadline; sbatch --signal",
+    )
+
+
+def disk_figures(
+    policy: RetentionPolicy | None,
+    bytes_each: int,
+    run_seconds: float,
+    interval_seconds: float,
+    step_seconds: float,
+    metrics: Mapping[str, str],
+) -> list[Figure]:
+    """What the rules keep of a run of this length, at most. Raises IntervalError, ConfigError of a rule.
+
+    `metrics`: those that rules name, with "min" or "max": the best are taken for the oldest, so that no other rule
+    keeps them. Without a rule all is kept.
+    """
+    check_positive("plan", "run_seconds", run_seconds)
+    check_positive("plan", "interval_seconds", interval_seconds)
+    saves = max(1, int(run_seconds / interval_seconds))
+    made = f"{time_text(run_seconds)} / {time_text(interval_seconds)} = {saves:,} saves"
+    kept = saves
+    if policy is not None:
+        records = [
+            Record(
+                step=max(number, round(number * interval_seconds / step_seconds)),
+                sequence=number,
+                time_seconds=number * interval_seconds,
+                bytes=bytes_each,
+                metrics={name: number if mode == "min" else -number for name, mode in metrics.items()},
+                verified=number == saves,
+            )
+            for number in _numbers(saves)
+        ]
+        kept = sum(verdict.keep for verdict in plan(records, policy))
+    rules = "no --keep rule: all are kept" if policy is None else f"{policy}"
+    copies = kept + (policy is not None)
+    waits = "" if policy is None else " + the one being saved: the old ones go when it is durable"
+    return [
+        Figure("saves", saves, "count", made),
+        Figure("kept", kept, "count", f"{rules}; of {saves:,} saves"),
+        Figure("disk", copies * bytes_each, "bytes", f"({kept:,}{waits}) x {bytes_text(bytes_each)}"),
+    ]
+
+
+def _numbers(saves: int) -> list[int]:
+    """The saves that rules are tried on: no rule tells neighbours of long ago apart."""
+    recent = max(0, saves - _MOST_SAVES)
+    return [*range(1, recent + 1, max(1, -(-recent // _MOST_SAVES))), *range(recent + 1, saves + 1)]

@@ -1,0 +1,168 @@
+"""What training takes of the memory of one GPU, under hybrid sharding (HSDP): full shards in a group of ranks, replicas
+over the groups. Pure.
+
+Parameters, gradients and moments are cut by the ranks of a shard group; a layer is gathered while it is at work. Of the
+activations of a Llama-style decoder is counted what the backward pass needs: with an attention that keeps no matrix of
+scores (flash), per token and layer the inputs of both norms, of both groups of products, queries, keys, values and the
+output of the attention, and four times the width of the feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptman.policy.checks import check_count, check_positive
+from ckptman.policy.figures import Figure, bytes_text
+
+_HEAD_WIDTH = 128
+_LLAMA = "shapes of Llama 2 and 3: 12 x layers x dim^2 parameters with dim = 128 x layers"
+_FLOAT_BYTES = 4
+ALLOCATOR_SHARE = 0.1
+"""What the CUDA context, NCCL, kernels' workspaces and gaps between allocations take besides, of everything."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What activations depend on. `hidden`: the width of the feed-forward; `kv_share`: key-value heads per head.
+
+    `assumed`: derived from the number of parameters alone.
+    """
+
+    dim: int
+    layers: int
+    vocab: int
+    hidden: int
+    kv_share: float = 1.0
+    assumed: bool = False
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one GPU computes at once: `tokens` in all its samples, with elements of `item_bytes`."""
+
+    tokens: int
+    item_bytes: int = 2
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What is trained, and in which types: bytes of a parameter, and of all its moments together.
+
+    `shards`: ranks that have one copy together. `accumulates`: gradients of several micro-batches are added up before
+    they are reduced; then each GPU has all of them.
+    """
+
+    parameters: int
+    item_bytes: int
+    moment_bytes: int
+    shards: int
+    accumulates: bool = False
+
+
+def likely_shape(parameters: float, vocab: int, dim: int | None = None, layers: int | None = None) -> Shape:
+    """The shape of a decoder with so many parameters, as far as it is not given. Raises IntervalError."""
+    check_positive("plan", "parameters", parameters)
+    for name, value in (("vocab", vocab), ("dim", dim), ("layers", layers)):
+        if value is not None:
+            check_count("plan", name, value)
+    if layers is None:
+        squares = dim**2 if dim is not None else None
+        each = (parameters / (12 * _HEAD_WIDTH**2)) ** (1 / 3) if squares is None else parameters / (12 * squares)
+        layers = max(1, round(each))
+    if dim is None:
+        exact = (parameters / (12 * layers)) ** 0.5
+        dim = max(_HEAD_WIDTH, round(exact / _HEAD_WIDTH) * _HEAD_WIDTH)
+    return Shape(dim, layers, vocab, hidden=-(-dim * 8 // 3), assumed=True)
+
+
+def memory_figures(weights: Weights, shape: Shape, batch: Batch) -> list[Figure]:
+    """Bytes of one GPU by what they are for, and two totals: without and with activation checkpointing."""
+    check_count("plan", "tokens", batch.tokens)
+    count, cut = weights.parameters, weights.shards
+    shared = "" if cut == 1 else f" / {cut} ranks of a shard group"
+    parameters = -(-count * weights.item_bytes // cut)
+    gradient_bytes = count * _FLOAT_BYTES if weights.accumulates else parameters
+    gradients = Figure(
+        "gradients",
+        gradient_bytes,
+        "bytes",
+        f"{count:,} x 4 B (float32, whole on each GPU while micro-batches are accumulated)"
+        if weights.accumulates
+        else f"{count:,} x {weights.item_bytes} B{shared}",
+        "FSDP2: gradients that are not reduced yet are not sharded" if weights.accumulates else "",
+    )
+    found = [
+        Figure("parameters", parameters, "bytes", f"{count:,} x {weights.item_bytes} B{shared}"),
+        gradients,
+        Figure(
+            "optimizer",
+            -(-count * weights.moment_bytes // cut),
+            "bytes",
+            f"{count:,} x {weights.moment_bytes} B{shared}",
+        ),
+        _gathered(count, shape, batch),
+    ]
+    activations = activation_figures(shape, batch)
+    fixed = sum(each.value for each in found)
+    names = ("parameters", "gradients", "optimizer", "gathered")
+    totals = [
+        Figure(
+            f"total_{how}",
+            round((fixed + each.value) * (1 + ALLOCATOR_SHARE)),
+            "bytes",
+            f"({' + '.join(names)} + {each.name}) x {1 + ALLOCATOR_SHARE:g}",
+            f"{ALLOCATOR_SHARE * 100:g} % for the context, NCCL, workspaces and gaps",
+        )
+        for how, each in zip(("plain", "checkpointed"), activations)
+    ]
+    return [*found, *activations, *totals]
+
+
+def activation_figures(shape: Shape, batch: Batch) -> list[Figure]:
+    """Activations at their peak: kept, and computed again layer by layer (activation checkpointing)."""
+    tokens, item = batch.tokens, batch.item_bytes
+    width = _layer_elements(shape)
+    layer, inputs = round(tokens * item * width), tokens * item * shape.dim
+    logits = tokens * shape.vocab * (item + 2 * _FLOAT_BYTES)
+    how = _LLAMA if shape.assumed else ""
+    at_loss = f"{tokens:,} tokens x {shape.vocab:,} x ({item} + 4 + 4) B at the loss"
+    each = f"({6 + 2 * shape.kv_share:.3g} x {shape.dim:,} + 4 x {shape.hidden:,})"
+    kept = f"{shape.layers} layers x {tokens:,} tokens x {each} x {item} B"
+    again = (
+        f"{shape.layers} layers x {tokens:,} tokens x {shape.dim:,} x {item} B + the larger of one layer "
+        f"({bytes_text(layer)}) and the loss ({bytes_text(logits)})"
+    )
+    return [
+        Figure("activations", shape.layers * layer + logits, "bytes", f"{kept} + {at_loss}", how),
+        Figure("activations_checkpointed", shape.layers * inputs + max(layer, logits), "bytes", again, how),
+    ]
+
+
+def _layer_elements(shape: Shape) -> float:
+    """Elements that the backward pass of a layer needs, per token."""
+    return (6 + 2 * shape.kv_share) * shape.dim + 4 * shape.hidden
+
+
+def _gathered(parameters: int, shape: Shape, batch: Batch) -> Figure:
+    """Two layers are gathered at a time, the embedding and the head all the time; one layer's gradients wait."""
+    root = min(parameters, shape.vocab * shape.dim)
+    layer = max(0, parameters - root) // shape.layers
+    item = batch.item_bytes
+    formula = (
+        f"2 layers x {layer:,} x {item} B + {root:,} x {item} B (embedding) + {layer:,} x ({item} + 4) B (gradients "
+        f"being reduced)"
+    )
+    return Figure(
+        "gathered",
+        2 * layer * item + root * item + layer * (item + _FLOAT_BYTES),
+        "bytes",
+        formula,
+        "FSDP2 gathers the next layer while one is at work, and keeps what is in no layer",
+    )
+
+
+def total_of(figures: Sequence[Figure], checkpointed: bool) -> float:
+    """Bytes of one GPU in all."""
+    name = "total_checkpointed" if checkpointed else "total_plain"
+    return next(each.value for each in figures if each.name == name)
