@@ -66,7 +66,7 @@ def commit(
         (draft / name).write_bytes(data)
     manifest = Manifest(
         step=step,
-        sequence=sequence or 1 + max((entry.sequence for entry in Catalogue(root).scan()), default=0),
+        sequence=sequence or 1 + max((entry.sequence for entry in Catalogue(root).scan(abandoned=True)), default=0),
         time_seconds=time_seconds,
         reason="every 100 steps",
         world_size=ranks,

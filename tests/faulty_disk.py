@@ -148,7 +148,7 @@ def manifest_of(root: Path, step: int, files: dict[str, bytes], sequence: int | 
     """A manifest of files with these bytes, the next one of its root."""
     return Manifest(
         step=step,
-        sequence=sequence or 1 + max((entry.sequence for entry in Catalogue(root).scan()), default=0),
+        sequence=sequence or 1 + max((entry.sequence for entry in Catalogue(root).scan(abandoned=True)), default=0),
         time_seconds=1_790_000_000.0,
         reason="every 100 steps",
         world_size=2,

@@ -21,12 +21,15 @@ VERBS = {
         *("--bandwidth", "--rank-bandwidth", "--threads", "--json"),
     ],
     "diff": ["A", "B", "--steps", "--only", "--top", "--read", "--json"],
+    "copy": ["SRC", "DST", "--step", "--all", "--limit", "--threads", "--overwrite", "--json"],
+    "adopt": ["PATH", "--step", "--keep-name", "--json"],
     "export": [
         *("PATH", "OUT", "--step", "--format", "--only", "--all", "--dtype", "--max-shard-size", "--strip", "--rename"),
         *("--tied", "--config", "--overwrite", "--json"),
     ],
     "doctor": ["DIR", "--size", "--against", "--timeout", "--json"],
     "prune": ["ROOT", "--keep-last", "--keep-every", "--keep-best", "--dry-run", "--json"],
+    "rollback": ["ROOT", "--to-step", "--why", "--undo", "--dry-run", "--json"],
     "template": ["[NAME]", "--output", "--set", "--config", "--list", "--force", "--json"],
     "submit": [
         *("SCRIPT [ARGUMENTS]", "--scheduler", "--max-attempts", "--max-walltime", "--until", "--crash-limit"),
@@ -49,7 +52,7 @@ light = (
     ["prune", root, "--keep-last", "1", "--dry-run"],
     ["submit", "--scheduler", "local", "--chain-dir", root + "/chain", "--", "true"],
 )
-with_tensors = (["show", root], ["verify", root, "--all"])
+with_tensors = (["show", root], ["verify", root, "--all"], ["copy", root, root + "-copy"])
 for runs in (light, with_tensors):
     codes = [main(run) for run in runs]
     print(codes, sorted({"torch", "numpy", "rich", "pandas"} & set(sys.modules)), file=sys.stderr)
@@ -110,4 +113,4 @@ def test_looking_needs_no_torch_and_no_rich(tmp_path: Path) -> None:
         [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
     )
     # The chunk table, which tells where tensors lie, is an array; what looks at no tensors needs no NumPy either.
-    assert ran.stderr == "[0, 0, 0, 0] []\n[0, 0] ['numpy']\n"
+    assert ran.stderr == "[0, 0, 0, 0] []\n[0, 0, 0] ['numpy']\n"

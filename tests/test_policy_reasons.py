@@ -191,7 +191,7 @@ def test_what_a_rollback_left_behind_is_counted_by_no_rule() -> None:
     assert kept(records, KeepLast(9) | KeepEvery(steps=10)) == [10, 20, 40]
     assert why(records, KeepLast(9), 50) == ("abandoned by the rollback to step 20",)
     assert why(records, KeepLast(9), 20) == ("newest", "keep last 1 of 9")
-    assert why(records, None, 50) == ("abandoned by the rollback to step 20",)
+    assert why(records, None, 50) == ("no retention policy",)
 
 
 def test_where_all_is_abandoned_the_newest_still_stays() -> None:

@@ -12,12 +12,16 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from ckptman.cli.adopt import adopt
 from ckptman.cli.chain import chain_app
+from ckptman.cli.copy import copy
 from ckptman.cli.diff import diff
 from ckptman.cli.doctor import doctor
 from ckptman.cli.export import export
 from ckptman.cli.list import list_checkpoints
+from ckptman.cli.plan import plan
 from ckptman.cli.prune import prune
+from ckptman.cli.rollback import rollback
 from ckptman.cli.show import show
 from ckptman.cli.submit import submit
 from ckptman.cli.template import template
@@ -45,7 +49,11 @@ app.command("show")(show)
 app.command("verify")(verify)
 app.command("diff")(diff)
 app.command("export")(export)
+app.command("adopt")(adopt)
+app.command("copy")(copy)
 app.command("prune")(prune)
+app.command("plan")(plan)
+app.command("rollback")(rollback)
 app.command("doctor")(doctor)
 app.add_typer(chain_app, name="chain")
 app.command("submit", context_settings={"allow_interspersed_args": False})(submit)

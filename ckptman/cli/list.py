@@ -37,7 +37,7 @@ def list_checkpoints(root: Root, as_json: AsJson = False) -> None:
     from ckptman.store.verified import read_verified
 
     catalogue = Catalogue(root)
-    entries, leftovers = catalogue.look(), catalogue.leftovers()
+    entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
     notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
     if as_json:
         unfinished = [{"path": str(path), "step": parsed.step, "kind": parsed.kind} for path, parsed in leftovers]
@@ -75,6 +75,7 @@ def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
     unsaid = {"manifest_digest", "files_digest", "damaged"}
     return {
         **facts,
+        "abandoned": entry.abandoned or None,
         "verified": note.model_dump(mode="json", exclude=unsaid) if proved and note is not None else None,
         "damaged": note.damaged or None if note is not None else None,
     }
@@ -112,20 +113,24 @@ def _state(entry: Entry, note: Verified | None) -> str:
     if note is not None and note.damaged:
         return text.paint(f"damaged: {text.plain(short_problem(entry, note.damaged))}", "red")
     if entry.problem is None:
-        return "complete"
+        return f"abandoned {text.plain(entry.abandoned)}" if entry.abandoned else "complete"
     return text.paint(f"does not count: {text.plain(short_problem(entry, entry.problem))}", "red")
 
 
 def _summary(root: Path, entries: list[Entry], damaged: set[Path], leftovers: int) -> str:
-    complete = [entry.require_manifest() for entry in entries if entry.complete and entry.path not in damaged]
+    left = sum(entry.complete and bool(entry.abandoned) for entry in entries)
+    counting = [entry for entry in entries if not (entry.complete and entry.abandoned)]
+    complete = [entry.require_manifest() for entry in counting if entry.complete and entry.path not in damaged]
     sentences = [f"{text.plain(root)}: no complete checkpoint."]
     if complete:
         total = text.size(sum(manifest.total_bytes for manifest in complete))
         sentences = [
             f"{text.count(len(complete), 'complete checkpoint')}, {total}; the newest is of step {complete[-1].step}."
         ]
-    if broken := len(entries) - len(complete):
+    if broken := len(counting) - len(complete):
         sentences.append(f"{broken:,} {'does' if broken == 1 else 'do'} not count.")
+    if left:
+        sentences.append(f"{left:,} {'was' if left == 1 else 'were'} abandoned.")
     if leftovers:
         folders = text.count(leftovers, "folder")
         sentences.append(f"{folders} besides, unfinished or left over by a crash: ckptman prune clears what is dead.")

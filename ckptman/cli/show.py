@@ -92,6 +92,7 @@ def _origin(entry: Entry, note: Verified | None, now: float) -> list[str]:
         ("size", f"{text.size(manifest.total_bytes)} in {text.count(len(manifest.files), 'file')}"),
         ("verified", verified(note, now)),
         *([("damaged", text.paint(text.plain(note.damaged), "red"))] if note is not None and note.damaged else []),
+        *([("abandoned", text.plain(entry.abandoned))] if entry.abandoned else []),
         ("ranks", f"{manifest.world_size}, mesh {text.mesh(manifest.mesh)}"),
         ("metrics", text.metrics(manifest.metrics) or "-"),
         ("run", run + (f", job {text.plain(manifest.job_id)}" if manifest.job_id else "")),

@@ -84,7 +84,8 @@ def _may_be_newer(entry: Entry, newest: Entry) -> bool:
 
 def _look(path: Path) -> Entry:
     """One folder, with the same rules by which the catalogue judges those of a root."""
-    from ckptman.store.catalogue import Entry
+    from ckptman.store.abandoned import read_abandoned
+    from ckptman.store.catalogue import Entry, mark
     from ckptman.store.manifest import missing_file, read_manifest
     from ckptman.store.names import parse_step
 
@@ -103,4 +104,4 @@ def _look(path: Path) -> Entry:
         problem = f"its manifest is of step {manifest.step}"
     elif named is not None and named.kind in ("tmp", "trash"):
         problem = "it was never committed" if named.kind == "tmp" else "it was deleted"
-    return Entry(manifest.step, path, manifest, problem)
+    return mark(Entry(manifest.step, path, manifest, problem), read_abandoned(path.resolve().parent))

@@ -65,7 +65,7 @@ def plan(
     verdicts = []
     for record in sorted(records, key=sequence_of):
         reasons = [each[record.sequence] for each in kept_by if record.sequence in each]
-        if policy is None and not record.abandoned:
+        if policy is None:
             reasons = ["no retention policy"]
         if record.sequence in untouchable:
             reasons, keep = [*untouchable[record.sequence], *reasons], True

@@ -34,7 +34,8 @@ def choose(entries: list[Entry], step: int | None) -> list[Entry]:
     behind it would lose its steps silently. CorruptError if there are entries and none is complete.
     """
     if step is not None:
-        entry = next(each for each in entries if each.step == step)
+        # What a rollback left behind only where it was not saved again.
+        entry = max((each for each in entries if each.step == step), key=lambda each: not each.abandoned)
         entry.require_manifest()
         return [entry]
     for entry in entries:
@@ -115,7 +116,7 @@ class Restorer:
             load(self._talk, state, folder)
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
-        entries = self._place.list()
+        entries = self._place.list(abandoned=step is not None)
         if not entries:
             refuse_other_checkpoints(self._place.root, below=True)
         if step is not None and all(entry.step != step for entry in entries):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
 from ckptman.errors import CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.policy.retention import Record
+from ckptman.store.abandoned import read_abandoned
 from ckptman.store.manifest import Manifest, missing_file, read_manifest
 from ckptman.store.names import StepName, parse_step
+from ckptman.store.pins import read_pin
 from ckptman.store.verified import read_verified
 
+_LONG_AGO = "by an earlier rollback"
 _LOOKS = 10
 """A commit renames folders while others look: after so many looks what was gone each time is taken to be gone."""
 
@@ -24,6 +28,7 @@ class Entry:
 
     `newer_format`: it does not count here, but a newer ckptman wrote it, so nobody may conclude that it is damaged.
     `unreadable`: nobody can say what it is, because it could not be looked at.
+    `abandoned`: which rollback left it behind; then it is whole, and no restore takes it that is not asked for it.
     """
 
     step: int
@@ -32,6 +37,7 @@ class Entry:
     problem: str | None = None
     newer_format: FormatVersionError | None = None
     unreadable: RootError | None = None
+    abandoned: str = ""
 
     @property
     def complete(self) -> bool:
@@ -42,10 +48,16 @@ class Entry:
         """Commit sequence; 0 if there is no manifest to tell."""
         return self.manifest.sequence if self.manifest else 0
 
+    @property
+    def identity(self) -> str:
+        """See `Manifest.identity`. Only for complete entries."""
+        return self.require_manifest().identity
+
     def record(self) -> Record:
         """The facts that retention rules look at. Only for complete entries."""
         manifest = self.require_manifest()
         note = read_verified(self.path, manifest)
+        pin = read_pin(self.path)
         return Record(
             self.step,
             manifest.sequence,
@@ -54,6 +66,8 @@ class Entry:
             manifest.metrics,
             verified=note is not None and note.every_byte,
             damaged=note.damaged if note is not None else "",
+            pinned=pin.why if pin is not None else "",
+            abandoned=f"abandoned {self.abandoned}" if self.abandoned else "",
         )
 
     def require_manifest(self) -> Manifest:
@@ -79,36 +93,44 @@ class Catalogue:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
 
-    def scan(self) -> list[Entry]:
+    def scan(self, *, abandoned: bool = False) -> list[Entry]:
         """All entries, in order of commit; those with no readable manifest first, by step.
 
+        `abandoned`: also those that a rollback left behind. Of one step there can then be several.
+
         Raises: NotFoundError (no such root), RootError (not a folder, or it or a checkpoint cannot be read: that is
-        never "none yet").
+        never "none yet"), CorruptError (what was abandoned cannot be told).
         """
-        entries = self.look()
+        entries = self.look(abandoned=abandoned)
         for entry in entries:
             if entry.unreadable is not None:
                 raise entry.unreadable
         return entries
 
-    def look(self) -> list[Entry]:
+    def look(self, *, abandoned: bool = False) -> list[Entry]:
         """The same, with those that cannot be read: for who says what is there, not for who acts on it.
 
-        Raises: NotFoundError, RootError of the root itself.
+        Raises: NotFoundError, RootError and CorruptError of the root itself.
         """
         for _ in range(_LOOKS):
             entries, settled = self._look_at(self._names())
             if settled:
                 break
-        return sorted(entries.values(), key=_commit_order)
+        left = read_abandoned(self.root)
+        found = [mark(entry, left) for entry in entries.values()]
+        return sorted((entry for entry in found if abandoned or not entry.abandoned), key=_commit_order)
 
     def complete(self) -> list[Entry]:
         """The complete entries, oldest commit first."""
         return [entry for entry in self.scan() if entry.complete]
 
     def entry(self, step: int) -> Entry:
-        """The entry of a step, complete or not. Raises: NotFoundError, which names the steps there are."""
-        entries = {entry.step: entry for entry in self.look()}
+        """The entry of a step, complete or not; one that was abandoned, where there is no other.
+
+        Raises: NotFoundError, which names the steps there are.
+        """
+        found = sorted(self.look(abandoned=True), key=lambda entry: not entry.abandoned)
+        entries = {entry.step: entry for entry in found}
         if step not in entries:
             known = ", ".join(str(each) for each in list(entries)[-10:]) or "none"
             raise NotFoundError(f"{self.root} has no checkpoint of step {step}; the latest there are: {known}")
@@ -120,11 +142,13 @@ class Catalogue:
         olds = {parsed.step for _, parsed in names if parsed.kind == "old"}
         entries, _ = self._look_at([(name, parsed) for name, parsed in names if parsed.step in olds])
         counting = {entry.path.name for entry in entries.values()}
-        unsure = {step for step, entry in entries.items() if entry.unreadable is not None}
+        unsure = {step for (step, _), entry in entries.items() if entry.unreadable is not None}
         return [
             (self.root / name, parsed)
             for name, parsed in names
-            if parsed.kind != "step" and name not in counting and not (parsed.kind == "old" and parsed.step in unsure)
+            if parsed.kind not in ("step", "abandoned")
+            and name not in counting
+            and not (parsed.kind == "old" and parsed.step in unsure)
         ]
 
     def _names(self) -> list[tuple[str, StepName]]:
@@ -146,12 +170,13 @@ class Catalogue:
             ) from error
         return [(name, parsed) for name in sorted(names) if (parsed := parse_step(name))]
 
-    def _look_at(self, names: list[tuple[str, StepName]]) -> tuple[dict[int, Entry], bool]:
-        """The entry of each step, and whether everything stayed where it was while we looked."""
-        found: dict[int, list[tuple[tuple[bool, bool, int], Entry]]] = {}
+    def _look_at(self, names: list[tuple[str, StepName]]) -> tuple[dict[tuple[int, str], Entry], bool]:
+        """The entry of each step, with those that stood aside for it for good, by their tags; and whether everything
+        stayed where it was while we looked."""
+        found: dict[tuple[int, str], list[tuple[tuple[bool, bool, int], Entry]]] = {}
         settled = True
         for name, parsed in names:
-            if parsed.kind not in ("step", "old"):
+            if parsed.kind not in ("step", "old", "abandoned"):
                 continue
             path = self.root / name
             before = _lstat(path)
@@ -164,8 +189,17 @@ class Catalogue:
             # stands in for one that was damaged since: nothing good is passed over for something bad.
             counts = entry.complete or entry.newer_format is not None or entry.unreadable is not None
             merit = (counts, parsed.kind == "step", entry.sequence)
-            found.setdefault(parsed.step, []).append((merit, entry))
-        return {step: max(each, key=itemgetter(0))[1] for step, each in found.items()}, settled
+            aside = parsed.tag if parsed.kind == "abandoned" else ""
+            if aside:
+                entry = replace(entry, abandoned=_LONG_AGO)
+            found.setdefault((parsed.step, aside), []).append((merit, entry))
+        return {key: max(each, key=itemgetter(0))[1] for key, each in found.items()}, settled
+
+
+def mark(entry: Entry, left: Mapping[str, str]) -> Entry:
+    """An entry, with the rollback that left it behind, of those that `read_abandoned` gave."""
+    why = left.get(entry.identity) if left and entry.complete else None
+    return replace(entry, abandoned=why) if why else entry
 
 
 def _stayed(before: os.stat_result, after: os.stat_result, complete: bool) -> bool:

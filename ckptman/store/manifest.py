@@ -78,6 +78,11 @@ class Manifest(BaseModel):
         """Bytes of all files, without the manifest."""
         return sum(record.bytes for record in self.files.values())
 
+    @property
+    def identity(self) -> str:
+        """What tells this checkpoint from all others, wherever it was copied: the digest of `manifest.json`."""
+        return xxh3_128_hexdigest(self.to_json())
+
     def to_json(self) -> bytes:
         """The bytes of `manifest.json`. NaN and infinite metrics are kept (as JSON's common extension writes them)."""
         body = json.dumps(self.model_dump(mode="python"), indent=1).encode().removesuffix(b"\n}")
@@ -90,7 +95,11 @@ def read_manifest(folder: Path) -> Manifest:
     Raises: FileNotFoundError (no manifest), CorruptError (not as it was written), FormatVersionError (a newer ckptman).
     """
     path = folder / MANIFEST
-    data = read_regular(path, MOST_BYTES)
+    return parse_manifest(path, read_regular(path, MOST_BYTES))
+
+
+def parse_manifest(path: Path | str, data: bytes) -> Manifest:
+    """The manifest that these bytes are; `path` is for messages. Raises: CorruptError, FormatVersionError."""
     sealed = _SEAL.search(data)
     if sealed is not None and xxh3_128_hexdigest(data[: sealed.start()]).encode() != sealed[1]:
         raise CorruptError(f"{path} does not match its digest: its bytes have changed since it was saved; {_REMEDY}")
@@ -113,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def parse_versioned(path: Path, data: bytes) -> dict[str, Any]:
+def parse_versioned(path: Path | str, data: bytes) -> dict[str, Any]:
     """The JSON object in `data`, if its format version is one we know: a newer format may have any field.
 
     Raises: CorruptError, FormatVersionError.
@@ -134,7 +143,7 @@ def parse_versioned(path: Path, data: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", raw)
 
 
-def _foreign(path: Path, flaw: str) -> CorruptError:
+def _foreign(path: Path | str, flaw: str) -> CorruptError:
     return CorruptError(f"{path} is not what ckptman wrote there: {flaw}; {_REMEDY}")
 
 

@@ -1,0 +1,108 @@
+"""`ckptman rollback ROOT --to-step N`: go back behind a loss spike. What is newer is abandoned, and stays on disk."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptman.cli import text
+from ckptman.cli.list import AsJson, Root
+from ckptman.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckptman.store.rollback import Change
+
+ToStep = Annotated[
+    int | None, typer.Option("--to-step", metavar="N", show_default=False, help="The checkpoint to go on from.")
+]
+Why = Annotated[str, typer.Option("--why", metavar="TEXT", show_default=False, help="The reason, for those who look.")]
+Undo = Annotated[bool, typer.Option("--undo", help="Take back the last rollback instead.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be abandoned.")]
+
+
+def rollback(
+    root: Root,
+    to_step: ToStep = None,
+    why: Why = "",
+    undo: Undo = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Go back to an earlier checkpoint.
+
+    All that were committed after it are abandoned: the next run goes on from step N, and none of them is restored
+    unless it is asked for by its step. They stay on disk until ckptman prune takes them. Refused while a run is alive.
+    """
+    from ckptman.store.rollback import execute, plan_rollback, plan_undo
+
+    def make() -> Change:
+        return plan_undo(root) if to_step is None else plan_rollback(root, to_step)
+
+    if (to_step is None) != undo:
+        raise ConfigError("say --to-step N, the step to go back to, or --undo")
+    now = time.time()
+    if dry_run:
+        change = make()
+    else:
+        make()  # what cannot be is refused before anything is written
+        job = os.environ.get("SLURM_JOB_ID")
+        change = execute(root, make, why=why, by=_who(), time_seconds=now, job_id=job)
+        _note(root, change, why)
+    if as_json:
+        text.say_json(_as_dict(root, change, dry_run))
+    else:
+        text.say("\n".join(_lines(change, dry_run, now)))
+
+
+def _who() -> str:
+    name = ""
+    with suppress(KeyError, OSError, ImportError):
+        name = getpass.getuser()
+    return f"{name}@{socket.gethostname()}"
+
+
+def _note(root: Path, change: Change, why: str) -> None:
+    from ckptman.monitor.journal import Journal
+    from ckptman.store.names import journal_path
+
+    if not change.entries:
+        return
+    event = "rolled_back" if change.undoes is None else "rollback_undone"
+    journal = Journal(journal_path(root))
+    journal.record(event, sync=True, step=change.target.step, steps=[entry.step for entry in change.entries], why=why)
+    journal.close()
+
+
+def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
+    action = "abandon" if change.undoes is None else "bring back"
+    rows = [(action, f"step {each.step}", *_facts(each.require_manifest(), now)) for each in change.entries]
+    lines = [*text.table(("action", "what", "size", "age", "metrics"), rows, right="size age"), ""] if rows else []
+    if not rows:
+        return [f"Nothing to abandon: step {change.target.step} is the newest checkpoint."]
+    done = "Nothing was changed (--dry-run): the next restore would go" if dry_run else "The next restore goes"
+    return [*lines, f"{done} on from step {change.target.step}."]
+
+
+def _facts(manifest: Any, now: float) -> tuple[str, str, str]:
+    size, age = text.size(manifest.total_bytes), text.age(now - manifest.time_seconds)
+    return size, age, text.metrics(manifest.metrics) or "-"
+
+
+def _as_dict(root: Path, change: Change, dry_run: bool) -> dict[str, Any]:
+    return {
+        "root": str(root),
+        "dry_run": dry_run,
+        "step": change.target.step,
+        "undoes": change.undoes,
+        "abandoned" if change.undoes is None else "brought_back": [
+            {"step": entry.step, "path": str(entry.path), "bytes": entry.require_manifest().total_bytes}
+            for entry in change.entries
+        ],
+    }
