@@ -1,73 +1,95 @@
-"""Deleting by plan: what to keep is decided by the pure rules of `ckptman.policy.retention`; here it is carried out."""
+"""Deleting by plan: what to keep is decided by the pure rules of `ckptman.policy.retention`; here it is carried out.
+
+Safe beside a run that saves, readers, copies and other prunes, on this host and on others: a folder is renamed before a
+byte of it is removed, and is put back where a reader or a pin came in between (see `lease`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from ckptman.errors import CkptmanError
-from ckptman.policy.retention import Record, RetentionPolicy, Verdict, plan
+from ckptman.policy.retention import Record, RetentionPolicy, Verdict, over_limit, plan
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
+from ckptman.store.lease import look
+from ckptman.store.leftovers import Leftover as Leftover
+from ckptman.store.leftovers import clear as clear
+from ckptman.store.leftovers import find_leftovers as find_leftovers
+from ckptman.store.leftovers import first_error_last
 from ckptman.store.manifest import read_manifest
-from ckptman.store.names import Kind, parse_half_written, run_folder, step_folder
-from ckptman.store.owner import is_alive, is_this_process, read_owner
+from ckptman.store.names import run_folder, step_folder
+from ckptman.store.pins import read_pin
 from ckptman.store.place import FolderPlace
 
 LOCK_SECONDS = 300.0
-_REASONS: dict[Kind, str] = {
-    "tmp": "a save that was never committed; its writer is gone",
-    "trash": "a deletion that was interrupted",
-    "old": "an earlier save of a step that was saved again",
-}
-
-
-@dataclass(frozen=True)
-class Leftover:
-    """What a crash left of a save or of a deletion, and nobody will finish. `bytes` on disk.
-
-    `step` is None for a file of the run itself that was being written.
-    """
-
-    path: Path
-    step: int | None
-    reason: str
-    bytes: int
+Progress = Callable[[int], None]
+"""Told the bytes that were freed."""
 
 
 @dataclass(frozen=True)
 class PrunePlan:
     """What a prune would do. `verdicts` oldest commit first; `entries` by sequence.
 
-    `ignored`: what counts for nothing and is not touched, with the reason: a human has to look at it.
+    `ignored`: what counts for nothing and is not touched, with the reason: a human has to look at it. `over_bytes`: by
+    how much what is kept is more than the limit allows, where nothing more of it may go.
     """
 
     verdicts: list[Verdict]
     entries: dict[int, Entry]
     leftovers: list[Leftover]
     ignored: list[tuple[Entry, str]]
+    over_bytes: int = 0
+
+    @property
+    def deletions(self) -> list[Verdict]:
+        """What goes, oldest commit first."""
+        return [verdict for verdict in self.verdicts if not verdict.keep]
 
     @property
     def freed_bytes(self) -> int:
-        return sum(v.record.bytes for v in self.verdicts if not v.keep) + sum(each.bytes for each in self.leftovers)
+        return sum(v.record.bytes for v in self.deletions) + sum(each.bytes for each in self.leftovers)
 
 
-def plan_prune(root: Path, policy: RetentionPolicy | None, damaged: Collection[int] = ()) -> PrunePlan:
+@dataclass
+class Pruned:
+    """What became of a plan: what is gone now, by sequence, and what was spared after all, with the reason."""
+
+    deleted: set[int] = field(default_factory=set)
+    spared: dict[int, str] = field(default_factory=dict)
+    freed_bytes: int = 0
+
+
+def plan_prune(
+    root: Path,
+    policy: RetentionPolicy | None,
+    damaged: Collection[int] = (),
+    *,
+    now_seconds: float | None = None,
+    wait: bool = True,
+    coming: Record | None = None,
+) -> PrunePlan:
     """What to delete under a root. Incomplete entries never count and are not touched. Raises: as `Catalogue.scan`.
 
     Nor do those that were found damaged, by a verify or by the run that has their sequences in `damaged`: what no
-    restore takes must not push out a good one.
+    restore takes must not push out a good one. `wait`: watch readers of other hosts until it is clear whether they
+    live, instead of taking it for granted. `coming`: the save for which there is no room (see `retention.plan`).
     """
+    leases = look(root, wait=wait)
     entries: dict[int, Entry] = {}
     records: list[Record] = []
     ignored: list[tuple[Entry, str]] = []
     number = 0
-    for entry in Catalogue(root).scan():
+    for entry in Catalogue(root).scan(abandoned=True):
         if not entry.complete:
             ignored.append((entry, entry.problem or ""))
             continue
@@ -78,34 +100,12 @@ def plan_prune(root: Path, policy: RetentionPolicy | None, damaged: Collection[i
         # Folders that were copied from another root can share a sequence: their order stays, and each gets a verdict.
         number = max(entry.sequence, number + 1)
         entries[number] = entry
-        records.append(replace(record, sequence=number))
-    return PrunePlan(plan(records, policy), entries, find_leftovers(root), ignored)
-
-
-def find_leftovers(root: Path) -> list[Leftover]:
-    """The leftovers whose owner is gone. Those of a run that is alive are its own business.
-
-    A run that asks for itself also gets what its own deletions left; the folder of a save may be in use.
-    """
-    found = Catalogue(root).leftovers()
-    halves = _half_written(root)
-    if not found and not halves:
-        return []
-    owner = read_owner(root)
-    alive = owner.nonce if owner is not None and is_alive(root, owner) else None
-    mine = alive is not None and owner is not None and is_this_process(owner)
-    left = [
-        Leftover(path, parsed.step, _REASONS[parsed.kind], _tree_bytes(path))
-        for path, parsed in found
-        if parsed.tag.partition("-")[0] != alive or (mine and parsed.kind != "tmp")
-    ]
-    if alive is None or mine:
-        left += [
-            Leftover(path, None, "a file that was never finished", _tree_bytes(path))
-            for path, pid in halves
-            if not mine or pid != os.getpid()
-        ]
-    return left
+        records.append(replace(record, sequence=number, in_use=leases.holder(entry.path.name)))
+    if coming is not None:
+        coming = replace(coming, sequence=number + 1)
+    now_seconds = time.time() if now_seconds is None else now_seconds
+    verdicts = plan(records, policy, now_seconds=now_seconds, coming=coming)
+    return PrunePlan(verdicts, entries, find_leftovers(root, leases), ignored, over_limit(verdicts, policy))
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def one_at_a_time(root: Path) -> Iterator[None]:
 
     lock_path = run_folder(root) / "prune.lock"
     # FileLock would make the folder, and the root too; and through a link it would write to what is none of ours.
-    if not _is_folder(run_folder(root)) or lock_path.is_symlink():
+    if not run_folder(root).is_dir() or run_folder(root).is_symlink() or lock_path.is_symlink():
         yield
         return
     lock = FileLock(lock_path, timeout=LOCK_SECONDS)
@@ -138,48 +138,91 @@ def one_at_a_time(root: Path) -> Iterator[None]:
         lock.release()
 
 
-def execute(root: Path, plan: PrunePlan, tag: str, disk: Disk = DISK) -> None:
+def execute(
+    root: Path,
+    plan: PrunePlan,
+    tag: str,
+    disk: Disk = DISK,
+    *,
+    jobs: int = 1,
+    remove: Callable[[Path], None] | None = None,
+    done: Progress | None = None,
+) -> Pruned:
     """Carry out a plan: each entry is made invisible at once and then removed. Can be run again at any point.
 
-    What cannot be removed does not keep the rest from being removed. Raises: OSError in the end, if there was such.
+    What cannot be removed does not keep the rest from being removed. `jobs`: threads that remove; `remove`: what
+    removes a folder that nobody sees any more, such as `Slowly`. Raises: OSError in the end, if there was such.
     """
-    with _first_error_last() as attempt:
+    work = _Work(root, FolderPlace(root, disk), remove or disk.remove_tree, done)
+    with first_error_last() as attempt:
         # Leftovers first: an earlier save of a step must not come back when the later one goes.
-        attempt(partial(clear, root, plan.leftovers, tag, disk))
+        for count, leftover in enumerate(plan.leftovers):
+            attempt(partial(work.clear, leftover, f"{tag}-left{count}", disk))
         stuck = {leftover.step for leftover in plan.leftovers if os.path.lexists(leftover.path)}
-        place = FolderPlace(root, disk)
-        for count, verdict in enumerate(verdict for verdict in plan.verdicts if not verdict.keep):
-            entry = plan.entries[verdict.record.sequence]
-            if entry.step not in stuck and _is_as_planned(entry):
-                attempt(partial(place.delete, entry, f"{tag}-{count}"))
+        with ThreadPoolExecutor(jobs) if jobs > 1 else contextlib.nullcontext() as pool:
+            waiting = []
+            for count, verdict in enumerate(plan.deletions):
+                entry = plan.entries[verdict.record.sequence]
+                if entry.step in stuck:
+                    continue
+                step = partial(work.delete, entry, verdict.record, f"{tag}-{count}")
+                if pool is None:
+                    attempt(step)
+                else:
+                    waiting.append(pool.submit(step))
+            for future in waiting:
+                attempt(future.result)
+    return work.pruned
 
 
-def clear(root: Path, leftovers: Iterable[Leftover], tag: str, disk: Disk = DISK) -> None:
-    """Remove leftovers. Raises: OSError in the end, if some could not be removed."""
-    place = FolderPlace(root, disk)
-    with _first_error_last() as attempt:
-        for count, leftover in enumerate(leftovers):
-            if leftover.step is None:
-                attempt(partial(disk.remove_file, leftover.path))
-            else:
-                name = step_folder(leftover.step)
-                attempt(partial(place.remove, leftover.path, name, f"{tag}-left{count}"))
+class _Work:
+    """One prune at work, in several threads."""
 
+    def __init__(self, root: Path, place: FolderPlace, remove: Callable[[Path], None], done: Progress | None) -> None:
+        self._root, self._place, self._remove, self._done = root, place, remove, done
+        self._turn = threading.Lock()
+        self.pruned = Pruned()
 
-@contextmanager
-def _first_error_last() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Hands out a function that tries a step and goes on after an OSError; the first of those is raised at the end."""
-    errors: list[OSError] = []
+    def clear(self, leftover: Leftover, tag: str, disk: Disk) -> None:
+        if leftover.step is None:
+            disk.remove_file(leftover.path)
+        elif (trash := self._place.hide(leftover.path, step_folder(leftover.step), tag)) is not None:
+            self._remove(trash)
+        self._count(leftover.bytes)
 
-    def attempt(step: Callable[[], None]) -> None:
-        try:
-            step()
-        except OSError as error:
-            errors.append(error)
+    def delete(self, entry: Entry, record: Record, tag: str) -> None:
+        """Delete one checkpoint, unless it is another by now or somebody wants it."""
+        if not _is_as_planned(entry):
+            return
+        if reason := self._why_not(entry.path, entry.path.name):
+            self._spare(record, reason)
+            return
+        trash = self._place.hide(entry.path, step_folder(entry.step), tag)
+        if trash is None:
+            return
+        # Who came between the look and the rename is seen now; who comes later finds nothing there.
+        if (reason := self._why_not(trash, entry.path.name)) and self._place.put_back(trash, entry.path):
+            self._spare(record, reason)
+            return
+        self._remove(trash)
+        self._count(record.bytes, record.sequence)
 
-    yield attempt
-    if errors:
-        raise errors[0]
+    def _why_not(self, folder: Path, name: str) -> str:
+        note = read_pin(folder)
+        return f"pinned: {note.why}" if note is not None else look(self._root, wait=False).holder(name)
+
+    def _spare(self, record: Record, reason: str) -> None:
+        # What the plan knew is no news: it was decided on with that.
+        with self._turn:
+            self.pruned.spared[record.sequence] = reason
+
+    def _count(self, freed_bytes: int, sequence: int | None = None) -> None:
+        with self._turn:
+            self.pruned.freed_bytes += freed_bytes
+            if sequence is not None:
+                self.pruned.deleted.add(sequence)
+            if self._done is not None:
+                self._done(freed_bytes)
 
 
 def _is_as_planned(entry: Entry) -> bool:
@@ -189,27 +232,3 @@ def _is_as_planned(entry: Entry) -> bool:
         return read_manifest(entry.path).to_json() == entry.require_manifest().to_json()
     except (OSError, CkptmanError):
         return False
-
-
-def _half_written(root: Path) -> list[tuple[Path, int]]:
-    if not _is_folder(run_folder(root)):
-        return []
-    try:
-        paths = sorted(run_folder(root).iterdir())
-    except OSError:
-        return []
-    return [(path, pid) for path in paths if (pid := parse_half_written(path.name)) is not None]
-
-
-def _is_folder(path: Path) -> bool:
-    """Whether there is a folder and not a link to one: what lies outside of the root is not looked at."""
-    return path.is_dir() and not path.is_symlink()
-
-
-def _tree_bytes(path: Path) -> int:
-    total = 0
-    for folder, _, names in os.walk(path) if _is_folder(path) else [(path.parent, (), [path.name])]:
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size
-    return total

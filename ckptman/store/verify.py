@@ -22,6 +22,7 @@ from ckptman.store.damage import Damage, located, of_bytes, of_size
 from ckptman.store.index import Index, data_files, open_table, read_digests, read_index
 from ckptman.store.manifest import Manifest
 from ckptman.store.names import MANIFEST, parse_half_written
+from ckptman.store.pins import PINNED
 from ckptman.store.plain import TensorRef, decode
 from ckptman.store.tablecheck import check_table
 from ckptman.store.verified import VERIFIED
@@ -188,8 +189,8 @@ def _tensors_in(value: Any) -> Iterator[str]:
 
 def _is_beside(name: str) -> bool:
     """Whether a name is one that ckptman itself leaves beside the files of the manifest."""
-    half_written = parse_half_written(name) is not None and name.startswith(VERIFIED)
-    return name in (MANIFEST, VERIFIED) or half_written
+    half_written = parse_half_written(name) is not None and name.startswith((VERIFIED, PINNED))
+    return name in (MANIFEST, VERIFIED, PINNED) or half_written
 
 
 def _fate(folder: Path, found: Scanned) -> str | None:

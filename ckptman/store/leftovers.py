@@ -1,0 +1,126 @@
+"""What crashes leave: folders of saves and deletions that nobody will finish, half-written files, dead leases."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ckptman.store.catalogue import Catalogue
+from ckptman.store.durable import DISK, Disk
+from ckptman.store.lease import Leases, look
+from ckptman.store.names import Kind, StepName, parse_half_written, run_folder, step_folder
+from ckptman.store.owner import is_alive, is_this_process, read_owner
+from ckptman.store.pins import read_pin
+from ckptman.store.place import FolderPlace
+
+_REASONS: dict[Kind, str] = {
+    "tmp": "a save that was never committed; its writer is gone",
+    "trash": "a deletion that was interrupted",
+    "old": "an earlier save of a step that was saved again",
+}
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What a crash left of a save or of a deletion, and nobody will finish. `bytes` on disk.
+
+    `step` is None for a file of the run itself that was being written, and for a lease.
+    """
+
+    path: Path
+    step: int | None
+    reason: str
+    bytes: int
+
+
+def find_leftovers(root: Path, leases: Leases | None = None) -> list[Leftover]:
+    """The leftovers whose owner is gone. Those of a run that is alive are its own business.
+
+    A run that asks for itself also gets what its own deletions left; the folder of a save may be in use. `leases`: of
+    the root, where they have been looked for. Raises: RootError (it cannot be read, so nobody can tell).
+    """
+    leases = look(root, wait=False) if leases is None else leases
+    left = [Leftover(path, None, "a lease whose reader is gone", _tree_bytes(path)) for path in leases.dead]
+    found = [(path, parsed) for path, parsed in Catalogue(root).leftovers() if not _is_held(path, parsed, leases)]
+    halves = _half_written(root)
+    if not found and not halves:
+        return left
+    owner = read_owner(root)
+    alive = owner.nonce if owner is not None and is_alive(root, owner) else None
+    mine = alive is not None and owner is not None and is_this_process(owner)
+    left += [
+        Leftover(path, parsed.step, _REASONS[parsed.kind], _tree_bytes(path))
+        for path, parsed in found
+        if parsed.tag.partition("-")[0] != alive or (mine and parsed.kind != "tmp")
+    ]
+    if alive is None or mine:
+        left += [
+            Leftover(path, None, "a file that was never finished", _tree_bytes(path))
+            for path, pid in halves
+            if not mine or pid != os.getpid()
+        ]
+    return left
+
+
+def clear(root: Path, leftovers: Iterable[Leftover], tag: str, disk: Disk = DISK) -> None:
+    """Remove leftovers. Raises: OSError in the end, if some could not be removed."""
+    place = FolderPlace(root, disk)
+    with first_error_last() as attempt:
+        for count, leftover in enumerate(leftovers):
+            if leftover.step is None:
+                attempt(partial(disk.remove_file, leftover.path))
+            else:
+                name = step_folder(leftover.step)
+                attempt(partial(place.remove, leftover.path, name, f"{tag}-left{count}"))
+
+
+@contextmanager
+def first_error_last() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Hands out a function that tries a step and goes on after an OSError; the first of those is raised at the end."""
+    errors: list[OSError] = []
+
+    def attempt(step: Callable[[], None]) -> None:
+        try:
+            step()
+        except OSError as error:
+            errors.append(error)
+
+    yield attempt
+    if errors:
+        raise errors[0]
+
+
+def _is_held(path: Path, parsed: StepName, leases: Leases) -> bool:
+    """Whether somebody writes or reads there, or wants it kept."""
+    if leases.holder(path.name):
+        return True
+    # A prune that finds a reader puts the folder back: in between it is nobody's leftover.
+    if parsed.kind == "trash":
+        return bool(leases.holder(step_folder(parsed.step)))
+    return parsed.kind == "old" and read_pin(path) is not None
+
+
+def _half_written(root: Path) -> list[tuple[Path, int]]:
+    folder = run_folder(root)
+    if not folder.is_dir() or folder.is_symlink():
+        return []
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError:
+        return []
+    return [(path, pid) for path in paths if (pid := parse_half_written(path.name)) is not None]
+
+
+def _tree_bytes(path: Path) -> int:
+    total = 0
+    is_folder = path.is_dir() and not path.is_symlink()
+    for folder, _, names in os.walk(path) if is_folder else [(path.parent, (), [path.name])]:
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
