@@ -23,6 +23,7 @@ VERBS = {
     "diff": ["A", "B", "--steps", "--only", "--top", "--read", "--json"],
     "copy": ["SRC", "DST", "--step", "--all", "--limit", "--threads", "--overwrite", "--json"],
     "adopt": ["PATH", "--step", "--keep-name", "--json"],
+    "adopt": ["PATH", "--step", "--keep-name", "--json"],
     "export": [
         *("PATH", "OUT", "--step", "--format", "--only", "--all", "--dtype", "--max-shard-size", "--strip", "--rename"),
         *("--tied", "--config", "--overwrite", "--json"),

@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from ckptman.cli.adopt import adopt
+from ckptman.cli.adopt import adopt
 from ckptman.cli.chain import chain_app
 from ckptman.cli.copy import copy
 from ckptman.cli.diff import diff
@@ -49,6 +50,7 @@ app.command("show")(show)
 app.command("verify")(verify)
 app.command("diff")(diff)
 app.command("export")(export)
+app.command("adopt")(adopt)
 app.command("adopt")(adopt)
 app.command("copy")(copy)
 app.command("prune")(prune)

@@ -10,7 +10,7 @@ from ckptman.errors import CorruptError
 from ckptman.sharded.piecewise import read_range
 from ckptman.sharded.saved import SavedState
 from ckptman.store.digest import DIGEST_BYTES
-from ckptman.store.names import blocks_name, rank_of
+from ckptman.store.names import digests_name
 from ckptman.store.regular import open_regular
 
 PIECE_BYTES = 4 * 1024 * 1024
@@ -78,11 +78,11 @@ def _block_digests(saved: SavedState, file: str, first: int, last: int) -> bytes
 
     They are not checked: damaged ones agree with nothing.
     """
-    rank = rank_of(file)
-    if rank is None:
+    name = digests_name(file)
+    if name is None:
         return None
     try:
-        with open(open_regular(saved.folder / blocks_name(rank)), "rb") as digests:
+        with open(open_regular(saved.folder / name), "rb") as digests:
             return os.pread(digests.fileno(), (last - first) * DIGEST_BYTES, first * DIGEST_BYTES)
     except (CorruptError, OSError):
         return None

@@ -111,13 +111,13 @@ def _open_all(state: SavedState, report: ForeignReport, threads: int, done: Call
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(look, _containers(state)))
     broken = [each for each in found if each.problem]
-    transformed = _transformed(state.folder) if broken else set()
-    closed = [each for each in broken if each.where[:3] in transformed]
+    unopened = transformed(state.folder) if broken else set()
+    closed = [each for each in broken if each.where[:3] in unopened]
     if closed:
         report.remarks.append(
             f"{len(closed)} of {len(found)} containers were transformed, such as compressed: nobody looked inside"
         )
-    report.problems += [f"{_named(each.where)} {each.problem}" for each in broken if each.where[:3] not in transformed]
+    report.problems += [f"{_named(each.where)} {each.problem}" for each in broken if each.where[:3] not in unopened]
     report.unread = sorted({each.unread for each in found if each.unread})
     good = [each for each in found if not each.problem and not each.unread]
     for payload, kind in ((True, "the elements of tensors"), (False, "descriptions and plain values")):
@@ -205,11 +205,11 @@ def _outside(index: Index, sizes: dict[str, int]) -> Iterator[str]:
             yield f"the value {name} is to be {at.bytes} bytes at {at.offset} of {at.file}, which has {sizes[at.file]}"
 
 
-def _transformed(folder: Path) -> set[tuple[str, int, int]]:
+def transformed(folder: Path) -> set[tuple[str, int, int]]:
     """File, offset and bytes of the containers that were not left as torch.save made them (DCP's stream extensions)."""
     places = read_foreign_metadata(folder / METADATA).storage_data.values()
-    transformed = (info for info in places if getattr(info, "transform_descriptors", None))
-    return {(str(info.relative_path), info.offset, info.length) for info in transformed}
+    found = (info for info in places if getattr(info, "transform_descriptors", None))
+    return {(str(info.relative_path), info.offset, info.length) for info in found}
 
 
 def _named(where: Container) -> str:

@@ -19,7 +19,7 @@ from ckptman.errors import CorruptError, plain
 from ckptman.store.chunks import ChunkTable, TensorRecord
 from ckptman.store.digest import Digests, digest_bytes, digest_file, digest_of_blocks, digests_bytes, group_bytes
 from ckptman.store.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_versioned
-from ckptman.store.names import CHUNKS, INDEX, blocks_name, rank_of, values_name
+from ckptman.store.names import CHUNKS, INDEX, digests_name, rank_of, values_name
 from ckptman.store.regular import read_regular
 
 
@@ -130,16 +130,16 @@ def read_digests(folder: Path, file: str, manifest: Manifest) -> Digests:
 
     Raises: CorruptError.
     """
-    rank = rank_of(file)
-    if rank is None or blocks_name(rank) not in manifest.files or file not in manifest.files:
+    name = digests_name(file)
+    if name is None or name not in manifest.files or file not in manifest.files:
         raise CorruptError(f"{folder}: {plain(file)} has no block digests; {_remedy(folder)}")
     record, block = manifest.files[file], manifest.block_bytes
-    found = read_checked(folder, blocks_name(rank), manifest)
+    found = read_checked(folder, name, manifest)
     end, group = digests_bytes(record.bytes, block), group_bytes(block)
     blocks, groups = found[:end], found[end:]
     fits = not groups or (group and len(groups) == digests_bytes(record.bytes, group))
     if not fits or xxh3_128_hexdigest(blocks) != record.digest:
-        raise CorruptError(f"{folder}: {blocks_name(rank)} holds no digests of {plain(file)}; {_remedy(folder)}")
+        raise CorruptError(f"{folder}: {name} holds no digests of {plain(file)}; {_remedy(folder)}")
     return Digests(block, blocks, record.bytes, groups)
 
 

@@ -33,6 +33,7 @@ _ROLLBACK = re.compile(r"rollback-([0-9]{6,})\.json", re.ASCII)
 _LEASE = re.compile(r"lease-[0-9a-f]{8}\.json", re.ASCII)
 _HALF_WRITTEN = re.compile(r".+\.tmp-([0-9]+)-[0-9a-f]{8}", re.ASCII | re.DOTALL)
 _DATA = re.compile(r"__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp", re.ASCII)
+_DATA = re.compile(r"__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp", re.ASCII)
 _OF_RANK = re.compile(r"__(?P<data>[0-9]+)_0\.distcp|(?:blocks|values)-(?P<other>[0-9]{5,})\.(?:bin|json)", re.ASCII)
 MAX_STEP = 10**10 - 1
 
@@ -69,6 +70,22 @@ def data_name(rank: int) -> str:
 def blocks_name(rank: int) -> str:
     """The file that holds the block digests of one rank's data file."""
     return f"blocks-{rank:05d}.bin"
+
+
+def parse_data(name: str) -> tuple[int, int] | None:
+    """The rank that wrote a data file, and which of its files it is; None if the name is none of DCP's. ckptman writes
+    one a rank, number 0, plain DCP may write more."""
+    match = _DATA.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def digests_name(data_file: str) -> str | None:
+    """The file that holds the digests of a data file; None where it has none of DCP's names."""
+    parsed = parse_data(data_file)
+    if parsed is None:
+        return None
+    rank, number = parsed
+    return f"blocks-{rank:05d}-{number}.bin" if number else blocks_name(rank)
 
 
 def parse_data(name: str) -> tuple[int, int] | None:

@@ -1,0 +1,88 @@
+"""`ckptman adopt PATH`: what plain DCP or torchtitan wrote becomes a checkpoint of ckptman, where it is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptman.cli import text
+from ckptman.cli.list import AsJson
+from ckptman.cli.progress import progress
+from ckptman.errors import CkptmanError, ConfigError, NotFoundError
+
+if TYPE_CHECKING:
+    from ckptman.sharded.adopt import Adopted
+
+PathToAdopt = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PATH",
+        show_default=False,
+        readable=False,  # that is for the command to find out, whose error says more
+        help="A checkpoint that plain DCP or torchtitan wrote, or the folder that holds several.",
+    ),
+]
+Step = Annotated[
+    int | None,
+    typer.Option("--step", metavar="N", show_default=False, help="Its step, where the name of the folder tells none."),
+]
+KeepName = Annotated[bool, typer.Option("--keep-name", help="Leave the folder the name it has.")]
+
+
+def adopt(path: PathToAdopt, step: Step = None, keep_name: KeepName = False, as_json: AsJson = False) -> None:
+    """Give what plain DCP or torchtitan wrote digests and a manifest, where it is.
+
+    No byte of its files changes. Its folder is renamed to what ckptman calls that step. What is damaged or incomplete
+    is refused.
+    """
+    from ckptman.store.names import METADATA
+
+    wanted = [path]
+    if is_root := path.is_dir() and not (path / METADATA).exists():
+        from ckptman.sharded.adopt import candidates
+
+        if not (wanted := candidates(path)):
+            raise NotFoundError(f"{path} holds nothing to adopt: no folder in it has a {METADATA} and no manifest.json")
+        if step is not None:
+            raise ConfigError(f"--step is that of one checkpoint, and {path} holds {len(wanted)}: name one of them")
+    adopted: list[Adopted] = []
+    refused: dict[Path, CkptmanError] = {}
+    for folder in wanted:
+        try:
+            adopted.append(_adopt(folder, step, keep_name))
+        except CkptmanError as error:
+            if not is_root:
+                raise
+            refused[folder] = error
+        else:
+            if not as_json:
+                text.say("\n".join(_lines(folder, adopted[-1])))
+    if as_json:
+        told: dict[str, Any] = {"adopted": [asdict(each) | {"path": str(each.path)} for each in adopted]}
+        text.say_json(told | {"refused": [{"path": str(each), "why": str(reason)} for each, reason in refused.items()]})
+    for folder, why in refused.items():
+        text.complain(f"{folder} was not adopted: {why}")
+    if refused:
+        raise typer.Exit(next(iter(refused.values())).exit_code)
+
+
+def _adopt(folder: Path, step: int | None, keep_name: bool) -> Adopted:
+    from ckptman.sharded.adopt import adopt as adopt_checkpoint
+
+    # Each file is read twice: to compare its checksums, and for digests.
+    sizes = [each.stat().st_size for each in folder.glob("*.distcp")] if folder.is_dir() else []
+    with progress(f"adopting {folder.name}", 2 * sum(sizes)) as done:
+        return adopt_checkpoint(folder, step, keep_name=keep_name, done=done)
+
+
+def _lines(folder: Path, found: Adopted) -> list[str]:
+    what = f"{text.count(found.files, 'file')}, {text.size(found.bytes)}"
+    if found.files:
+        what += f", of which {text.size(found.checked_bytes)} have a checksum, which is right"
+    else:
+        what = "it had been adopted before"
+    lines = [f"{text.plain(folder)} -> {text.plain(found.path)}: step {found.step}; {what}"]
+    return [*lines, *(f"  {text.plain(remark)}" for remark in found.remarks)]

@@ -1,0 +1,155 @@
+"""What ckptman keeps about a checkpoint, made for one that plain DCP wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+
+import ckptman
+from ckptman.errors import ConfigError
+from ckptman.sharded.image import Placed
+from ckptman.sharded.rankfile import make_rows
+from ckptman.sharded.saved import SavedState, resolve
+from ckptman.store.assembly import assemble
+from ckptman.store.catalogue import Catalogue
+from ckptman.store.chunks import FRAME_BYTES, item_bytes
+from ckptman.store.digest import BLOCK_BYTES, digest_bytes, group_bytes
+from ckptman.store.index import Index, Unit
+from ckptman.store.manifest import FileRecord, Manifest
+from ckptman.store.names import CHUNKS, INDEX, METADATA, digests_name, parse_data, parse_step
+from ckptman.store.plain import TensorRef, encode, tensor_ref
+from ckptman.store.regular import open_regular, read_regular
+
+_READ_BYTES = 4 * 1024 * 1024
+_THREADS = 2
+_MOST_BYTES = 2**40
+
+
+@dataclass(frozen=True)
+class Digested:
+    """The files that are put beside those of DCP, and the manifest that names all of them."""
+
+    files: dict[str, bytes]
+    manifest: Manifest
+
+
+def describe(saved: SavedState, step: int, final: Path, reason: str, done: Callable[[int], None] | None) -> Digested:
+    """Read all files of a checkpoint of plain DCP that is known to be whole, and describe it.
+
+    The same bytes give the same files, whenever they are read. `final`: the name it will have.
+    Raises: CorruptError (a value that is not loaded), OSError.
+    """
+    names = {*saved.index.files, *(at.file for at in saved.index.objects.values())}
+    data_names = sorted(names, key=parse_data)  # type: ignore[arg-type]
+    records: dict[str, FileRecord] = {}
+    files: dict[str, bytes] = {}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for name, (size, blocks, groups) in zip(
+            data_names, pool.map(partial(_digests, done=done), [saved.folder / name for name in data_names])
+        ):
+            records[name] = FileRecord(bytes=size, digest=xxh3_128_hexdigest(blocks))
+            files[digests_name(name) or ""] = blocks + groups
+    index, table = _indexed(saved, data_names)
+    files |= {CHUNKS: table, INDEX: index.to_json()}
+    described = {METADATA: read_regular(saved.folder / METADATA, _MOST_BYTES), **files}
+    records |= {name: FileRecord(bytes=len(data), digest=digest_bytes(data)) for name, data in described.items()}
+    ranks = [parsed[0] for name in data_names if (parsed := parse_data(name))]
+    return Digested(files, _manifest(saved.folder, step, final, reason, records, 1 + max(ranks, default=0)))
+
+
+def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
+    numbers = {name: number for number, name in enumerate(data_names)}
+    tensors = [(name, record.dtype, record.shape) for name, record in saved.index.tensors.items()]
+    entries: list[list[tuple[int, tuple[int, ...], tuple[int, ...], Placed]]] = [[] for _ in data_names]
+    for number, (name, dtype, _) in enumerate(tensors):
+        for chunk in saved.all_chunks(name):
+            payload = saved.payload(name, chunk)
+            elements = item_bytes(dtype)
+            for size in chunk.sizes:
+                elements = elements * size if elements is not None else None
+            # Of a tensor that is a part of another, the container holds all of that: only torch.load sees which part.
+            if payload is None or elements is None or chunk.bytes - elements > FRAME_BYTES:
+                payload = -1
+            place = Placed(chunk.offset, chunk.bytes, payload)
+            entries[numbers[chunk.file]].append((number, chunk.offsets, chunk.sizes, place))
+    records, table = assemble(tensors, [make_rows(each) for each in entries])
+    index = Index(files=data_names, tensors=records, objects=saved.index.objects, units=_units(saved))
+    return index, table.astype("<i8").tobytes()
+
+
+def _units(saved: SavedState) -> list[Unit]:
+    """The plain values by which ckptman restores a state. What has no form in JSON is left to its pickle."""
+    units = []
+    for state, value in saved.values.items():
+        value = resolve(value)
+        entries = [(key, each, False) for key, each in value.items()] if isinstance(value, dict) else []
+        for key, each, whole in entries or [(None, value, True)]:
+            where = state if whole else f"{state}.{key}"
+            try:
+                units.append(Unit(state=state, key=key, whole=whole, value=encode(each, where, _ref)))
+            except ConfigError:
+                continue
+    return units
+
+
+def _ref(value: Any, path: str) -> Any:
+    return tensor_ref(value.name) if isinstance(value, TensorRef) else None
+
+
+def _digests(path: Path, done: Callable[[int], None] | None) -> tuple[int, bytes, bytes]:
+    """Size in bytes, and the digests of the blocks and the groups of blocks of a file."""
+    group, size = group_bytes(BLOCK_BYTES), 0
+    blocks, groups = bytearray(), bytearray()
+    scratch = memoryview(bytearray(_READ_BYTES))
+    with open(open_regular(path), "rb", buffering=0) as file:
+        while count := os.preadv(file.fileno(), [scratch], size):
+            while count < len(scratch) and (more := os.preadv(file.fileno(), [scratch[count:]], size + count)):
+                count += more
+            data = scratch[:count]
+            for at in range(0, count, group):
+                groups += xxh3_128_digest(data[at : at + group])
+            for at in range(0, count, BLOCK_BYTES):
+                blocks += xxh3_128_digest(data[at : at + BLOCK_BYTES])
+            size += count
+            if done is not None:
+                done(count)
+    return size, bytes(blocks), bytes(groups)
+
+
+def _manifest(
+    folder: Path, step: int, final: Path, reason: str, records: dict[str, FileRecord], world_size: int
+) -> Manifest:
+    others = Catalogue(final.parent).scan() if parse_step(final.name) else []
+    sequence, time_seconds = _place(
+        step, (folder / METADATA).stat().st_mtime, [each.manifest for each in others if each.manifest is not None]
+    )
+    return Manifest(
+        step=step,
+        sequence=sequence,
+        time_seconds=time_seconds,
+        reason=reason,
+        world_size=world_size,
+        torch_version="unknown",
+        ckptman_version=ckptman.__version__,
+        run_id="",
+        block_bytes=BLOCK_BYTES,
+        files=records,
+    )
+
+
+def _place(step: int, time_seconds: float, others: Sequence[Manifest]) -> tuple[int, float]:
+    """Sequence and time of one among others: where its step belongs. DCP keeps no order of commits, and copies have
+    new dates. Those of one sequence are told apart by their times, and then by their steps."""
+    later = [each.sequence for each in others if each.step > step]
+    sequence = min(later) if later else 1 + max((each.sequence for each in others), default=0)
+    alike = [each for each in others if each.sequence == sequence]
+    earliest = max((each.time_seconds for each in alike if each.step < step), default=0.0)
+    latest = min((each.time_seconds for each in alike if each.step > step), default=time_seconds)
+    return sequence, max(earliest, min(time_seconds, latest))

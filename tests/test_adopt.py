@@ -1,0 +1,327 @@
+"""`ckptman adopt`: what plain DCP wrote is ckptman's, its files as they were; or it is refused, and as it was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import ckptman
+from ckptman.cli.app import main
+from ckptman.sharded.adopt import adopt, candidates, step_in
+from ckptman.sharded.saved import SavedState
+from ckptman.store.catalogue import Catalogue
+from tests.faulty_disk import Death, FaultyDisk, faults, holds
+from tests.ranks import run_ranks
+from tests.test_engine_values import blank, differing
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process")
+State = dict[str, Any]
+
+
+def state(shift: float = 0.0) -> State:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model": {"w": torch.randn(300, 301, generator=generator) + shift, "b": torch.ones(5, dtype=torch.bfloat16)},
+        "optimizer": {"state": {"w": torch.randn(5)}, "lr": 0.1, "seen": [torch.ones(2), {"a": 1}]},
+        "epoch": 3,
+        "shape": (1, 2),
+    }
+
+
+def save(path: Path, files: int = 3, shift: float = 0.0) -> Path:
+    dcp.save(state(shift), storage_writer=dcp.FileSystemWriter(path, thread_count=files))
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("plain") / "step-1000")
+
+
+@pytest.fixture
+def folder(plain: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain, tmp_path / "root" / "step-1000"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in folder.iterdir()}
+
+
+def comes_back(path: Path) -> None:
+    """Whoever loads it has what was saved."""
+    for load in (ckptman.load, lambda fresh, where: dcp.load(fresh, checkpoint_id=where)):
+        fresh = {"model": {name: blank(each) for name, each in state()["model"].items()}, "epoch": 0, "shape": ()}
+        load(fresh, path)
+        assert differing(fresh["model"], state()["model"]) == []
+        assert (fresh["epoch"], fresh["shape"]) == (3, (1, 2))
+
+
+def test_it_is_a_checkpoint_then_and_its_files_are_what_they_were(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(folder)
+    assert {"__0_0.distcp", "__0_1.distcp", "__0_2.distcp"} < before.keys()
+    done = adopt(folder)
+    assert done.path == folder.with_name("step-0000001000")
+    assert not folder.exists()
+    after = files(done.path)
+    assert {name: after[name] for name in before} == before
+    assert after.keys() - before.keys() == {
+        *("blocks-00000.bin", "blocks-00000-1.bin", "blocks-00000-2.bin", "chunks.bin", "index.json", "manifest.json")
+    }
+    comes_back(done.path)
+    root = folder.parent
+    assert holds(root).keys() == {1000}
+    assert main(["list", str(root)]) == 0
+    assert main(["show", str(root)]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(root), "--world-size", "1,2"]) == 0
+    told = capsys.readouterr().out
+    assert "every byte matches its digest; 4 tensors, all complete" in told
+    assert "on 2 processes: loads, bit for bit what was saved" in told
+    assert "not in the manifest" not in told
+
+
+def test_a_run_goes_on_from_it(folder: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    saved, moments = get_state_dict(model, optimizer)
+    root = folder.parent.with_name("run")
+    dcp.save({"model": saved, "optimizer": moments, "epoch": 3}, checkpoint_id=root / "iter_0000007")
+    adopt(root / "iter_0000007")
+    fresh = torch.nn.Linear(4, 3)
+    other = torch.optim.AdamW(fresh.parameters())
+    values = {"model": fresh, "optimizer": other, "epoch": 0}
+    with ckptman.Checkpointer(root, values, save_policy=ckptman.EverySteps(1)) as checkpointer:
+        assert checkpointer.restore() == 7
+        assert torch.equal(fresh.weight, model.weight)
+        assert torch.equal(other.state[fresh.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+        assert values["epoch"] == 3
+        checkpointer.step(8)
+    assert [entry.step for entry in Catalogue(root).complete()] == [7, 8]
+
+
+def test_payloads_are_found_so_that_nothing_is_unpickled(folder: Path) -> None:
+    saved = SavedState.read(adopt(folder).path)
+    assert all(chunk.payload >= 0 for name in saved.index.tensors for chunk in saved.all_chunks(name))
+
+
+def test_a_changed_byte_is_found_from_then_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = adopt(folder).path
+    data = bytearray((path / "__0_1.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "__0_1.distcp").write_bytes(data)
+    assert main(["verify", str(path)]) == 4
+    assert "__0_1.distcp does not match its digest" in capsys.readouterr().out
+    with pytest.raises(ckptman.CorruptError, match=r"__0_1.distcp"):
+        ckptman.load(state(), path)
+
+
+def whole() -> State:
+    generator = torch.Generator().manual_seed(0)
+    return {"uneven": torch.randn(7, 5, generator=generator), "other": torch.randn(3, 301, generator=generator)}
+
+
+def _save_sharded(path: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    sharded = {name: distribute_tensor(each, mesh, [Shard(0)], src_data_rank=None) for name, each in whole().items()}
+    dcp.save({"model": sharded}, storage_writer=dcp.FileSystemWriter(path, single_file_per_rank=False))
+
+
+def test_shards_of_many_ranks_in_many_files(tmp_path: Path) -> None:
+    run_ranks(4, _save_sharded, str(tmp_path / "global_step12"))
+    done = adopt(tmp_path / "global_step12")
+    fresh = {"model": {name: torch.zeros_like(each) for name, each in whole().items()}}
+    ckptman.load(fresh, done.path)
+    assert differing(fresh["model"], whole()) == []
+    (entry,) = Catalogue(tmp_path).complete()
+    assert (entry.step, entry.require_manifest().world_size) == (12, 4)
+
+
+# ---- names, steps, order -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        *(("step-1000", 1000), ("step_7", 7), ("global_step7", 7), ("iter_0001000", 1000), ("iteration-3", 3)),
+        *(("checkpoint-500", 500), ("ckpt5", 5), ("run2-step-9", 9), ("step-0000000004", 4)),
+        *(("epoch-3", None), ("final", None), ("7", None), ("footstep-3", None), ("step-3.old", None)),
+        *(("step-0000000004.tmp-x", None), ("step-", None), ("step-٣", None)),
+    ],
+)
+def test_the_step_that_a_name_tells(name: str, step: int | None) -> None:
+    assert step_in(name) == step
+
+
+def test_the_step_can_be_said_and_the_name_kept(folder: Path, plain: Path, tmp_path: Path) -> None:
+    final = Path(shutil.copytree(plain, tmp_path / "final"))
+    with pytest.raises(ckptman.ConfigError, match="its name tells no step"):
+        adopt(final)
+    with pytest.raises(ckptman.ConfigError, match="a step is a number"):
+        adopt(final, -1)
+    assert adopt(final, 5, keep_name=True).path == final
+    assert main(["verify", str(final)]) == 0
+    comes_back(final)
+    # Later the name is wanted after all: nothing is read again.
+    with pytest.raises(ckptman.ExistsError, match="adopted as step 5: say --step 5"):
+        adopt(final, 6)
+    done = adopt(final, 5)
+    assert (done.path.name, done.files) == ("step-0000000005", 0)
+    with pytest.raises(ckptman.ExistsError, match="is a checkpoint of ckptman already"):
+        adopt(done.path)
+    with pytest.raises(ckptman.ConfigError, match="not that of step 6"):
+        adopt(done.path, 6)
+    assert adopt(folder, 5).path.parent == folder.parent  # another root has a step 5 of its own
+
+
+def test_the_newest_is_that_of_the_highest_step_in_whatever_order(tmp_path: Path) -> None:
+    for step in (10, 2, 30, 1):
+        save(tmp_path / f"step-{step}", files=1)
+    os.utime(tmp_path / "step-1" / ".metadata")  # as copying does: the oldest has the latest date
+    for step in (30, 1, 10, 2):
+        adopt(tmp_path / f"step-{step}")
+    assert [entry.step for entry in Catalogue(tmp_path).complete()] == [1, 2, 10, 30]
+
+
+def test_a_folder_of_many_is_adopted_and_what_is_damaged_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "root"
+    for step in (100, 20, 3):
+        save(root / f"step-{step}", files=1)
+    (root / "step-20" / "__0_0.distcp").unlink()
+    (root / "other").mkdir()
+    assert [each.name for each in candidates(root)] == ["step-3", "step-20", "step-100"]
+    assert main(["adopt", str(root)]) == 4
+    told = capsys.readouterr()
+    assert [line.partition(" -> ")[0] for line in told.out.splitlines()] == [f"{root}/step-3", f"{root}/step-100"]
+    assert f"{root}/step-20 was not adopted: " in told.err
+    assert [entry.sequence for entry in Catalogue(root).complete()] == [1, 2]
+    assert main(["adopt", str(root), "--json"]) == 4
+    assert json.loads(capsys.readouterr().out) == {
+        "adopted": [],
+        "refused": [
+            {"path": f"{root}/step-20", "why": f"{root}/step-20: __0_0.distcp is missing: bring it back from a copy"}
+        ],
+    }
+    assert main(["adopt", str(tmp_path / "root" / "other")]) == 3
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_damaged_is_refused_and_stays_as_it_was(folder: Path) -> None:
+    original = files(folder)
+
+    def refuse(match: str, error: type[Exception] = ckptman.CorruptError) -> None:
+        before = files(folder)
+        with pytest.raises(error, match=match):
+            adopt(folder)
+        assert files(folder) == before
+        for path in folder.iterdir():
+            path.unlink()
+        for name, data in original.items():
+            (folder / name).write_bytes(data)
+
+    data = bytearray(original["__0_0.distcp"])
+    data[len(data) // 2] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
+    refuse("damaged or incomplete: .*does not match its checksum")
+    (folder / "__0_0.distcp").write_bytes(original["__0_0.distcp"][:100])
+    refuse("damaged or incomplete: .*outside of its file")
+    (folder / "__0_1.distcp").unlink()
+    refuse("__0_1.distcp is missing")
+    (folder / ".metadata").unlink()
+    refuse("has no .metadata", ckptman.NotFoundError)
+    (folder / ".metadata").write_bytes(pickle.dumps(shutil.rmtree))
+    refuse("asks for shutil.rmtree")
+    (folder / "index.json").write_text("mine")
+    refuse("index.json is in the way", ckptman.ExistsError)
+    (folder / "__0_1.distcp").rename(folder / "elsewhere")
+    (folder / "__0_1.distcp").symlink_to("elsewhere")
+    refuse("__0_1.distcp is a link")
+    assert adopt(folder).step == 1000
+
+
+def test_a_pickle_that_is_not_loaded_is_refused(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2), "x": slice(1)}, checkpoint_id=tmp_path / "step-1")
+    before = files(tmp_path / "step-1")
+    with pytest.raises(ckptman.CorruptError, match="asks for slice"):
+        adopt(tmp_path / "step-1")
+    assert files(tmp_path / "step-1") == before
+
+
+def test_other_names_for_data_and_links_to_the_folder_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "step-5").symlink_to(folder)
+    with pytest.raises(ckptman.ConfigError, match="is a link: name the folder"):
+        adopt(tmp_path / "step-5")
+    folder.with_name("step-0000001000").mkdir()
+    with pytest.raises(ckptman.ExistsError, match="exists already, so step-1000 cannot be that step"):
+        adopt(folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = info.relative_path.replace("__0_1", "__00_1")
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "__0_1.distcp").rename(folder / "__00_1.distcp")
+    with pytest.raises(ckptman.CorruptError, match=r"keeps data in __00_1\.distcp"):
+        adopt(folder, 3)
+
+
+def test_a_writer_that_is_not_done_is_noticed(folder: Path) -> None:
+    touched = []
+
+    def touch(count: int) -> None:
+        if not touched:
+            touched.append(os.utime(folder / "__0_0.distcp"))
+
+    with pytest.raises(ckptman.CorruptError, match="was written to while it was looked at"):
+        adopt(folder, done=touch)
+    assert not (folder / "manifest.json").exists()
+
+
+# ---- killed, and out of space ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [None, errno.ENOSPC])
+def test_wherever_it_ends_the_files_are_what_they_were_and_it_can_be_run_again(
+    plain: Path, error: int | None, tmp_path: Path
+) -> None:
+    original = files(plain)
+    reached = 0
+    for number, fault in enumerate(faults(error)):
+        root = tmp_path / str(number)
+        folder = Path(shutil.copytree(plain, root / "step-1000"))
+        disk = FaultyDisk(fault)
+        try:
+            adopt(folder, disk=disk)
+        except (Death, OSError) as ending:
+            assert error is None or isinstance(ending, OSError)
+        reached += disk.struck
+        (there,) = root.iterdir()
+        now = files(there)
+        assert {name: now[name] for name in original} == original
+        if error is not None and disk.struck and there == folder and "manifest.json" not in now:
+            assert now == original
+        if there == folder:
+            adopt(folder)
+        assert holds(root).keys() == {1000}
+        assert not [name for name in files(root / "step-0000001000") if ".tmp-" in name]
+        if not disk.struck:
+            break
+    assert reached > 20
