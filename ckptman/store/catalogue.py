@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -12,10 +13,10 @@ from pathlib import Path
 from ckptman.errors import CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.policy.retention import Record
 from ckptman.store.abandoned import read_abandoned
-from ckptman.store.manifest import Manifest, missing_file, read_manifest
+from ckptman.store.manifest import Manifest, compare_names, read_manifest
 from ckptman.store.names import StepName, parse_step
-from ckptman.store.pins import read_pin
-from ckptman.store.verified import read_verified
+from ckptman.store.pins import PINNED, read_pin
+from ckptman.store.verified import VERIFIED, read_verified
 
 _LONG_AGO = "by an earlier rollback"
 _LOOKS = 10
@@ -38,6 +39,8 @@ class Entry:
     newer_format: FormatVersionError | None = None
     unreadable: RootError | None = None
     abandoned: str = ""
+    beside: frozenset[str] = frozenset({VERIFIED, PINNED})
+    """Names in the folder that are not the manifest's, where somebody has looked: what is not there is not opened."""
 
     @property
     def complete(self) -> bool:
@@ -56,8 +59,8 @@ class Entry:
     def record(self) -> Record:
         """The facts that retention rules look at. Only for complete entries."""
         manifest = self.require_manifest()
-        note = read_verified(self.path, manifest)
-        pin = read_pin(self.path)
+        note = read_verified(self.path, manifest) if VERIFIED in self.beside else None
+        pin = read_pin(self.path) if PINNED in self.beside else None
         return Record(
             self.step,
             manifest.sequence,
@@ -180,7 +183,7 @@ class Catalogue:
                 continue
             path = self.root / name
             before = _lstat(path)
-            entry = _look(path, parsed.step)
+            entry = _look(path, parsed.step, before)
             after = _lstat(path)
             if before is None or after is None or not _stayed(before, after, entry.complete):
                 settled = False
@@ -207,14 +210,15 @@ def _stayed(before: os.stat_result, after: os.stat_result, complete: bool) -> bo
     return os.path.samestat(before, after) and (complete or before.st_ctime_ns == after.st_ctime_ns)
 
 
-def _look(path: Path, step: int) -> Entry:
+def _look(path: Path, step: int, before: os.stat_result | None) -> Entry:
     try:
-        if path.is_symlink():
+        if before is not None and stat.S_ISLNK(before.st_mode):
             return Entry(step, path, None, "it is a link, not a folder")
         manifest = read_manifest(path)
         if manifest.step != step:
             return Entry(step, path, manifest, f"its manifest is of step {manifest.step}")
-        return Entry(step, path, manifest, missing_file(path, manifest))
+        problem, beside = compare_names(path, manifest)
+        return Entry(step, path, manifest, problem, beside=beside)
     except FileNotFoundError:
         return Entry(step, path, None, "it has no manifest.json")
     except NotADirectoryError:
@@ -229,7 +233,7 @@ def _look(path: Path, step: int) -> Entry:
 
 def _lstat(path: Path) -> os.stat_result | None:
     try:
-        return path.lstat()
+        return os.lstat(path)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -37,7 +37,7 @@ class Pin(BaseModel):
 def read_pin(folder: Path) -> Pin | None:
     """The pin of a checkpoint; None where it has none. What cannot be read pins all the same: it was meant to."""
     try:
-        return Pin.model_validate_json(read_regular(folder / PINNED, _MOST_BYTES))
+        return Pin.model_validate_json(read_regular(os.path.join(folder, PINNED), _MOST_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (CorruptError, OSError, ValidationError, RecursionError):

@@ -18,7 +18,7 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO)
 """A link; a socket."""
 
 
-def open_regular(path: Path, *, follow: bool = False, direct: bool = False) -> int:
+def open_regular(path: Path | str, *, follow: bool = False, direct: bool = False) -> int:
     """A descriptor to read a regular file, for the caller to close. `follow`: a link to one will do.
 
     `direct`: past the page cache.
@@ -37,7 +37,7 @@ def open_regular(path: Path, *, follow: bool = False, direct: bool = False) -> i
     return fd
 
 
-def read_regular(path: Path, most_bytes: int, *, follow: bool = False) -> bytes:
+def read_regular(path: Path | str, most_bytes: int, *, follow: bool = False) -> bytes:
     """All bytes of a regular file. Raises: CorruptError, also where it has more than `most_bytes`; OSError."""
     fd = open_regular(path, follow=follow)
     try:
@@ -58,7 +58,7 @@ def read_regular(path: Path, most_bytes: int, *, follow: bool = False) -> bytes:
         os.close(fd)
 
 
-def _no_file(path: Path) -> CorruptError:
+def _no_file(path: Path | str) -> CorruptError:
     return CorruptError(
         f"{path} is not a regular file: links, pipes and devices are not read; restore an older checkpoint, or put a "
         f"copy of the file there"
