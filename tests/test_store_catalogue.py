@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.store import catalogue as catalogue_module
 from ckptman.store.catalogue import Catalogue, Entry
-from ckptman.store.manifest import Manifest, is_plain_name, missing_file, read_manifest
+from ckptman.store.manifest import Manifest, compare_names, is_plain_name, read_manifest
 from ckptman.store.names import (
     MAX_STEP,
     owner_path,
@@ -341,7 +341,7 @@ def test_a_root_that_cannot_be_read_is_never_an_empty_one(
         assert caught.value.errno == code
 
 
-@pytest.mark.parametrize("reader", ["read_manifest", "missing_file"])
+@pytest.mark.parametrize("reader", ["read_manifest", "compare_names"])
 def test_a_checkpoint_that_cannot_be_looked_at_is_no_missing_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
@@ -412,11 +412,11 @@ def test_a_folder_that_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatc
 def test_a_folder_that_vanishes_after_its_manifest_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 100)
 
-    def late(folder: Path, manifest: Manifest) -> str | None:
+    def late(folder: Path, manifest: Manifest) -> tuple[str | None, frozenset[str]]:
         shutil.rmtree(folder)
-        return missing_file(folder, manifest)
+        return compare_names(folder, manifest)
 
-    monkeypatch.setattr(catalogue_module, "missing_file", late)
+    monkeypatch.setattr(catalogue_module, "compare_names", late)
     assert Catalogue(tmp_path).scan() == []
 
 
@@ -424,12 +424,12 @@ def test_a_step_that_is_replaced_while_it_is_looked_at(tmp_path: Path, monkeypat
     """The manifest of the old and the files of the new one would look damaged."""
     save(tmp_path, 100, b"short")
 
-    def late(folder: Path, manifest: Manifest) -> str | None:
-        monkeypatch.setattr(catalogue_module, "missing_file", missing_file)
+    def late(folder: Path, manifest: Manifest) -> tuple[str | None, frozenset[str]]:
+        monkeypatch.setattr(catalogue_module, "compare_names", compare_names)
         save(tmp_path, 100, b"much longer")
-        return missing_file(folder, manifest)
+        return compare_names(folder, manifest)
 
-    monkeypatch.setattr(catalogue_module, "missing_file", late)
+    monkeypatch.setattr(catalogue_module, "compare_names", late)
     (entry,) = Catalogue(tmp_path).scan()
     assert entry.complete
     assert entry.sequence == 2
