@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from ckptman.cli import text
 from ckptman.cli.copy_progress import copy_progress
-from ckptman.cli.list import AsJson, short_problem
+from ckptman.cli.list import AsJson
+from ckptman.cli.objects import choose_objects
 from ckptman.cli.target import Step, choose, is_checkpoint, is_foreign
 from ckptman.cli.verify import MOST_THREADS, parse_speed
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, ExistsError, NotFoundError
@@ -19,12 +21,21 @@ if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
     from ckptman.store.copy import Copied, Means
     from ckptman.store.meter import Meter
+    from ckptman.store.objects import ObjectEntry, ObjectPlace
+    from ckptman.store.place import FolderPlace
+
+    AnyEntry = TypeVar("AnyEntry", Entry, ObjectEntry)
 
 Source = Annotated[
-    str, typer.Argument(metavar="SRC", show_default=False, help="A checkpoint, or a root (then its newest checkpoint).")
+    str,
+    typer.Argument(
+        metavar="SRC",
+        show_default=False,
+        help="A checkpoint, or a root (then its newest checkpoint), or s3://bucket/prefix.",
+    ),
 ]
 Destination = Annotated[
-    str, typer.Argument(metavar="DST", show_default=False, help="The root to copy to. Made where it is missing.")
+    str, typer.Argument(metavar="DST", show_default=False, help="The root to copy to, or s3://bucket/prefix.")
 ]
 All = Annotated[bool, typer.Option("--all", help="Of a root: all its checkpoints, oldest commit first.")]
 Speed = Annotated[
@@ -56,50 +67,76 @@ def copy(
     Interrupted, it goes on from where it was when it is run again. A copy keeps its name, step and sequence. One that
     is there already is not copied again.
     """
-    from ckptman.store.copy import copy_checkpoint, copy_foreign
+    from ckptman.store.copy import copy_checkpoint, copy_foreign, copy_objects
+    from ckptman.store.objects import find_url
     from ckptman.store.place import FolderPlace
 
-    path, root = Path(source), Path(destination)
     means = _means(limit, threads, overwrite)
-    job = _Job(source, destination, as_json)
-    place = FolderPlace(root)
-    if step is None and not every and is_foreign(path):
-        with copy_progress(path.name) as meter:
-            job.done(copy_foreign(path, place, means(meter)))
+    job = _Job(source, destination, as_json, every)
+    source_url, target_url = find_url(source), find_url(destination)
+    if source_url is not None and target_url is not None:
+        raise ConfigError("from one object store to another: copy to a folder in between, or use tools of the store")
+    if source_url is not None:
+        store, entries = choose_objects(source_url, step, every)
+        for found in job.counting(entries, asked=step is not None):
+            job.attempt(found, means(partial(copy_objects, found, store, FolderPlace(destination))))
+    elif step is None and not every and is_foreign(Path(source)):
+        if target_url is not None:
+            raise ConfigError(
+                f"{source} has no manifest, and in an object store that is what makes a checkpoint: only those of "
+                f"ckptman are copied there"
+            )
+        with copy_progress(Path(source).name) as meter:
+            job.done(means(partial(copy_foreign, Path(source), FolderPlace(destination)))(meter))
     else:
-        _refuse_inside(path, root)
-        for entry in _entries(job, path, step, every):
-            try:
-                with copy_progress(f"step {entry.step}") as meter:
-                    job.done(copy_checkpoint(entry, place, means(meter)))
-            except _PASSED as error:
-                if not every:
-                    raise
-                job.failed(entry, error)
+        path, place = Path(source), _target(destination, target_url)
+        if target_url is None:
+            _refuse_inside(path, Path(destination))
+        chosen = choose(path, step, every, passed_over=True)
+        for entry in job.counting(chosen, asked=step is not None or is_checkpoint(path)):
+            job.attempt(entry, means(partial(copy_checkpoint, entry, place)))
     job.end()
 
 
 class _Job:
     """What is told of the checkpoints one after the other, and in the end."""
 
-    def __init__(self, source: str, destination: str, as_json: bool) -> None:
+    def __init__(self, source: str, destination: str, as_json: bool, every: bool) -> None:
         self.copied: list[Copied] = []
         self.failures: list[tuple[int, CkptmanError]] = []
-        self.passed_over: list[tuple[Entry, str]] = []
-        self._source, self._destination, self._as_json = source, destination, as_json
+        self.passed_over: list[tuple[Entry | ObjectEntry, str]] = []
+        self._source, self._destination, self._as_json, self._every = source, destination, as_json, every
+
+    def counting(self, entries: Sequence[AnyEntry], asked: bool) -> list[AnyEntry]:
+        """Those to copy. What does not count is told and passed over, unless it was `asked` for by name."""
+        if asked:
+            return list(entries)
+        chosen = []
+        for entry in entries:
+            if entry.newer_format is not None and not self._every:
+                raise entry.newer_format
+            if entry.complete:
+                chosen.append(entry)
+            else:
+                self._pass_over(entry)
+        if not chosen:
+            raise NotFoundError(f"{self._source} holds no complete checkpoint: ckptman list says what is there")
+        return chosen
+
+    def attempt(self, entry: Entry | ObjectEntry, copy: Callable[[Meter], Copied]) -> None:
+        """Copy one. Raises: what went wrong; of several, only what keeps the others from being copied, too."""
+        try:
+            with copy_progress(f"step {entry.step}") as meter:
+                self.done(copy(meter))
+        except _PASSED as error:
+            if not self._every:
+                raise
+            self.failures.append((entry.step, error))
+            self._say([f"step {entry.step}: {text.paint('not copied', 'red')}: {error}"])
 
     def done(self, copied: Copied) -> None:
         self.copied.append(copied)
         self._say(copied_lines(copied))
-
-    def failed(self, entry: Entry, error: CkptmanError) -> None:
-        self.failures.append((entry.step, error))
-        self._say([f"step {entry.step}: {text.paint('not copied', 'red')}: {error}"])
-
-    def pass_over(self, entry: Entry) -> None:
-        why = short_problem(entry, entry.problem or "")
-        self.passed_over.append((entry, why))
-        self._say([f"step {entry.step}: not copied, as it does not count: {text.plain(why)}"])
 
     def end(self) -> None:
         """Sum up. Raises: the worst of what went wrong."""
@@ -124,6 +161,11 @@ class _Job:
             ],
             "failed": [{"step": step, "why": str(error)} for step, error in self.failures],
         }
+
+    def _pass_over(self, entry: Entry | ObjectEntry) -> None:
+        why = (entry.problem or "").replace(f"{entry.path}/", "").partition("; ")[0]
+        self.passed_over.append((entry, why))
+        self._say([f"step {entry.step}: not copied, as it does not count: {text.plain(why)}"])
 
     def _say(self, lines: list[str]) -> None:
         if not self._as_json:
@@ -164,22 +206,16 @@ def _pace(count: int, seconds: float) -> str:
     return f" in {seconds:.1f} s ({text.size(int(count / seconds))}/s)"
 
 
-def _entries(job: _Job, path: Path, step: int | None, every: bool) -> list[Entry]:
-    """Those to copy. What does not count is told and passed over, unless it was asked for by name."""
-    entries = choose(path, step, every, passed_over=True)
-    if step is not None or is_checkpoint(path):
-        return entries
-    chosen = []
-    for entry in entries:
-        if entry.newer_format is not None and not every:
-            raise entry.newer_format
-        if entry.complete:
-            chosen.append(entry)
-        else:
-            job.pass_over(entry)
-    if not chosen:
-        raise NotFoundError(f"{path} holds no complete checkpoint: ckptman list {path} says what is there")
-    return chosen
+def _target(destination: str, url: str | None) -> FolderPlace | ObjectPlace:
+    from ckptman.store.names import parse_step
+    from ckptman.store.objects import ObjectPlace
+    from ckptman.store.place import FolderPlace
+
+    if url is None:
+        return FolderPlace(destination)
+    if parse_step(url.rpartition("/")[2]):
+        raise ConfigError(f"{url} is the name of a checkpoint: name what holds it; a copy keeps its name")
+    return ObjectPlace(url)
 
 
 def _refuse_inside(path: Path, root: Path) -> None:
@@ -189,7 +225,10 @@ def _refuse_inside(path: Path, root: Path) -> None:
         raise ConfigError(f"{root} is {path} itself, or inside of it: name a root outside of what is copied")
 
 
-def _means(limit: str | None, threads: int | None, overwrite: bool) -> Callable[[Meter], Means]:
+def _means(
+    limit: str | None, threads: int | None, overwrite: bool
+) -> Callable[[Callable[[Means], Copied]], Callable[[Meter], Copied]]:
+    """What makes of a copy that wants its means one that wants only a meter. Raises: ConfigError."""
     from ckptman.policy.checks import check_count
     from ckptman.store.copy import Means
     from ckptman.store.meter import Limit
@@ -200,8 +239,4 @@ def _means(limit: str | None, threads: int | None, overwrite: bool) -> Callable[
             raise ConfigError(f"--threads: at most {MOST_THREADS:,}, not {threads:,}")
     speed = parse_speed(limit, "--limit")
     shared = Limit(speed) if speed is not None else None
-
-    def make(meter: Meter) -> Means:
-        return Means(threads=threads, limit=shared, meter=meter, overwrite=overwrite)
-
-    return make
+    return lambda copy: lambda meter: copy(Means(threads=threads, limit=shared, meter=meter, overwrite=overwrite))

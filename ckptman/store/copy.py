@@ -13,35 +13,52 @@ from ckptman.errors import ConfigError
 from ckptman.store.catalogue import Entry
 from ckptman.store.copyfolder import Copied, copy_to_folder
 from ckptman.store.copyproof import Means
-from ckptman.store.copysource import FolderOriginal, ForeignOriginal
+from ckptman.store.copysource import FolderOriginal, ForeignOriginal, Original
 from ckptman.store.lease import reading
 from ckptman.store.names import MANIFEST, parse_step
+from ckptman.store.objectcopy import ObjectOriginal, copy_to_objects
+from ckptman.store.objects import ObjectEntry, ObjectPlace
 from ckptman.store.place import FolderPlace
 
-__all__ = ["Copied", "Means", "check_apart", "copy_checkpoint", "copy_foreign"]
+__all__ = ["Copied", "Means", "check_apart", "copy_checkpoint", "copy_foreign", "copy_objects"]
+
+USUAL = Means()
+"""As a save and a verify would, and nothing is replaced."""
 
 
-def copy_checkpoint(entry: Entry, place: FolderPlace, means: Means = Means()) -> Copied:  # noqa: B008  (it is frozen)
-    """Copy one complete checkpoint into a root, verified, durable, and then visible as a whole.
+def copy_checkpoint(entry: Entry, place: FolderPlace | ObjectPlace, means: Means = USUAL) -> Copied:
+    """Copy one complete checkpoint to another place, verified there, and then visible as a whole.
 
     One that is there already is not copied again. Interrupted anywhere, it can be called again and goes on from what
     was copied. Both sides are leased meanwhile, so no prune takes anything away. Called by `ckptman copy`, and by a
     drain, which may remove the source once this returns.
 
-    Raises: ConfigError, and as `copy_to_folder`.
+    Raises: ConfigError, and as `copy_to_folder` and `copy_to_objects`.
     """
-    check_apart(entry.path, place.root)
+    if isinstance(place, FolderPlace):
+        check_apart(entry.path, place.root)
     with reading(entry.path, what="copy"):
-        return copy_to_folder(FolderOriginal(entry.path, entry.require_manifest()), place, means)
+        return _copy(FolderOriginal(entry.path, entry.require_manifest()), place, means)
 
 
-def copy_foreign(folder: Path, place: FolderPlace, means: Means = Means()) -> Copied:  # noqa: B008
+def copy_objects(entry: ObjectEntry, source: ObjectPlace, place: FolderPlace, means: Means = USUAL) -> Copied:
+    """The same of a checkpoint in an object store. Raises: as `copy_to_folder`."""
+    return copy_to_folder(ObjectOriginal(source, entry), place, means)
+
+
+def copy_foreign(folder: Path, place: FolderPlace, means: Means = USUAL) -> Copied:
     """The same of what plain DCP wrote: its files as they are, held against digests of what was read.
 
     Raises: ConfigError, and as `copy_to_folder`.
     """
     check_apart(folder, place.root)
     return copy_to_folder(ForeignOriginal(folder), place, means)
+
+
+def _copy(original: Original, place: FolderPlace | ObjectPlace, means: Means) -> Copied:
+    if isinstance(place, FolderPlace):
+        return copy_to_folder(original, place, means)
+    return copy_to_objects(original, place, means)
 
 
 def check_apart(folder: Path, root: Path) -> None:

@@ -31,13 +31,14 @@ from ckptman.store.copyproof import (
     prove,
     verify,
 )
-from ckptman.store.copysource import PINNED, Facts, Original, is_regular
+from ckptman.store.copysource import Facts, Original, is_regular
 from ckptman.store.durable import Disk
 from ckptman.store.lease import lease
 from ckptman.store.manifest import missing_file, read_manifest
 from ckptman.store.meter import Meter
 from ckptman.store.names import DOT, MANIFEST
 from ckptman.store.owner import claim, is_alive, is_this_process, read_owner
+from ckptman.store.pins import PINNED
 from ckptman.store.place import FolderPlace
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

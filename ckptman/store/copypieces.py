@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from xxhash import xxh3_128_digest
-
-from ckptman.errors import CorruptError, plain
+from ckptman.store.copydigest import OnTheWay
 from ckptman.store.copysource import Original, Reading
-from ckptman.store.digest import DIGEST_BYTES, Digests, digest_of_blocks, group_bytes
+from ckptman.store.digest import digest_of_blocks
 from ckptman.store.durable import Disk
 from ckptman.store.meter import Limit, Meter
 from ckptman.store.parallel import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, stride_of
@@ -93,7 +91,7 @@ def move(
             starts[-1],
             fetch,
             put,
-            first_threads=computing_threads(threads),
+            first_threads=original.readers or computing_threads(threads),
             then_threads=max(1, threads - 1),
             scratch_bytes=max(piece, ALIGN_BYTES),
         )
@@ -118,16 +116,13 @@ class _File:
         self.digest, self.buffered_because, self.written_bytes = "", "", 0
         self._original, self._path, self._there = original, path, there
         self._disk, self._meter = disk, meter
-        self._block = original.facts.block_bytes
-        self._digests_on_the_way = self._block <= STRIDE_BYTES
+        self._passing = OnTheWay(original, self.name, size)
         self._takes_direct = piece % ALIGN_BYTES == 0 and size >= ALIGN_BYTES
         self._left = self.pieces
         self._lock = threading.Lock()
         self._reading: Reading | None = None
         self._fd = -1
-        self._known: Digests | None = None
         self._is_all_right = False
-        self._blocks = bytearray()
         self._seconds = 0.0
         """What calls took that are made once for this file."""
 
@@ -137,13 +132,10 @@ class _File:
             if self._fd >= 0:
                 return
             begun = time.perf_counter()
-            self._blocks = bytearray(-(-self.size // self._block) * DIGEST_BYTES)
+            self._passing.begin()
             manifest = self._original.facts.manifest
-            if manifest is not None and self._digests_on_the_way:
-                self._known = self._original.digests(self.name)
-                whole = len(self._there) == len(self._blocks)
-                found = digest_of_blocks([self._there]) if whole else ""
-                self._is_all_right = found == manifest.files[self.name].digest
+            if manifest is not None and len(self._there) == len(self._passing.blocks) and self._passing.works:
+                self._is_all_right = digest_of_blocks([self._there]) == manifest.files[self.name].digest
             if not self._is_all_right:
                 self._reading = self._original.open(self.name)
             with _named(self._path):
@@ -152,13 +144,10 @@ class _File:
 
     def is_right(self, low: int, high: int) -> bool:
         """Whether the bytes [low, high) are known to be at the destination."""
-        if self._is_all_right:
-            self._blocks[self._at(low) : self._at(high)] = self._there[self._at(low) : self._at(high)]
-            return True
-        known = self._known.blocks[self._at(low) : self._at(high)] if self._known is not None else b""
-        if not known or self._there[self._at(low) : self._at(high)] != known:
+        at, known = self._passing.at(low, high), self._passing.known
+        if not self._is_all_right and (known is None or high == low or self._there[at] != known.blocks[at]):
             return False
-        self._blocks[self._at(low) : self._at(high)] = known
+        self._passing.blocks[at] = self._there[at]
         return True
 
     def fetch(self, low: int, high: int, scratch: memoryview) -> memoryview | None:
@@ -166,11 +155,10 @@ class _File:
         assert self._reading is not None
         begun = time.perf_counter()
         data = self._reading.read(low, high - low, scratch)
-        if self._digests_on_the_way and high > low:
-            self._check(low, data)
+        self._passing.check(low, data)
         self._meter.moved(0, time.perf_counter() - begun)
-        mine = self._blocks[self._at(low) : self._at(high)]
-        if self._digests_on_the_way and mine and self._there[self._at(low) : self._at(high)] == mine:
+        at = self._passing.at(low, high)
+        if self._passing.works and high > low and self._there[at] == self._passing.blocks[at]:
             self._meter.skipped(high - low)
             return None
         return data
@@ -222,8 +210,7 @@ class _File:
             self._meter.moved(0, seconds)
             seconds = 0.0
         self._meter.ended_file(seconds + self._seconds)
-        if self._digests_on_the_way:
-            self._judge()
+        self.digest = self._passing.judge()
 
     def close(self) -> None:
         if self._reading is not None:
@@ -254,49 +241,6 @@ class _File:
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self._takes_direct, self.buffered_because = False, self.buffered_because or why
-
-    def _at(self, offset: int) -> int:
-        """Where the digest of the block from `offset` on lies."""
-        return -(-offset // self._block) * DIGEST_BYTES
-
-    def _check(self, low: int, data: memoryview) -> None:
-        """Digest what was read and compare, where that can be told already. Raises: CorruptError."""
-        known, group = self._known, group_bytes(self._block)
-        at = slice(self._at(low), self._at(low + len(data)))
-        if known is not None and known.groups and low % group == 0:
-            # Larger pieces are digested without holding the interpreter, so that others read and write meanwhile.
-            first = low // group * DIGEST_BYTES
-            found = b"".join([xxh3_128_digest(data[cut : cut + group]) for cut in range(0, len(data), group)])
-            if found == known.groups[first : first + len(found)]:
-                self._blocks[at] = known.blocks[at]
-                return
-        self._blocks[at] = b"".join(
-            [xxh3_128_digest(data[cut : cut + self._block]) for cut in range(0, len(data), self._block)]
-        )
-        if known is not None and self._blocks[at] != known.blocks[at]:
-            wrong = [
-                number
-                for number in range(at.start // DIGEST_BYTES, at.stop // DIGEST_BYTES)
-                if _digest(self._blocks, number) != _digest(known.blocks, number)
-            ]
-            raise self._changed(f"block {wrong[0]} (bytes {wrong[0] * self._block:,} on)" if wrong else "")
-
-    def _judge(self) -> None:
-        self.digest = digest_of_blocks([bytes(self._blocks)])
-        manifest = self._original.facts.manifest
-        if manifest is not None and self.digest != manifest.files[self.name].digest:
-            raise self._changed()
-
-    def _changed(self, which: str = "") -> CorruptError:
-        where = self._original.facts.where
-        return CorruptError(
-            f"{where}: {plain(self.name)} is not what was saved{f': {which} has changed' if which else ''}. It was not "
-            f"copied: copy another checkpoint, or run `ckptman verify {where}` to see all that is damaged"
-        )
-
-
-def _digest(digests: bytes | bytearray, number: int) -> bytes:
-    return bytes(digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
 
 
 @contextlib.contextmanager

@@ -139,7 +139,7 @@ def manifest_of(facts: Facts, digests: Mapping[str, str]) -> Manifest:
 class NotReadBackError(RootError):
     """Storage does not give back what was written to it. Attributes: `draft`, `problems`."""
 
-    def __init__(self, draft: Path, problems: tuple[str, ...]) -> None:
+    def __init__(self, draft: Path | str, problems: tuple[str, ...]) -> None:
         self.draft, self.problems = draft, problems
         super().__init__(
             errno.EIO,

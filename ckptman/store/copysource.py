@@ -18,12 +18,11 @@ from ckptman.store.index import read_digests
 from ckptman.store.manifest import MOST_BYTES, Manifest, is_plain_name, read_manifest
 from ckptman.store.names import MANIFEST, blocks_name, parse_half_written, rank_of, step_folder
 from ckptman.store.parallel import ALIGN_BYTES
+from ckptman.store.pins import PINNED
 from ckptman.store.ranges import DIRECT_BYTES
 from ckptman.store.regular import open_regular, read_regular
 from ckptman.store.verified import VERIFIED, Verified, read_verified
 
-PINNED = "pinned.json"
-"""Why nobody may delete a checkpoint. The manifest does not name it, and it travels with a copy."""
 _MOST_PIN_BYTES = 1024 * 1024
 
 
@@ -65,6 +64,8 @@ class Original(Protocol):
     """A checkpoint that is to be copied, wherever it lies."""
 
     facts: Facts
+    readers: int
+    """How many threads read at a time: where a network is waited for, more than there are cores. 0: as it comes."""
 
     def open(self, name: str) -> Reading:
         """One of its files. Raises: CorruptError (it is none, or has another size), OSError."""
@@ -81,6 +82,8 @@ class FolderOriginal:
 
     Raises: CorruptError, NotFoundError (it was deleted meanwhile, or another one is there now).
     """
+
+    readers = 0
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
@@ -130,6 +133,8 @@ class ForeignOriginal:
 
     Raises: ConfigError (there is more than files in it), OSError.
     """
+
+    readers = 0
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

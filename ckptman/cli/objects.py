@@ -1,0 +1,40 @@
+"""Checkpoints in an object store, for commands that take `s3://bucket/prefix` in place of a root."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptman.errors import ConfigError, NotFoundError
+
+if TYPE_CHECKING:
+    from ckptman.store.objects import ObjectEntry, ObjectPlace
+
+
+def choose_objects(url: str, step: int | None, every: bool) -> tuple[ObjectPlace, list[ObjectEntry]]:
+    """The entries a command is about, as `target.choose` says, and where they are.
+
+    Without a choice: the newest that counts, after those that do not and may be newer.
+    Raises: ConfigError, NotFoundError, RootError.
+    """
+    from ckptman.store.names import parse_step
+    from ckptman.store.objects import ObjectPlace
+
+    if step is not None and every:
+        raise ConfigError("--step and --all exclude each other: name one of them")
+    above, _, last = url.rpartition("/")
+    if (named := parse_step(last)) is not None and named.kind == "step":
+        if step is not None or every:
+            raise ConfigError(f"--step and --all choose among the checkpoints of a root, and {url} is one checkpoint")
+        url, step = above, named.step
+    place = ObjectPlace(url)
+    entries = place.look()
+    if step is not None:
+        found = [entry for entry in entries if entry.step == step]
+        if not found:
+            known = ", ".join(str(entry.step) for entry in entries[-10:]) or "none"
+            raise NotFoundError(f"{url} has no checkpoint of step {step}; the latest there are: {known}")
+        return place, found
+    if every or not entries:
+        return place, entries
+    newest = next((entry for entry in reversed(entries) if entry.complete), entries[-1])
+    return place, [*(each for each in entries if not each.complete and each.step > newest.step), newest]

@@ -1,0 +1,236 @@
+"""Checkpoints in an object store, through fsspec: S3, and whatever else it knows.
+
+A checkpoint is there if, and only if, its `manifest.json` is, which is put last, and the objects that it names have the
+sizes it says: an object appears as a whole, so nothing is renamed. One listing tells all of that. Errors of the store
+are tried again for a while, and then raised: what cannot be listed is never "no checkpoints". Torch-free.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, FormatVersionError, NotFoundError, RootError, plain
+from ckptman.store.manifest import MOST_BYTES, Manifest, parse_manifest
+from ckptman.store.names import MANIFEST, parse_step
+from ckptman.store.parallel import share_out
+
+_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://?(?P<rest>[^/].*)", re.ASCII)
+_THREADS = 16
+_FINAL = (FileExistsError, PermissionError, IsADirectoryError, NotImplementedError)
+"""What is no better a moment later."""
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "NoRegionError")
+_FOR_S3 = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 1}}}
+"""It is tried again here, and in one place only."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often something is tried, and how long is waited in between: each time `factor` times as long."""
+
+    attempts: int = 6
+    first_seconds: float = 0.2
+    factor: float = 3.0
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """What has a checkpoint's name in an object store. Complete if `problem` is None. `sizes`: of its objects."""
+
+    step: int
+    name: str
+    url: str
+    manifest: Manifest | None
+    data: bytes
+    sizes: dict[str, int]
+    problem: str | None = None
+    newer_format: FormatVersionError | None = None
+
+    @property
+    def path(self) -> str:
+        return self.url
+
+    @property
+    def complete(self) -> bool:
+        return self.problem is None
+
+    def require_manifest(self) -> Manifest:
+        """The manifest. Raises: FormatVersionError, CorruptError if this is no complete checkpoint."""
+        if self.newer_format is not None:
+            raise self.newer_format
+        if self.manifest is None or self.problem is not None:
+            raise CorruptError(f"{self.url} is not a complete checkpoint: {self.problem}. Name another step")
+        return self.manifest
+
+
+def find_url(written: str) -> str | None:
+    """The address of an object store, as in `s3://bucket/prefix`; None where this is a path. A path of Python has lost
+    one of the slashes."""
+    found = _URL.fullmatch(written)
+    return f"{found['protocol']}://{found['rest'].rstrip('/')}" if found else None
+
+
+class ObjectPlace:
+    """Checkpoints under a prefix of an object store. Several threads may use one. Raises: ConfigError."""
+
+    def __init__(self, url: str, patience: Patience = Patience(), **options: Any) -> None:
+        self.url, self._patience = url.rstrip("/"), patience
+        protocol, _, rest = self.url.partition("://")
+        if not rest or rest.startswith("/"):
+            raise ConfigError(f"{url} names no bucket: give one, as in s3://bucket/prefix")
+        try:
+            import fsspec
+
+            # An instance of our own: those that are shared keep the endpoint of whoever made them.
+            options = {
+                "skip_instance_cache": True,
+                "use_listings_cache": False,
+                **(_FOR_S3 if protocol == "s3" else {}),
+                **options,
+            }
+            self.fs, prefix = fsspec.core.url_to_fs(self.url, **options)
+        except ImportError as error:
+            raise ConfigError(
+                f"{url}: what reads {protocol} is not installed ({error}): pip install 'ckptman[s3]', or the package "
+                f"of fsspec for this store"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{url} is no address of an object store: {error}") from error
+        self.prefix = prefix.strip("/")
+        if hasattr(self.fs, "retries"):
+            self.fs.retries = 1
+
+    def listing(self, below: str = "") -> dict[str, int]:
+        """Names, below the prefix, and sizes of all objects there, from one listing.
+
+        Raises: NotFoundError (no such bucket), RootError.
+        """
+        start = f"{self.prefix}/{below}".rstrip("/")
+
+        def list_all() -> dict[str, Any]:
+            self.fs.invalidate_cache()
+            found: dict[str, Any] = self.fs.find(start, detail=True, withdirs=False)
+            return found
+
+        found = self.ask("listed", list_all, start)
+        return {
+            name[len(start) + 1 :]: int(info["size"])
+            for name, info in ((name.lstrip("/"), info) for name, info in found.items())
+            if name.startswith(f"{start}/") and not name.endswith("/")
+        }
+
+    def look(self) -> list[ObjectEntry]:
+        """All checkpoints, in order of commit; those with no readable manifest first.
+
+        Raises: NotFoundError (there is nothing under this prefix), RootError.
+        """
+        listing = self.listing()
+        if not listing:
+            raise NotFoundError(f"there is nothing under {self.url}: check bucket, prefix and endpoint")
+        folders: dict[str, dict[str, int]] = {}
+        for name, size in listing.items():
+            folder, slash, rest = name.partition("/")
+            parsed = parse_step(folder)
+            if slash and parsed is not None and parsed.kind == "step":
+                folders.setdefault(folder, {})[rest] = size
+        names = sorted(folders)
+        entries: list[ObjectEntry] = []
+        share_out(
+            len(names),
+            lambda number, scratch: entries.append(self._entry(names[number], folders[names[number]])),
+            threads=_THREADS,
+            scratch_bytes=0,
+        )
+        return sorted(entries, key=_commit_order)
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """A range of an object. Raises: NotFoundError, RootError."""
+
+        def get() -> bytes:
+            data: bytes = self.fs.cat_file(f"{self.prefix}/{name}", start=offset, end=offset + size)
+            if len(data) != size:
+                raise OSError(errno.EIO, f"{len(data)} bytes came instead of {size}")
+            return data
+
+        return self.ask("read", get, name) if size else b""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put an object, as a whole. Raises: RootError."""
+        self.ask("written", lambda: self.fs.pipe_file(f"{self.prefix}/{name}", data), name)
+
+    def remove(self, name: str) -> None:
+        """Remove an object; one that is gone is no error. Raises: RootError."""
+        try:
+            self.ask("removed", lambda: self.fs.rm_file(f"{self.prefix}/{name}"), name)
+        except NotFoundError:
+            pass
+
+    def ask(self, done: str, call: Callable[[], T], name: str) -> T:
+        """Ask the store for something, again where it is busy or away. Raises: NotFoundError, RootError."""
+        wait = self._patience.first_seconds
+        for attempt in range(1, self._patience.attempts + 1):
+            try:
+                return call()
+            except CkptmanError:
+                raise
+            except FileNotFoundError as error:
+                raise NotFoundError(f"{self.url}: {plain(name)} is not there ({plain(error)})") from error
+            except Exception as error:
+                final = isinstance(error, _FINAL) or type(error).__name__ in _NO_CREDENTIALS
+                if final or attempt == self._patience.attempts:
+                    raise self._failure(done, name, error, attempt) from error
+            self._patience.sleep(wait * random.uniform(0.5, 1.5))
+            wait *= self._patience.factor
+        raise AssertionError("a last attempt ends")
+
+    def _entry(self, name: str, sizes: dict[str, int]) -> ObjectEntry:
+        step = int(name.rpartition("-")[2])
+        url = f"{self.url}/{name}"
+        if MANIFEST not in sizes:
+            return ObjectEntry(step, name, url, None, b"", sizes, "it has no manifest.json")
+        if sizes[MANIFEST] > MOST_BYTES:
+            return ObjectEntry(step, name, url, None, b"", sizes, "its manifest.json is too large to be one")
+        try:
+            data = self.read(f"{name}/{MANIFEST}", 0, sizes[MANIFEST])
+            manifest = parse_manifest(f"{url}/{MANIFEST}", data)
+        except NotFoundError:
+            return ObjectEntry(step, name, url, None, b"", sizes, "it was removed meanwhile")
+        except FormatVersionError as error:
+            why = f"format version {error.found} is newer than this ckptman"
+            return ObjectEntry(step, name, url, None, b"", sizes, why, error)
+        except CorruptError as error:
+            return ObjectEntry(step, name, url, None, b"", sizes, str(error))
+        return ObjectEntry(step, name, url, manifest, data, sizes, _problem(step, manifest, sizes))
+
+    def _failure(self, done: str, name: str, error: Exception, attempts: int) -> RootError:
+        times = f" {attempts} times" if attempts > 1 else ""
+        why = plain(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+        return RootError(
+            getattr(error, "errno", None) or errno.EIO,
+            f"{self.url}: {plain(name)} could not be {done}{times} ({type(error).__name__}: {why}). That says nothing "
+            f"of what is there: check endpoint, network and credentials, and try again",
+        )
+
+
+def _problem(step: int, manifest: Manifest, sizes: dict[str, int]) -> str | None:
+    if manifest.step != step:
+        return f"its manifest is of step {manifest.step}"
+    for name, record in manifest.files.items():
+        if name not in sizes:
+            return f"{name} is missing"
+        if sizes[name] != record.bytes:
+            return f"{name} has {sizes[name]} bytes instead of {record.bytes}"
+    return None
+
+
+def _commit_order(entry: ObjectEntry) -> tuple[int, float, int]:
+    manifest = entry.manifest
+    return (manifest.sequence, manifest.time_seconds, entry.step) if manifest else (0, 0.0, entry.step)
