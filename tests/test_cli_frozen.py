@@ -23,13 +23,23 @@ VERBS = {
     "diff": ["A", "B", "--steps", "--only", "--top", "--read", "--json"],
     "copy": ["SRC", "DST", "--step", "--all", "--limit", "--threads", "--overwrite", "--json"],
     "adopt": ["PATH", "--step", "--keep-name", "--json"],
-    "adopt": ["PATH", "--step", "--keep-name", "--json"],
     "export": [
         *("PATH", "OUT", "--step", "--format", "--only", "--all", "--dtype", "--max-shard-size", "--strip", "--rename"),
         *("--tied", "--config", "--overwrite", "--json"),
     ],
     "doctor": ["DIR", "--size", "--against", "--timeout", "--json"],
     "prune": ["ROOT", "--keep-last", "--keep-every", "--keep-best", "--dry-run", "--json"],
+    "plan": [
+        *("--params", "--config", "--set", "--model", "--dtype", "--moments", "--moment-dtype", "--nodes", "--gpus"),
+        *("--shard", "--sequence", "--micro-batch", "--vocab", "--dim", "--layers", "--gpu-memory", "--tier"),
+        *("--staging", "--blocking", "--init", "--factor", "--mtbf", "--rate", "--length", "--step"),
+        *("--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
+        *("--keep-weekly", "--keep-monthly", "--keep-steps", "--max-bytes", "--explain", "--json"),
+    ],
+    "simulate": [
+        *("--stall", "--save", "--restart", "--mtbf", "--gpus", "--rate", "--trace", "--length", "--runs", "--seed"),
+        *("--interval", "--svg", "--json"),
+    ],
     "rollback": ["ROOT", "--to-step", "--why", "--undo", "--dry-run", "--json"],
     "template": ["[NAME]", "--output", "--set", "--config", "--list", "--force", "--json"],
     "submit": [

@@ -13,7 +13,6 @@ from typing import Annotated, NoReturn
 import typer
 
 from ckptman.cli.adopt import adopt
-from ckptman.cli.adopt import adopt
 from ckptman.cli.chain import chain_app
 from ckptman.cli.copy import copy
 from ckptman.cli.diff import diff
@@ -24,6 +23,7 @@ from ckptman.cli.plan import plan
 from ckptman.cli.prune import prune
 from ckptman.cli.rollback import rollback
 from ckptman.cli.show import show
+from ckptman.cli.simulate import simulate
 from ckptman.cli.submit import submit
 from ckptman.cli.template import template
 from ckptman.cli.text import complain, plain, say, stop_writing
@@ -51,10 +51,10 @@ app.command("verify")(verify)
 app.command("diff")(diff)
 app.command("export")(export)
 app.command("adopt")(adopt)
-app.command("adopt")(adopt)
 app.command("copy")(copy)
 app.command("prune")(prune)
 app.command("plan")(plan)
+app.command("simulate")(simulate)
 app.command("rollback")(rollback)
 app.command("doctor")(doctor)
 app.add_typer(chain_app, name="chain")

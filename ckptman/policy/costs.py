@@ -56,16 +56,18 @@ class Saving:
     largest_bytes: int
     staging_bytes_per_second: float
     blocking: bool = False
+    source: str = ""
 
 
 @dataclass(frozen=True)
 class Life:
-    """How a run lives. `init_seconds`: from the start of a process to the end of its first step, the load left out;
-    `factor`: of the rule by init time."""
+    """How a run lives. `init_seconds`: from the start of a process to the end of its first step, the load left out, and
+    where that number is from; `factor`: of the rule by init time."""
 
     init_seconds: float
     mtbf_seconds: float
     factor: float = 4.0
+    source: str = ""
 
 
 def tier_figures(tier: Tier, saving: Saving, life: Life) -> list[Figure]:
@@ -85,8 +87,10 @@ def tier_figures(tier: Tier, saving: Saving, life: Life) -> list[Figure]:
         Figure("rate", tier.write_bytes_per_second, "bytes_per_second", tier.how, tier.source),
         Figure("save", save, "seconds", f"{size} / {bytes_text(tier.write_bytes_per_second)}/s"),
         Figure("load", load, "seconds", f"{size} / {bytes_text(tier.read_bytes_per_second)}/s"),
-        Figure("stall", stall, "seconds", stalled),
-        Figure("restart", restart, "seconds", f"init {time_text(life.init_seconds)} + load {time_text(load)}"),
+        Figure("stall", stall, "seconds", stalled, "" if saving.blocking else saving.source),
+        Figure(
+            "restart", restart, "seconds", f"init {time_text(life.init_seconds)} + load {time_text(load)}", life.source
+        ),
         *interval_figures(Costs(stall, save, restart), life),
         _warning(save),
     ]
@@ -181,11 +185,11 @@ def disk_figures(
         kept = sum(verdict.keep for verdict in plan(records, policy))
     rules = "no --keep rule: all are kept" if policy is None else f"{policy}"
     copies = kept + (policy is not None)
-    waits = "" if policy is None else " + the one being saved: the old ones go when it is durable"
+    counted = f"{kept:,}" if policy is None else f"({kept:,} + the one being saved: others go when it is durable)"
     return [
         Figure("saves", saves, "count", made),
         Figure("kept", kept, "count", f"{rules}; of {saves:,} saves"),
-        Figure("disk", copies * bytes_each, "bytes", f"({kept:,}{waits}) x {bytes_text(bytes_each)}"),
+        Figure("disk", copies * bytes_each, "bytes", f"{counted} x {bytes_text(bytes_each)}"),
     ]
 
 

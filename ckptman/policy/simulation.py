@@ -78,19 +78,38 @@ def play(failures: Sequence[float], seconds: float, costs: Costs, interval_secon
     return Played(interval_seconds, seconds, good, lost, stalled, restarting, hits, saves)
 
 
+def play_all(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, interval_seconds: float) -> Played:
+    """Several runs of `seconds`, each with failures of its own, added up."""
+    each = [play(failures, seconds, costs, interval_seconds) for failures in runs]
+    return Played(
+        interval_seconds,
+        sum(one.seconds for one in each),
+        sum(one.good_seconds for one in each),
+        sum(one.lost_seconds for one in each),
+        sum(one.stalled_seconds for one in each),
+        sum(one.restarting_seconds for one in each),
+        sum(one.failures for one in each),
+        sum(one.saves for one in each),
+    )
+
+
+def grid_of(shortest: float, longest: float, points: int) -> list[float]:
+    """Intervals between two bounds, each a fixed factor longer than the one before. Raises IntervalError."""
+    check_positive("grid_of", "shortest", shortest)
+    factor = max(longest / shortest, 1.0001) ** (1 / (points - 1))
+    return [shortest * factor**number for number in range(points)]
+
+
 def best_fixed(
-    failures: Sequence[float], seconds: float, costs: Costs, shortest: float, longest: float, points: int = 48
+    runs: Sequence[Sequence[float]], seconds: float, costs: Costs, shortest: float, longest: float, points: int = 48
 ) -> Played:
-    """The fixed interval that yields most on these failures, searched for between two bounds: first on a grid whose
-    steps are factors, then around its best."""
-    check_positive("best_fixed", "shortest", shortest)
-    longest = max(longest, shortest * 1.0001)
-    factor = (longest / shortest) ** (1 / (points - 1))
+    """The fixed interval that yields most on these runs, searched for between two bounds: first on a grid whose steps
+    are factors, then around its best."""
 
     def played(interval: float) -> Played:
-        return play(failures, seconds, costs, interval)
+        return play_all(runs, seconds, costs, interval)
 
-    grid = [played(shortest * factor**number) for number in range(points)]
+    grid = [played(interval) for interval in grid_of(shortest, longest, points)]
     place = max(range(points), key=lambda number: grid[number].goodput)
     low, high = grid[max(place - 1, 0)].interval_seconds, grid[min(place + 1, points - 1)].interval_seconds
     around = _narrow(played, low, high)

@@ -1,0 +1,203 @@
+"""`ckptman plan`: what a run will need, before it spends a GPU hour: memory, disk, seconds, the interval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptman.cli import text
+from ckptman.cli.list import AsJson
+from ckptman.cli.prune import (
+    KeepBestOption,
+    KeepDailyOption,
+    KeepEveryOption,
+    KeepHourlyOption,
+    KeepLastOption,
+    KeepMonthlyOption,
+    KeepStepsOption,
+    KeepWeeklyOption,
+    KeepWithinOption,
+    MaxBytesOption,
+)
+from ckptman.cli.quantities import parse_rate, parse_seconds
+from ckptman.cli.rules import Rules
+from ckptman.cli.sizes import parse_size
+from ckptman.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckptman.policy.retention import RetentionPolicy
+
+
+def _option(name: str, metavar: str, words: str) -> Any:
+    return typer.Option(name, metavar=metavar, show_default=False, help=words)
+
+
+Params = Annotated[str | None, _option("--params", "N", "A model of so many parameters: 9e9, 7B, 350M.")]
+ConfigFile = Annotated[Path | None, _option("--config", "FILE", "The model of a run of the bundled loop.")]
+Changes = Annotated[
+    list[str] | None, _option("--set", "SECTION.KEY=VALUE", "Change a value of --config. May be given several times.")
+]
+ModelOption = Annotated[
+    str | None,
+    _option("--model", "MODULE:FUNCTION", "The model that a function returns, built without memory. Needs torch."),
+]
+Dtype = Annotated[str | None, _option("--dtype", "TYPE", "Of parameters and gradients, with --params (float32).")]
+Moments = Annotated[int, _option("--moments", "N", "Tensors that the optimizer keeps for each parameter (2: AdamW).")]
+MomentDtype = Annotated[
+    str | None, _option("--moment-dtype", "TYPE", "Their type, with --params (that of the parameters).")
+]
+Nodes = Annotated[int, _option("--nodes", "N", "Nodes (1).")]
+Gpus = Annotated[int, _option("--gpus", "N", "GPUs of a node (8).")]
+Shard = Annotated[int | None, _option("--shard", "N", "GPUs that share one copy of the model (a node's worth).")]
+Sequence_ = Annotated[int | None, _option("--sequence", "N", "Tokens of a sample (4096).")]
+MicroBatch = Annotated[int | None, _option("--micro-batch", "N", "Samples that a GPU computes at once (1).")]
+Vocab = Annotated[int | None, _option("--vocab", "N", "Size of the vocabulary (128256).")]
+Dim = Annotated[int | None, _option("--dim", "N", "Width of the model (by its parameters, as Llama's).")]
+Layers = Annotated[int | None, _option("--layers", "N", "Layers (by its parameters, as Llama's).")]
+GpuMemory = Annotated[str | None, _option("--gpu-memory", "SIZE", "Of one GPU, such as 80GB: does it fit?")]
+Tiers = Annotated[
+    list[str] | None,
+    _option(
+        "--tier",
+        "NAME=RATE|DIR",
+        "Where to save, and how fast it is: scratch=2GB/s, scratch=2GB/s/node:10GB/s (at most), or scratch=DIR, which "
+        "is measured. May be given several times.",
+    ),
+]
+Staging = Annotated[str | None, _option("--staging", "RATE", "Of a rank's private copy, from GPU to host (10GB/s).")]
+Blocking = Annotated[bool, typer.Option("--blocking", help="Training waits until a save is durable.")]
+Init = Annotated[
+    str | None, _option("--init", "TIME", "From the start of a run to its first step, without the load (20min).")
+]
+Factor = Annotated[float, _option("--factor", "X", "Interval by init time: so many times that (4).")]
+Mtbf = Annotated[str | None, _option("--mtbf", "TIME", "Mean time between failures of the whole run.")]
+RateName = Annotated[str, _option("--rate", "NAME", "Without --mtbf, a published one: llama3 (the default), rsc1.")]
+Days = Annotated[str, _option("--length", "TIME", "Of the whole run (30d).")]
+StepTime = Annotated[str | None, _option("--step", "TIME", "Of one step: --keep-every counts them.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Every number with its formula, and where that is from.")]
+
+
+_STAGING_SOURCE = "rate assumed, less than half of PCIe 4.0 x16; yours: --staging, or save_staged in the journal"
+_INIT_SOURCE = "init assumed, Leonardo on its fast file system, 2024; yours: --init, or init_seconds in the journal"
+
+
+def plan(
+    params: Params = None,
+    config: ConfigFile = None,
+    changes: Changes = None,
+    model: ModelOption = None,
+    dtype: Dtype = None,
+    moments: Moments = 2,
+    moment_dtype: MomentDtype = None,
+    nodes: Nodes = 1,
+    gpus: Gpus = 8,
+    shard: Shard = None,
+    sequence: Sequence_ = None,
+    micro_batch: MicroBatch = None,
+    vocab: Vocab = None,
+    dim: Dim = None,
+    layers: Layers = None,
+    gpu_memory: GpuMemory = None,
+    tier: Tiers = None,
+    staging: Staging = None,
+    blocking: Blocking = False,
+    init: Init = None,
+    factor: Factor = 4.0,
+    mtbf: Mtbf = None,
+    rate: RateName = "llama3",
+    length: Days = "30d",
+    step: StepTime = None,
+    keep_last: KeepLastOption = None,
+    keep_every: KeepEveryOption = None,
+    keep_best: KeepBestOption = None,
+    keep_within: KeepWithinOption = None,
+    keep_hourly: KeepHourlyOption = None,
+    keep_daily: KeepDailyOption = None,
+    keep_weekly: KeepWeeklyOption = None,
+    keep_monthly: KeepMonthlyOption = None,
+    keep_steps: KeepStepsOption = None,
+    max_bytes: MaxBytesOption = None,
+    explain: Explain = False,
+    as_json: AsJson = False,
+) -> None:
+    """What a run will need, before it spends a GPU hour.
+
+    Memory of a GPU, size of a checkpoint, seconds and stall of a save on each tier, the interval, goodput at a given
+    rate of failures, disk under the keep rules, and how early to be warned. Sizes are in powers of 1000.
+    """
+    from ckptman.cli.plan_inputs import Written, subject_of, tiers_of
+    from ckptman.cli.plan_report import Plan, as_dict, lines, value_of
+    from ckptman.policy.checks import check_positive
+    from ckptman.policy.costs import Life, Saving, disk_figures, tier_figures
+    from ckptman.policy.failures import mtbf_figure, rate_named
+    from ckptman.policy.figures import Figure
+    from ckptman.policy.memory import memory_figures
+
+    check_positive("plan", "--factor", factor)
+    copying = parse_rate("--staging", staging or "10GB/s")
+    init_seconds, run_seconds = parse_seconds("--init", init or "20min"), parse_seconds("--length", length)
+    room = None if gpu_memory is None else parse_size("--gpu-memory", gpu_memory, needs_unit=True)
+    step_seconds = None if step is None else parse_seconds("--step", step)
+    written = Written(
+        params=params,
+        config=config,
+        model=model,
+        changes=changes or [],
+        dtype=dtype,
+        moments=moments,
+        moment_dtype=moment_dtype,
+        nodes=nodes,
+        gpus=gpus,
+        shard=shard,
+        sequence=sequence,
+        micro_batch=micro_batch,
+        vocab=vocab,
+        dim=dim,
+        layers=layers,
+    )
+    subject = subject_of(written)
+    if mtbf is None:
+        failures = [mtbf_figure(subject.gpus, rate_named(rate))]
+    else:
+        failures = [Figure("mtbf", parse_seconds("--mtbf", mtbf), "seconds", "as given")]
+    saving = Saving(subject.total_bytes, subject.largest_bytes, copying, blocking, "" if staging else _STAGING_SOURCE)
+    life = Life(init_seconds, failures[0].value, factor, "" if init else _INIT_SOURCE)
+    by_period = {"hourly": keep_hourly, "daily": keep_daily, "weekly": keep_weekly, "monthly": keep_monthly}
+    rules = Rules(keep_last, keep_every, keep_best or [], keep_within, by_period, keep_steps, max_bytes, None).policy()
+    retention = subject.retention if rules is None else rules
+    step_seconds = _step_seconds(step_seconds, retention)
+    tiers = []
+    for each in tiers_of(tier or [], nodes, subject.gpus):
+        figures = tier_figures(each, saving, life)
+        interval = value_of(figures, "interval")
+        disk = disk_figures(retention, subject.total_bytes, run_seconds, interval, step_seconds, _metrics(retention))
+        tiers.append((each, [*figures, *disk]))
+    memory = memory_figures(subject.weights, subject.shape, subject.batch)
+    if not blocking:
+        host = min(gpus, subject.gpus) * subject.largest_bytes
+        words = f"{min(gpus, subject.gpus)} GPUs of a node x {subject.largest_bytes:,} B: their private copies"
+        memory.append(Figure("host_copy_of_a_node", host, "bytes", words))
+    made = Plan(subject, memory, failures, tiers, blocking)
+    if as_json:
+        text.say_json(as_dict(made, explain, room))
+    else:
+        text.say("\n".join(lines(made, explain, room)))
+
+
+def _step_seconds(given: float | None, policy: RetentionPolicy | None) -> float:
+    """Seconds of a step; any number where no rule counts steps. Raises: ConfigError."""
+    from ckptman.policy.limit import rules_of
+    from ckptman.policy.retention import KeepEvery, KeepSteps
+
+    if given is None and any(isinstance(each, KeepEvery | KeepSteps) for each in rules_of(policy)):
+        raise ConfigError("a rule to keep checkpoints goes by steps: say what a step takes, as in --step 2s")
+    return given or 1.0
+
+
+def _metrics(policy: RetentionPolicy | None) -> dict[str, str]:
+    from ckptman.policy.limit import rules_of
+    from ckptman.policy.retention import KeepBest
+
+    return {each.metric: each.mode for each in rules_of(policy) if isinstance(each, KeepBest)}

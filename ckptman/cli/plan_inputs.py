@@ -1,0 +1,301 @@
+"""What `ckptman plan` is about: a model, by its number of parameters, a configuration or a function; and the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptman.cli.quantities import parse_count, parse_rate
+from ckptman.errors import CkptmanError, ConfigError
+from ckptman.policy.checks import check_count
+from ckptman.policy.costs import TABLE, TABLE_SOURCE, Tier
+from ckptman.policy.figures import Figure, bytes_text
+from ckptman.policy.memory import Batch, Shape, Weights, likely_shape
+from ckptman.policy.sizing import (
+    DTYPE_BYTES,
+    RULE_FACTOR,
+    RULE_SOURCE,
+    Tensor,
+    parameter_count,
+    rule_bytes,
+    state_bytes,
+    with_optimizer,
+)
+
+if TYPE_CHECKING:
+    from ckptman.policy.layout import Values
+    from ckptman.policy.retention import RetentionPolicy
+
+DEFAULT_VOCAB = 128_256
+DEFAULT_SEQUENCE = 4096
+_OTHERS_OF_LOOP = (
+    *("base_lrs", "last_epoch", "_step_count", "_is_initial", "_get_lr_called_within_step", "_last_lr", "lr_lambdas"),
+)
+_DATA_OF_LOOP = ("position", "seed", "global_batch", "sequence_tokens", "digest")
+
+
+@dataclass(frozen=True)
+class Written:
+    """Options as they were typed; None: left out."""
+
+    params: str | None
+    config: Path | None
+    model: str | None
+    changes: Sequence[str]
+    dtype: str | None
+    moments: int
+    moment_dtype: str | None
+    nodes: int
+    gpus: int
+    shard: int | None
+    sequence: int | None
+    micro_batch: int | None
+    vocab: int | None
+    dim: int | None
+    layers: int | None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model, and how it is trained. `total_bytes` of a checkpoint, `largest_bytes` what one rank writes of it."""
+
+    title: str
+    weights: Weights
+    shape: Shape
+    batch: Batch
+    replicas: int
+    checkpoint: list[Figure]
+    total_bytes: int
+    largest_bytes: int
+    retention: RetentionPolicy | None = None
+
+    @property
+    def gpus(self) -> int:
+        return self.replicas * self.weights.shards
+
+
+def subject_of(written: Written) -> Subject:
+    """Raises: ConfigError, NotFoundError."""
+    given = [name for name in ("params", "config", "model") if getattr(written, name) is not None]
+    if len(given) != 1:
+        which = "nothing is" if not given else f"{' and '.join('--' + each for each in given)} are"
+        raise ConfigError(f"{which} given: name one of --params 9e9, --config FILE, --model package.module:function")
+    for name in ("nodes", "gpus", "shard", "sequence", "micro_batch", "vocab", "dim", "layers"):
+        if (value := getattr(written, name)) is not None:
+            check_count("plan", f"--{name.replace('_', '-')}", value)
+    if written.moments < 0:
+        raise ConfigError(f"--moments: 0 or more tensors for each parameter (AdamW has 2), not {written.moments}")
+    if written.changes and written.config is None:
+        raise ConfigError("--set changes a key of --config FILE: name that file, too")
+    for name in ("dtype", "moment_dtype"):
+        if (dtype := getattr(written, name)) is not None and dtype not in DTYPE_BYTES:
+            raise ConfigError(f"--{name.replace('_', '-')}: one of {', '.join(DTYPE_BYTES)}, not {dtype!r}")
+    if written.params is not None:
+        return _of_params(written, written.params)
+    for name in ("dtype", "moment_dtype"):
+        if getattr(written, name) is not None:
+            what = "the bundled loop trains in float32" if written.config else "the model says its own"
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --params: {what}")
+    return _of_config(written, written.config) if written.config is not None else _of_model(written)
+
+
+def _mesh(written: Written, shard: int | None) -> tuple[int, int]:
+    """(replicas, shards) as the bundled loop lays ranks out. Raises: ConfigError for a --shard that cannot be."""
+    from ckptman.train.launch import mesh_shape
+
+    world = written.nodes * written.gpus
+    replicas, shards = mesh_shape(world, [written.gpus], shard)
+    if written.shard is not None and shards != written.shard:
+        raise ConfigError(
+            f"--shard {written.shard}: {world} GPUs on nodes of {written.gpus} cannot be cut into groups of that size; "
+            f"{shards} would do"
+        )
+    return replicas, shards
+
+
+def _of_params(written: Written, params: str) -> Subject:
+    count = parse_count("--params", params)
+    dtype = written.dtype or "float32"
+    item = DTYPE_BYTES[dtype]
+    moment = DTYPE_BYTES[written.moment_dtype or dtype]
+    replicas, shards = _mesh(written, written.shard)
+    total = state_bytes(count, item, written.moments, moment)
+    figures = [
+        _rule(count, item),
+        Figure(
+            "tensors",
+            total,
+            "bytes",
+            f"{count:,} x ({item} + {written.moments} x {moment}) B: parameters and {written.moments} moments",
+        ),
+    ]
+    return Subject(
+        f"{count:,} parameters in {dtype}",
+        Weights(count, item, written.moments * moment, shards),
+        _shape(written, count),
+        _batch(written),
+        replicas,
+        figures,
+        total,
+        -(-total // (replicas * shards)),
+    )
+
+
+def _of_config(written: Written, path: Path) -> Subject:
+    from ckptman.policy.layout import SCHEDULED_VALUES, Values
+    from ckptman.train.config import load_config
+    from ckptman.train.size import parameter_shapes
+    from ckptman.train.tokenfile import read_meta
+
+    for name in ("vocab", "dim", "layers", "sequence", "micro_batch"):
+        if getattr(written, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is in the configuration: change it there, or with --set")
+    config = load_config(path, written.changes)
+    vocab = config.model.vocab_size
+    if vocab is None:
+        try:
+            vocab = read_meta(config.data.path).vocab_size
+        except CkptmanError as error:
+            raise ConfigError(f"{error}; or say --set model.vocab_size=N, and the tokens are not looked at") from error
+    replicas, shards = _mesh(written, written.shard or config.parallel.shard_ranks)
+    model = config.model
+    names = [Tensor(name, shape) for name, shape in parameter_shapes(model, vocab)]
+    others = [f"scheduler.{each}" for each in _OTHERS_OF_LOOP] + [f"data.{each}" for each in _DATA_OF_LOOP]
+    share = -(-config.data.global_batch // (replicas * shards))
+    return _exactly(
+        f"{parameter_count(names):,} parameters of {path}",
+        names,
+        Values(SCHEDULED_VALUES, tuple(others)),
+        Shape(model.dim, model.layers, vocab, model.hidden_dim, model.kv_heads / model.heads),
+        Batch(
+            config.data.micro_batch * config.data.sequence_tokens,
+            DTYPE_BYTES[config.parallel.compute_dtype],
+        ),
+        (replicas, shards),
+        written.moments,
+        accumulates=share > config.data.micro_batch,
+        retention=config.checkpoint.retention(),
+    )
+
+
+def _of_model(written: Written) -> Subject:
+    from ckptman.policy.layout import Values
+    from ckptman.sharded.meta import tensors_of
+
+    assert written.model is not None
+    names = tensors_of(written.model)
+    return _exactly(
+        f"{parameter_count(names):,} trained parameters of {written.model}",
+        names,
+        Values(),
+        _shape(written, parameter_count(names)),
+        _batch(written),
+        _mesh(written, written.shard),
+        written.moments,
+    )
+
+
+def _exactly(
+    title: str,
+    names: list[Tensor],
+    values: Values,
+    shape: Shape,
+    batch: Batch,
+    mesh: tuple[int, int],
+    moments: int,
+    accumulates: bool = False,
+    retention: RetentionPolicy | None = None,
+) -> Subject:
+    """A model whose tensors are known one by one, so that the size of its checkpoints is known to the byte, nearly."""
+    from ckptman.policy.layout import checkpoint_size
+
+    replicas, shards = mesh
+    tensors = with_optimizer(names, moments)
+    size = checkpoint_size(tensors, values, replicas, shards)
+    trained = [each for each in names if each.parameter]
+    count = parameter_count(names)
+    item = max(1, round(sum(each.bytes for each in trained) / count))
+    ranks = replicas * shards
+    figures = [
+        _rule(count, item),
+        Figure("tensors", size.payload, "bytes", f"the elements of {len(tensors):,} tensors, optimizer and all"),
+        Figure(
+            "data_files",
+            size.data,
+            "bytes",
+            f"{ranks:,} files: {size.chunks:,} pieces of tensors, each in an archive of torch.save, and plain values",
+        ),
+        Figure("digests", size.digests, "bytes", "16 B for each 32 KiB of the data files, and for each 512 KiB"),
+        Figure("descriptions", size.texts, "bytes", "index.json, .metadata, chunks.bin, random states, manifest.json"),
+        Figure("files", size.total, "bytes", "data files + digests + descriptions"),
+    ]
+    moment_bytes = round(sum(each.bytes for each in trained) * moments / count)
+    weights = Weights(count, item, moment_bytes, shards, accumulates)
+    return Subject(title, weights, shape, batch, replicas, figures, size.total, size.largest, retention)
+
+
+def _rule(count: int, item: int) -> Figure:
+    formula = f"{RULE_FACTOR} x {count:,} parameters x {item} B"
+    return Figure("rule", rule_bytes(count, item), "bytes", formula, RULE_SOURCE)
+
+
+def _shape(written: Written, count: int) -> Shape:
+    return likely_shape(count, written.vocab or DEFAULT_VOCAB, written.dim, written.layers)
+
+
+def _batch(written: Written) -> Batch:
+    return Batch((written.micro_batch or 1) * (written.sequence or DEFAULT_SEQUENCE))
+
+
+def tiers_of(written: Sequence[str], nodes: int, gpus: int) -> list[Tier]:
+    """`NAME=2GB/s`, `NAME=2GB/s/node`, `NAME=2GB/s/gpu`, `NAME=DIR` (measured), each with `:10GB/s`, the most that the
+    whole file system gives. Without any, the practitioners' table. Raises: ConfigError, NotFoundError, RootError."""
+    tiers = [_tier(each, nodes, gpus) for each in written]
+    names = [each.name for each in tiers]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--tier: {twice[0]} is given twice; give each tier a name of its own")
+    return tiers or [
+        Tier(name, rate, rate, f"{bytes_text(rate)}/s in all", TABLE_SOURCE) for name, rate in TABLE
+    ]  # fmt: skip
+
+
+def _tier(written: str, nodes: int, gpus: int) -> Tier:
+    name, equals, what = written.partition("=")
+    if not (equals and name.strip() and what.strip()):
+        raise ConfigError(f"--tier: NAME=RATE or NAME=DIR, as in scratch=2GB/s or scratch=/scratch/me, not {written!r}")
+    most: float | None = None
+    head, colon, tail = what.rpartition(":")
+    if colon and tail[:1].isdigit():
+        most, what = parse_rate(f"--tier {name}", tail), head
+    if what[:1].isdigit() or what[:1] in "-+.":
+        return _given(name, what, most, nodes, gpus)
+    return _measured(name, Path(what), most, nodes)
+
+
+def _given(name: str, what: str, most: float | None, nodes: int, gpus: int) -> Tier:
+    times, per = 1, "in all"
+    for ending, count, noun in (("/node", nodes, "nodes"), ("/gpu", gpus, "GPUs")):
+        if what.endswith(ending):
+            what, times, per = what.removesuffix(ending), count, f"x {count} {noun}"
+    rate = parse_rate(f"--tier {name}", what)
+    return _limited(name, rate * times, rate * times, most, f"{bytes_text(rate)}/s {per}", "as given")
+
+
+def _measured(name: str, folder: Path, most: float | None, nodes: int) -> Tier:
+    from ckptman.doctor.examine import examine
+
+    found = {each.name: each.figures for each in examine(folder)}
+    rates = [found.get(each, {}).get("bytes_per_second") for each in ("write", "read")]
+    if not rates[0]:
+        raise ConfigError(f"--tier {name}: {folder} could not be measured: ckptman doctor {folder} says why")
+    write, read = float(rates[0]), float(rates[1] or rates[0])
+    how = f"{bytes_text(write)}/s of this node x {nodes} nodes" if nodes > 1 else f"{bytes_text(write)}/s of this node"
+    return _limited(name, write * nodes, read * nodes, most, how, f"measured in {folder}; ckptman doctor")
+
+
+def _limited(name: str, write: float, read: float, most: float | None, how: str, source: str) -> Tier:
+    if most is None:
+        return Tier(name, write, read, how, source)
+    return Tier(name, min(write, most), min(read, most), f"{how}, at most {bytes_text(most)}/s", source)

@@ -1,0 +1,141 @@
+"""What `ckptman plan` prints: tables, the advice, every number with its formula, or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptman.cli import text
+
+if TYPE_CHECKING:
+    from ckptman.cli.plan_inputs import Subject
+    from ckptman.policy.costs import Tier
+    from ckptman.policy.figures import Figure
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is printed. `tiers`: each with all its figures."""
+
+    subject: Subject
+    memory: list[Figure]
+    failures: list[Figure]
+    tiers: list[tuple[Tier, list[Figure]]]
+    blocking: bool
+
+
+def value_of(figures: Sequence[Figure], name: str) -> float:
+    return next(each.value for each in figures if each.name == name)
+
+
+def _text(figures: Sequence[Figure], name: str) -> str:
+    return next(each.text for each in figures if each.name == name)
+
+
+def lines(made: Plan, explain: bool, room: int | None) -> list[str]:
+    subject, weights = made.subject, made.subject.weights
+    gpus = f"{text.count(subject.gpus, 'GPU')}: replicate {subject.replicas} x shard {weights.shards}"
+    lines = [f"{text.plain(subject.title)}, {gpus}", ""]
+    rows = [(each.name.replace("_", " "), each.text) for each in subject.checkpoint]
+    lines += [*text.table(("checkpoint", "size"), rows, right="size"), ""]
+    rows = [(each.name.replace("_", " "), each.text) for each in made.memory]
+    lines += text.table(("memory of a GPU", "size"), rows, right="size")
+    if room is not None:
+        lines += _fits(made.memory, room)
+    lines += ["", *text.table(_SAVES, _rows(made, _SAVES), right=_RIGHT), ""]
+    lines += text.table(_INTERVALS, _rows(made, _INTERVALS), right=_RIGHT)
+    lines += ["", f"failures: one in {made.failures[0].text} ({made.failures[0].formula})", *_advice(made)]
+    return [*lines, *_explained(made)] if explain else lines
+
+
+_SAVES = ("tier", "rate", "save", "stall", "load", "warning", "kept", "disk")
+_INTERVALS = ("tier", "by init", "by Daly", "best", "bound", "interval", "lost per failure", "goodput")
+_RIGHT = " ".join((*_SAVES[1:], "init", "by", "Daly", "best", "bound", "interval", "goodput"))
+_NAMES = {"by init": "interval_by_init", "by Daly": "interval_by_daly", "best": "interval_best"}
+_NAMES |= {"bound": "interval_bound", "lost per failure": "lost_per_failure"}
+
+
+def _rows(made: Plan, headers: Sequence[str]) -> list[tuple[str, ...]]:
+    names = [_NAMES.get(each, each) for each in headers[1:]]
+    return [(text.plain(tier.name), *(_text(figures, name) for name in names)) for tier, figures in made.tiers]
+
+
+def _fits(memory: Sequence[Figure], room: int) -> list[str]:
+    from ckptman.policy.figures import bytes_text
+
+    lines = []
+    for name, how in (("total_plain", "without"), ("total_checkpointed", "with")):
+        verdict = "fits" if value_of(memory, name) <= room else "does not fit"
+        lines.append(f"{how} activation checkpointing it {verdict} in {bytes_text(room)}")
+    return lines
+
+
+def _advice(made: Plan) -> list[str]:
+    """What to do, by the numbers: the tier that yields most, and what to write where."""
+    from ckptman.policy.costs import BOUND_SECONDS
+
+    lines = []
+    lasting = [each for each in made.tiers if each[0].lasts]
+    if lasting:
+        tier, figures = max(lasting, key=lambda each: value_of(each[1], "goodput"))
+        interval, warning = value_of(figures, "interval"), value_of(figures, "warning")
+        where = f"save to {text.plain(tier.name)}: " if len(made.tiers) > 1 else "save "
+        lines.append(
+            f"{where}every {interval:,.0f} s, EverySeconds({interval:.0f}), and ask Slurm for "
+            f"--signal=USR2@{warning:.0f}; {_text(figures, 'goodput')} of the time is training that lasts"
+        )
+    for tier, figures in made.tiers:
+        if not tier.lasts:
+            lines.append(f"{text.plain(tier.name)}: memory of a node, and gone with it")
+        busy = value_of(figures, "save") / value_of(figures, "interval")
+        if busy > 0.25 and value_of(figures, "save") <= BOUND_SECONDS:
+            lines.append(
+                f"{text.plain(tier.name)}: saves are under way {100 * busy:.0f} % of the time: if others need that "
+                f"file system too, save less often (ckptman simulate says what it costs)"
+            )
+        if value_of(figures, "save") > BOUND_SECONDS:
+            took = _text(figures, "save")
+            lines.append(
+                f"{text.plain(tier.name)}: a save takes {took}, longer than the bound of 15 min: save to a faster "
+                f"tier, and copy from there"
+            )
+    return lines
+
+
+def _sections(made: Plan) -> list[tuple[str, list[Figure]]]:
+    sections = [("checkpoint", made.subject.checkpoint), ("memory", made.memory), ("failures", made.failures)]
+    return [*sections, *((f"tier {tier.name}", figures) for tier, figures in made.tiers)]
+
+
+def _explained(made: Plan) -> list[str]:
+    lines = []
+    for title, figures in _sections(made):
+        lines += ["", f"{text.plain(title)}"]
+        for each in figures:
+            source = f"  [{each.source}]" if each.source else ""
+            lines.append(f"  {each.name.replace('_', ' ')} = {each.text}: {text.plain(each.formula + source)}")
+    return lines
+
+
+def as_dict(made: Plan, explain: bool, room: int | None) -> dict[str, Any]:
+    def values(figures: Sequence[Figure]) -> dict[str, Any]:
+        return {each.key: each.as_dict() if explain else each.value for each in figures}
+
+    subject, shape = made.subject, made.subject.shape
+    return {
+        "model": {
+            "title": subject.title,
+            "parameters": subject.weights.parameters,
+            "dim": shape.dim,
+            "layers": shape.layers,
+            "vocab": shape.vocab,
+            "shape_is_assumed": shape.assumed,
+        },
+        "mesh": {"gpus": subject.gpus, "replicate": subject.replicas, "shard": subject.weights.shards},
+        "checkpoint": values(subject.checkpoint),
+        "memory": values(made.memory) | ({} if room is None else {"gpu_bytes": room}),
+        "failures": values(made.failures),
+        "blocking": made.blocking,
+        "tiers": [{"name": tier.name, **values(figures)} for tier, figures in made.tiers],
+    }

@@ -1,0 +1,312 @@
+"""`ckptman simulate`: a month of failures, played against intervals between saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptman.cli import text
+from ckptman.cli.list import AsJson
+from ckptman.cli.quantities import parse_seconds
+from ckptman.errors import ConfigError, ExistsError
+
+if TYPE_CHECKING:
+    from ckptman.monitor.failures import Trace
+    from ckptman.policy.goodput import Costs
+    from ckptman.policy.simulation import Played
+
+
+def _option(name: str, metavar: str, words: str) -> Any:
+    return typer.Option(name, metavar=metavar, show_default=False, help=words)
+
+
+Stall = Annotated[str | None, _option("--stall", "TIME", "For so long a save blocks training (5s).")]
+Save = Annotated[str | None, _option("--save", "TIME", "Until a save is durable (60s, or as long as --stall).")]
+Restart = Annotated[str | None, _option("--restart", "TIME", "From a failure until training goes on (20min).")]
+Mtbf = Annotated[str | None, _option("--mtbf", "TIME", "Mean time between failures, which come at random.")]
+Gpus = Annotated[int | None, _option("--gpus", "N", "Instead: that of so many GPUs, by a published rate.")]
+RateName = Annotated[str, _option("--rate", "NAME", "Which one: llama3 (the default), rsc1.")]
+TraceFile = Annotated[
+    Path | None,
+    _option("--trace", "FILE", "Instead: recorded failures; a file of times, a journal, or a root with a journal."),
+]
+Length = Annotated[str | None, _option("--length", "TIME", "Of a run (30d; of a trace, all of it).")]
+Runs = Annotated[int | None, _option("--runs", "N", "Play so many runs (enough for 5,000 failures).")]
+Seed = Annotated[int, _option("--seed", "N", "Of the failures at random (1).")]
+Intervals = Annotated[list[str] | None, _option("--interval", "TIME", "Play this one too. May be given several times.")]
+Svg = Annotated[Path | None, _option("--svg", "FILE", "Draw the chart into a file.")]
+
+FAILURES = 5_000
+MOST_RUNS = 1_000
+MOST_EVENTS = 200_000
+"""Failures in all that are played: more take minutes and tell no more."""
+_CURVE = 13
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What a policy yields. `spread`: the goodput that nine of ten runs lie between."""
+
+    name: str
+    played: Played
+    spread: tuple[float, float]
+
+
+def simulate(
+    stall: Stall = None,
+    save: Save = None,
+    restart: Restart = None,
+    mtbf: Mtbf = None,
+    gpus: Gpus = None,
+    rate: RateName = "llama3",
+    trace: TraceFile = None,
+    length: Length = None,
+    runs: Runs = None,
+    seed: Seed = 1,
+    interval: Intervals = None,
+    svg: Svg = None,
+    as_json: AsJson = False,
+) -> None:
+    """Play a month of failures against intervals between saves.
+
+    Says what each policy yields, beside the best fixed interval that a search finds on the same failures.
+    """
+    from ckptman.policy.goodput import Costs
+
+    if sum(each is not None for each in (mtbf, gpus, trace)) != 1:
+        raise ConfigError("say how often it fails: one of --mtbf 8h, --gpus 1024, --trace FILE")
+    recorded = _recorded(trace)
+    costs = Costs(*_costs(stall, save, restart, recorded))
+    mean, words = _mean(mtbf, gpus, rate, recorded, trace)
+    wanted = [parse_seconds("--interval", each) for each in interval or []]
+    played, seconds = _failures(recorded, mean, length, runs, seed)
+    found = _play(played, seconds, costs, mean, wanted)
+    curve = _curve(played, seconds, costs, mean)
+    if svg is not None:
+        _draw(svg, curve, found, f"Goodput by interval: {words}")
+    if as_json:
+        text.say_json(_as_dict(found, costs, mean, seconds, len(played), seed if recorded is None else None))
+        return
+    s, d, r = (_time(each) for each in (costs.stall_seconds, costs.settled_seconds, costs.restart_seconds))
+    total = sum(map(len, played))
+    origin = f"seed {seed}" if recorded is None else "as recorded"
+    lines = [
+        f"{words}; a save blocks {s} and is durable after {d}; a restart takes {r}",
+        f"{text.count(len(played), 'run')} of {_time(seconds)}, {text.count(total, 'failure')} ({origin})",
+        "",
+        *text.table(_HEADERS, [_row(each, found[0]) for each in found], right=_RIGHT),
+        "",
+        *_chart(curve, found),
+    ]
+    text.say("\n".join(lines))
+
+
+def _recorded(path: Path | None) -> Trace | None:
+    if path is None:
+        return None
+    from ckptman.monitor.failures import read_trace
+
+    return read_trace(path, lambda written: parse_seconds("a failure", written))
+
+
+def _costs(stall: str | None, save: str | None, restart: str | None, recorded: Trace | None) -> tuple[float, ...]:
+    """Stall, durable and restart: as given, as measured by the journal of a trace, or what is likely."""
+    measured: tuple[float | None, ...] = (None, None, None)
+    if recorded is not None:
+        measured = (recorded.stall_seconds, recorded.save_seconds, recorded.restart_seconds)
+    likely = (5.0, 60.0, 1200.0)
+    given = [
+        None if written is None else 0.0 if written.strip() in ("0", "0s") else parse_seconds(option, written)
+        for option, written in (("--stall", stall), ("--save", save), ("--restart", restart))
+    ]
+    values = [
+        one if one is not None else two if two is not None else three
+        for one, two, three in zip(given, measured, likely)
+    ]
+    if given[1] is not None and given[1] < values[0]:
+        raise ConfigError(
+            f"--save {save}: a save is not durable before it lets go of training, after {_time(values[0])}"
+        )
+    return (values[0], max(values[0], values[1]), values[2])
+
+
+def _mean(
+    mtbf: str | None, gpus: int | None, rate: str, recorded: Trace | None, path: Path | None
+) -> tuple[float, str]:
+    """Mean seconds between failures, and what to call them."""
+    from ckptman.policy.failures import mtbf_figure, rate_named
+
+    if recorded is not None:
+        how_often = f"one in {_time(recorded.mtbf_seconds)}" if recorded.failures else "none"
+        return recorded.mtbf_seconds, f"failures of {text.plain(path)}: {how_often}"
+    if gpus is not None:
+        figure = mtbf_figure(gpus, rate_named(rate))
+        return figure.value, f"a failure in {figure.text} ({text.count(gpus, 'GPU')}, {rate})"
+    seconds = parse_seconds("--mtbf", mtbf or "")
+    return seconds, f"a failure in {_time(seconds)}"
+
+
+def _failures(
+    recorded: Trace | None, mean: float, length: str | None, runs: int | None, seed: int
+) -> tuple[list[Sequence[float]], float]:
+    """The failures of each run, and how long a run is. Raises: ConfigError."""
+    import random
+
+    from ckptman.policy.checks import check_count
+
+    seconds = None if length is None else parse_seconds("--length", length)
+    if recorded is not None:
+        if runs is not None:
+            raise ConfigError("--runs: a trace is one run; leave it out, or give --mtbf")
+        if seconds is not None and seconds > recorded.seconds:
+            raise ConfigError(f"--length {length}: the trace ends after {_time(recorded.seconds)}; leave it out")
+        seconds = seconds or recorded.seconds
+        return [[each for each in recorded.failures if each < seconds]], seconds
+    seconds = seconds or 30 * 86400.0
+    if runs is None:
+        runs = max(1, min(round(FAILURES * mean / seconds), MOST_RUNS))
+    check_count("simulate", "--runs", runs)
+    if runs * seconds / mean > MOST_EVENTS:
+        raise ConfigError(
+            f"{runs * seconds / mean:,.0f} failures are more than the {MOST_EVENTS:,} that can be played in a while: "
+            f"give fewer --runs, a shorter --length or a longer --mtbf"
+        )
+    generator = random.Random(seed)
+    return [_at_random(generator, mean, seconds) for _ in range(runs)], seconds
+
+
+def _at_random(generator: Any, mean: float, seconds: float) -> list[float]:
+    found: list[float] = []
+    time: float = generator.expovariate(1 / mean)
+    while time < seconds:
+        found.append(time)
+        time += generator.expovariate(1 / mean)
+    return found
+
+
+def _play(
+    runs: Sequence[Sequence[float]], seconds: float, costs: Costs, mean: float, wanted: Sequence[float]
+) -> list[_Named]:
+    """What each policy yields; the best fixed interval first."""
+    from ckptman.policy.costs import BOUND_SECONDS, LEAST_INTERVAL_SECONDS
+    from ckptman.policy.goodput import best_interval_seconds
+    from ckptman.policy.simulation import best_fixed
+    from ckptman.policy.timing import daly_interval_seconds
+
+    least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
+    derived = max(least, best_interval_seconds(costs.stall_seconds, mean))
+    daly = max(least, daly_interval_seconds(costs.stall_seconds, mean, costs.restart_seconds))
+    named = [
+        ("derived", derived),
+        ("DalyInterval", daly),
+        ("InitTimeInterval", max(least, min(4 * costs.restart_seconds, BOUND_SECONDS))),
+        ("every 15 min", max(least, BOUND_SECONDS)),
+        *((f"every {_time(each)}", each) for each in wanted),
+    ]
+    best = best_fixed(runs, seconds, costs, *_bounds(costs, mean, seconds))
+    return [_named(name, runs, seconds, costs, each) for name, each in [("best fixed", best.interval_seconds), *named]]
+
+
+def _named(name: str, runs: Sequence[Sequence[float]], seconds: float, costs: Costs, interval: float) -> _Named:
+    from ckptman.policy.simulation import play, play_all
+
+    each = sorted(play(failures, seconds, costs, interval).goodput for failures in runs)
+    edge = len(each) // 20
+    return _Named(name, play_all(runs, seconds, costs, interval), (each[edge], each[-1 - edge]))
+
+
+def _bounds(costs: Costs, mean: float, seconds: float) -> tuple[float, float]:
+    """Between which the best interval is searched for: from as often as can be to some times the derived one."""
+    from ckptman.policy.costs import LEAST_INTERVAL_SECONDS
+    from ckptman.policy.goodput import best_interval_seconds
+
+    least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
+    return least, max(2 * least, 8 * best_interval_seconds(costs.stall_seconds, min(mean, seconds)))
+
+
+def _curve(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, mean: float) -> list[Played]:
+    from ckptman.policy.simulation import grid_of, play_all
+
+    return [play_all(runs, seconds, costs, each) for each in grid_of(*_bounds(costs, mean, seconds), _CURVE)]
+
+
+_HEADERS = ("policy", "interval", "saves", "lost", "stalled", "restarting", "goodput", "9 of 10 runs", "of the best")
+_RIGHT = "interval saves lost stalled restarting goodput"
+
+
+def _row(each: _Named, best: _Named) -> tuple[str, ...]:
+    played = each.played
+    shares = (played.lost_seconds, played.stalled_seconds, played.restarting_seconds)
+    low, high = each.spread
+    return (
+        each.name,
+        _time(played.interval_seconds),
+        f"{played.saves:,}",
+        *(f"{100 * share / played.seconds:.2f} %" for share in shares),
+        f"{100 * played.goodput:.2f} %",
+        f"{100 * low:.1f} to {100 * high:.1f} %",
+        f"{100 * _ratio(each, best):.2f} %",
+    )
+
+
+def _ratio(each: _Named, best: _Named) -> float:
+    return each.played.goodput / best.played.goodput if best.played.goodput else 1.0
+
+
+def _chart(curve: Sequence[Played], found: Sequence[_Named]) -> list[str]:
+    from ckptman.cli.goodput_chart import Point, text_chart
+
+    marked = [Point(each.played.interval_seconds, each.played.goodput, each.name) for each in found]
+    return text_chart([Point(each.interval_seconds, each.goodput) for each in curve], marked)
+
+
+def _draw(path: Path, curve: Sequence[Played], found: Sequence[_Named], title: str) -> None:
+    """Write the picture. Nothing but an earlier picture is overwritten. Raises: ExistsError."""
+    from ckptman.cli.goodput_chart import Point, svg_chart
+
+    marked = [Point(each.played.interval_seconds, each.played.goodput, each.name) for each in found]
+    picture = svg_chart([Point(each.interval_seconds, each.goodput) for each in curve], marked, title)
+    if path.exists() and not (path.is_file() and path.read_bytes()[:4] == b"<svg"):
+        raise ExistsError(f"{path} is there and is no picture: name another file to --svg")
+    path.write_text(picture, encoding="utf-8")
+
+
+def _as_dict(
+    found: Sequence[_Named], costs: Costs, mean: float, seconds: float, runs: int, seed: int | None
+) -> dict[str, Any]:
+    return {
+        "mtbf_seconds": mean,
+        "stall_seconds": costs.stall_seconds,
+        "durable_seconds": costs.settled_seconds,
+        "restart_seconds": costs.restart_seconds,
+        "run_seconds": seconds,
+        "runs": runs,
+        "seed": seed,
+        "failures": found[0].played.failures,
+        "policies": [
+            {
+                "name": each.name,
+                "interval_seconds": each.played.interval_seconds,
+                "goodput": each.played.goodput,
+                "goodput_low": each.spread[0],
+                "goodput_high": each.spread[1],
+                "of_best": _ratio(each, found[0]),
+                "saves": each.played.saves,
+                "good_seconds": each.played.good_seconds,
+                "lost_seconds": each.played.lost_seconds,
+                "stalled_seconds": each.played.stalled_seconds,
+                "restarting_seconds": each.played.restarting_seconds,
+            }
+            for each in found
+        ],
+    }
+
+
+def _time(seconds: float) -> str:
+    from ckptman.policy.figures import time_text
+
+    return time_text(seconds)
