@@ -27,8 +27,17 @@ VERBS = {
         *("PATH", "OUT", "--step", "--format", "--only", "--all", "--dtype", "--max-shard-size", "--strip", "--rename"),
         *("--tied", "--config", "--overwrite", "--json"),
     ],
+    "drain": [
+        *("ROOT", "--to", "--every", "--follow", "--poll", "--limit", "--threads", "--dry-run", "--json"),
+    ],
     "doctor": ["DIR", "--size", "--against", "--timeout", "--json"],
-    "prune": ["ROOT", "--keep-last", "--keep-every", "--keep-best", "--dry-run", "--json"],
+    "prune": [
+        *("ROOT...", "--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
+        *("--keep-weekly", "--keep-monthly", "--keep-steps", "--max-bytes", "--max-percent", "--leftovers"),
+        *("--dry-run", "--jobs", "--files-per-second", "--json"),
+    ],
+    "pin": ["PATH", "--why", "--step"],
+    "unpin": ["PATH", "--step"],
     "plan": [
         *("--params", "--config", "--set", "--model", "--dtype", "--moments", "--moment-dtype", "--nodes", "--gpus"),
         *("--shard", "--sequence", "--micro-batch", "--vocab", "--dim", "--layers", "--gpu-memory", "--tier"),

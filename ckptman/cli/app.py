@@ -17,8 +17,10 @@ from ckptman.cli.chain import chain_app
 from ckptman.cli.copy import copy
 from ckptman.cli.diff import diff
 from ckptman.cli.doctor import doctor
+from ckptman.cli.drain import drain
 from ckptman.cli.export import export
 from ckptman.cli.list import list_checkpoints
+from ckptman.cli.pin import pin, unpin
 from ckptman.cli.plan import plan
 from ckptman.cli.prune import prune
 from ckptman.cli.rollback import rollback
@@ -52,7 +54,10 @@ app.command("diff")(diff)
 app.command("export")(export)
 app.command("adopt")(adopt)
 app.command("copy")(copy)
+app.command("drain")(drain)
 app.command("prune")(prune)
+app.command("pin")(pin)
+app.command("unpin")(unpin)
 app.command("plan")(plan)
 app.command("simulate")(simulate)
 app.command("rollback")(rollback)

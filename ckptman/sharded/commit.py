@@ -98,8 +98,7 @@ class Draft:
         name = parse_step(self.final.name)
         info = self._info or SaveInfo(step=name.step if name else 0, world_size=world_size)
         # Outside a root, under a name that is not a step's, there are no others to come after.
-        others = self._place.list(abandoned=True) if name else []
-        sequence = 1 + max((entry.sequence for entry in others), default=0)
+        sequence = 1 + (self._place.last_sequence() if name else 0)
         return Manifest(
             step=info.step,
             sequence=sequence,

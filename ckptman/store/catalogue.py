@@ -56,11 +56,16 @@ class Entry:
         """See `Manifest.identity`. Only for complete entries."""
         return self.require_manifest().identity
 
+    @property
+    def pinned(self) -> str:
+        """Why it is pinned, as its folder says now; "" where it is not, or had no pin when it was looked at."""
+        note = read_pin(self.path) if PINNED in self.beside else None
+        return note.why if note is not None else ""
+
     def record(self) -> Record:
         """The facts that retention rules look at. Only for complete entries."""
         manifest = self.require_manifest()
         note = read_verified(self.path, manifest) if VERIFIED in self.beside else None
-        pin = read_pin(self.path) if PINNED in self.beside else None
         return Record(
             self.step,
             manifest.sequence,
@@ -69,7 +74,7 @@ class Entry:
             manifest.metrics,
             verified=note is not None and note.every_byte,
             damaged=note.damaged if note is not None else "",
-            pinned=pin.why if pin is not None else "",
+            pinned=self.pinned,
             abandoned=f"abandoned {self.abandoned}" if self.abandoned else "",
         )
 
@@ -121,7 +126,7 @@ class Catalogue:
                 break
         left = read_abandoned(self.root)
         found = [mark(entry, left) for entry in entries.values()]
-        return sorted((entry for entry in found if abandoned or not entry.abandoned), key=_commit_order)
+        return sorted((entry for entry in found if abandoned or not entry.abandoned), key=commit_order)
 
     def complete(self) -> list[Entry]:
         """The complete entries, oldest commit first."""
@@ -154,9 +159,10 @@ class Catalogue:
             and not (parsed.kind == "old" and parsed.step in unsure)
         ]
 
-    def _names(self) -> list[tuple[str, StepName]]:
+    def names(self) -> list[str]:
+        """All names under the root, ours or not. Raises: NotFoundError, RootError."""
         try:
-            names = os.listdir(self.root)  # noqa: PTH208 names alone are wanted
+            return sorted(os.listdir(self.root))  # noqa: PTH208 names alone are wanted
         except FileNotFoundError as error:
             raise NotFoundError(
                 f"there is no checkpoint root {self.root}: name another one, or check the mount"
@@ -171,7 +177,9 @@ class Catalogue:
                 f"the checkpoint root {self.root} cannot be read ({error.strerror}): "
                 f"nothing is started over what may be there; check the mount and its permissions",
             ) from error
-        return [(name, parsed) for name in sorted(names) if (parsed := parse_step(name))]
+
+    def _names(self) -> list[tuple[str, StepName]]:
+        return [(name, parsed) for name in self.names() if (parsed := parse_step(name))]
 
     def _look_at(self, names: list[tuple[str, StepName]]) -> tuple[dict[tuple[int, str], Entry], bool]:
         """The entry of each step, with those that stood aside for it for good, by their tags; and whether everything
@@ -245,6 +253,7 @@ def _unreadable(path: Path, error: OSError) -> RootError:
     return RootError(error.errno or errno.EIO, f"{path} cannot be read ({error.strerror}): {remedy}")
 
 
-def _commit_order(entry: Entry) -> tuple[int, float, int]:
+def commit_order(entry: Entry) -> tuple[int, float, int]:
+    """What entries are sorted by."""
     # Time and step decide only between folders that were copied from several roots and share a sequence.
     return entry.sequence, entry.manifest.time_seconds if entry.manifest else 0.0, entry.step

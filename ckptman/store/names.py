@@ -6,7 +6,7 @@ step-0000000100.old-X        stood aside while a new save of the same step takes
 step-0000000100.abandoned-X  left behind by a rollback (see `abandoned`), and its step was saved again since
 step-0000000100.trash-X      deleted, being removed
 .ckptman/                    the run's own files: journal.jsonl, outcome.json, owner-000001.json, lease-0a1b2c3d.json,
-                             rollback-000001.json, stacks-2-rank00003.txt
+                             rollback-000001.json, tiers.json, stacks-2-rank00003.txt
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ _OWNER = re.compile(r"owner-([0-9]{6,})\.json", re.ASCII)
 _ROLLBACK = re.compile(r"rollback-([0-9]{6,})\.json", re.ASCII)
 _LEASE = re.compile(r"lease-[0-9a-f]{8}\.json", re.ASCII)
 _HALF_WRITTEN = re.compile(r".+\.tmp-([0-9]+)-[0-9a-f]{8}", re.ASCII | re.DOTALL)
-_DATA = re.compile(r"__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp", re.ASCII)
 _DATA = re.compile(r"__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp", re.ASCII)
 _OF_RANK = re.compile(r"__(?P<data>[0-9]+)_0\.distcp|(?:blocks|values)-(?P<other>[0-9]{5,})\.(?:bin|json)", re.ASCII)
 MAX_STEP = 10**10 - 1
@@ -70,22 +69,6 @@ def data_name(rank: int) -> str:
 def blocks_name(rank: int) -> str:
     """The file that holds the block digests of one rank's data file."""
     return f"blocks-{rank:05d}.bin"
-
-
-def parse_data(name: str) -> tuple[int, int] | None:
-    """The rank that wrote a data file, and which of its files it is; None if the name is none of DCP's. ckptman writes
-    one a rank, number 0, plain DCP may write more."""
-    match = _DATA.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def digests_name(data_file: str) -> str | None:
-    """The file that holds the digests of a data file; None where it has none of DCP's names."""
-    parsed = parse_data(data_file)
-    if parsed is None:
-        return None
-    rank, number = parsed
-    return f"blocks-{rank:05d}-{number}.bin" if number else blocks_name(rank)
 
 
 def parse_data(name: str) -> tuple[int, int] | None:
@@ -146,6 +129,11 @@ def parse_owner(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def tiers_path(root: Path) -> Path:
+    """Where copies of a run's checkpoints go (see `tiers`)."""
+    return root / DOT / "tiers.json"
+
+
 def rollback_path(root: Path, number: int) -> Path:
     """A rollback of this root (see `abandoned`)."""
     return root / DOT / f"rollback-{number:06d}.json"
@@ -155,6 +143,11 @@ def parse_rollback(name: str) -> int | None:
     """The number of a rollback, or None if the name is not that of one."""
     match = _ROLLBACK.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def retention_path(root: Path) -> Path:
+    """The retention policy of the run (see `stored_policy`)."""
+    return root / DOT / "retention.json"
 
 
 def lease_path(root: Path, nonce: str) -> Path:

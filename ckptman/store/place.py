@@ -38,6 +38,9 @@ class Place(Protocol):
     def list(self, *, abandoned: bool = False) -> list[Entry]:
         """All entries, oldest commit first; also those that a rollback left behind, where they are asked for."""
 
+    def last_sequence(self) -> int:
+        """The highest commit sequence that is known: the next commit has to be after it. 0 where there is none."""
+
     def open(self, entry: Entry, name: str) -> BinaryIO:
         """Read one file of an entry."""
 
@@ -112,6 +115,9 @@ class FolderPlace:
 
     def list(self, *, abandoned: bool = False) -> list[Entry]:
         return Catalogue(self.root).scan(abandoned=abandoned)
+
+    def last_sequence(self) -> int:
+        return max((entry.sequence for entry in Catalogue(self.root).scan(abandoned=True)), default=0)
 
     def open(self, entry: Entry, name: str) -> BinaryIO:
         return open(open_regular(entry.path / name), "rb")

@@ -1,0 +1,185 @@
+"""`ckptman drain ROOT`: copy to the tiers of a run what they have still to get. For cron, or a job on CPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptman.cli import text
+from ckptman.cli.copy import Speed, Threads, copied_lines
+from ckptman.cli.copy_progress import copy_progress
+from ckptman.cli.list import AsJson, Root
+from ckptman.cli.verify import parse_speed
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError, RootError
+
+if TYPE_CHECKING:
+    from ckptman.policy.tiers import Tier
+    from ckptman.store.copyproof import Means
+    from ckptman.store.drain import Drained, DrainPlan, Task
+
+To = Annotated[
+    str | None,
+    typer.Option("--to", metavar="PLACE", show_default=False, help="A folder or s3://..., instead of the tiers."),
+]
+Every = Annotated[int, typer.Option("--every", metavar="N", help="With --to: each N-th commit.")]
+Follow = Annotated[bool, typer.Option("--follow", help="Go on until the run is finished.")]
+Poll = Annotated[float, typer.Option("--poll", metavar="SECONDS", help="With --follow: look this often.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be copied, and why.")]
+
+
+def drain(
+    root: Root,
+    to: To = None,
+    every: Every = 1,
+    follow: Follow = False,
+    poll: Poll = 30.0,
+    limit: Speed = None,
+    threads: Threads = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Copy to the tiers of a run what they have still to get.
+
+    The tiers are those that the run was started with; each copy is proved before it counts, and each tier is pruned by
+    its own rules. Nothing is deleted in ROOT: its own retention does that, once the copies are there.
+    """
+    from ckptman.store.drain import carry_out, plan_drain
+    from ckptman.store.meter import Limit
+
+    if not 0 < poll < 1e6:
+        raise ConfigError(f"--poll: seconds above 0, not {poll:g}")
+    rate = parse_speed(limit, "--limit")
+    tiers = _tiers(root, to, every, make=not dry_run)
+    done: list[Drained] = []
+
+    @contextmanager
+    def means(task: Task) -> Iterator[Means]:
+        from ckptman.store.copyproof import Means
+
+        rates = [each for each in (rate, task.tier.bytes_per_second) if each is not None]
+        with copy_progress(f"step {task.entry.step}") as meter:
+            yield Means(threads=threads, limit=Limit(min(rates)) if rates else None, meter=meter)
+
+    while True:
+        plan = plan_drain(root, tiers)
+        if dry_run:
+            _tell_plan(root, plan, as_json)
+            break
+        for each in carry_out(plan.tasks, means):
+            done.append(each)
+            if not as_json:
+                text.say("\n".join(_lines(each)))
+        if not follow or (_is_finished(root) and not plan.tasks and not plan.troubles):
+            break
+        done = [each for each in done if each.copied is not None]
+        time.sleep(poll)
+    if as_json and not dry_run:
+        text.say_json({"root": str(root), "tasks": [_as_dict(each) for each in done], "troubles": _troubles(plan)})
+    elif not dry_run:
+        text.say(_summary(done, tiers))
+    _raise_worst(done, plan)
+
+
+def _tiers(root: Path, to: str | None, every: int, make: bool) -> tuple[Tier, ...]:
+    from ckptman.policy.tiers import Tier
+    from ckptman.store.place import FolderPlace
+    from ckptman.store.tiers import absolute, check_tiers, open_tier, read_tiers
+
+    if to is None:
+        found = read_tiers(root)
+        if not found:
+            raise ConfigError(
+                f"{root} has no tiers: start the run with tiers=[ckptman.Tier(...)], or say where to: --to PLACE"
+            )
+        return found
+    tier = absolute(Tier(to, every))
+    check_tiers(root, [tier])
+    place = open_tier(tier)
+    if make and isinstance(place, FolderPlace):
+        place.make()
+    return (tier,)
+
+
+def _is_finished(root: Path) -> bool:
+    from ckptman.lifecycle.outcome import read_outcome
+    from ckptman.store.names import outcome_path
+
+    try:
+        found = read_outcome(outcome_path(root))
+    except (CorruptError, OSError):  # being written, or away for a moment
+        return False
+    return found is not None and found.state == "finished"
+
+
+def _tell_plan(root: Path, plan: DrainPlan, as_json: bool) -> None:
+    if as_json:
+        tasks = [
+            {"step": task.entry.step, "path": str(task.entry.path), "tier": str(task.tier), "reason": task.reason}
+            for task in plan.tasks
+        ]
+        text.say_json({"root": str(root), "dry_run": True, "tasks": tasks, "troubles": _troubles(plan)})
+        return
+    rows = [
+        (
+            "copy",
+            f"step {task.entry.step}",
+            text.size(task.entry.require_manifest().total_bytes),
+            text.plain(task.tier),
+            text.plain(task.reason),
+        )
+        for task in plan.tasks
+    ]
+    if rows:
+        text.say("\n".join([*text.table(("action", "what", "size", "to", "why"), rows, right="size"), ""]))
+    text.say(f"Would copy {text.count(len(rows), 'checkpoint')}. Nothing was copied (--dry-run).")
+
+
+def _lines(drained: Drained) -> list[str]:
+    tier = text.plain(drained.task.tier)
+    if drained.copied is not None:
+        first, *more = copied_lines(drained.copied)
+        return [f"{tier}: {first} ({text.plain(drained.task.reason)})", *more]
+    if drained.busy:
+        return [f"{tier}: step {drained.task.entry.step}: another process is at work there"]
+    return [f"{tier}: step {drained.task.entry.step}: {text.paint('trouble', 'red')}: {drained.error}"]
+
+
+def _summary(done: list[Drained], tiers: tuple[Tier, ...]) -> str:
+    copied = [each.copied for each in done if each.copied is not None]
+    where = text.count(len(tiers), "tier")
+    if not copied:
+        return f"Nothing copied to {where}."
+    size = text.size(sum(each.bytes for each in copied))
+    return f"Copied {text.count(len(copied), 'checkpoint')}, {size}, to {where}."
+
+
+def _troubles(plan: DrainPlan) -> list[dict[str, str]]:
+    return [{"tier": str(each.tier), "why": each.trouble} for each in plan.troubles]
+
+
+def _as_dict(drained: Drained) -> dict[str, Any]:
+    copied, task = drained.copied, drained.task
+    return {
+        "step": task.entry.step,
+        "tier": str(task.tier),
+        "reason": task.reason,
+        "copied": None if copied is None else {**vars(copied), "remarks": list(copied.remarks)},
+        "busy": drained.busy,
+        "error": None if drained.error is None else str(drained.error),
+    }
+
+
+def _raise_worst(done: list[Drained], plan: DrainPlan) -> None:
+    """Raises: what went wrong, where something did; that of the first."""
+    errors: list[CkptmanError] = [each.error for each in done if each.error is not None and not each.busy]
+    for error in errors:
+        if not isinstance(error, NotFoundError):  # deleted since it was listed: the next drain knows
+            raise error
+    if plan.troubles:
+        first = plan.troubles[0]
+        raise RootError(0, f"{first.tier} cannot be looked at: {first.trouble}")

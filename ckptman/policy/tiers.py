@@ -1,0 +1,72 @@
+"""Places further away where some of a run's checkpoints go too: which of them, and why. Pure, no I/O.
+
+Tier("/project/run/checkpoints", every=4, retention=KeepLast(10))
+Tier("s3://archive/run", retention=KeepBest("loss"))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptman.errors import ConfigError
+from ckptman.policy.checks import check_count, check_positive
+from ckptman.policy.rules import Record, RetentionPolicy
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place for copies of a run's checkpoints.
+
+    Args:
+        path: a folder, or the address of an object store such as `s3://bucket/prefix`. A folder is of this tier alone.
+        every: each so many-th commit of the run's root is a candidate.
+        retention: of the candidates those go there that it would keep there, and it is what prunes the tier after a
+            copy. None: all of them, and nothing is deleted.
+        bytes_per_second: a copy is no faster than this.
+
+    Raises: ConfigError, IntervalError.
+    """
+
+    path: str | os.PathLike[str]
+    every: int = 1
+    retention: RetentionPolicy | None = None
+    bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
+            raise ConfigError(f"Tier: path must be a folder, or an address such as s3://bucket/run, not {self.path!r}")
+        object.__setattr__(self, "path", os.fspath(self.path))
+        check_count("Tier", "every", self.every, "to copy nothing, leave the tier away")
+        if self.retention is not None and not isinstance(self.retention, RetentionPolicy):
+            raise ConfigError(f"Tier: retention must be a retention policy such as KeepLast(3), not {self.retention!r}")
+        if self.bytes_per_second is not None:
+            check_positive("Tier", "bytes_per_second", self.bytes_per_second)
+
+    def __str__(self) -> str:
+        return os.fspath(self.path)
+
+
+def due(records: Sequence[Record], there: Sequence[Record], tier: Tier, now_seconds: float) -> dict[int, str]:
+    """What of a root has still to go to a tier: the sequence of each, with the reason.
+
+    `there`: what the tier holds. What is damaged or abandoned goes nowhere. Called by drains, and by prunes of the
+    root, which leave alone what is due.
+    """
+    known = {_key(record) for record in there}
+    candidates = [
+        record
+        for record in records
+        if record.sequence % tier.every == 0 and not record.damaged and not record.abandoned
+    ]
+    new = [record for record in candidates if _key(record) not in known]
+    if tier.retention is None:
+        rule = "every commit" if tier.every == 1 else f"every {tier.every} commits"
+        return {record.sequence: rule for record in new}
+    wanted = tier.retention.keeps_at([*there, *new], now_seconds)
+    return {record.sequence: wanted[record.sequence] for record in new if record.sequence in wanted}
+
+
+def _key(record: Record) -> tuple[int, int, float]:
+    return record.step, record.sequence, record.time_seconds
