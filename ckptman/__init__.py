@@ -15,6 +15,8 @@ _HOME = {
     "RNGState": "ckptman.sharded.rng",
     "save": "ckptman.sharded.api",
     "load": "ckptman.sharded.api",
+    "export": "ckptman.sharded.export",
+    "adopt": "ckptman.sharded.adopt",
     "StorageReader": "ckptman.sharded.storage",
     "StorageWriter": "ckptman.sharded.storage",
     "SignalHandler": "ckptman.lifecycle.signals",
@@ -36,6 +38,7 @@ _HOME = {
     "KeepWeekly": "ckptman.policy.calendar",
     "KeepMonthly": "ckptman.policy.calendar",
     "AtMost": "ckptman.policy.limit",
+    "Tier": "ckptman.policy.tiers",
     "RetentionPolicy": "ckptman.policy.retention",
     "BusyError": "ckptman.errors",
     "CkptmanError": "ckptman.errors",
@@ -105,9 +108,12 @@ if TYPE_CHECKING:
     from ckptman.policy.saving import InitTimeInterval as InitTimeInterval
     from ckptman.policy.saving import OnStop as OnStop
     from ckptman.policy.saving import SavePolicy as SavePolicy
+    from ckptman.policy.tiers import Tier as Tier
+    from ckptman.sharded.adopt import adopt as adopt
     from ckptman.sharded.api import load as load
     from ckptman.sharded.api import save as save
     from ckptman.sharded.checkpointer import Checkpointer as Checkpointer
+    from ckptman.sharded.export import export as export
     from ckptman.sharded.rng import RNGState as RNGState
     from ckptman.sharded.storage import StorageReader as StorageReader
     from ckptman.sharded.storage import StorageWriter as StorageWriter

@@ -19,6 +19,7 @@ from ckptman.lifecycle.outcome import OUTCOME_ENV, Outcome, attempt_number, read
 from ckptman.monitor.journal import Journal, read_journal
 from ckptman.monitor.measured import typical_save_seconds
 from ckptman.sharded.commit import SaveInfo
+from ckptman.sharded.draining import Drainer
 from ckptman.sharded.ranks import Channel
 from ckptman.sharded.state import Snapshot, mesh_of
 from ckptman.store.durable import Disk, folder_mode
@@ -26,6 +27,8 @@ from ckptman.store.names import DOT, MANIFEST, METADATA, journal_path, outcome_p
 from ckptman.store.owner import Claim, claim
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import clear, find_leftovers
+from ckptman.store.tiered import TieredPlace
+from ckptman.store.tiers import write_tiers
 
 
 @dataclass
@@ -42,6 +45,9 @@ class Attempt:
     """What a save took in earlier attempts, from the decision until it was durable; None: none was measured."""
     claim: Claim | None = None
     journal: Journal | None = None
+    drainer: Drainer | None = None
+    ended: str = ""
+    """The state with which it ended; "" while it goes on."""
 
     @classmethod
     def open(cls, talk: Channel, place: FolderPlace, run_id: str | None, disk: Disk) -> Attempt:
@@ -50,7 +56,7 @@ class Attempt:
 
         def begin() -> Attempt:
             kept.append(_begin(place, run_id, talk.world_size, disk))
-            return replace(kept[0], claim=None, journal=None)
+            return replace(kept[0], claim=None, journal=None, drainer=None)
 
         told = talk.ask_leader(begin)
         return kept[0] if kept else told
@@ -59,6 +65,11 @@ class Attempt:
         """Write an event to the journal; nothing on ranks that are not the leader."""
         if self.journal is not None:
             self.journal.record(event, sync=sync, **fields)
+
+    def committed(self) -> None:
+        """A save is durable: what the tiers are to get of it is copied behind the training."""
+        if self.drainer is not None:
+            self.drainer.poke()
 
     def write_outcome(
         self, state: Literal["running", "finished", "stopped", "failed"], step: int, reason: str, exit_code: int
@@ -83,6 +94,7 @@ class Attempt:
 
     def end(self, state: Literal["finished", "stopped", "failed"], step: int, reason: str, exit_code: int) -> None:
         """Write outcome and last event. Trouble on the way is told and does not hide why the attempt ended."""
+        self.ended = state
         if state == "failed" and self._failed_already():
             return
         if self.claim is not None:
@@ -135,7 +147,9 @@ class Attempt:
         )
 
     def release(self) -> None:
-        """Close the journal and give the root free."""
+        """Close the journal and give the root free; before that, where the run is finished, fill the tiers."""
+        if self.drainer is not None:
+            self.drainer.close(finish=self.ended == "finished")
         if self.journal is not None:
             self.journal.close()
         if self.claim is not None:
@@ -162,6 +176,9 @@ def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) 
         attempt = Attempt(place.root, _number(events), run_id, job_id, finds, saves, held)
         attempt.journal = Journal(journal_path(place.root), disk=disk)
         attempt.journal.bind(attempt=attempt.number)
+        if isinstance(place, TieredPlace):
+            write_tiers(place.root, place.tiers, disk)
+            attempt.drainer = Drainer(place.root.absolute(), attempt.journal)
         where = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}
         attempt.note("attempt_started", sync=True, run_id=run_id, **where)
         attempt.write_outcome("running", 0, "", 0)

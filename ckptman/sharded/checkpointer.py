@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -14,6 +14,7 @@ from ckptman.lifecycle.deadline import deadline_from_environment
 from ckptman.lifecycle.signals import SignalHandler
 from ckptman.policy.retention import RetentionPolicy
 from ckptman.policy.saving import BeforeDeadline, InitTimeInterval, OnStop, SavePolicy
+from ckptman.policy.tiers import Tier
 from ckptman.sharded.agreement import Agreed, Agreement
 from ckptman.sharded.arguments import check_arguments, metric_numbers, step_number
 from ckptman.sharded.attempt import Attempt
@@ -28,7 +29,7 @@ from ckptman.sharded.updates import Updates, updated_tensors
 from ckptman.sharded.watch import Setting, make_watchdog
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.names import MAX_STEP
-from ckptman.store.place import FolderPlace
+from ckptman.store.tiered import place_of
 
 
 class Checkpointer:
@@ -57,6 +58,7 @@ class Checkpointer:
         state: what to save, by name: modules, optimizers, LR schedulers, anything with `state_dict` and
             `load_state_dict`, nested dicts, plain values. A plain value is replaced in this mapping by `restore`.
         save_policy, retention: see `ckptman.policy`; retention None keeps every checkpoint.
+        tiers: further places where checkpoints are copied to behind the training, nearest first (see `policy.tiers`).
         signals: a SignalHandler that is entered, or None not to listen.
         deadline: when the job ends, in unix seconds; "auto" asks Slurm; None: never.
         async_save: copy to host memory, then write behind the training; False: training waits until it is durable.
@@ -79,6 +81,7 @@ class Checkpointer:
         *,
         save_policy: SavePolicy | None = None,
         retention: RetentionPolicy | None = None,
+        tiers: Sequence[Tier] = (),
         signals: SignalHandler | None = None,
         deadline: float | Literal["auto"] | None = "auto",
         async_save: bool = True,
@@ -92,7 +95,7 @@ class Checkpointer:
         check_arguments(root, state, self._policy, retention, deadline, timeout_seconds, watchdog)
         self.root, self.state = Path(root), state
         self._talk = Channel(timeout_seconds)
-        self._place = FolderPlace(self.root, disk)
+        self._place = place_of(self.root, tiers, disk)
         with failing_as_one():
             self._attempt = Attempt.open(self._talk, self._place, run_id, disk)
             end = self._talk.ask_leader(
@@ -174,8 +177,7 @@ class Checkpointer:
             self._rehearse()
         if (news := self._pace.step_ended()) is not None:
             self._attempt.note(news[0], step=step, **news[1])
-        for report in self._saver.poll():
-            self._pace.save_ended(report)
+        self._account_for(self._saver.poll(), None)
         agreed = self._agreement.at(step)
         self._last = (step, metrics, self._updates.count)
         stride = max(1, step - self._pace.previous_step)
@@ -349,6 +351,7 @@ class Checkpointer:
         """Let the policies know how saves ended. Raises: the failure."""
         for report in reports:
             self._pace.save_ended(report)
+            self._attempt.committed()
         if failure is not None:
             self._pace.save_failed()
             raise failure

@@ -21,6 +21,7 @@ from ckptman.store.lease import reading
 from ckptman.store.manifest import read_manifest
 from ckptman.store.names import MANIFEST, journal_path
 from ckptman.store.place import FolderPlace
+from ckptman.store.tiered import TieredPlace
 from ckptman.store.verified import identify, note_damaged
 
 _LOOKS = 10
@@ -34,10 +35,13 @@ def choose(entries: list[Entry], step: int | None) -> list[Entry]:
     behind it would lose its steps silently. CorruptError if there are entries and none is complete.
     """
     if step is not None:
+        named = [each for each in reversed(entries) if each.step == step]
         # What a rollback left behind only where it was not saved again.
-        entry = max((each for each in entries if each.step == step), key=lambda each: not each.abandoned)
-        entry.require_manifest()
-        return [entry]
+        named = [each for each in named if not each.abandoned] or named
+        whole = [each for each in named if each.complete]
+        if not whole:
+            named[0].require_manifest()
+        return [each for each in whole if each.identity == whole[0].identity]
     for entry in entries:
         if entry.newer_format is not None:
             raise entry.newer_format
@@ -71,6 +75,8 @@ class Restorer:
         """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
         begun = time.monotonic()
         refused: list[str] = []
+        if isinstance(self._place, TieredPlace):
+            self._talk.ask_leader(partial(self._place.fetch_newer, step))
         left = list(self._talk.ask_leader(lambda: self._candidates(step, allow_suspect)))
         looks = 1
         while left:
@@ -85,10 +91,11 @@ class Restorer:
                     continue
                 if self._talk.is_leader:
                     _note_damaged(entry, error)
-                if step is not None:
+                if step is not None and not left:
                     raise
                 refused.append(str(error))
-                self.damaged.add(entry.sequence)
+                if entry.path.parent == self._place.root:
+                    self.damaged.add(entry.sequence)
                 self._pass_over(entry, error)
                 continue
             self._attempt.note("restored", step=entry.step, path=str(entry.path), seconds=time.monotonic() - begun)

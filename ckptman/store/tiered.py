@@ -13,7 +13,7 @@ from ckptman.store.copy import copy_objects
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.objects import ObjectEntry, ObjectPlace
 from ckptman.store.place import FolderPlace
-from ckptman.store.tiers import absolute, check_tiers, entries_of, open_tier
+from ckptman.store.tiers import absolute, check_tiers, entries_of, make_tiers, open_tier
 
 
 class TieredPlace(FolderPlace):
@@ -31,6 +31,10 @@ class TieredPlace(FolderPlace):
         self._folders = [place for place in places if isinstance(place, FolderPlace)]
         self._stores = [place for place in places if isinstance(place, ObjectPlace)]
         self._highest = 0
+
+    def make(self) -> None:
+        super().make()
+        make_tiers(self.root, self.tiers, self._disk)
 
     def list(self, *, abandoned: bool = False) -> list[Entry]:
         """What is in the root and in the tiers. Those that a rollback of the root left behind are so everywhere.
@@ -85,6 +89,13 @@ class TieredPlace(FolderPlace):
         if not isinstance(error, RootError | NotFoundError):
             raise error
         warn(f"the tier {plain(where)} cannot be looked at, and what it has is not restored: {plain(error)}")
+
+
+def place_of(root: Path, tiers: Sequence[Tier], disk: Disk) -> FolderPlace:
+    """Where a run saves. Raises: ConfigError."""
+    if isinstance(tiers, str | Tier) or not all(isinstance(tier, Tier) for tier in tiers):
+        raise ConfigError(f"tiers: give a list of ckptman.Tier(...), not {tiers!r}")
+    return TieredPlace(root, tiers, disk) if tiers else FolderPlace(root, disk)
 
 
 def _missing(

@@ -58,12 +58,7 @@ def write_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
     """
     tiers = [absolute(tier) for tier in tiers]
     check_tiers(root, tiers)
-    before = {str(tier) for tier in _known(root)}
-    for tier in tiers:
-        place = open_tier(tier, disk)
-        # One that was made before, and is gone, may be a mount that is away: it is not made anew below where it was.
-        if isinstance(place, FolderPlace) and str(tier) not in before:
-            place.make()
+    make_tiers(root, tiers, disk)
     path = tiers_path(root)
     if tiers or path.exists():
         stored = [
@@ -77,6 +72,16 @@ def write_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
         ]
         disk.make_folders(run_folder(root))
         disk.replace_file(path, _Stored(tiers=stored).model_dump_json(indent=1).encode() + b"\n")
+
+
+def make_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
+    """Make the folders of new tiers. Raises: RootError."""
+    before = {str(tier) for tier in _known(root)}
+    for tier in tiers:
+        place = open_tier(tier, disk)
+        # One that was made before, and is gone, may be a mount that is away: it is not made anew below where it was.
+        if isinstance(place, FolderPlace) and str(tier) not in before:
+            place.make()
 
 
 def read_tiers(root: Path) -> tuple[Tier, ...]:
