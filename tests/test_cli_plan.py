@@ -210,6 +210,7 @@ def test_what_is_said_of_slow_and_of_lost_places(capsys: pytest.CaptureFixture[s
         (["--params", "1e99"], "not '1e99'"),
         (["--params", "7B", "--nodes", "0"], "--nodes must be a whole number of at least 1"),
         (["--params", "7B", "--gpus", "-8"], "--gpus must be"),
+        (["--params", "7B", "--nodes", "99999999"], "at most 200,000"),
         (["--params", "7B", "--shard", "5"], "4 would do"),
         (["--params", "7B", "--dtype", "int3"], "one of float64, float32"),
         (["--params", "7B", "--moments", "-1"], "0 or more"),

@@ -224,6 +224,7 @@ def test_random_traces_are_played_whole(tmp_path: Path, capsys: pytest.CaptureFi
         (["--mtbf", "8h", "--stall", "60s", "--save", "5s"], "not durable before it lets go"),
         (["--mtbf", "8h", "--runs", "0"], "--runs must be a whole number of at least 1"),
         (["--mtbf", "1s"], "can be played in a while"),
+        (["--mtbf", "9999999d", "--runs", "999999999"], "give fewer --runs"),
         (["--mtbf", "8h", "--interval", "0"], "a time above 0"),
         (["--mtbf", "8h", "--length", "x"], "a time above 0"),
         (["--trace", "none.txt"], "there is no trace none.txt"),

@@ -33,6 +33,7 @@ STATED_BYTES = 4 * 1024
 """What the descriptions of a checkpoint may be off by, for each rank. Data files are exact."""
 VOCAB = 600
 LOOP = ModelConfig(dim=192, layers=3, heads=6, kv_heads=2, tied=False)
+DEEP = ModelConfig(dim=32, layers=40, heads=2, kv_heads=1)
 SCHEDULER = ("base_lrs", "last_epoch", "_step_count", "_is_initial", "_get_lr_called_within_step", "_last_lr")
 OTHERS = tuple(f"scheduler.{each}" for each in (*SCHEDULER, "lr_lambdas"))
 
@@ -125,10 +126,10 @@ def test_the_size_for_a_function_is_that_of_a_real_save(tmp_path: Path) -> None:
     assert size.payload == sum(each.nbytes for each in held)
 
 
-def save_of_the_loop(root: str, replicas: int, shards: int) -> None:
+def save_of_the_loop(root: str, config: ModelConfig, replicas: int, shards: int) -> None:
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
     world = World(int(os.environ["RANK"]), replicas * shards, torch.device("cpu"), mesh)
-    model = build_model(LOOP, ParallelConfig(device="cpu"), VOCAB, 1, world)
+    model = build_model(config, ParallelConfig(device="cpu"), VOCAB, 1, world)
     optimizer = build_optimizer(model, OptimizerConfig())
     scheduler = build_scheduler(optimizer, OptimizerConfig(), 10)
     token_loss_sum(model(torch.zeros(1, 4, dtype=torch.int64)), torch.zeros(1, 4, dtype=torch.int64)).backward()
@@ -141,10 +142,14 @@ def save_of_the_loop(root: str, replicas: int, shards: int) -> None:
         checkpointer.step(1)
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(1, 1), (2, 2), (1, 3), (3, 1)])
-def test_the_size_for_a_configuration_is_that_of_a_real_save(tmp_path: Path, replicas: int, shards: int) -> None:
-    run_ranks(replicas * shards, save_of_the_loop, str(tmp_path / "run"), replicas, shards)
-    tensors = with_optimizer([Tensor(name, shape) for name, shape in parameter_shapes(LOOP, VOCAB)])
+@pytest.mark.parametrize(
+    ("config", "replicas", "shards"), [(LOOP, 1, 1), (LOOP, 2, 2), (LOOP, 1, 3), (LOOP, 3, 1), (DEEP, 1, 1)]
+)
+def test_the_size_for_a_configuration_is_that_of_a_real_save(
+    tmp_path: Path, config: ModelConfig, replicas: int, shards: int
+) -> None:
+    run_ranks(replicas * shards, save_of_the_loop, str(tmp_path / "run"), config, replicas, shards)
+    tensors = with_optimizer([Tensor(name, shape) for name, shape in parameter_shapes(config, VOCAB)])
     size = checkpoint_size(tensors, Values(SCHEDULED_VALUES, OTHERS), replicas, shards)
     assert_as_planned(size, tmp_path / "run" / step_folder(1), replicas * shards)
 

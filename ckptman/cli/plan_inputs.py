@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_VOCAB = 128_256
 DEFAULT_SEQUENCE = 4096
+MOST_GPUS = 200_000
 _OTHERS_OF_LOOP = (
     *("base_lrs", "last_epoch", "_step_count", "_is_initial", "_get_lr_called_within_step", "_last_lr", "lr_lambdas"),
 )
@@ -85,6 +86,8 @@ def subject_of(written: Written) -> Subject:
     for name in ("nodes", "gpus", "shard", "sequence", "micro_batch", "vocab", "dim", "layers"):
         if (value := getattr(written, name)) is not None:
             check_count("plan", f"--{name.replace('_', '-')}", value)
+    if written.nodes * written.gpus > MOST_GPUS:
+        raise ConfigError(f"{written.nodes * written.gpus:,} GPUs are more than any machine has: at most {MOST_GPUS:,}")
     if written.moments < 0:
         raise ConfigError(f"--moments: 0 or more tensors for each parameter (AdamW has 2), not {written.moments}")
     if written.changes and written.config is None:

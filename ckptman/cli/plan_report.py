@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -82,7 +83,7 @@ def _advice(made: Plan) -> list[str]:
         interval, warning = value_of(figures, "interval"), value_of(figures, "warning")
         where = f"save to {text.plain(tier.name)}: " if len(made.tiers) > 1 else "save "
         lines.append(
-            f"{where}every {interval:,.0f} s, EverySeconds({interval:.0f}), and ask Slurm for "
+            f"{where}every {math.ceil(interval):,} s, EverySeconds({math.ceil(interval)}), and ask Slurm for "
             f"--signal=USR2@{warning:.0f}; {_text(figures, 'goodput')} of the time is training that lasts"
         )
     for tier, figures in made.tiers:

@@ -42,8 +42,8 @@ Svg = Annotated[Path | None, _option("--svg", "FILE", "Draw the chart into a fil
 
 FAILURES = 5_000
 MOST_RUNS = 1_000
-MOST_EVENTS = 200_000
-"""Failures in all that are played: more take minutes and tell no more."""
+MOST_EVENTS = 100_000
+"""Failures and runs that are played: more take minutes and tell no more."""
 _CURVE = 13
 
 
@@ -170,10 +170,10 @@ def _failures(
     if runs is None:
         runs = max(1, min(round(FAILURES * mean / seconds), MOST_RUNS))
     check_count("simulate", "--runs", runs)
-    if runs * seconds / mean > MOST_EVENTS:
+    if (events := max(runs, runs * seconds / mean)) > MOST_EVENTS:
         raise ConfigError(
-            f"{runs * seconds / mean:,.0f} failures are more than the {MOST_EVENTS:,} that can be played in a while: "
-            f"give fewer --runs, a shorter --length or a longer --mtbf"
+            f"{events:,.0f} failures or runs are more than the {MOST_EVENTS:,} that can be played in a while: give "
+            f"fewer --runs, a shorter --length or a longer --mtbf"
         )
     generator = random.Random(seed)
     return [_at_random(generator, mean, seconds) for _ in range(runs)], seconds
