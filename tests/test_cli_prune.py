@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.cli.prune import parse_keep_best
+from ckptman.cli.rules import parse_keep_best
 from ckptman.policy.retention import KeepBest
 from ckptman.store import prune
 from ckptman.store.catalogue import Catalogue
@@ -19,7 +20,7 @@ from tests.fake_checkpoint import commit, steps_of
 def root(tmp_path: Path) -> Path:
     """Steps 100 to 500; the loss is lowest at 200, the accuracy highest at 300; and what two crashes left."""
     for step, loss, accuracy in ((100, 3.0, 0.1), (200, 1.0, 0.2), (300, 2.0, 0.9), (400, 4.0, 0.3), (500, 5.0, 0.4)):
-        commit(tmp_path, step, metrics={"loss": loss, "accuracy": accuracy})
+        commit(tmp_path, step, time_seconds=time.time(), metrics={"loss": loss, "accuracy": accuracy})
     for name in ("step-0000000600.tmp-dead-1", "step-0000000050.trash-dead-2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"x" * 1024)
@@ -39,7 +40,13 @@ def _kept(root: Path) -> list[int]:
         (["--keep-best", "loss:2:min"], [200, 300, 500]),
         (["--keep-best", "accuracy:1:max", "--keep-best", "loss"], [200, 300, 500]),
         (["--keep-last", "1", "--keep-every", "300", "--keep-best", "accuracy:max"], [300, 500]),
-        ([], [100, 200, 300, 400, 500]),
+        (["--leftovers"], [100, 200, 300, 400, 500]),
+        (["--keep-steps", "100,300,999"], [100, 300, 500]),
+        (["--keep-within", "1d"], [100, 200, 300, 400, 500]),
+        (["--keep-daily", "3"], [500]),
+        (["--max-percent", "100"], [100, 200, 300, 400, 500]),
+        (["--max-bytes", "1B"], [500]),
+        (["--keep-last", "3", "--max-bytes", "1300B", "--jobs", "1"], [400, 500]),
     ],
 )
 def test_what_a_rule_keeps_stays_and_the_rest_goes(options: list[str], kept: list[int], root: Path) -> None:
@@ -81,7 +88,7 @@ def test_a_dry_run_is_the_same_plan_and_touches_nothing(root: Path, capsys: pyte
 def test_pruning_twice_finds_nothing_more(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prune", str(root), "--keep-last", "2"]) == 0
     capsys.readouterr()
-    assert main(["prune", str(root)]) == 0
+    assert main(["prune", str(root), "--leftovers"]) == 0
     assert capsys.readouterr().out == "Nothing to delete: 2 checkpoints, no leftovers.\n"
 
 
@@ -108,7 +115,8 @@ def test_a_removal_that_fails_is_told_and_can_be_repeated(
     assert _kept(root) == [500]
 
 
-def test_an_empty_root_is_no_error_whatever_the_metric(tmp_path: Path) -> None:
+def test_a_root_without_checkpoints_is_no_error_whatever_the_metric(tmp_path: Path) -> None:
+    run_folder(tmp_path).mkdir()
     assert main(["prune", str(tmp_path), "--keep-best", "loss"]) == 0
 
 

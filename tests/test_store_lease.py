@@ -48,6 +48,13 @@ def test_what_is_read_is_held_until_the_reader_is_done(tmp_path: Path) -> None:
         assert look(tmp_path).holder(NAME) == words
         assert look(tmp_path).holder(step_folder(300)) == ""
     assert held(tmp_path) == {}
+    assert list(tmp_path.iterdir()) == [], "who only looked leaves nothing behind"
+
+
+def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+    run_folder(tmp_path).mkdir()
+    with lease(tmp_path, [NAME], what="copy"):
+        pass
     assert leases_in(tmp_path) == []
 
 

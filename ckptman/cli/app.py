@@ -28,7 +28,7 @@ from ckptman.cli.show import show
 from ckptman.cli.simulate import simulate
 from ckptman.cli.submit import submit
 from ckptman.cli.template import template
-from ckptman.cli.text import complain, plain, say, stop_writing
+from ckptman.cli.text import complain, message, plain, say, stop_writing
 from ckptman.cli.verify import verify
 from ckptman.errors import CkptmanError, RootError
 
@@ -126,20 +126,10 @@ def _run(arguments: Sequence[str]) -> int:
 def _fail(error: Exception, code: int) -> int:
     if os.environ.get(TRACEBACK_ENV) == "1":
         _print_traceback(error)
-    complain(_message(error))
+    complain(message(error))
     return code
 
 
 def _print_traceback(error: Exception) -> None:
     for part in traceback.format_exception(error):
         typer.echo("\n".join(map(plain, part.rstrip("\n").split("\n"))), err=True)
-
-
-def _message(error: Exception) -> str:
-    """What to tell. The text of an OSError begins with its number, and says nothing of what to do; ours do."""
-    if not isinstance(error, OSError) or not error.strerror:
-        return str(error)
-    if isinstance(error, CkptmanError):
-        return error.strerror
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror}: check the mount, its permissions and its quota"

@@ -76,6 +76,7 @@ def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
     return {
         **facts,
         "abandoned": entry.abandoned or None,
+        "pinned": entry.pinned or None,
         "verified": note.model_dump(mode="json", exclude=unsaid) if proved and note is not None else None,
         "damaged": note.damaged or None if note is not None else None,
     }
@@ -113,7 +114,9 @@ def _state(entry: Entry, note: Verified | None) -> str:
     if note is not None and note.damaged:
         return text.paint(f"damaged: {text.plain(short_problem(entry, note.damaged))}", "red")
     if entry.problem is None:
-        return f"abandoned {text.plain(entry.abandoned)}" if entry.abandoned else "complete"
+        state = f"abandoned {text.plain(entry.abandoned)}" if entry.abandoned else "complete"
+        why = entry.pinned
+        return f"{state}, pinned: {text.plain(why)}" if why else state
     return text.paint(f"does not count: {text.plain(short_problem(entry, entry.problem))}", "red")
 
 

@@ -1,33 +1,47 @@
-"""`ckptman prune ROOT`: delete by plan, with the reason for each, and clear what crashes left over."""
+"""`ckptman prune ROOT...`: delete by plan, with the reason for each, and clear what crashes left over."""
 
 from __future__ import annotations
 
 import errno
-import math
+import gc
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import reduce
-from operator import or_
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptman.cli import text
-from ckptman.cli.list import AsJson, Root, short_problem
-from ckptman.errors import ConfigError, RootError
+from ckptman.cli.list import AsJson
+from ckptman.cli.progress import progress
+from ckptman.cli.prune_report import as_dict, lines, summary
+from ckptman.cli.roots import check_is_root, roots_of
+from ckptman.cli.rules import Rules, check_metrics
+from ckptman.errors import CkptmanError, ConfigError, RootError
 
 if TYPE_CHECKING:
-    from ckptman.policy.retention import KeepBest, RetentionPolicy, Verdict
-    from ckptman.store.catalogue import Entry
-    from ckptman.store.prune import Leftover, PrunePlan
+    from ckptman.policy.rules import RetentionPolicy
+    from ckptman.store.prune import Pruned, PrunePlan
 
-KeepLastOption = Annotated[
-    int | None, typer.Option("--keep-last", metavar="N", show_default=False, help="Keep the N committed last.")
+MOST_JOBS = 256
+Roots = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="ROOT...",
+        show_default=False,
+        help="Folders that hold checkpoints, or patterns in quotes such as 'runs/*/checkpoints'.",
+    ),
 ]
-KeepEveryOption = Annotated[
-    int | None, typer.Option("--keep-every", metavar="N", show_default=False, help="Keep one at each multiple of N.")
-]
+
+
+def _count(option: str, help: str) -> Any:
+    return typer.Option(option, metavar="N", show_default=False, help=help)
+
+
+KeepLastOption = Annotated[int | None, _count("--keep-last", "Keep the N committed last.")]
+KeepEveryOption = Annotated[int | None, _count("--keep-every", "Keep one at each multiple of N.")]
 KeepBestOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -37,141 +51,183 @@ KeepBestOption = Annotated[
         help="Keep the COUNT best by a metric (1, the lowest, unless said). May be given several times.",
     ),
 ]
+KeepWithinOption = Annotated[
+    str | None,
+    typer.Option("--keep-within", metavar="TIME", show_default=False, help="Keep what is younger, such as 36h or 7d."),
+]
+KeepHourlyOption = Annotated[int | None, _count("--keep-hourly", "Keep the newest of each of the last N hours.")]
+KeepDailyOption = Annotated[int | None, _count("--keep-daily", "The same for days (UTC).")]
+KeepWeeklyOption = Annotated[int | None, _count("--keep-weekly", "The same for weeks.")]
+KeepMonthlyOption = Annotated[int | None, _count("--keep-monthly", "The same for months.")]
+KeepStepsOption = Annotated[
+    str | None,
+    typer.Option("--keep-steps", metavar="N,N,...", show_default=False, help="Keep these steps."),
+]
+MaxBytesOption = Annotated[
+    str | None,
+    typer.Option("--max-bytes", metavar="SIZE", show_default=False, help="Keep no more than this, such as 2TB."),
+]
+MaxPercentOption = Annotated[
+    float | None,
+    typer.Option(
+        "--max-percent",
+        metavar="P",
+        show_default=False,
+        help="Keep no more than P percent of the file system, or of the quota.",
+    ),
+]
+Leftovers = Annotated[bool, typer.Option("--leftovers", help="Delete no checkpoint: only clear what crashes left.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted, and why.")]
+Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help="Delete so many checkpoints at a time.")]
+FilesPerSecond = Annotated[
+    float | None,
+    typer.Option(
+        "--files-per-second",
+        metavar="N",
+        show_default=False,
+        help="Delete no faster, so that the file system has time for who saves.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    """How to prune. `policy`: by options; None: each root's own. `leftovers_only`: no checkpoint goes."""
+
+    policy: RetentionPolicy | None
+    leftovers_only: bool
+    dry_run: bool
+    as_json: bool
+    jobs: int
+    files_per_second: float | None
 
 
 def prune(
-    root: Root,
+    roots: Roots,
     keep_last: KeepLastOption = None,
     keep_every: KeepEveryOption = None,
     keep_best: KeepBestOption = None,
+    keep_within: KeepWithinOption = None,
+    keep_hourly: KeepHourlyOption = None,
+    keep_daily: KeepDailyOption = None,
+    keep_weekly: KeepWeeklyOption = None,
+    keep_monthly: KeepMonthlyOption = None,
+    keep_steps: KeepStepsOption = None,
+    max_bytes: MaxBytesOption = None,
+    max_percent: MaxPercentOption = None,
+    leftovers: Leftovers = False,
     dry_run: DryRun = False,
+    jobs: Jobs = 4,
+    files_per_second: FilesPerSecond = None,
     as_json: AsJson = False,
 ) -> None:
     """Delete by plan, and clear leftovers.
 
-    What no --keep rule keeps is deleted, with its reason; what crashes left over is cleared. The newest checkpoint is
-    always kept. Without a --keep rule no checkpoint is deleted, only leftovers are cleared.
+    What no --keep rule keeps is deleted, with its reason; what crashes left over is cleared. Without rules, those count
+    that the run stored with its checkpoints. The newest checkpoint, the newest that was verified, what is pinned and
+    what is being read stay whatever the rules say.
+
+    Of several roots each is pruned for itself, also where another one cannot be; the exit code is that of the first
+    that could not. Exit code 2: no rules, or a folder that holds no checkpoints. 10: something cannot be removed.
     """
-    from ckptman.store.prune import execute, one_at_a_time, plan_prune
+    from ckptman.policy.checks import check_count, check_positive
 
-    policy = _policy(keep_last, keep_every, keep_best or [])
-    _check_metrics(root, policy)
-    with nullcontext() if dry_run else one_at_a_time(root):
-        plan = plan_prune(root, policy)
-        if not as_json and (lines := _lines(plan, with_checkpoints=policy is not None)):
-            text.say("\n".join(lines))
-        if not dry_run:
-            try:
-                execute(root, plan, tag=f"cli{os.urandom(4).hex()}")
-            except OSError as error:
-                raise RootError(
-                    error.errno or errno.EIO,
-                    f"{error.filename or root} cannot be removed ({error.strerror}): check permissions and prune again",
-                ) from error
-    if as_json:
-        text.say_json(_as_dict(root, plan, dry_run))
-    else:
-        text.say(_summary(plan, dry_run))
-
-
-def parse_keep_best(written: str) -> KeepBest:
-    """`loss`, `loss:2`, `accuracy:2:max`; a metric may have colons in its name. Raises: ConfigError."""
-    from ckptman.policy.retention import KeepBest
-
-    parts = written.split(":")
-    mode = parts.pop() if len(parts) > 1 and parts[-1] in ("min", "max") else "min"
-    count = 1
-    if len(parts) > 1:
-        try:
-            count = int(parts[-1])
-            parts.pop()
-        except ValueError:
-            pass  # part of the metric's name; a slip shows when no checkpoint has that metric
-    return KeepBest(":".join(parts), count, "max" if mode == "max" else "min")
-
-
-def _policy(keep_last: int | None, keep_every: int | None, keep_best: list[str]) -> RetentionPolicy | None:
-    from ckptman.policy.retention import KeepEvery, KeepLast
-
-    rules: list[RetentionPolicy] = []
-    if keep_last is not None:
-        rules.append(KeepLast(keep_last))
-    if keep_every is not None:
-        rules.append(KeepEvery(keep_every))
-    rules += [parse_keep_best(each) for each in keep_best]
-    return reduce(or_, rules) if rules else None
-
-
-def _check_metrics(root: Path, policy: RetentionPolicy | None) -> None:
-    """A slip in the name of a metric must not delete what it was to keep. Raises: ConfigError."""
-    from ckptman.policy.retention import KeepAny, KeepBest
-    from ckptman.store.catalogue import Catalogue
-
-    rules = policy.policies if isinstance(policy, KeepAny) else (policy,)
-    wanted = {rule.metric for rule in rules if isinstance(rule, KeepBest)}
-    if not wanted:
+    # Thousands of small things are made, and none of them is thrown away before the end.
+    gc.disable()
+    by_period = {"hourly": keep_hourly, "daily": keep_daily, "weekly": keep_weekly, "monthly": keep_monthly}
+    rules = Rules(keep_last, keep_every, keep_best or [], keep_within, by_period, keep_steps, max_bytes, max_percent)
+    check_count("prune", "--jobs", jobs)
+    if jobs > MOST_JOBS:
+        raise ConfigError(f"--jobs: at most {MOST_JOBS}, not {jobs:,}")
+    if files_per_second is not None:
+        check_positive("prune", "--files-per-second", files_per_second)
+    policy = rules.policy()
+    if leftovers and policy is not None:
+        raise ConfigError("--leftovers deletes no checkpoint, so rules for them contradict it: leave one of them away")
+    wishes = _Wishes(policy, leftovers, dry_run, as_json, jobs, files_per_second)
+    paths, several = roots_of(roots)
+    if not several:
+        data = _prune_one(paths[0], wishes)
+        if as_json:
+            text.say_json(data)
         return
-    records = [entry.record() for entry in Catalogue(root).complete()]
-    known = {name for record in records for name, value in record.metrics.items() if math.isfinite(value)}
-    unknown = sorted(wanted - known)
-    if records and unknown:
-        there = f"they have {', '.join(sorted(known))}" if known else "they have no metrics"
-        raise ConfigError(f"--keep-best: no checkpoint under {root} has the metric {unknown[0]!r}; {there}")
+    _prune_many(paths, wishes)
 
 
-def _lines(plan: PrunePlan, with_checkpoints: bool) -> list[str]:
-    verdicts = plan.verdicts if with_checkpoints else []
-    rows = [_verdict_row(verdict) for verdict in verdicts] + [_leftover_row(each) for each in plan.leftovers]
-    if with_checkpoints:
-        rows += [_ignored_row(entry, why) for entry, why in plan.ignored]
-    return [*text.table(("action", "what", "size", "why"), rows, right="size"), ""] if rows else []
+def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
+    """Prune each root, whatever becomes of the others. Ends with the exit code of the first that failed."""
+    told: list[dict[str, Any]] = []
+    codes: list[int] = []
+    for path in paths:
+        if not wishes.as_json:
+            text.say(f"{text.plain(path)}:")
+        try:
+            told.append(_prune_one(path, wishes))
+        except (CkptmanError, OSError) as error:
+            code = error.exit_code if isinstance(error, CkptmanError) else RootError.exit_code
+            codes.append(code)
+            told.append({"root": str(path), "error": text.message(error), "exit_code": code})
+            text.complain(f"{path}: {text.message(error)}")
+        if not wishes.as_json:
+            text.say()
+    if wishes.as_json:
+        text.say_json(told)
+    else:
+        freed = sum(each.get("freed_bytes", 0) for each in told)
+        failed = f"; {len(codes):,} could not be pruned, see above" if codes else ""
+        verb = "would be freed" if wishes.dry_run else "freed"
+        text.say(f"{text.count(len(paths), 'root')}: {text.size(freed)} {verb}{failed}.")
+    if codes:
+        raise typer.Exit(codes[0])
 
 
-def _verdict_row(verdict: Verdict) -> tuple[str, ...]:
-    record = verdict.record
-    reasons = text.plain("; ".join(verdict.reasons))
-    return ("keep" if verdict.keep else "delete", f"step {record.step}", text.size(record.bytes), reasons)
+def _prune_one(root: Path, wishes: _Wishes) -> dict[str, Any]:
+    """Prune one root, say what was done, and return it as data. Raises: CkptmanError."""
+    from ckptman.store.prune import one_at_a_time, plan_prune
+
+    check_is_root(root)
+    policy = _policy_for(root, wishes)
+    with nullcontext() if wishes.dry_run else one_at_a_time(root):
+        plan = plan_prune(root, policy)
+        if wishes.policy is not None:
+            check_metrics(root, policy, plan.verdicts)
+        if not wishes.as_json and (said := lines(plan, with_checkpoints=not wishes.leftovers_only)):
+            text.say("\n".join(said))
+        pruned = None if wishes.dry_run else _carry_out(root, plan, wishes)
+    if not wishes.as_json:
+        text.say("\n".join(summary(plan, pruned)))
+    return as_dict(root, plan, pruned)
 
 
-def _ignored_row(entry: Entry, why: str) -> tuple[str, ...]:
-    size = text.size(entry.manifest.total_bytes) if entry.manifest else "-"
-    return ("ignore", f"step {entry.step}", size, f"it does not count: {text.plain(short_problem(entry, why))}")
+def _policy_for(root: Path, wishes: _Wishes) -> RetentionPolicy | None:
+    """The rules of the options, or else of the run; with a limit in percent as one in bytes."""
+    from ckptman.policy.limit import in_bytes, needs_capacity
+    from ckptman.store.stored_policy import read_policy
+
+    if wishes.leftovers_only:
+        return None
+    policy = wishes.policy if wishes.policy is not None else read_policy(root)
+    if not needs_capacity(policy):
+        return policy
+    from ckptman.doctor.capacity import capacity_bytes
+
+    return in_bytes(policy, capacity_bytes(root))
 
 
-def _leftover_row(leftover: Leftover) -> tuple[str, ...]:
-    return ("clear", text.plain(leftover.path.name), text.size(leftover.bytes), leftover.reason)
+def _carry_out(root: Path, plan: PrunePlan, wishes: _Wishes) -> Pruned:
+    from ckptman.store.durable import DISK
+    from ckptman.store.prune import execute
+    from ckptman.store.slowly import Slowly
 
-
-def _summary(plan: PrunePlan, dry_run: bool) -> str:
-    deleted = sum(not verdict.keep for verdict in plan.verdicts)
-    what = [f"{deleted:,} of {text.count(len(plan.verdicts), 'checkpoint')}"] if deleted else []
-    what += [text.count(len(plan.leftovers), "leftover")] if plan.leftovers else []
-    if not what:
-        return f"Nothing to delete: {text.count(len(plan.verdicts), 'checkpoint')}, no leftovers."
-    if dry_run:
-        return f"Would delete {' and '.join(what)}, {text.size(plan.freed_bytes)}. Nothing was deleted (--dry-run)."
-    return f"Deleted {' and '.join(what)}: {text.size(plan.freed_bytes)} freed."
-
-
-def _as_dict(root: Path, plan: PrunePlan, dry_run: bool) -> dict[str, Any]:
-    return {
-        "root": str(root),
-        "dry_run": dry_run,
-        "checkpoints": [
-            {
-                "step": verdict.record.step,
-                "path": str(plan.entries[verdict.record.sequence].path),
-                "keep": verdict.keep,
-                "reasons": list(verdict.reasons),
-                "bytes": verdict.record.bytes,
-            }
-            for verdict in plan.verdicts
-        ],
-        "ignored": [{"step": entry.step, "path": str(entry.path), "why": why} for entry, why in plan.ignored],
-        "leftovers": [
-            {"path": str(each.path), "step": each.step, "reason": each.reason, "bytes": each.bytes}
-            for each in plan.leftovers
-        ],
-        "freed_bytes": plan.freed_bytes,
-    }
+    tag = f"cli{os.urandom(4).hex()}"
+    remove: Callable[[Path], None] | None = None
+    if wishes.files_per_second is not None:
+        remove = Slowly(DISK, wishes.files_per_second)
+    try:
+        with progress(f"pruning {root}", plan.freed_bytes) as done:
+            return execute(root, plan, tag, jobs=wishes.jobs, remove=remove, done=done)
+    except OSError as error:
+        raise RootError(
+            error.errno or errno.EIO,
+            f"{error.filename or root} cannot be removed ({error.strerror}): check permissions and prune again",
+        ) from error

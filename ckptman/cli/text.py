@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptman.errors import plain, plain_lines
+from ckptman.errors import CkptmanError, plain, plain_lines
 
 if TYPE_CHECKING:
     from ckptman.store.manifest import Mesh
@@ -22,6 +22,7 @@ __all__ = [
     "complain",
     "count",
     "mesh",
+    "message",
     "metrics",
     "paint",
     "plain",
@@ -51,6 +52,16 @@ def say_json(data: object) -> None:
 def complain(message: str) -> None:
     """Print an error message to standard error: the only one of a command that fails."""
     typer.echo(f"{paint('Error:', 'red', sys.stderr)} {plain_lines(message)}", err=True)
+
+
+def message(error: Exception) -> str:
+    """What to tell. The text of an OSError begins with its number, and says nothing of what to do; ours do."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    if isinstance(error, CkptmanError):
+        return error.strerror
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror}: check the mount, its permissions and its quota"
 
 
 def stop_writing() -> int:

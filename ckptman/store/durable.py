@@ -142,6 +142,14 @@ class Disk:
         """Remove a file or a link; one that is gone already is no error."""
         path.unlink(missing_ok=True)
 
+    def remove_empty_folder(self, path: Path) -> None:
+        """Remove a folder with nothing in it; one that is gone, or is in use by now, is no error."""
+        try:
+            path.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and what is in it, or a file. Links are removed, never followed; gone already is no error."""
         if path.is_symlink() or path.is_file():

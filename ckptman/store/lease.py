@@ -33,6 +33,7 @@ from ckptman.store.regular import read_regular
 
 _MOST_BYTES = 1024 * 1024
 _LOOK_SECONDS = 0.1
+_TRIES = 10
 _first_seen: dict[Path, tuple[int, float]] = {}
 """For each lease that only watching can judge: when it was touched last, and since when we know (monotonic clock).
 
@@ -75,6 +76,7 @@ def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> 
 
     Where it cannot be written (no permission, no space), there is none: the reader has to live with what vanishes.
     """
+    made = not os.path.lexists(run_folder(root))
     path = _take(root, names, what, disk)
     if path is None:
         yield
@@ -89,6 +91,9 @@ def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> 
         thread.join(BEAT_SECONDS)
         with contextlib.suppress(OSError):
             disk.remove_file(path)
+            # Who only looks leaves nothing behind.
+            if made:
+                disk.remove_empty_folder(run_folder(root))
 
 
 @contextmanager
@@ -137,12 +142,16 @@ def _take(root: Path, names: Sequence[str], what: str, disk: Disk) -> Path | Non
     try:
         if run_folder(root).is_symlink() or not root.is_dir():
             return None
-        disk.make_folders(run_folder(root))
         text = Lease(owner=me, names=tuple(names), what=what).model_dump_json()
-        disk.create_file(path, text.encode() + b"\n")
+        for _ in range(_TRIES):
+            disk.make_folders(run_folder(root))
+            # Another reader that is done may have removed the folder again.
+            with contextlib.suppress(FileNotFoundError):
+                disk.create_file(path, text.encode() + b"\n")
+                return path
     except OSError:
-        return None
-    return path
+        pass
+    return None
 
 
 def _beat(path: Path, done: threading.Event) -> None:

@@ -150,7 +150,11 @@ def claim(
         if last is not None and _lives(root, last, patience_seconds):
             raise _busy(root)
         number = last.number + 1 if last is not None else 1
-        _stake(root, number, me, disk)
+        try:
+            _stake(root, number, me, disk)
+        except FileNotFoundError:  # a reader that is done removed the folder that it had made
+            disk.make_folders(run_folder(root))
+            _stake(root, number, me, disk)
     except OSError as error:
         raise _root_error(root, "written", error) from error
     # Claims that are over mean nothing any more: one that cannot be removed does no harm.

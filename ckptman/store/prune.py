@@ -6,7 +6,6 @@ byte of it is removed, and is put back where a reader or a pin came in between (
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -30,6 +29,7 @@ from ckptman.store.manifest import read_manifest
 from ckptman.store.names import run_folder, step_folder
 from ckptman.store.pins import read_pin
 from ckptman.store.place import FolderPlace
+from ckptman.store.tiers import awaited
 
 LOCK_SECONDS = 300.0
 Progress = Callable[[int], None]
@@ -104,6 +104,8 @@ def plan_prune(
     if coming is not None:
         coming = replace(coming, sequence=number + 1)
     now_seconds = time.time() if now_seconds is None else now_seconds
+    if waiting := awaited(root, records, now_seconds):
+        records = [replace(each, in_use=each.in_use or waiting.get(each.sequence, "")) for each in records]
     verdicts = plan(records, policy, now_seconds=now_seconds, coming=coming)
     return PrunePlan(verdicts, entries, find_leftovers(root, leases), ignored, over_limit(verdicts, policy))
 
@@ -151,7 +153,7 @@ def execute(
     """Carry out a plan: each entry is made invisible at once and then removed. Can be run again at any point.
 
     What cannot be removed does not keep the rest from being removed. `jobs`: threads that remove; `remove`: what
-    removes a folder that nobody sees any more, such as `Slowly`. Raises: OSError in the end, if there was such.
+    removes a folder that nobody sees any more, such as `slowly.Slowly`. Raises: OSError in the end, if there was such.
     """
     work = _Work(root, FolderPlace(root, disk), remove or disk.remove_tree, done)
     with first_error_last() as attempt:
@@ -159,19 +161,22 @@ def execute(
         for count, leftover in enumerate(plan.leftovers):
             attempt(partial(work.clear, leftover, f"{tag}-left{count}", disk))
         stuck = {leftover.step for leftover in plan.leftovers if os.path.lexists(leftover.path)}
-        with ThreadPoolExecutor(jobs) if jobs > 1 else contextlib.nullcontext() as pool:
-            waiting = []
-            for count, verdict in enumerate(plan.deletions):
-                entry = plan.entries[verdict.record.sequence]
-                if entry.step in stuck:
-                    continue
-                step = partial(work.delete, entry, verdict.record, f"{tag}-{count}")
-                if pool is None:
-                    attempt(step)
-                else:
-                    waiting.append(pool.submit(step))
-            for future in waiting:
-                attempt(future.result)
+        steps = [
+            partial(work.delete, plan.entries[verdict.record.sequence], verdict.record, f"{tag}-{count}")
+            for count, verdict in enumerate(plan.deletions)
+            if plan.entries[verdict.record.sequence].step not in stuck
+        ]
+        if jobs == 1:
+            for step in steps:
+                attempt(step)
+        else:
+            with ThreadPoolExecutor(jobs, thread_name_prefix="ckptman-prune") as pool:
+                try:
+                    for future in [pool.submit(step) for step in steps]:
+                        attempt(future.result)
+                except BaseException:  # Ctrl-C: what is being removed is, and the rest is for the next prune
+                    pool.shutdown(cancel_futures=True)
+                    raise
     return work.pruned
 
 

@@ -1,0 +1,76 @@
+"""`ckptman pin PATH --why TEXT` and `ckptman unpin PATH`: what no rule may delete."""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptman.cli import text
+from ckptman.cli.target import PathOrRoot, Step, choose
+from ckptman.errors import NotFoundError, RootError
+
+if TYPE_CHECKING:
+    from ckptman.store.catalogue import Entry
+
+Why = Annotated[str, typer.Option("--why", metavar="TEXT", show_default=False, help="Why it is to stay. Required.")]
+
+
+def pin(path: PathOrRoot, why: Why, step: Step = None) -> None:
+    """Keep a checkpoint, whatever the rules of a prune say.
+
+    PATH is one checkpoint, or a root: then it is that of --step, or the newest. The pin is a file beside the manifest,
+    and goes with every copy of the checkpoint. Pinned again, it gets the new reason.
+    """
+    from ckptman.store import pins
+    from ckptman.store.durable import DISK
+
+    entry = _entry(path, step)
+    try:
+        pins.pin(entry.path, why, by=_who(), time_seconds=time.time(), disk=DISK)
+    except OSError as error:
+        raise _refused(entry, error, "pinned") from error
+    text.say(f"Pinned step {entry.step}: {text.plain(why.strip())}")
+
+
+def unpin(path: PathOrRoot, step: Step = None) -> None:
+    """Let the rules of a prune decide about a checkpoint again."""
+    from ckptman.store import pins
+    from ckptman.store.durable import DISK
+
+    entry = _entry(path, step)
+    try:
+        was = pins.unpin(entry.path, DISK)
+    except OSError as error:
+        raise _refused(entry, error, "unpinned") from error
+    text.say(f"Step {entry.step} is no longer pinned." if was else f"Step {entry.step} was not pinned.")
+
+
+def _entry(path: PathOrRoot, step: int | None) -> Entry:
+    (entry,) = choose(path, step)
+    entry.require_manifest()
+    return entry
+
+
+def _who() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container that knows no name for the uid
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def _refused(entry: Entry, error: OSError, done: str) -> Exception:
+    if isinstance(error, FileNotFoundError):
+        return NotFoundError(
+            f"{entry.path} was deleted meanwhile, so it cannot be {done}: ckptman list shows what is left"
+        )
+    return RootError(
+        error.errno or errno.EIO,
+        f"{entry.path} cannot be {done} ({error.strerror}): check the permissions of its folder, and the quota",
+    )

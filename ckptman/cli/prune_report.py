@@ -1,0 +1,90 @@
+"""What `ckptman prune` says: a line for each checkpoint and leftover with its reason, and what it came to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptman.cli import text
+from ckptman.cli.list import short_problem
+
+if TYPE_CHECKING:
+    from ckptman.policy.retention import Verdict
+    from ckptman.store.catalogue import Entry
+    from ckptman.store.leftovers import Leftover
+    from ckptman.store.prune import Pruned, PrunePlan
+
+
+def lines(plan: PrunePlan, with_checkpoints: bool) -> list[str]:
+    """A table of what goes, what stays and why, with an empty line after it; nothing where there is nothing."""
+    verdicts = plan.verdicts if with_checkpoints else []
+    rows = [_verdict_row(verdict) for verdict in verdicts] + [_leftover_row(each) for each in plan.leftovers]
+    if with_checkpoints:
+        rows += [_ignored_row(entry, why) for entry, why in plan.ignored]
+    return [*text.table(("action", "what", "size", "why"), rows, right="size"), ""] if rows else []
+
+
+def _verdict_row(verdict: Verdict) -> tuple[str, ...]:
+    record = verdict.record
+    reasons = text.plain("; ".join(verdict.reasons))
+    return ("keep" if verdict.keep else "delete", f"step {record.step}", text.size(record.bytes), reasons)
+
+
+def _ignored_row(entry: Entry, why: str) -> tuple[str, ...]:
+    size = text.size(entry.manifest.total_bytes) if entry.manifest else "-"
+    return ("ignore", f"step {entry.step}", size, f"it does not count: {text.plain(short_problem(entry, why))}")
+
+
+def _leftover_row(leftover: Leftover) -> tuple[str, ...]:
+    return ("clear", text.plain(leftover.path.name), text.size(leftover.bytes), leftover.reason)
+
+
+def summary(plan: PrunePlan, pruned: Pruned | None) -> list[str]:
+    """What it came to, or (`pruned` is None) would."""
+    said = [_outcome(plan, pruned)]
+    steps = {verdict.record.sequence: verdict.record.step for verdict in plan.verdicts}
+    for sequence, reason in sorted(pruned.spared.items() if pruned is not None else ()):
+        said.append(f"Spared after all: step {steps[sequence]}, {text.plain(reason)}.")
+    if plan.over_bytes:
+        said.append(
+            f"Still {text.size(plan.over_bytes)} over the limit: what is left is the newest, verified, pinned or in "
+            f"use, and no limit removes that."
+        )
+    return said
+
+
+def _outcome(plan: PrunePlan, pruned: Pruned | None) -> str:
+    deleted = len(plan.deletions if pruned is None else pruned.deleted)
+    what = [f"{deleted:,} of {text.count(len(plan.verdicts), 'checkpoint')}"] if deleted else []
+    what += [text.count(len(plan.leftovers), "leftover")] if plan.leftovers else []
+    if not what:
+        return f"Nothing to delete: {text.count(len(plan.verdicts), 'checkpoint')}, no leftovers."
+    if pruned is None:
+        return f"Would delete {' and '.join(what)}, {text.size(plan.freed_bytes)}. Nothing was deleted (--dry-run)."
+    return f"Deleted {' and '.join(what)}: {text.size(pruned.freed_bytes)} freed."
+
+
+def as_dict(root: Path, plan: PrunePlan, pruned: Pruned | None) -> dict[str, Any]:
+    """The same for programs."""
+    spared = pruned.spared if pruned is not None else {}
+    return {
+        "root": str(root),
+        "dry_run": pruned is None,
+        "checkpoints": [
+            {
+                "step": verdict.record.step,
+                "path": str(plan.entries[verdict.record.sequence].path),
+                "keep": verdict.keep or verdict.record.sequence in spared,
+                "reasons": [*verdict.reasons, *[spared[each] for each in [verdict.record.sequence] if each in spared]],
+                "bytes": verdict.record.bytes,
+            }
+            for verdict in plan.verdicts
+        ],
+        "ignored": [{"step": entry.step, "path": str(entry.path), "why": why} for entry, why in plan.ignored],
+        "leftovers": [
+            {"path": str(each.path), "step": each.step, "reason": each.reason, "bytes": each.bytes}
+            for each in plan.leftovers
+        ],
+        "freed_bytes": plan.freed_bytes if pruned is None else pruned.freed_bytes,
+        "over_bytes": plan.over_bytes,
+    }

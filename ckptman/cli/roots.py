@@ -1,0 +1,51 @@
+"""Which roots a command is about: folders by name, or by patterns that the shell left to us."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+
+from ckptman.cli.target import is_checkpoint
+from ckptman.errors import ConfigError, NotFoundError
+
+
+def roots_of(written: list[str]) -> tuple[list[Path], bool]:
+    """The folders that are meant, each once, and whether there may be several: more than one is named, or a pattern.
+
+    Raises: NotFoundError where a pattern matches no folder.
+    """
+    found: dict[str, Path] = {}
+    several = len(written) > 1
+    for each in written:
+        paths = [each]
+        # A folder may well have a bracket in its name.
+        if glob.has_magic(each) and not os.path.lexists(each):
+            several = True
+            paths = sorted(path for path in glob.glob(each, recursive=True) if os.path.isdir(path))  # noqa: PTH207, PTH112
+            if not paths:
+                raise NotFoundError(f"no folder matches {each!r}: check the pattern, and the folder you are in")
+        for path in paths:
+            found.setdefault(os.path.realpath(path), Path(path))
+    return list(found.values()), several
+
+
+def check_is_root(root: Path) -> None:
+    """A mistyped path is never emptied: a root holds a run's own files, or a checkpoint at least.
+
+    Raises: NotFoundError, RootError (it cannot be read, or is no folder), ConfigError.
+    """
+    from ckptman.store.catalogue import Catalogue
+    from ckptman.store.names import MANIFEST, METADATA, parse_step, run_folder
+
+    if is_checkpoint(root):
+        raise ConfigError(f"{root} is one checkpoint, and no root of several: name the folder that it is in")
+    catalogue = Catalogue(root)
+    names = catalogue.names()
+    if any(parse_step(name) is not None for name in names) or run_folder(root).is_dir():
+        return
+    if not any((root / name / mark).exists() for name in names for mark in (MANIFEST, METADATA)):
+        raise ConfigError(
+            f"{root} is no root of checkpoints: there is none of ckptman in it, nor one of plain DCP. Nothing is "
+            f"deleted there: check the path"
+        )

@@ -1,0 +1,101 @@
+"""Retention rules as options say them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import and_, or_
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptman.cli.quantities import parse_seconds
+from ckptman.cli.sizes import parse_size
+from ckptman.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckptman.policy.retention import Verdict
+    from ckptman.policy.rules import KeepBest, KeepSteps, RetentionPolicy
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The options of `ckptman prune` that say what to keep, as they were written."""
+
+    last: int | None = None
+    every: int | None = None
+    best: Sequence[str] = ()
+    within: str | None = None
+    by_period: Mapping[str, int | None] = field(default_factory=dict)
+    steps: str | None = None
+    max_bytes: str | None = None
+    max_percent: float | None = None
+
+    def policy(self) -> RetentionPolicy | None:
+        """What they come to; None where nothing is said. Raises: ConfigError."""
+        from ckptman.policy.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+        from ckptman.policy.limit import AtMost
+        from ckptman.policy.rules import KeepEvery, KeepLast
+
+        periods: dict[str, Callable[[int], RetentionPolicy]]
+        periods = {"hourly": KeepHourly, "daily": KeepDaily, "weekly": KeepWeekly, "monthly": KeepMonthly}
+        rules: list[RetentionPolicy] = []
+        if self.last is not None:
+            rules.append(KeepLast(self.last))
+        if self.every is not None:
+            rules.append(KeepEvery(self.every))
+        rules += [parse_keep_best(each) for each in self.best]
+        if self.within is not None:
+            rules.append(KeepWithin(parse_seconds("--keep-within", self.within)))
+        rules += [periods[name](count) for name, count in self.by_period.items() if count is not None]
+        if self.steps is not None:
+            rules.append(parse_steps(self.steps))
+        limits = []
+        if self.max_bytes is not None:
+            limits.append(AtMost(bytes=parse_size("--max-bytes", self.max_bytes, needs_unit=True)))
+        if self.max_percent is not None:
+            limits.append(AtMost(percent=self.max_percent))
+        if not rules:
+            return reduce(and_, limits) if limits else None
+        return reduce(and_, limits, reduce(or_, rules))
+
+
+def parse_keep_best(written: str) -> KeepBest:
+    """`loss`, `loss:2`, `accuracy:2:max`; a metric may have colons in its name. Raises: ConfigError."""
+    from ckptman.policy.rules import KeepBest
+
+    parts = written.split(":")
+    mode = parts.pop() if len(parts) > 1 and parts[-1] in ("min", "max") else "min"
+    count = 1
+    if len(parts) > 1:
+        try:
+            count = int(parts[-1])
+            parts.pop()
+        except ValueError:
+            pass  # part of the metric's name; a slip shows when no checkpoint has that metric
+    return KeepBest(":".join(parts), count, "max" if mode == "max" else "min")
+
+
+def parse_steps(written: str) -> KeepSteps:
+    """`1000,5000`. Raises: ConfigError."""
+    from ckptman.policy.rules import KeepSteps
+
+    try:
+        return KeepSteps(*(int(part) for part in written.split(",")))
+    except ValueError:
+        raise ConfigError(f"--keep-steps: steps with commas between them, such as 1000,5000, not {written!r}") from None
+
+
+def check_metrics(root: Path, policy: RetentionPolicy | None, verdicts: Sequence[Verdict]) -> None:
+    """A slip in the name of a metric must not delete what it was to keep. Raises: ConfigError."""
+    from ckptman.policy.limit import rules_of
+    from ckptman.policy.rules import KeepBest
+
+    wanted = {rule.metric for rule in rules_of(policy) if isinstance(rule, KeepBest)}
+    if not wanted or not verdicts:
+        return
+    known = {name for each in verdicts for name, value in each.record.metrics.items() if math.isfinite(value)}
+    if unknown := sorted(wanted - known):
+        there = f"they have {', '.join(sorted(known))}" if known else "they have no metrics"
+        raise ConfigError(f"--keep-best: no checkpoint under {root} has the metric {unknown[0]!r}; {there}")
