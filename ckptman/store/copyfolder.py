@@ -262,8 +262,11 @@ def _tidy(draft: Path, facts: Facts, means: Means, meter: Meter) -> dict[str, by
             status = item.stat(follow_symlinks=False)
             if item.name in facts.sizes and is_regular(status):
                 sizes[item.name] = min(status.st_size, facts.sizes[item.name])
-            elif item.name != DOT:
-                means.disk.remove_tree(Path(item.path))
+            elif item.is_dir(follow_symlinks=False):
+                if item.name != DOT:
+                    means.disk.remove_tree(Path(item.path))
+            else:
+                means.disk.remove_file(Path(item.path))
     there: dict[str, bytes] = {}
 
     def finish(found: Scanned) -> None:

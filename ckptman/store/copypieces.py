@@ -202,7 +202,7 @@ class _File:
                 os.ftruncate(self._fd, self.size)
             self._disk.sync_file(self._fd)
             # What lies in the page cache would be compared with itself.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, AttributeError):
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self.close()
         seconds = time.perf_counter() - begun
