@@ -84,5 +84,5 @@ def _lines(folder: Path, found: Adopted) -> list[str]:
         what += f", of which {text.size(found.checked_bytes)} have a checksum, which is right"
     else:
         what = "it had been adopted before"
-    lines = [f"{text.plain(folder)} -> {text.plain(found.path)}: step {found.step}; {what}"]
+    lines = [f"{text.plain(folder)} -> {text.plain(folder.with_name(found.path.name))}: step {found.step}; {what}"]
     return [*lines, *(f"  {text.plain(remark)}" for remark in found.remarks)]

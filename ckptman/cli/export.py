@@ -130,7 +130,7 @@ def export(
     if as_json:
         text.say_json(_as_dict(folder, found, format))
     else:
-        text.say("\n".join(_lines(folder, found)))
+        text.say("\n".join(_lines(folder, out, found)))
 
 
 def _pairs(option: str, written: Sequence[str] | None) -> list[tuple[str, str]]:
@@ -143,9 +143,9 @@ def _pairs(option: str, written: Sequence[str] | None) -> list[tuple[str, str]]:
     return pairs
 
 
-def _lines(folder: Path, found: Exported) -> list[str]:
+def _lines(folder: Path, out: Path, found: Exported) -> list[str]:
     what = f"{text.count(found.tensors, 'tensor')}, {text.size(found.bytes)}"
-    lines = [f"{text.plain(folder)} -> {text.plain(found.path)}: {what} in {text.count(len(found.files), 'file')}"]
+    lines = [f"{text.plain(folder)} -> {text.plain(out)}: {what} in {text.count(len(found.files), 'file')}"]
     return [*lines, *(f"  {text.plain(remark)}" for remark in found.remarks)]
 
 

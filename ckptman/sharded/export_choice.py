@@ -13,7 +13,7 @@ import torch
 
 from ckptman.errors import ConfigError, CorruptError, plain
 from ckptman.sharded.reading import read_bytes
-from ckptman.sharded.saved import SavedState, _Lazy, resolve
+from ckptman.sharded.saved import Lazy, SavedState, resolve
 from ckptman.store.plain import TensorRef
 
 MODEL = "model"
@@ -145,7 +145,7 @@ def _state_of(saved: SavedState) -> dict[str, Any]:
             continue
         top, _, rest = name.partition(".")
         entry = state.setdefault(top, {}) if rest else None
-        leaf = TensorRef(name) if name in saved.index.tensors else _Lazy(partial(_unpickled, saved, name))
+        leaf = TensorRef(name) if name in saved.index.tensors else Lazy(partial(_unpickled, saved, name))
         if isinstance(entry, dict):
             entry[rest] = leaf
         else:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckptman.errors import ConfigError, CorruptError, plain
+from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
 from ckptman.sharded.container import Recorder
 from ckptman.sharded.export_choice import Choice, Item, Keys, leaves
 from ckptman.sharded.export_write import FilePlan, Part, parts_of
@@ -29,7 +29,7 @@ from ckptman.store.chunks import ChunkTable
 from ckptman.store.names import METADATA, data_name
 from ckptman.store.plain import TensorRef
 
-CHUNK_BYTES = 256 * 1024 * 1024
+CHUNK_BYTES = 64 * 1024 * 1024
 """A larger tensor is cut into chunks of that size: plain DCP takes the memory of a chunk to read any part of it."""
 
 
@@ -116,9 +116,12 @@ def dcp_files(choice: Choice, final: Path) -> list[FilePlan]:
 def config_file(path: Path) -> tuple[FilePlan, bool]:
     """A copy of the `config.json` of a model, and whether its output embedding is tied to its input embedding.
 
-    Raises: ConfigError, OSError.
+    Raises: NotFoundError, ConfigError, OSError.
     """
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise NotFoundError(f"there is no {path}: name the config.json that transformers wrote") from None
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -25,6 +25,7 @@ from ckptman.store.durable import Disk
 
 _BATCH_PIECES = 1024
 _ALIGN_BYTES = 64
+_CAST_ELEMENTS = 256 * 1024
 _SETTLE_BYTES = 64 * 1024 * 1024
 """How much is written before storage is asked to take it."""
 T = TypeVar("T")
@@ -144,13 +145,16 @@ def _cast(item: Item, data: torch.Tensor) -> torch.Tensor:
     if item.dtype == item.as_dtype:
         return data
     before = data.view(item.dtype)
-    after = before.to(item.as_dtype)
-    if bool((after.isinf() & ~before.isinf()).any()):
-        most = torch.finfo(item.as_dtype).max
-        name = str(item.as_dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"{item.source} holds numbers that {name} cannot (more than {most:g}): export it as bfloat16 or float32"
-        )
+    after = torch.empty(len(before), dtype=item.as_dtype)
+    # In steps, so that what is computed on the way takes little memory.
+    for low in range(0, len(before), _CAST_ELEMENTS):
+        mine, other = (each[low : low + _CAST_ELEMENTS] for each in (before, after))
+        other.copy_(mine)
+        if bool((other.isinf() & ~mine.isinf()).any()):
+            name, most = str(item.as_dtype).removeprefix("torch."), torch.finfo(item.as_dtype).max
+            raise ConfigError(
+                f"{item.source} holds numbers that {name} cannot (more than {most:g}): export it as bfloat16 or float32"
+            )
     return as_bytes(after)
 
 

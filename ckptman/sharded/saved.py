@@ -298,11 +298,11 @@ def _foreign_values(folder: Path, metadata: Metadata) -> dict[str, Any]:
         if isinstance(described, TensorStorageMetadata):
             _set(values, path, TensorRef(name), folder)
         else:
-            _set(values, path, _Lazy(partial(read_foreign_object, folder, metadata, name)), folder)
+            _set(values, path, Lazy(partial(read_foreign_object, folder, metadata, name)), folder)
     return values
 
 
-class _Lazy:
+class Lazy:
     """A plain value of a foreign checkpoint, read when it is wanted."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
@@ -311,7 +311,7 @@ class _Lazy:
 
 def resolve(value: Any) -> Any:
     """A value with what was not yet read, read."""
-    if isinstance(value, _Lazy):
+    if isinstance(value, Lazy):
         return value.read()
     if type(value) is dict:
         return {key: resolve(each) for key, each in value.items()}

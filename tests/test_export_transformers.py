@@ -1,0 +1,122 @@
+"""What `ckptman export` writes is what transformers loads: a small Llama of random weights, there and back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptman
+from ckptman.cli.app import main
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Any]:
+    """The library, imported where it is wanted: that takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("TRANSFORMERS_VERBOSITY", "error")
+        transformers = pytest.importorskip("transformers")
+        transformers.utils.logging.disable_progress_bar()
+        yield transformers
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def llama(request: pytest.FixtureRequest, hub: Any, tmp_path: Path) -> Any:
+    torch.manual_seed(0)
+    config = hub.LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=request.param,
+    )
+    config.save_pretrained(tmp_path / "config")
+    return hub.LlamaForCausalLM(config)
+
+
+def trained(model: Any, path: Path) -> Path:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(5)[None]).logits.sum().backward()
+    optimizer.step()
+    ckptman.save({"model": model, "optimizer": optimizer, "epoch": 3}, path)
+    return path
+
+
+def same(found: Any, model: Any, dtype: torch.dtype | None = None) -> None:
+    expected = {name: each.to(dtype) for name, each in model.state_dict().items()}
+    assert found.state_dict().keys() == expected.keys()
+    for name, each in found.state_dict().items():
+        assert each.dtype == expected[name].dtype
+        assert torch.equal(each, expected[name]), name
+    if dtype is None:
+        tokens = torch.arange(9)[None]
+        assert torch.equal(found(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("size", ["5GB", "20kB"])
+def test_from_pretrained_has_every_weight(llama: Any, hub: Any, size: str, tmp_path: Path) -> None:
+    folder = trained(llama, tmp_path / "saved")
+    config, out = tmp_path / "config" / "config.json", tmp_path / "out"
+    assert main(["export", str(folder), str(out), "--config", str(config), "--max-shard-size", size]) == 0
+    names = {each.name for each in out.iterdir()}
+    assert ("model.safetensors" in names) == (size == "5GB")
+    found, told = hub.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(told[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    same(found, llama)
+    if llama.config.tie_word_embeddings:
+        assert found.lm_head.weight is found.model.embed_tokens.weight
+
+
+def test_the_files_are_those_that_transformers_itself_writes(llama: Any, tmp_path: Path) -> None:
+    folder = trained(llama, tmp_path / "saved")
+    llama.save_pretrained(tmp_path / "theirs", max_shard_size="20kB")
+    config = tmp_path / "theirs" / "config.json"
+    assert (
+        main(["export", str(folder), str(tmp_path / "ours"), "--config", str(config), "--max-shard-size", "20kB"]) == 0
+    )
+    indexes = [
+        json.loads((tmp_path / whose / "model.safetensors.index.json").read_text()) for whose in ("ours", "theirs")
+    ]
+    assert indexes[0]["weight_map"].keys() == indexes[1]["weight_map"].keys()
+    assert indexes[0]["metadata"]["total_size"] == indexes[1]["metadata"]["total_size"]
+
+
+def test_a_cast_is_that_of_the_model(llama: Any, hub: Any, tmp_path: Path) -> None:
+    folder = trained(llama, tmp_path / "saved")
+    config = tmp_path / "config" / "config.json"
+    out = tmp_path / "out"
+    assert main(["export", str(folder), str(out), "--config", str(config), "--dtype", "bfloat16"]) == 0
+    same(hub.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16), llama, torch.bfloat16)
+
+
+def test_tied_weights_that_are_there_twice_load_too(llama: Any, hub: Any, tmp_path: Path) -> None:
+    folder = trained(llama, tmp_path / "saved")
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 0
+    shutil.copy(tmp_path / "config" / "config.json", tmp_path / "out")
+    same(hub.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), llama)
+
+
+def test_a_config_that_says_they_are_tied_does_not_drop_what_differs(
+    hub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ckptman.save(
+        {"model": {"lm_head.weight": torch.ones(2), "embed_tokens.weight": torch.zeros(2)}}, tmp_path / "saved"
+    )
+    config = tmp_path / "config.json"
+    config.write_text('{"tie_word_embeddings": true}')
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--config", str(config)]) == 2
+    assert "lm_head.weight and embed_tokens.weight are not the same" in capsys.readouterr().err
+    for text in ("{", "[]"):
+        config.write_text(text)
+        assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--config", str(config)]) == 2
+        assert "config.json that transformers wrote" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--config", str(tmp_path / "no.json")]) == 3
+    assert not (tmp_path / "out").exists()
