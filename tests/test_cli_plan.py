@@ -198,6 +198,15 @@ def test_what_is_said_of_slow_and_of_lost_places(capsys: pytest.CaptureFixture[s
     assert "save to nfs: every 9,720 s" in out
 
 
+@pytest.mark.parametrize("arguments", [["--mtbf", "1s"], ["--tier", "a=1B/s"], ["--mtbf", "9999d", "--length", "1s"]])
+def test_what_is_beyond_all_measure_is_still_planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    made = planned([*SEVEN, "--keep-last", "2", *arguments], capsys)
+    assert all(0 <= tier["goodput"] <= 1 and tier["lost_per_failure_seconds"] >= 0 for tier in made["tiers"])
+    assert main([*SEVEN, *arguments]) == 0
+    told = capsys.readouterr().out
+    assert ("a restart takes longer than it is from one failure to the next" in told) == ("9999d" not in arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -184,6 +184,9 @@ def test_the_shares_are_the_means_of_what_is_played(mtbf: float, stall: float, r
         (told.restarting, played.restarting_seconds),
     ):
         assert seconds / played.seconds == pytest.approx(share, abs=0.004)
+    # Of the failures that hit a restart nothing is lost: the mean is over those that hit training.
+    hit_training = played.failures * math.exp(-costs.restart_seconds / (mtbf * HOUR))
+    assert played.lost_seconds / hit_training == pytest.approx(told.lost_per_failure_seconds, rel=0.05)
 
 
 @quick

@@ -87,6 +87,11 @@ def _advice(made: Plan) -> list[str]:
             f"--signal=USR2@{warning:.0f}; {_text(figures, 'goodput')} of the time is training that lasts"
         )
     for tier, figures in made.tiers:
+        if value_of(figures, "restart") > value_of(made.failures, "mtbf"):
+            lines.append(
+                f"{text.plain(tier.name)}: a restart takes longer than it is from one failure to the next: look for "
+                f"the cause of the failures, or take fewer GPUs"
+            )
         if not tier.lasts:
             lines.append(f"{text.plain(tier.name)}: memory of a node, and gone with it")
         busy = value_of(figures, "save") / value_of(figures, "interval")

@@ -4,7 +4,6 @@ the room for what is kept. Pure: each number comes with its formula.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -106,7 +105,6 @@ def interval_figures(costs: Costs, life: Life) -> list[Figure]:
     at = shares(taken, costs, life.mtbf_seconds)
     s, m, r = (time_text(each) for each in (costs.stall_seconds, life.mtbf_seconds, costs.restart_seconds))
     held = "" if taken == best else f", held to {time_text(taken)}"
-    per_failure = at.lost * life.mtbf_seconds * math.exp(costs.restart_seconds / life.mtbf_seconds)
     return [
         Figure("interval_by_init", init, "seconds", f"{life.factor:g} x {r}, what a restart costs", "InitTimeInterval"),
         Figure("interval_by_daly", daly, "seconds", f"S + sqrt(2 (M + R) S + S^2); S = {s}, M = {m}, R = {r}", _SAXENA),
@@ -121,7 +119,7 @@ def interval_figures(costs: Costs, life: Life) -> list[Figure]:
         ),
         Figure(
             "lost_per_failure",
-            per_failure,
+            at.lost_per_failure_seconds,
             "seconds",
             f"about half an interval of {time_text(taken)} and a save of {time_text(costs.settled_seconds)}: what was "
             f"trained since the last durable save",

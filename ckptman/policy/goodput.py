@@ -39,12 +39,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the time goes, as shares of all of it; they add up to 1. `good`: training that lasts."""
+    """Where the time goes, as shares of all of it; they add up to 1. `good`: training that lasts. And the mean of what
+    one failure loses, in seconds."""
 
     good: float
     lost: float
     stalled: float
     restarting: float
+    lost_per_failure_seconds: float
 
 
 def best_interval_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
@@ -85,8 +87,8 @@ def shares(interval_seconds: float, costs: Costs, mtbf_seconds: float) -> Shares
     # Of a stall that a failure cuts short, the mean of what had passed counts.
     stalled = rounds * mean * -math.expm1(-stall / mean)
     up = math.exp(-costs.restart_seconds / mean)
-    good, waiting = lasts / mean * up, stalled / mean * up
-    return Shares(good, max(0.0, up - good - waiting), waiting, 1 - up)
+    lost = max(0.0, mean - lasts - stalled)
+    return Shares(lasts / mean * up, lost / mean * up, stalled / mean * up, 1 - up, lost)
 
 
 def _rounds(x: float) -> float:
