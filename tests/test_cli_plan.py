@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from ckptman.errors import ConfigError
 from ckptman.policy.goodput import best_interval_seconds
 from ckptman.policy.timing import daly_interval_seconds
 from ckptman.policy.warning import warning_seconds
+from ckptman.store.names import data_name, step_folder
+from ckptman.train.tokenize import tokenize
 
 SEVEN = ["plan", "--params", "7B", "--dtype", "bfloat16", "--moment-dtype", "float32", "--nodes", "4"]
 CONFIG = """
@@ -153,6 +156,26 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "--set model.vocab_size=N" in refused(["plan", "--config", "run.toml"], capsys)
     assert "is in the configuration" in refused(["plan", "--config", "run.toml", "--layers", "3"], capsys)
     refused(["plan", "--config", "none.toml"], capsys, code=3)
+
+
+def test_a_configuration_is_planned_as_its_run_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, as a run is started: it changes how torch computes."""
+    for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    Path("corpus").write_text(Path(__file__).read_text())
+    tokenize(Path("tokens"), [Path("corpus")], vocab_size=300, workers=1)
+    changes = ["--set=run.steps=1", "--set=checkpoint.every_steps=1", "--set=parallel.device=cpu"]
+    Path("run.toml").write_text(CONFIG.replace("vocab_size = 512", "").replace("global_batch = 32", "global_batch = 2"))
+    command = [sys.executable, "-m", "ckptman.train", "--config", "run.toml", *changes]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    files = [each.stat().st_size for each in (tmp_path / "ck" / step_folder(1)).iterdir()]
+    made = planned(["plan", "--config", "run.toml", "--gpus", "1", *changes], capsys)
+    assert made["checkpoint"]["data_files_bytes"] == (tmp_path / "ck" / step_folder(1) / data_name(0)).stat().st_size
+    assert made["checkpoint"]["files_bytes"] == pytest.approx(sum(files), abs=4096)
 
 
 def test_a_model_of_this_folder(

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptman.policy.checks import check_positive
 from ckptman.policy.figures import Figure, bytes_text, time_text
 from ckptman.policy.goodput import Costs, best_interval_seconds, shares
-from ckptman.policy.retention import Record, RetentionPolicy, plan
 from ckptman.policy.saving import BeforeDeadline
 from ckptman.policy.timing import daly_interval_seconds
 from ckptman.policy.warning import warning_seconds
+
+if TYPE_CHECKING:
+    from ckptman.policy.retention import RetentionPolicy
 
 BOUND_SECONDS = 900.0
 """A run should save at least so often: HKUST, training of a 7B model, 2024."""
@@ -169,6 +172,8 @@ def disk_figures(
     made = f"{time_text(run_seconds)} / {time_text(interval_seconds)} = {saves:,} saves"
     kept = saves
     if policy is not None:
+        from ckptman.policy.retention import Record, plan  # only where there are rules: it takes its time
+
         records = [
             Record(
                 step=max(number, round(number * interval_seconds / step_seconds)),
