@@ -24,7 +24,7 @@ _MOST_BYTES = 64 * 1024 * 1024
 class Left(BaseModel):
     """A checkpoint that was left behind. `identity`: see `Manifest.identity`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     step: int
     sequence: int
     identity: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -33,7 +33,7 @@ class Left(BaseModel):
 class Rollback(BaseModel):
     """One rollback to `to_step`, or, where `undoes` is the number of an earlier one, its end."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     format_version: int = FORMAT_VERSION
     to_step: int
     time_seconds: float

@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from ckptman.errors import CorruptError, FormatVersionError, NotFoundError, RootError
-from ckptman.policy.retention import Record
+from ckptman.policy.rules import Record
 from ckptman.store.abandoned import read_abandoned
 from ckptman.store.manifest import Manifest, compare_names, read_manifest
 from ckptman.store.names import StepName, parse_step
