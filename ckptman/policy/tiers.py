@@ -6,13 +6,16 @@ Tier("s3://archive/run", retention=KeepBest("loss"))
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptman.errors import ConfigError
 from ckptman.policy.checks import check_count, check_positive
 from ckptman.policy.rules import Record, RetentionPolicy
+
+if TYPE_CHECKING:
+    import os
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,10 @@ class Tier:
     bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
+        path = self.path if isinstance(self.path, str) else getattr(self.path, "__fspath__", lambda: None)()
+        if not isinstance(path, str) or not path:
             raise ConfigError(f"Tier: path must be a folder, or an address such as s3://bucket/run, not {self.path!r}")
-        object.__setattr__(self, "path", os.fspath(self.path))
+        object.__setattr__(self, "path", path)
         check_count("Tier", "every", self.every, "to copy nothing, leave the tier away")
         if self.retention is not None and not isinstance(self.retention, RetentionPolicy):
             raise ConfigError(f"Tier: retention must be a retention policy such as KeepLast(3), not {self.retention!r}")
@@ -45,7 +49,7 @@ class Tier:
             check_positive("Tier", "bytes_per_second", self.bytes_per_second)
 
     def __str__(self) -> str:
-        return os.fspath(self.path)
+        return str(self.path)
 
 
 def due(records: Sequence[Record], there: Sequence[Record], tier: Tier, now_seconds: float) -> dict[int, str]:
