@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ckptman.errors import ConfigError
 from ckptman.policy.checks import check_count, check_positive
 from ckptman.policy.rules import Record, RetentionPolicy
 
-if TYPE_CHECKING:
-    import os
+
+class AsPath(Protocol):
+    """What `pathlib.Path` is, without looking at a disk."""
+
+    def __fspath__(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Tier:
     Raises: ConfigError, IntervalError.
     """
 
-    path: str | os.PathLike[str]
+    path: str | AsPath
     every: int = 1
     retention: RetentionPolicy | None = None
     bytes_per_second: float | None = None
