@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import ckptman
 from ckptman.policy.saving import Decision, Facts
-from ckptman.sharded.save import Saver
+from ckptman.sharded.keeping import Keeper
 from ckptman.sharded.saved import SavedState
 from ckptman.sharded.writing import Content, Writing
 from ckptman.store.durable import Disk
@@ -383,7 +383,7 @@ def fail_before_writing(root: str, where: str) -> list[str]:
     with open_run(root, app, async_save=False, save_policy=ckptman.AtStep(10**6)) as checkpointer:
         checkpointer.restore()
         app.train_step()
-        owner, name = {"content": (Content, "of"), "write": (Writing, "_write"), "prune": (Saver, "_prune")}[where]
+        owner, name = {"content": (Content, "of"), "write": (Writing, "_write"), "prune": (Keeper, "prune")}[where]
         patch = mock.patch.object(owner, name, side_effect=TypeError("what nobody thought of"))
         with patch if rank == 1 or where == "prune" else contextlib.nullcontext():
             try:

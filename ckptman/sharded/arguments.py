@@ -22,6 +22,7 @@ def check_arguments(
     state: object,
     policy: object,
     retention: object,
+    on_full: object,
     deadline: object,
     timeout_seconds: float,
     watchdog: Setting,
@@ -35,6 +36,10 @@ def check_arguments(
         raise ConfigError(f"save_policy is a policy such as EverySteps(100) | OnStop(), not {policy!r}")
     if retention is not None and not isinstance(retention, RetentionPolicy):
         raise ConfigError(f"retention is a policy such as KeepLast(3), or None to keep all, not {retention!r}")
+    if on_full not in ("fail", "prune"):
+        raise ConfigError(f'on_full is "fail" or "prune", not {on_full!r}')
+    if on_full == "prune" and retention is None:
+        raise ConfigError('on_full="prune" needs a retention policy: without one, nothing may be deleted')
     if not timeout_seconds > 0:
         raise ConfigError(f"timeout_seconds is a positive number of seconds, not {timeout_seconds!r}")
     if deadline is not None and deadline != "auto" and not isinstance(deadline, int | float):

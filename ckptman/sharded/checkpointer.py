@@ -19,6 +19,7 @@ from ckptman.sharded.agreement import Agreed, Agreement
 from ckptman.sharded.arguments import check_arguments, metric_numbers, step_number
 from ckptman.sharded.attempt import Attempt
 from ckptman.sharded.freshness import Watcher
+from ckptman.sharded.keeping import Keeper, OnFull
 from ckptman.sharded.pace import Pace, process_started
 from ckptman.sharded.ranks import Channel, failing_as_one
 from ckptman.sharded.restore import Restorer
@@ -58,6 +59,7 @@ class Checkpointer:
         state: what to save, by name: modules, optimizers, LR schedulers, anything with `state_dict` and
             `load_state_dict`, nested dicts, plain values. A plain value is replaced in this mapping by `restore`.
         save_policy, retention: see `ckptman.policy`; retention None keeps every checkpoint.
+        on_full: "prune": where the disk is full, delete at once what would go after the save, and save again.
         tiers: further places where checkpoints are copied to behind the training, nearest first (see `policy.tiers`).
         signals: a SignalHandler that is entered, or None not to listen.
         deadline: when the job ends, in unix seconds; "auto" asks Slurm; None: never.
@@ -81,6 +83,7 @@ class Checkpointer:
         *,
         save_policy: SavePolicy | None = None,
         retention: RetentionPolicy | None = None,
+        on_full: OnFull = "fail",
         tiers: Sequence[Tier] = (),
         signals: SignalHandler | None = None,
         deadline: float | Literal["auto"] | None = "auto",
@@ -92,7 +95,7 @@ class Checkpointer:
         disk: Disk = DISK,
     ) -> None:
         self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
-        check_arguments(root, state, self._policy, retention, deadline, timeout_seconds, watchdog)
+        check_arguments(root, state, self._policy, retention, on_full, deadline, timeout_seconds, watchdog)
         self.root, self.state = Path(root), state
         self._talk = Channel(timeout_seconds)
         self._place = place_of(self.root, tiers, disk)
@@ -108,7 +111,7 @@ class Checkpointer:
             Channel(timeout_seconds),
             self._attempt.journal,
             self._attempt.claim,
-            retention,
+            Keeper(self._place, retention, on_full, self._attempt.claim, self._attempt.journal, disk),
             self._watchdog,
             background=async_save,
             disk=disk,
@@ -155,7 +158,7 @@ class Checkpointer:
             else:
                 found = restorer.at(self.state, Path(path))
         self._restored_from, self._ready, self._last = found, True, None
-        self._saver.damaged = restorer.damaged
+        self._saver.keeper.damaged = restorer.damaged
         self._pace.start(found or 0, restored=found is not None)
         self._rehearse_early()
         self._leave_if_asked()
@@ -202,12 +205,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
         self._watchdog.beat("save", self._pace.previous_step)
-        reports, failure = self._saver.wait()
-        # A rank that was lost at the last moment may have been lost for some only: they go on together all the same.
-        outcomes = self._talk.gather((failure is not None, self._saver.told))
-        self._saver.told = max(told for _, told in outcomes)
-        if failure is None and any(failed for failed, _ in outcomes):
-            failure = CommitError(self._pace.saved_step or 0, -1, "another rank reports that its part of it failed")
+        reports, failure = self._saver.wait_together(self._talk, self._pace.saved_step or 0)
         self.beat()
         self._account_for(reports, failure)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ import ckptman
 from ckptman.errors import ExistsError
 from ckptman.store.digest import BLOCK_BYTES
 from ckptman.store.durable import DISK, Disk
+from ckptman.store.lease import lease
 from ckptman.store.manifest import FileRecord, Manifest, Mesh
 from ckptman.store.names import MANIFEST, METADATA, parse_step
 from ckptman.store.place import FolderPlace, Place
@@ -62,6 +64,9 @@ class Draft:
         self._place = place or FolderPlace(final.parent, disk)
         self._tag = tag or os.urandom(4).hex()
         self._folder: str | None = None
+        # A run's claim on its root says that it is alive; whoever saves without one says so of this save.
+        self._is_claimed = tag is not None or parse_step(final.name) is None
+        self._held = contextlib.ExitStack()
 
     def begin(self) -> str:
         """Make the folder that all ranks write to, and return its path. Raises: ExistsError, RootError, OSError."""
@@ -71,6 +76,8 @@ class Draft:
             raise ExistsError(f"{self.final} is no checkpoint, and is not replaced by one: name another path")
         if isinstance(self._place, FolderPlace):
             self._place.make()
+        if not self._is_claimed:
+            self._held.enter_context(lease(self.final.parent, [f"{self.final.name}.tmp-{self._tag}"], what="save"))
         self._folder = self._place.begin(self.final.name, self._tag)
         return self._folder
 
@@ -87,12 +94,14 @@ class Draft:
             self._on_commit()
         self._place.commit(self._folder, self._manifest(files, world_size))
         self._folder = None
+        self._held.close()
 
     def abandon(self) -> None:
         """After a failed save: remove what was written. Never raises."""
         folder, self._folder = self._folder, None
         if folder is not None:
             self._place.abandon(folder)
+        self._held.close()
 
     def _manifest(self, files: dict[str, FileRecord], world_size: int) -> Manifest:
         name = parse_step(self.final.name)

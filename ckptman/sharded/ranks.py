@@ -26,12 +26,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on a rank, in a form that crosses ranks. `error` only if it is one of ours (they all pickle)."""
+    """What went wrong on a rank, in a form that crosses ranks. `error` only if it is one of ours (they all pickle);
+    `errno` if the system said no."""
 
     rank: int
     text: str
     trace: str
     error: CkptmanError | None
+    errno: int | None = None
 
 
 class RankFailed(Exception):
@@ -178,4 +180,5 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     """An exception in a form that crosses ranks."""
     text = plain_lines("".join(traceback.format_exception_only(type(error), error)).strip())
     trace = "".join(traceback.format_tb(error.__traceback__))
-    return Failure(rank, text, trace, error if isinstance(error, CkptmanError) else None)
+    number = error.errno if isinstance(error, OSError) else None
+    return Failure(rank, text, trace, error if isinstance(error, CkptmanError) else None, number)

@@ -99,6 +99,7 @@ class Restorer:
                 self._pass_over(entry, error)
                 continue
             self._attempt.note("restored", step=entry.step, path=str(entry.path), seconds=time.monotonic() - begun)
+            self._attempt.went_on_from(entry.path)
             return entry.step
         if refused:
             raise CorruptError(f"{self._place.root}: no checkpoint is good. " + " ".join(refused))
@@ -115,6 +116,7 @@ class Restorer:
         self._load(state, folder)
         step = entry.require_manifest().step if entry is not None else 0
         self._attempt.note("restored", step=step, path=str(folder), seconds=time.monotonic() - begun)
+        self._attempt.went_on_from(folder)
         return step
 
     def _load(self, state: State, folder: Path) -> None:

@@ -17,9 +17,9 @@ from ckptman.errors import CommitError, RankLostError
 from ckptman.lifecycle.memory import available_bytes
 from ckptman.lifecycle.watchdog import Watchdog
 from ckptman.monitor.journal import Journal
-from ckptman.policy.retention import RetentionPolicy
 from ckptman.sharded.commit import Draft, SaveInfo
 from ckptman.sharded.freshness import Judge, Moment, Seen, Watch, Watcher, watch_for
+from ckptman.sharded.keeping import FULL, Keeper
 from ckptman.sharded.plan import make_plan, signature_of
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
@@ -30,8 +30,9 @@ from ckptman.store.durable import DISK, Disk
 from ckptman.store.names import step_folder
 from ckptman.store.owner import Claim
 from ckptman.store.place import FolderPlace
-from ckptman.store.prune import execute, plan_prune
 
+_TRIES = 3
+"""How often a save is written that finds the disk full, each time with more room."""
 RESERVE_BYTES = 512 * 1024 * 1024
 """Host memory that staging leaves to each rank: what a save takes besides, and some for the user's own program."""
 
@@ -54,7 +55,7 @@ class Saver:
         channel: Channel,
         journal: Journal | None,
         claim: Claim | None,
-        retention: RetentionPolicy | None,
+        keeper: Keeper,
         watchdog: Watchdog,
         *,
         background: bool,
@@ -64,9 +65,8 @@ class Saver:
         self._place, self._journal, self._claim, self._watchdog = place, journal, claim, watchdog
         self.channel = channel
         """What the ranks talk over while they save. One that has `lost` a rank is replaced before the next save."""
-        self.damaged: set[int] = set()
-        """Commit sequences of checkpoints that were refused: retention does not count them."""
-        self._retention, self._disk, self._available = retention, disk, available
+        self.keeper = keeper
+        self._disk, self._available = disk, available
         self._stager = Stager(self._may_take) if background else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptman-save") if background else None
         self._running: deque[Future[SaveReport]] = deque()
@@ -198,6 +198,16 @@ class Saver:
         self.told, self.failed = max(self.told, self.failed), 0
         return reports, failure
 
+    def wait_together(self, talk: Channel, step: int) -> tuple[list[SaveReport], CommitError | None]:
+        """The same with what the other ranks know: one that failed fails all. Every rank calls it, over `talk`."""
+        reports, failure = self.wait()
+        # A rank that was lost at the last moment may have been lost for some only: they go on together all the same.
+        outcomes = talk.gather((failure is not None, self.told))
+        self.told = max(told for _, told in outcomes)
+        if failure is None and any(failed for failed, _ in outcomes):
+            failure = CommitError(step, -1, "another rank reports that its part of it failed")
+        return reports, failure
+
     def poll(self) -> list[SaveReport]:
         """The reports of saves in the background that have succeeded since the last call."""
         reports = []
@@ -211,6 +221,7 @@ class Saver:
             self._pool.shutdown(wait=True)
         if self._stager is not None:
             self._stager.close()
+        self.keeper.close()
 
     def _write(
         self,
@@ -223,17 +234,17 @@ class Saver:
     ) -> SaveReport:
         draft: Draft | None = None
         try:
-            draft = Draft(
-                Path(self._place.root) / step_folder(info.step),
-                info,
-                overwrite=True,
-                place=self._place,
-                tag=self._claim.next_tag() if self._claim else None,
-                disk=self._disk,
-                on_commit=self._claim.check if self._claim else None,
-            )
-            with self._watchdog.saving(info.step):
-                buffered_because, seen = self._writing.save(self.channel, draft, content)
+            for tries_left in reversed(range(_TRIES)):
+                draft = self._draft(info)
+                try:
+                    with self._watchdog.saving(info.step):
+                        buffered_because, seen = self._writing.save(self.channel, draft, content)
+                    break
+                except RankFailed as error:
+                    # What it wrote goes first: it may be what fills the disk.
+                    draft.abandon()
+                    if not tries_left or not self._make_room(error, info):
+                        raise
         except RankFailed as error:
             self._give_up(number, draft, info.step, error.failure.rank, error.failure.text, error)
         except RankLostError as error:
@@ -241,6 +252,7 @@ class Saver:
         except Exception as error:  # noqa: BLE001 whatever it is, the training loop has to hear of it
             self._give_up(number, draft, info.step, -1, f"{type(error).__name__}: {error}", error)
         finally:
+            self.keeper.save_ended()
             if isinstance(content, Content) and isinstance(content.tensors, Staged):
                 content.tensors.release()
         seconds = time.monotonic() - begun
@@ -249,11 +261,23 @@ class Saver:
             if buffered_because is not None and "buffered" not in self._warned:
                 self._warned.add("buffered")
                 self._note("direct_io_unavailable", reason=buffered_because)
-            self._prune()
+            self.keeper.prune()
         except Exception as error:  # noqa: BLE001 the save is durable: a warning that is an error must not undo it
             self._note("prune_failed", cause=f"{type(error).__name__}: {error}")
         self._judge_freshness(moment, seen)
         return SaveReport(info.step, seconds if stall_seconds is None else stall_seconds, seconds)
+
+    def _draft(self, info: SaveInfo) -> Draft:
+        self.keeper.save_begins()
+        return Draft(
+            Path(self._place.root) / step_folder(info.step),
+            info,
+            overwrite=True,
+            place=self._place,
+            tag=self._claim.next_tag() if self._claim else None,
+            disk=self._disk,
+            on_commit=self._claim.check if self._claim else None,
+        )
 
     def _give_up(
         self, number: int, draft: Draft | None, step: int, rank: int, cause: str, error: Exception
@@ -264,21 +288,14 @@ class Saver:
         self._note("save_failed", step=step, rank=rank, cause=cause)
         raise CommitError(step, rank, cause) from error
 
-    def _prune(self) -> None:
-        """Only now that the new checkpoint is durable may older ones go. A failure here never fails a save."""
-        if self._claim is None:
-            return
-        try:
-            plan = plan_prune(self._place.root, self._retention, damaged=self.damaged)
-            execute(self._place.root, plan, self._claim.next_tag(), self._disk)
-        except Exception as error:  # noqa: BLE001 a user's own retention policy may raise anything
-            cause = f"{type(error).__name__}: {error}"
-            self._note("prune_failed", cause=cause)
-            self._warn_once("prune", f"older checkpoints could not be pruned, and the disk fills up: {cause}")
-            return
-        for verdict in plan.verdicts:
-            if not verdict.keep:
-                self._note("pruned", step=verdict.record.step, reason="; ".join(verdict.reasons))
+    def _make_room(self, error: RankFailed, info: SaveInfo) -> bool:
+        """Where a save failed because the disk is full: whether there is more room now, and it is worth another try.
+
+        Every rank calls it, as every rank has the error. Raises: RankFailed, RankLostError.
+        """
+        if error.failure.errno not in FULL:
+            return False
+        return self.channel.ask_leader(lambda: self.keeper.make_room(info, error.failure.text))
 
     def _watch_for(self, file: RankFile, snapshot: Snapshot, watcher: Watcher | None) -> Watch | None:
         if watcher is None:

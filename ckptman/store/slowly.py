@@ -12,6 +12,9 @@ from pathlib import Path
 from ckptman.store.durable import Disk
 
 Sleep = Callable[[float], object]
+_GENTLY_SECONDS = 0.05
+"""Between two files, while a run saves."""
+_CLOSE_SECONDS = 5.0
 
 
 class Slowly:
@@ -53,3 +56,84 @@ def remove_by_file(folder: Path, disk: Disk, before_each: Callable[[], object]) 
                 before_each()
                 disk.remove_file(folder / name)
     disk.remove_tree(folder)
+
+
+class Remover:
+    """Removes folders in a thread of its own, behind a run that goes on, and slowly while that run saves."""
+
+    def __init__(self, disk: Disk, told: Callable[[Path, OSError], object]) -> None:
+        """`told` is called, in that thread, with what could not be removed: it stays a leftover."""
+        self._disk, self._told = disk, told
+        self._turn = threading.Condition()
+        self._queue: list[Path] = []
+        self._thread: threading.Thread | None = None
+        self._gently = threading.Event()
+        self._hurry = threading.Event()
+        self._closed = False
+
+    def add(self, folder: Path) -> None:
+        """Have a folder removed that nobody sees any more."""
+        with self._turn:
+            self._queue.append(folder)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="ckptman-remove", daemon=True)
+                self._thread.start()
+            self._turn.notify_all()
+
+    @property
+    def pending(self) -> list[Path]:
+        """What is still to be removed, or is being removed."""
+        with self._turn:
+            return list(self._queue)
+
+    def slow_down(self, wanted: bool) -> None:
+        """Whether the run saves just now."""
+        self._gently.set() if wanted else self._gently.clear()
+
+    def drain(self, timeout_seconds: float | None = None) -> bool:
+        """Remove the rest as fast as can be, and wait for it. False where that took too long."""
+        self._hurry.set()
+        try:
+            with self._turn:
+                return self._turn.wait_for(lambda: not self._queue, timeout_seconds)
+        finally:
+            self._hurry.clear()
+
+    def close(self, timeout_seconds: float) -> None:
+        """Remove what can be in that time; the rest is a leftover, which the next attempt or a prune clears."""
+        if self._thread is None:
+            return
+        self.drain(timeout_seconds)
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+        self._hurry.set()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _work(self) -> None:
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    return
+                folder = self._queue[0]
+            try:
+                remove_by_file(folder, self._disk, self._pause)
+            except _Closed:
+                return
+            except OSError as error:
+                self._told(folder, error)
+            finally:
+                with self._turn:
+                    self._queue.remove(folder)
+                    self._turn.notify_all()
+
+    def _pause(self) -> None:
+        if self._closed:
+            raise _Closed
+        if self._gently.is_set():
+            self._hurry.wait(_GENTLY_SECONDS)
+
+
+class _Closed(Exception):
+    """The run ends: the rest is left."""

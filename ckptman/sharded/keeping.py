@@ -1,0 +1,148 @@
+"""The retention of a run at work: after each commit older checkpoints go by the plan, and where the disk is full."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from ckptman.errors import warn
+from ckptman.monitor.journal import Journal
+from ckptman.policy.limit import in_bytes, needs_capacity
+from ckptman.policy.rules import Record, RetentionPolicy
+from ckptman.sharded.commit import SaveInfo
+from ckptman.store.durable import Disk
+from ckptman.store.owner import Claim
+from ckptman.store.place import FolderPlace
+from ckptman.store.prune import Pruned, execute, plan_prune
+from ckptman.store.slowly import Remover
+from ckptman.store.stored_policy import write_policy
+
+OnFull = Literal["fail", "prune"]
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLOSE_SECONDS = 30.0
+_MOST_BYTES_AHEAD = 1.1
+"""Room for a save: as much as the one before took, and a little more."""
+
+
+class Keeper:
+    """What to keep, carried out. Every rank has one; only the leader's has the `claim` and deletes."""
+
+    def __init__(
+        self,
+        place: FolderPlace,
+        policy: RetentionPolicy | None,
+        on_full: OnFull,
+        claim: Claim | None,
+        journal: Journal | None,
+        disk: Disk,
+    ) -> None:
+        self._root, self._policy, self._on_full = place.root, policy, on_full
+        self._claim, self._journal, self._disk = claim, journal, disk
+        self.damaged: set[int] = set()
+        """Commit sequences of checkpoints that were refused: they are not counted."""
+        self._remover = Remover(disk, self._not_removed)
+        self._warned = False
+        self._newest_bytes = 0
+        if claim is not None:
+            self._store()
+
+    def prune(self) -> None:
+        """Delete by the plan, now that a new checkpoint is durable. Never fails a save: raises nothing.
+
+        What goes is invisible when this returns, and is removed behind the training.
+        """
+        if self._claim is None:
+            return
+        try:
+            self._carry_out(self._remover.add)
+        except Exception as error:  # noqa: BLE001 a user's own retention policy may raise anything
+            self._failed(f"{type(error).__name__}: {error}")
+
+    def save_begins(self) -> None:
+        """A save is about to write: deletions give way to it, unless it needs the room that they make."""
+        if self._claim is None:
+            return
+        if self._remover.pending and self._is_short():
+            self._remover.drain()
+        self._remover.slow_down(True)
+
+    def save_ended(self) -> None:
+        """It has written, or has failed."""
+        self._remover.slow_down(False)
+
+    def make_room(self, info: SaveInfo, cause: str) -> bool:
+        """The disk is full: say so, and delete what may go for a save. Whether that freed anything. Leader only.
+
+        What is deleted is what the policy would delete once the save is there; with `on_full="fail"`, only what had
+        been deleted before and was still being removed. Raises: what a plan raises.
+        """
+        waiting = self._remover.pending
+        self._remover.drain()
+        steps, freed_bytes = list[int](), 0
+        if self._on_full == "prune":
+            coming = Record(info.step, 0, time.time(), self._newest_bytes, dict(info.metrics or {}))
+            pruned, steps = self._carry_out(self._disk.remove_tree, coming)
+            freed_bytes = pruned.freed_bytes
+        self._note("disk_full", step=info.step, cause=cause, pruned_steps=steps, freed_bytes=freed_bytes)
+        if self._on_full == "prune":
+            gone = f"step {', '.join(map(str, steps))} went" if steps else "no checkpoint may go"
+            _warn(f"the disk is full, so checkpoints were pruned for the save of step {info.step}: {gone} ({cause})")
+        return bool(waiting) or freed_bytes > 0
+
+    def close(self) -> None:
+        """Remove what is left to remove, as far as it goes in half a minute."""
+        self._remover.close(_CLOSE_SECONDS)
+
+    def _carry_out(self, remove: Callable[..., None], coming: Record | None = None) -> tuple[Pruned, list[int]]:
+        """Plan and delete. Returns what was done, and the steps that went. Raises: OSError, and what a plan raises."""
+        assert self._claim is not None
+        if needs_capacity(self._policy):
+            from ckptman.doctor.capacity import capacity_bytes
+
+            self._policy = in_bytes(self._policy, capacity_bytes(self._root))
+        plan = plan_prune(self._root, self._policy, self.damaged, wait=False, coming=coming)
+        if plan.verdicts:
+            self._newest_bytes = plan.verdicts[-1].record.bytes
+        pending = set(self._remover.pending)
+        plan.leftovers[:] = [each for each in plan.leftovers if each.path not in pending]
+        pruned = execute(self._root, plan, self._claim.next_tag(), self._disk, remove=remove)
+        gone = [verdict for verdict in plan.deletions if verdict.record.sequence in pruned.deleted]
+        for verdict in gone:
+            self._note("pruned", step=verdict.record.step, reason="; ".join(verdict.reasons))
+        return pruned, [verdict.record.step for verdict in gone]
+
+    def _is_short(self) -> bool:
+        try:
+            space = os.statvfs(self._root)
+        except OSError:
+            return True
+        return space.f_bavail * space.f_frsize < self._newest_bytes * _MOST_BYTES_AHEAD
+
+    def _store(self) -> None:
+        """So that `ckptman prune` can go by the same rules."""
+        try:
+            write_policy(self._root, self._policy, self._disk)
+        except OSError as error:
+            _warn(f"the retention policy could not be stored, and ckptman prune will need options: {error}")
+
+    def _not_removed(self, path: object, error: OSError) -> None:
+        self._failed(f"{path}: {error}")
+
+    def _failed(self, cause: str) -> None:
+        self._note("prune_failed", cause=cause)
+        if not self._warned:
+            self._warned = True
+            _warn(f"older checkpoints could not be pruned, and the disk fills up: {cause}")
+
+    def _note(self, event: str, **fields: object) -> None:
+        if self._journal is not None:
+            self._journal.record(event, sync=False, **fields)
+
+
+def _warn(text: str) -> None:
+    with contextlib.suppress(Warning):  # one that is an error must not undo a save, nor keep a rank from the others
+        warn(text)
