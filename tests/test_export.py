@@ -56,7 +56,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a tensor of a few hundred KB is cut as one of many GB is."""
     monkeypatch.setattr(export_write, "PIECE_BYTES", 64 * 1024)
-    monkeypatch.setattr(export_write, "_SETTLE_BYTES", 256 * 1024)
+    monkeypatch.setattr(export_write, "STRIDE_BYTES", 128 * 1024)
     monkeypatch.setattr(export_formats, "CHUNK_BYTES", 200 * 1024)
 
 

@@ -14,6 +14,7 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 import ckptman
 from ckptman.errors import ConfigError
+from ckptman.sharded.chunkfiles import Saved, Tensors
 from ckptman.sharded.image import Placed
 from ckptman.sharded.rankfile import make_rows
 from ckptman.sharded.saved import SavedState, resolve
@@ -67,6 +68,7 @@ def describe(saved: SavedState, step: int, final: Path, reason: str, done: Calla
 def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
     numbers = {name: number for number, name in enumerate(data_names)}
     tensors = [(name, record.dtype, record.shape) for name, record in saved.index.tensors.items()]
+    containers = Tensors(saved)
     entries: list[list[tuple[int, tuple[int, ...], tuple[int, ...], Placed]]] = [[] for _ in data_names]
     for number, (name, dtype, _) in enumerate(tensors):
         for chunk in saved.all_chunks(name):
@@ -74,7 +76,9 @@ def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
             elements = item_bytes(dtype)
             for size in chunk.sizes:
                 elements = elements * size if elements is not None else None
-            # Of a tensor that is a part of another, the container holds all of that: only torch.load sees which part.
+            if payload is None:
+                # Only torch.load can tell whether it is what the description says, as it is of a transposed tensor.
+                containers.torch_load(Saved(name, saved.tensor(name).shape, saved.dtype(name)), chunk)
             if payload is None or elements is None or chunk.bytes - elements > FRAME_BYTES:
                 payload = -1
             place = Placed(chunk.offset, chunk.bytes, payload)

@@ -196,8 +196,13 @@ def _item(saved: SavedState, source: str, name: str, dtype: torch.dtype | None) 
     record, own = saved.tensor(source), saved.dtype(source)
     if str(own).startswith(("torch.qint", "torch.quint")):
         raise ConfigError(f"{source} is quantized ({record.dtype}), and is not exported: dequantize it before a save")
-    if min(record.shape, default=0) < 0:
-        raise CorruptError(f"{saved.folder}: {source} has the shape {list(record.shape)}: restore an older checkpoint")
+    saved.check((source,))
+    size_bytes, there = prod(record.shape) * own.itemsize, int(saved.table.chunks(source).bytes.sum())
+    if size_bytes > there:
+        raise CorruptError(
+            f"{saved.folder}: {source} {list(record.shape)} is to have {size_bytes} bytes, and {there} were saved: "
+            f"restore an older checkpoint"
+        )
     # Numbers of 8 bits and less mean nothing without their scales: they stay what they are.
     is_cast = dtype is not None and own.is_floating_point and own.itemsize > 1
     return Item(source, name, record.shape, own, dtype if is_cast and dtype is not None else own)

@@ -1,13 +1,13 @@
 """Writing the files of an export in bounded memory: tensors go from the checkpoint to their places piece by piece.
 
-The next piece is read while one is written. What is written is not kept in the page cache, so that a machine with
-little memory has some left.
+The next piece is read while one is written.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ from ckptman.sharded.export_choice import Item
 from ckptman.sharded.image import as_bytes, view_of
 from ckptman.sharded.piecewise import PIECE_BYTES, Reader, boxes
 from ckptman.sharded.reading import Fill
+from ckptman.store.blockio import STRIDE_BYTES, Target
 from ckptman.store.durable import Disk
+from ckptman.store.parallel import aligned_memory
 
 _BATCH_PIECES = 1024
 _ALIGN_BYTES = 64
 _CAST_ELEMENTS = 256 * 1024
-_SETTLE_BYTES = 64 * 1024 * 1024
-"""How much is written before storage is asked to take it."""
 T = TypeVar("T")
 
 
@@ -46,7 +46,8 @@ class Part(NamedTuple):
 
 @dataclass
 class FilePlan:
-    """A file that is to be written. `literals`: bytes that are known, by their place. What is between is zero."""
+    """A file that is to be written. `literals`: bytes that are known, by their place. `parts` by their places, too.
+    What is between is zero."""
 
     name: str
     size_bytes: int
@@ -75,7 +76,9 @@ def write_files(
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             disk.reserve(fd, plan.size_bytes)
-            _fill(_Target(fd, disk), plan, reader, done)
+            target = Target(path, fd, disk)
+            target.go_direct()
+            _fill(_Stream(target), plan, reader, done)
             disk.sync_file(fd)
         except OSError as error:
             error.filename = error.filename or str(path)
@@ -110,34 +113,53 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
 _END: Any = object()
 
 
-class _Target:
-    """The file that is being written."""
+class _Stream:
+    """A file that is written from its beginning to its end: past the page cache where that can be, in whole pages from
+    memory of its own. So what is written takes no memory from others, and is on its way to storage at once."""
 
-    def __init__(self, fd: int, disk: Disk) -> None:
-        self._fd, self._disk = fd, disk
-        self._settled = 0
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._memory = aligned_memory(STRIDE_BYTES)
+        self._begin = self._used = 0
 
     def put(self, data: memoryview | bytes, place: int) -> None:
+        """Bytes behind those that were put before. What is between is zero."""
+        gap = place - self._begin - self._used
+        assert gap >= 0
+        while gap:
+            gap -= self._add(memoryview(bytes(min(gap, STRIDE_BYTES))))
         view = memoryview(data)
         while view:
-            count = self._disk.write_at(self._fd, view, place)
-            view, place = view[count:], place + count
-        if place - self._settled >= _SETTLE_BYTES:
-            # What is still being written then is dropped the next time.
-            low = max(self._settled - _SETTLE_BYTES, 0)
-            os.posix_fadvise(self._fd, low, place - low, os.POSIX_FADV_DONTNEED)
-            self._settled = place
+            view = view[self._add(view) :]
+
+    def flush(self) -> None:
+        """Write what was put and not yet written."""
+        if self._used:
+            self._target.write(self._memory[: self._used], self._begin)
+        self._begin, self._used = self._begin + self._used, 0
+
+    def _add(self, data: memoryview) -> int:
+        count = min(len(data), len(self._memory) - self._used)
+        self._memory[self._used : self._used + count] = data[:count]
+        self._used += count
+        if self._used == len(self._memory):
+            self.flush()
+        return count
 
 
-def _fill(target: _Target, plan: FilePlan, reader: Reader, done: Callable[[int], None] | None) -> None:
-    for place, known in plan.literals:
-        target.put(known, place)
+def _fill(stream: _Stream, plan: FilePlan, reader: Reader, done: Callable[[int], None] | None) -> None:
+    literals = deque(sorted(plan.literals))
     for batch in ahead(_batches(reader, plan.parts)):
         for part, data in batch:
+            while literals and literals[0][0] < part.place:
+                stream.put(literals[0][1], literals.popleft()[0])
             written = _cast(part.item, data)  # the view below does not keep it
-            target.put(view_of(written), part.place)
+            stream.put(view_of(written), part.place)
             if done is not None:
                 done(math.prod(part.sizes) * part.item.as_dtype.itemsize)
+    for place, known in literals:
+        stream.put(known, place)
+    stream.flush()
 
 
 def _cast(item: Item, data: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ __all__ = [
     "Digests",
     "ReadReport",
     "Source",
+    "Target",
     "Wanted",
     "Written",
     "io_threads",
@@ -82,7 +83,7 @@ def write_source(
     size = source.size_bytes
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        target = _Target(path, fd, disk)
+        target = Target(path, fd, disk)
         if not direct:
             target.buffered_because = "direct I/O was not asked for"
         elif size % ALIGN_BYTES or block_bytes % ALIGN_BYTES:
@@ -132,7 +133,7 @@ def write_source(
     return Written(digests, xxh3_128_hexdigest(blocks), target.buffered_because)
 
 
-class _Target:
+class Target:
     """The file being written, and whether by direct I/O."""
 
     def __init__(self, path: Path, fd: int, disk: Disk) -> None:
@@ -140,6 +141,7 @@ class _Target:
         self.buffered_because: str | None = "direct I/O was not tried"
 
     def go_direct(self) -> None:
+        """Write past the page cache from now on, where the file system takes that."""
         # Not at open: a file system that refuses it there may have made the file all the same.
         try:
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
@@ -174,6 +176,7 @@ class _Target:
         return found, blocks, groups
 
     def write(self, data: memoryview, offset: int) -> None:
+        """Write all of it. Pages from an address on a page go direct; the first that do not end that."""
         while data:
             direct = self.buffered_because is None
             try:
