@@ -75,7 +75,7 @@ Factor = Annotated[float, _option("--factor", "X", "Interval by init time: so ma
 Mtbf = Annotated[str | None, _option("--mtbf", "TIME", "Mean time between failures of the whole run.")]
 RateName = Annotated[str, _option("--rate", "NAME", "Without --mtbf, a published one: llama3 (the default), rsc1.")]
 Days = Annotated[str, _option("--length", "TIME", "Of the whole run (30d).")]
-StepTime = Annotated[str | None, _option("--step", "TIME", "Of one step: --keep-every counts them.")]
+StepTime = Annotated[str | None, _option("--step", "TIME", "Of one step, for rules that go by steps.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Every number with its formula, and where that is from.")]
 
 
@@ -179,7 +179,7 @@ def plan(
         host = min(gpus, subject.gpus) * subject.largest_bytes
         words = f"{min(gpus, subject.gpus)} GPUs of a node x {subject.largest_bytes:,} B: their private copies"
         memory.append(Figure("host_copy_of_a_node", host, "bytes", words))
-    made = Plan(subject, memory, failures, tiers, blocking)
+    made = Plan(subject, memory, failures, _limit_bytes(retention), tiers, blocking)
     if as_json:
         text.say_json(as_dict(made, explain, room))
     else:
@@ -201,3 +201,10 @@ def _metrics(policy: RetentionPolicy | None) -> dict[str, str]:
     from ckptman.policy.retention import KeepBest
 
     return {each.metric: each.mode for each in rules_of(policy) if isinstance(each, KeepBest)}
+
+
+def _limit_bytes(policy: RetentionPolicy | None) -> int | None:
+    from ckptman.policy.limit import limited
+
+    limit = limited(policy)
+    return None if limit is None else limit.bytes

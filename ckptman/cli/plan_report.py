@@ -22,6 +22,7 @@ class Plan:
     subject: Subject
     memory: list[Figure]
     failures: list[Figure]
+    limit_bytes: int | None
     tiers: list[tuple[Tier, list[Figure]]]
     blocking: bool
 
@@ -75,6 +76,7 @@ def _fits(memory: Sequence[Figure], room: int) -> list[str]:
 def _advice(made: Plan) -> list[str]:
     """What to do, by the numbers: the tier that yields most, and what to write where."""
     from ckptman.policy.costs import BOUND_SECONDS
+    from ckptman.policy.figures import bytes_text
 
     lines = []
     lasting = [each for each in made.tiers if each[0].lasts]
@@ -91,6 +93,11 @@ def _advice(made: Plan) -> list[str]:
             lines.append(
                 f"{text.plain(tier.name)}: a restart takes longer than it is from one failure to the next: look for "
                 f"the cause of the failures, or take fewer GPUs"
+            )
+        if made.limit_bytes is not None and value_of(figures, "disk") > made.limit_bytes:
+            lines.append(
+                f"{text.plain(tier.name)}: {_text(figures, 'disk')} are there while a save is on its way, and "
+                f"--max-bytes is {bytes_text(made.limit_bytes)}: a limit trims when the save is durable"
             )
         if not tier.lasts:
             lines.append(f"{text.plain(tier.name)}: memory of a node, and gone with it")

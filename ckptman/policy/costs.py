@@ -172,18 +172,24 @@ def disk_figures(
     made = f"{time_text(run_seconds)} / {time_text(interval_seconds)} = {saves:,} saves"
     kept = saves
     if policy is not None:
-        from ckptman.policy.retention import Record, plan  # only where there are rules: it takes its time
+        # Only where there are rules: to import them takes its time.
+        from ckptman.policy.limit import rules_of
+        from ckptman.policy.retention import KeepSteps, Record, plan
 
+        steps = {max(number, round(number * interval_seconds / step_seconds)) for number in _numbers(saves)}
+        # Who names steps to keep saves at them (AtStep).
+        named = (each for rule in rules_of(policy) if isinstance(rule, KeepSteps) for each in rule.steps)
+        steps |= {each for each in named if each * step_seconds <= run_seconds}
         records = [
             Record(
-                step=max(number, round(number * interval_seconds / step_seconds)),
+                step=step,
                 sequence=number,
-                time_seconds=number * interval_seconds,
+                time_seconds=step * step_seconds,
                 bytes=bytes_each,
                 metrics={name: number if mode == "min" else -number for name, mode in metrics.items()},
-                verified=number == saves,
+                verified=number == len(steps),
             )
-            for number in _numbers(saves)
+            for number, step in enumerate(sorted(steps), start=1)
         ]
         kept = sum(verdict.keep for verdict in plan(records, policy))
     rules = "no --keep rule: all are kept" if policy is None else f"{policy}"
