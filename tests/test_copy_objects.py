@@ -24,8 +24,9 @@ from tests.object_store import Failure, Proxy, Request, bucket_fixture, proxy_fi
 
 __all__ = ["bucket_fixture", "proxy_fixture"]
 
+Told = pytest.CaptureFixture[str]
 QUICK = Patience(attempts=4, first_seconds=0.0)
-IMPATIENT = {"config_kwargs": {"connect_timeout": 1, "read_timeout": 0.3, "retries": {"total_max_attempts": 1}}}
+TWICE = Patience(attempts=2, first_seconds=0.0)
 FOLDER = "step-0000000100"
 
 
@@ -33,14 +34,21 @@ FOLDER = "step-0000000100"
 def root(tmp_path: Path) -> Path:
     """Two checkpoints of which the second has files of several parts."""
     commit(tmp_path / "root", 100, rows=80_000, metrics={"loss": 2.0})
-    commit(tmp_path / "root", 200, rows=1_200_000)
+    commit(tmp_path / "root", 200, rows=700_000)
     return tmp_path / "root"
 
 
 @pytest.fixture
 def place(bucket: str, monkeypatch: pytest.MonkeyPatch) -> ObjectPlace:
     monkeypatch.setattr(objectput, "PART_BYTES", 5 * 2**20)  # the least that S3 takes
-    return ObjectPlace(f"s3://{bucket}/runs/a", QUICK, **IMPATIENT)
+    return ObjectPlace(f"s3://{bucket}/runs/a", QUICK)
+
+
+def impatient(place: ObjectPlace, failure: Failure, patience: Patience) -> ObjectPlace:
+    """The same place; where the server is silent, it is not waited for long: only then, as this host may be busy."""
+    seconds = 0.5 if failure == "hang" else 60
+    config = {"connect_timeout": 10, "read_timeout": seconds, "retries": {"total_max_attempts": 1}}
+    return ObjectPlace(place.url, patience, config_kwargs=config)
 
 
 def upload(root: Path, place: ObjectPlace, step: int = 100, **means: object) -> Copied:
@@ -103,6 +111,7 @@ def test_a_store_that_is_busy_or_silent_for_a_while_is_asked_again(
         return failure
 
     proxy.fail = fail
+    place = impatient(place, failure, Patience(attempts=8, first_seconds=0.0))
     upload(root, place, 200)
     assert [entry.step for entry in place.look()] == [200]
     download(place, tmp_path / "back")
@@ -112,12 +121,11 @@ def test_a_store_that_is_busy_or_silent_for_a_while_is_asked_again(
 
 @pytest.mark.parametrize("failure", ["503", "500", "reset", "hang", "403"])
 def test_what_cannot_be_listed_is_never_no_checkpoints(
-    failure: Failure, root: Path, place: ObjectPlace, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    failure: Failure, root: Path, place: ObjectPlace, proxy: Proxy
 ) -> None:
     upload(root, place)
     proxy.always(failure)
-    if failure == "hang":
-        place = ObjectPlace(place.url, Patience(attempts=2, first_seconds=0.0), **IMPATIENT)
+    place = impatient(place, failure, TWICE)
     with pytest.raises(RootError, match=r"could not be listed.*That says nothing of what is there"):
         place.look()
     with pytest.raises(RootError):
@@ -154,10 +162,10 @@ def test_a_store_that_stays_away_leaves_nothing_that_counts(
     failure: Failure, method: str, root: Path, place: ObjectPlace, proxy: Proxy
 ) -> None:
     upload(root, place, 100)
-    place = ObjectPlace(place.url, Patience(attempts=2, first_seconds=0.0), **IMPATIENT)
+    away = impatient(place, failure, TWICE)
     proxy.always(failure, lambda request: request.method == method and not request.lists and "00200" in request.path)
     with pytest.raises(RootError):
-        upload(root, place, 200)
+        upload(root, away, 200)
     proxy.fail = lambda request: None
     assert [entry.step for entry in place.look() if entry.complete] == [100]
     copied = upload(root, place, 200)
@@ -172,10 +180,10 @@ def test_an_interrupted_copy_goes_on_with_what_is_missing_or_wrong(
     with pytest.raises(RootError):
         upload(root, place, 200)
     proxy.fail = lambda request: None
-    place.write("step-0000000200/__1_0.distcp", bytes(9_600_000))
+    place.write("step-0000000200/__1_0.distcp", bytes(5_600_000))
     place.write("step-0000000200/junk", b"junk")
     copied = upload(root, place, 200)
-    assert copied.written_bytes == 9_600_000
+    assert copied.written_bytes == 5_600_000
     (entry,) = place.look()
     assert entry.complete
     assert "junk" not in entry.sizes
@@ -274,7 +282,7 @@ def test_nothing_there_and_no_such_bucket_are_not_found(place: ObjectPlace, buck
     with pytest.raises(NotFoundError, match="there is nothing under"):
         place.look()
     with pytest.raises(NotFoundError):
-        ObjectPlace("s3://no-such-bucket-anywhere/x", QUICK, **IMPATIENT).look()
+        ObjectPlace("s3://no-such-bucket-anywhere/x", QUICK).look()
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "nosuch://bucket/x"])
@@ -319,12 +327,38 @@ def test_the_meter_sees_every_byte_once(root: Path, place: ObjectPlace) -> None:
         assert max(done) == total.pop()
 
 
+@pytest.mark.parametrize("verb", ["list", "copy"])
+def test_a_store_that_is_down_is_told_with_10(
+    verb: str,
+    root: Path,
+    bucket: str,
+    proxy: Proxy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["copy", str(root), f"s3://{bucket}/runs/c"]) == 0
+    monkeypatch.setattr("ckptman.store.objects.USUAL", QUICK)
+    proxy.always("503")
+    assert main([verb, f"s3://{bucket}/runs/c", *["back"] * (verb == "copy")]) == 10
+    told = capsys.readouterr()
+    assert "could not be listed 4 times" in told.err
+    assert "no complete checkpoint" not in told.out + told.err
+
+
 def test_the_command_copies_there_lists_and_copies_back(
     root: Path, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = f"s3://{bucket}/runs/b"
     assert main(["copy", str(root), url, "--all"]) == 0
-    assert f"Copied 2 checkpoints, 19.5 MiB, to {url}." in capsys.readouterr().out
+    assert f"Copied 2 checkpoints, 11.9 MiB, to {url}." in capsys.readouterr().out
+    assert main(["list", url]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told[1:3]] == ["100", "200"]
+    assert told[-1] == "2 complete checkpoints, 11.9 MiB; the newest is of step 200."
+    assert main(["list", url, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [each["path"] for each in listed] == [f"{url}/{FOLDER}", f"{url}/step-0000000200"]
+    assert main(["list", f"{url}/nothing"]) == 3
     assert main(["copy", url, str(tmp_path / "one")]) == 0
     assert sorted(holds(tmp_path / "one")) == [200]
     assert main(["copy", f"{url}/{FOLDER}", str(tmp_path / "one")]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,8 +35,12 @@ def list_checkpoints(root: Root, as_json: AsJson = False) -> None:
     Oldest commit first: the last complete one is what a run restores.
     """
     from ckptman.store.catalogue import Catalogue
+    from ckptman.store.objects import find_url
     from ckptman.store.verified import read_verified
 
+    if (url := find_url(str(root))) is not None:
+        list_objects(url, as_json)
+        return
     catalogue = Catalogue(root)
     entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
     notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
@@ -44,6 +49,24 @@ def list_checkpoints(root: Root, as_json: AsJson = False) -> None:
         checkpoints = [describe(entry, notes.get(entry.path)) for entry in entries]
         text.say_json({"root": str(root), "checkpoints": checkpoints, "leftovers": unfinished})
         return
+    _say(str(root), entries, notes, len(leftovers))
+
+
+def list_objects(url: str, as_json: bool) -> None:
+    """The same of an object store, where there are no notes and no leftovers. Raises: as `ObjectPlace.look`."""
+    from ckptman.store.catalogue import Entry
+    from ckptman.store.objects import ObjectPlace
+
+    found = ObjectPlace(url).look()
+    entries = [Entry(each.step, Path(each.url), each.manifest, each.problem, each.newer_format) for each in found]
+    if as_json:
+        checkpoints = [{**describe(entry, None), "path": each.url} for entry, each in zip(entries, found)]
+        text.say_json({"root": url, "checkpoints": checkpoints, "leftovers": []})
+        return
+    _say(url, entries, {}, 0)
+
+
+def _say(root: str, entries: list[Entry], notes: Mapping[Path, Verified | None], leftovers: int) -> None:
     if entries:
         now = time.time()
         # A column that would be empty from top to bottom is left out.
@@ -57,7 +80,7 @@ def list_checkpoints(root: Root, as_json: AsJson = False) -> None:
         text.say("\n".join(lines))
         text.say()
     damaged = {path for path, note in notes.items() if note is not None and note.damaged}
-    text.say(_summary(root, entries, damaged, len(leftovers)))
+    text.say(_summary(root, entries, damaged, leftovers))
 
 
 def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
@@ -120,7 +143,7 @@ def _state(entry: Entry, note: Verified | None) -> str:
     return text.paint(f"does not count: {text.plain(short_problem(entry, entry.problem))}", "red")
 
 
-def _summary(root: Path, entries: list[Entry], damaged: set[Path], leftovers: int) -> str:
+def _summary(root: str, entries: list[Entry], damaged: set[Path], leftovers: int) -> str:
     left = sum(entry.complete and bool(entry.abandoned) for entry in entries)
     counting = [entry for entry in entries if not (entry.complete and entry.abandoned)]
     complete = [entry.require_manifest() for entry in counting if entry.complete and entry.path not in damaged]

@@ -41,6 +41,9 @@ class Patience:
     sleep: Callable[[float], None] = time.sleep
 
 
+USUAL = Patience()
+
+
 @dataclass(frozen=True)
 class ObjectEntry:
     """What has a checkpoint's name in an object store. Complete if `problem` is None. `sizes`: of its objects."""
@@ -81,8 +84,8 @@ def find_url(written: str) -> str | None:
 class ObjectPlace:
     """Checkpoints under a prefix of an object store. Several threads may use one. Raises: ConfigError."""
 
-    def __init__(self, url: str, patience: Patience = Patience(), **options: Any) -> None:
-        self.url, self._patience = url.rstrip("/"), patience
+    def __init__(self, url: str, patience: Patience | None = None, **options: Any) -> None:
+        self.url, self._patience = url.rstrip("/"), patience or USUAL
         protocol, _, rest = self.url.partition("://")
         if not rest or rest.startswith("/"):
             raise ConfigError(f"{url} names no bucket: give one, as in s3://bucket/prefix")
