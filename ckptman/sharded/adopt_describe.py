@@ -13,11 +13,11 @@ from typing import Any
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 import ckptman
-from ckptman.errors import ConfigError
+from ckptman.errors import ConfigError, CorruptError
 from ckptman.sharded.chunkfiles import Saved, Tensors
 from ckptman.sharded.image import Placed
 from ckptman.sharded.rankfile import make_rows
-from ckptman.sharded.saved import SavedState, resolve
+from ckptman.sharded.saved import ChunkPlace, SavedState, resolve
 from ckptman.store.assembly import assemble
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.chunks import FRAME_BYTES, item_bytes
@@ -78,7 +78,7 @@ def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
                 elements = elements * size if elements is not None else None
             if payload is None:
                 # Only torch.load can tell whether it is what the description says, as it is of a transposed tensor.
-                containers.torch_load(Saved(name, saved.tensor(name).shape, saved.dtype(name)), chunk)
+                _load(containers, Saved(name, saved.tensor(name).shape, saved.dtype(name)), chunk)
             if payload is None or elements is None or chunk.bytes - elements > FRAME_BYTES:
                 payload = -1
             place = Placed(chunk.offset, chunk.bytes, payload)
@@ -86,6 +86,13 @@ def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
     records, table = assemble(tensors, [make_rows(each) for each in entries])
     index = Index(files=data_names, tensors=records, objects=saved.index.objects, units=_units(saved))
     return index, table.astype("<i8").tobytes()
+
+
+def _load(containers: Tensors, saved: Saved, chunk: ChunkPlace) -> None:
+    try:
+        containers.torch_load(saved, chunk)
+    except CorruptError as error:
+        raise CorruptError(f"{containers.state.folder}: {saved.name}: {error}; bring it back from a copy") from error
 
 
 def _units(saved: SavedState) -> list[Unit]:
