@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ckptman
 from ckptman.errors import ConfigError, IntervalError
 from ckptman.policy.layout import SCHEDULED_VALUES, Size, Values, checkpoint_size
-from ckptman.policy.memory import Batch, Shape, Weights, activation_figures, likely_shape, memory_figures, total_of
+from ckptman.policy.memory import Batch, Shape, Weights, activation_figures, likely_shape, memory_figures
 from ckptman.policy.sizing import Tensor, parameter_count, rule_bytes, state_bytes, with_optimizer
 from ckptman.sharded.meta import tensors_of
 from ckptman.store.manifest import read_manifest
@@ -263,7 +263,6 @@ def test_gradients_are_whole_where_micro_batches_are_accumulated() -> None:
     (gradients,) = (each for each in figures if each.name == "gradients")
     assert gradients.value == 4e9
     assert "whole on each GPU" in gradients.formula
-    assert total_of(figures, checkpointed=True) < total_of(figures, checkpointed=False)
 
 
 @pytest.mark.parametrize(

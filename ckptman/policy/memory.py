@@ -9,7 +9,6 @@ output of the attention, and four times the width of the feed-forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptman.policy.checks import check_count, check_positive
@@ -160,9 +159,3 @@ def _gathered(parameters: int, shape: Shape, batch: Batch) -> Figure:
         formula,
         "FSDP2 gathers the next layer while one is at work, and keeps what is in no layer",
     )
-
-
-def total_of(figures: Sequence[Figure], checkpointed: bool) -> float:
-    """Bytes of one GPU in all."""
-    name = "total_checkpointed" if checkpointed else "total_plain"
-    return next(each.value for each in figures if each.name == name)
