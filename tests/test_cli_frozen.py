@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from ckptman import __version__
-from ckptman.cli.app import app, main
+from ckptman.cli.app import main, make_app
 from tests.fake_checkpoint import commit
 
 VERBS = {
@@ -80,7 +80,7 @@ for runs in (light, with_tensors):
 
 
 def test_verbs_and_options_are_those_that_users_hold() -> None:
-    verbs = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    verbs = dict(typer.main.get_command(make_app()).commands)  # type: ignore[attr-defined]
     verbs |= {f"chain {name}": verb for name, verb in verbs.pop("chain").commands.items()}
     found = {
         name: [

@@ -29,7 +29,7 @@ import typer
 
 import ckptman
 from ckptman import errors
-from ckptman.cli.app import app
+from ckptman.cli.app import make_app
 from ckptman.lifecycle.outcome import Outcome
 from ckptman.policy import retention, saving
 from ckptman.store.index import Index
@@ -241,7 +241,7 @@ def test_every_public_name_is_in_the_docs() -> None:
 
 def test_every_verb_and_option_is_in_the_command_line_page() -> None:
     page = text_of("command-line.md")
-    for name, verb in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    for name, verb in typer.main.get_command(make_app()).commands.items():  # type: ignore[attr-defined]
         assert f"## ckptman {name}" in page
         for option in (option for each in verb.params if each.param_type_name == "option" for option in each.opts):
             assert f"`{option}" in page, f"{name} {option}"

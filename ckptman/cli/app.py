@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, NoReturn
 
 import typer
 
-from ckptman.cli.adopt import adopt
-from ckptman.cli.chain import chain_app
-from ckptman.cli.copy import copy
-from ckptman.cli.diff import diff
-from ckptman.cli.doctor import doctor
-from ckptman.cli.drain import drain
-from ckptman.cli.export import export
-from ckptman.cli.list import list_checkpoints
-from ckptman.cli.pin import pin, unpin
-from ckptman.cli.plan import plan
-from ckptman.cli.prune import prune
-from ckptman.cli.rollback import rollback
-from ckptman.cli.show import show
-from ckptman.cli.simulate import simulate
-from ckptman.cli.submit import submit
-from ckptman.cli.template import template
 from ckptman.cli.text import complain, message, plain, say, stop_writing
-from ckptman.cli.verify import verify
 from ckptman.errors import CkptmanError, RootError
 
 TRACEBACK_ENV = "CKPTMAN_TRACEBACK"
@@ -37,34 +21,27 @@ TRACEBACK_ENV = "CKPTMAN_TRACEBACK"
 EXIT_BUG = 70
 """EX_SOFTWARE of sysexits.h."""
 
-# Formatting by rich costs more to import than a whole listing of 1,000 checkpoints takes.
-app = typer.Typer(
-    name="ckptman",
-    help="Checkpoints of PyTorch training runs: look, prove, prune, and run to the end.",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("list")(list_checkpoints)
-app.command("show")(show)
-app.command("verify")(verify)
-app.command("diff")(diff)
-app.command("export")(export)
-app.command("adopt")(adopt)
-app.command("copy")(copy)
-app.command("drain")(drain)
-app.command("prune")(prune)
-app.command("pin")(pin)
-app.command("unpin")(unpin)
-app.command("plan")(plan)
-app.command("simulate")(simulate)
-app.command("rollback")(rollback)
-app.command("doctor")(doctor)
-app.add_typer(chain_app, name="chain")
-app.command("submit", context_settings={"allow_interspersed_args": False})(submit)
-app.command("template")(template)
+_VERBS = {
+    "list": "list:list_checkpoints",
+    "show": "show:show",
+    "verify": "verify:verify",
+    "diff": "diff:diff",
+    "export": "export:export",
+    "adopt": "adopt:adopt",
+    "copy": "copy:copy",
+    "drain": "drain:drain",
+    "prune": "prune:prune",
+    "pin": "pin:pin",
+    "unpin": "pin:unpin",
+    "rollback": "rollback:rollback",
+    "plan": "plan:plan",
+    "simulate": "simulate:simulate",
+    "doctor": "doctor:doctor",
+    "chain": "chain:chain_app",
+    "submit": "submit:submit",
+    "template": "template:template",
+}
+"""Where each verb is, in the order of the help."""
 
 
 def _tell_version(wanted: bool) -> None:
@@ -75,13 +52,37 @@ def _tell_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _common(
     version: Annotated[
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
+
+
+def make_app(verbs: Iterable[str] = tuple(_VERBS)) -> typer.Typer:
+    """The command with these verbs. Each costs milliseconds to import, so a call has only the one that it is about."""
+    # Formatting by rich costs more to import than a whole listing of 1,000 checkpoints takes.
+    app = typer.Typer(
+        name="ckptman",
+        help="Checkpoints of PyTorch training runs: look, prove, prune, and run to the end.",
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_common)
+    for verb in verbs:
+        module, _, name = _VERBS[verb].partition(":")
+        found = getattr(importlib.import_module(f"ckptman.cli.{module}"), name)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=verb)
+        else:
+            # What follows the script belongs to the script.
+            settings = {"allow_interspersed_args": False} if verb == "submit" else None
+            app.command(verb, context_settings=settings)(found)
+    return app
 
 
 def run() -> NoReturn:
@@ -116,6 +117,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    verb = next((each for each in arguments if not each.startswith("-")), "")
+    app = make_app([verb]) if verb in _VERBS else make_app()
     try:
         typer.main.get_command(app)(args=list(arguments), prog_name="ckptman")
     except SystemExit as ending:
