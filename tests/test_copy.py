@@ -261,6 +261,26 @@ def test_what_storage_does_not_give_back_does_not_count(source: Path, tmp_path: 
     assert holds(root)[200] == holds(source)[200]
 
 
+def test_where_there_is_no_room_nothing_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, statvfs = tmp_path / "root", os.statvfs
+
+    def full(path: Path) -> os.statvfs_result:
+        return os.statvfs_result((*statvfs(path)[:4], 100, *statvfs(path)[5:]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", full)
+        with pytest.raises(RootError, match=r"has no room for step-0000000200 \(No space left on device; it needs"):
+            copy(source, root)
+        assert list(root.glob("step-*")) == []
+    with pytest.raises(KeyboardInterrupt):
+        copy(source, root, meter=Meter(Once("verifying", stop)))
+    with monkeypatch.context() as patch:  # what is there already needs no room
+        patch.setattr(os, "statvfs", full)
+        assert copy(source, root).written_bytes == 0
+
+
 def test_of_two_copies_at_once_one_works_and_the_other_is_told(source: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     told: list[BaseException] = []

@@ -43,6 +43,8 @@ from ckptman.store.place import FolderPlace
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ATTEMPTS = 3
+_LITTLE_BYTES = 1024 * 1024
+"""A draft with less than this in it is not worth keeping."""
 _known_dead: set[str] = set()
 """Runs that were watched once and found to be gone: of another host that takes half a minute."""
 
@@ -99,6 +101,7 @@ def _copy(original: Original, place: FolderPlace, draft: Path, means: Means) -> 
     begun = time.monotonic()
     try:
         there = _tidy(draft, facts, means, meter)
+        _check_room(draft, facts, place)
         moved = move(original, draft, there, disk=disk, meter=meter, limit=means.limit, threads=means.threads)
         copied = time.monotonic()
         proof = facts.manifest or manifest_of(facts, moved.digests)
@@ -196,10 +199,10 @@ def _claimed(draft: Path, place: FolderPlace, disk: Disk) -> Iterator[None]:
             break
         except BusyError as error:
             raise _BusyCopying(str(place.root), error.host, error.pid, error.job_id) from None
-        except RootError:
-            # The draft was made visible, or cleared, this very moment.
+        except RootError as error:
+            # The draft was made visible, or cleared, this very moment?
             if draft.exists() or attempt == _ATTEMPTS - 1:
-                raise
+                raise error.__cause__ or error from None
     try:
         yield
     finally:
@@ -229,6 +232,18 @@ def _told(root: Path, facts: Facts) -> Iterator[None]:
         raise _root_error(root, facts, error) from error
 
 
+def _check_room(draft: Path, facts: Facts, place: FolderPlace) -> None:
+    """A disk that would be full half way is left as it is, for whoever saves to it. Raises: OSError."""
+    with os.scandir(draft) as items:
+        taken = sum(item.stat(follow_symlinks=False).st_blocks * 512 for item in items)
+    system = os.statvfs(draft)
+    if facts.bytes - taken <= system.f_bavail * system.f_frsize:
+        return
+    if taken < _LITTLE_BYTES:
+        place.abandon(str(draft))
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(draft))
+
+
 def _root_error(root: Path, facts: Facts, error: OSError) -> RootError:
     why = error.strerror or str(error)
     again = "what was copied stays; copy again, and it goes on from there"
@@ -237,8 +252,8 @@ def _root_error(root: Path, facts: Facts, error: OSError) -> RootError:
         left = f", {free:,} bytes are free" if free is not None else ""
         return RootError(
             error.errno,
-            f"{root} has no room for {facts.name} ({why}; it needs {facts.bytes:,} bytes{left}): free some (ckptman "
-            f"prune, also of what was begun here), or raise the quota. Until then {again}",
+            f"{root} has no room for {facts.name} ({why}; it needs {facts.bytes:,} bytes{left}): free some with "
+            f"ckptman prune, or raise the quota. Until then {again} (or ckptman prune --leftovers clears it)",
         )
     where = error.filename or root
     return RootError(error.errno or errno.EIO, f"{plain(where)}: {why}: check the mount and its permissions; {again}")
