@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,10 @@ from ckptman.policy.retention import KeepBest, KeepEvery, KeepLast
 from ckptman.store import owner as owner_module
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.durable import DISK, Disk
-from ckptman.store.names import outcome_path, owner_path, run_folder
+from ckptman.store.lease import Lease, lease
+from ckptman.store.names import lease_path, outcome_path, owner_path, rollback_path, run_folder
 from ckptman.store.owner import Owner, claim, this_process
+from ckptman.store.pins import pin
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import Leftover, execute, find_leftovers, plan_prune
 from tests.faulty_disk import rewrite, save
@@ -368,3 +372,103 @@ def test_files_are_flushed_before_the_name_that_makes_them_count(
     assert log == ["rename to step-0000000100.trash-b", "flush root"]
     assert find_leftovers(root) == []
     assert Leftover(root, None, "", 0).step is None
+
+
+# ---- readers, pins and prunes that are killed ------------------------------------------------------------------------
+
+
+class Meanwhile(Disk):
+    """Has something happen right after the first rename: what comes between a prune's look and its deed."""
+
+    def __init__(self, what: Callable[[], object]) -> None:
+        self._what: Callable[[], object] | None = what
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        if (what := self._what) is not None:
+            self._what = None
+            what()
+
+
+def test_a_reader_that_comes_between_the_look_and_the_deed_gets_its_checkpoint_back(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        save(tmp_path, step)
+    with contextlib.ExitStack() as readers:
+        disk = Meanwhile(lambda: readers.enter_context(lease(tmp_path, ["step-0000000100"], what="restore")))
+        done = execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "tag", disk)
+        assert steps(tmp_path) == [100, 300]
+        assert "in use by restore" in done.spared[1]
+        assert done.deleted == {2}
+        assert done.freed_bytes == Catalogue(tmp_path).entry(300).require_manifest().total_bytes
+    execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "tag")
+    assert steps(tmp_path) == [300]
+
+
+def test_a_pin_that_comes_between_the_plan_and_the_deed_counts(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        save(tmp_path, step)
+    plan = plan_prune(tmp_path, KeepLast(1))
+    pin(tmp_path / "step-0000000100", "late", by="me", time_seconds=1.0, disk=DISK)
+    done = execute(tmp_path, plan, "tag")
+    assert steps(tmp_path) == [100, 300]
+    assert done.spared == {1: "pinned: late"}
+
+
+def test_a_rollback_that_comes_between_the_plan_and_the_deed_counts(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        save(tmp_path, step)
+    plan = plan_prune(tmp_path, KeepLast(1))
+    run_folder(tmp_path).mkdir(exist_ok=True)
+    rollback_path(tmp_path, 1).write_text("{}")
+    done = execute(tmp_path, plan, "tag")
+    assert done.deleted == set()
+    assert "rolled back" in done.spared[1]
+
+
+def test_a_wanted_checkpoint_that_a_killed_prune_took_gets_its_name_back(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        save(tmp_path, step)
+    pin(tmp_path / "step-0000000100", "the paper", by="me", time_seconds=1.0, disk=DISK)
+    for step in (100, 200):
+        path = tmp_path / f"step-0000000{step}"
+        path.rename(path.with_name(f"{path.name}.trash-dead-1"))
+    plan = plan_prune(tmp_path, KeepLast(1))
+    assert [each.path.name for each in plan.strays] == ["step-0000000100.trash-dead-1"]
+    assert [each.path.name for each in plan.leftovers] == ["step-0000000200.trash-dead-1"]
+    assert "it is pinned" in plan.strays[0].reason
+    execute(tmp_path, plan, "tag")
+    assert steps(tmp_path) == [100, 300]
+
+
+def test_what_another_prune_is_removing_is_its_own_business(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    with lease(tmp_path, [], what="prune") as nonce:
+        (tmp_path / f"step-0000000050.trash-{nonce}-1").mkdir()
+        assert left(tmp_path) == []
+    assert left(tmp_path) == [f"step-0000000050.trash-{nonce}-1"]
+
+
+def test_leases_of_the_dead_are_cleared(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    run_folder(tmp_path).mkdir(exist_ok=True)
+    owner = this_process("", None).model_copy(update={"start_ticks": 1})
+    path = lease_path(tmp_path, "0a1b2c3d")
+    path.write_text(Lease(owner=owner, names=("step-0000000100",), what="verify").model_dump_json())
+    plan = plan_prune(tmp_path, None)
+    assert [each.reason for each in plan.leftovers] == ["a lease whose reader is gone"]
+    execute(tmp_path, plan, "tag")
+    assert not path.exists()
+
+
+def test_ctrl_c_leaves_the_rest_for_the_next_prune(tmp_path: Path) -> None:
+    for step in range(100, 1100, 100):
+        save(tmp_path, step)
+
+    def stop(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "tag", jobs=2, remove=stop)
+    execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "again", jobs=3)
+    assert steps(tmp_path) == [1000]
+    assert find_leftovers(tmp_path) == []

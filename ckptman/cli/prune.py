@@ -216,15 +216,16 @@ def _policy_for(root: Path, wishes: _Wishes) -> RetentionPolicy | None:
 
 def _carry_out(root: Path, plan: PrunePlan, wishes: _Wishes) -> Pruned:
     from ckptman.store.durable import DISK
+    from ckptman.store.lease import lease
     from ckptman.store.prune import execute
     from ckptman.store.slowly import Slowly
 
-    tag = f"cli{os.urandom(4).hex()}"
     remove: Callable[[Path], None] | None = None
     if wishes.files_per_second is not None:
         remove = Slowly(DISK, wishes.files_per_second)
     try:
-        with progress(f"pruning {root}", plan.freed_bytes) as done:
+        with lease(root, [], what="prune") as nonce, progress(f"pruning {root}", plan.freed_bytes) as done:
+            tag = nonce or f"cli{os.urandom(4).hex()}"
             return execute(root, plan, tag, jobs=wishes.jobs, remove=remove, done=done)
     except OSError as error:
         raise RootError(

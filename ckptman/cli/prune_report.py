@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def lines(plan: PrunePlan, with_checkpoints: bool) -> list[str]:
     """A table of what goes, what stays and why, with an empty line after it; nothing where there is nothing."""
     verdicts = plan.verdicts if with_checkpoints else []
-    rows = [_verdict_row(verdict) for verdict in verdicts] + [_leftover_row(each) for each in plan.leftovers]
+    rows = [_verdict_row(verdict) for verdict in verdicts]
+    rows += [_leftover_row("clear", each) for each in plan.leftovers]
+    rows += [_leftover_row("put back", each) for each in plan.strays]
     if with_checkpoints:
         rows += [_ignored_row(entry, why) for entry, why in plan.ignored]
     return [*text.table(("action", "what", "size", "why"), rows, right="size"), ""] if rows else []
@@ -35,8 +37,8 @@ def _ignored_row(entry: Entry, why: str) -> tuple[str, ...]:
     return ("ignore", f"step {entry.step}", size, f"it does not count: {text.plain(short_problem(entry, why))}")
 
 
-def _leftover_row(leftover: Leftover) -> tuple[str, ...]:
-    return ("clear", text.plain(leftover.path.name), text.size(leftover.bytes), leftover.reason)
+def _leftover_row(action: str, leftover: Leftover) -> tuple[str, ...]:
+    return (action, text.plain(leftover.path.name), text.size(leftover.bytes), leftover.reason)
 
 
 def summary(plan: PrunePlan, pruned: Pruned | None) -> list[str]:
@@ -85,6 +87,7 @@ def as_dict(root: Path, plan: PrunePlan, pruned: Pruned | None) -> dict[str, Any
             {"path": str(each.path), "step": each.step, "reason": each.reason, "bytes": each.bytes}
             for each in plan.leftovers
         ],
+        "put_back": [{"path": str(each.path), "step": each.step, "reason": each.reason} for each in plan.strays],
         "freed_bytes": plan.freed_bytes if pruned is None else pruned.freed_bytes,
         "over_bytes": plan.over_bytes,
     }

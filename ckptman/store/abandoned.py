@@ -52,7 +52,7 @@ def read_rollbacks(root: Path) -> dict[int, Rollback]:
     Raises: RootError (they cannot be read), CorruptError, FormatVersionError: nobody can tell what counts then.
     """
     found: dict[int, Rollback] = {}
-    for number in _numbers(root):
+    for number in rollback_numbers(root):
         path = rollback_path(root, number)
         try:
             found[number] = Rollback.model_validate(parse_versioned(path, read_regular(path, _MOST_BYTES)))
@@ -77,7 +77,8 @@ def read_abandoned(root: Path) -> dict[str, str]:
     return {left.identity: str(each) for each in standing(read_rollbacks(root)).values() for left in each.abandoned}
 
 
-def _numbers(root: Path) -> list[int]:
+def rollback_numbers(root: Path) -> list[int]:
+    """The numbers of the rollbacks of a root, oldest first. Raises: RootError."""
     try:
         names = os.listdir(run_folder(root))  # noqa: PTH208 names alone are wanted
     except (FileNotFoundError, NotADirectoryError):

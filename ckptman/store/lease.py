@@ -63,6 +63,8 @@ class Leases:
 
     names: dict[str, str] = field(default_factory=dict)
     unknown: str = ""
+    nonces: set[str] = field(default_factory=set)
+    """Of those that are alive."""
     dead: list[Path] = field(default_factory=list)
 
     def holder(self, name: str) -> str:
@@ -71,21 +73,22 @@ class Leases:
 
 
 @contextmanager
-def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> Iterator[None]:
+def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> Iterator[str]:
     """Hold folders of a root until the block ends. Called by readers and copies, of several ranks by the leader only.
 
-    Where it cannot be written (no permission, no space), there is none: the reader has to live with what vanishes.
+    Gives its nonce: a tag that begins with it is that of somebody who is alive. Where the lease cannot be written (no
+    permission, no space) there is none, and that is "": the reader has to live with what vanishes.
     """
     made = not os.path.lexists(run_folder(root))
     path = _take(root, names, what, disk)
     if path is None:
-        yield
+        yield ""
         return
     done = threading.Event()
     thread = threading.Thread(target=_beat, args=(path, done), name="ckptman-lease", daemon=True)
     thread.start()
     try:
-        yield
+        yield path.stem.removeprefix("lease-")
     finally:
         done.set()
         thread.join(BEAT_SECONDS)
@@ -97,11 +100,13 @@ def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> 
 
 
 @contextmanager
-def reading(folder: Path, *, what: str) -> Iterator[None]:
+def reading(folder: Path, *, what: str, disk: Disk = DISK) -> Iterator[None]:
     """Hold the one checkpoint in `folder`, by whatever path it is named. Nothing where it has no checkpoint's name:
     no prune takes such a folder."""
     where = Path(os.path.realpath(folder))
-    with lease(where.parent, [where.name], what=what) if parse_step(where.name) else contextlib.nullcontext():
+    with (
+        lease(where.parent, [where.name], what=what, disk=disk) if parse_step(where.name) else contextlib.nullcontext()
+    ):
         yield
 
 
@@ -130,6 +135,7 @@ def look(root: Path, *, wait: bool = True) -> Leases:
                 found.dead.append(path)
             else:
                 _hold(found, one)
+                found.nonces.add(path.stem.removeprefix("lease-"))
             del questions[path]
         if questions:
             time.sleep(_LOOK_SECONDS)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ckptman.errors import CkptmanError
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.lease import Leases, look
+from ckptman.store.manifest import missing_file, read_manifest
 from ckptman.store.names import Kind, StepName, parse_half_written, run_folder, step_folder
 from ckptman.store.owner import is_alive, is_this_process, read_owner
 from ckptman.store.pins import read_pin
@@ -56,7 +58,7 @@ def find_leftovers(root: Path, leases: Leases | None = None) -> list[Leftover]:
     left += [
         Leftover(path, parsed.step, _REASONS[parsed.kind], _tree_bytes(path))
         for path, parsed in found
-        if parsed.tag.partition("-")[0] != alive or (mine and parsed.kind != "tmp")
+        if _tagger(parsed) != alive or (mine and parsed.kind != "tmp")
     ]
     if alive is None or mine:
         left += [
@@ -65,6 +67,20 @@ def find_leftovers(root: Path, leases: Leases | None = None) -> list[Leftover]:
             if not mine or pid != os.getpid()
         ]
     return left
+
+
+def find_strays(root: Path, leases: Leases) -> list[Leftover]:
+    """Checkpoints under a trash name that are whole, and wanted: who took one away was killed before it saw that."""
+    owner = read_owner(root)
+    alive = owner.nonce if owner is not None and is_alive(root, owner) else None
+    strays = []
+    for path, parsed in Catalogue(root).leftovers():
+        if parsed.kind != "trash" or _tagger(parsed) in (alive, *leases.nonces):
+            continue
+        reason = leases.holder(step_folder(parsed.step)) or ("it is pinned" if read_pin(path) is not None else "")
+        if reason and _is_whole(path):
+            strays.append(Leftover(path, parsed.step, f"{reason}, and the prune that took it was killed", 0))
+    return strays
 
 
 def clear(root: Path, leftovers: Iterable[Leftover], tag: str, disk: Disk = DISK) -> None:
@@ -96,13 +112,25 @@ def first_error_last() -> Iterator[Callable[[Callable[[], None]], None]]:
 
 
 def _is_held(path: Path, parsed: StepName, leases: Leases) -> bool:
-    """Whether somebody writes or reads there, or wants it kept."""
-    if leases.holder(path.name):
+    """Whether somebody writes, reads or removes there, or wants it kept."""
+    if leases.holder(path.name) or _tagger(parsed) in leases.nonces:
         return True
-    # A prune that finds a reader puts the folder back: in between it is nobody's leftover.
-    if parsed.kind == "trash":
-        return bool(leases.holder(step_folder(parsed.step)))
-    return parsed.kind == "old" and read_pin(path) is not None
+    # See `find_strays`.
+    if parsed.kind == "trash" and leases.holder(step_folder(parsed.step)):
+        return True
+    return parsed.kind in ("old", "trash") and read_pin(path) is not None and _is_whole(path)
+
+
+def _tagger(parsed: StepName) -> str:
+    """The nonce of who gave a folder its name: of a claim, or of a lease."""
+    return parsed.tag.partition("-")[0]
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return not path.is_symlink() and missing_file(path, read_manifest(path)) is None
+    except (CkptmanError, OSError):
+        return False
 
 
 def _half_written(root: Path) -> list[tuple[Path, int]]:

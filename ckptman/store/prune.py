@@ -18,15 +18,16 @@ from pathlib import Path
 
 from ckptman.errors import CkptmanError
 from ckptman.policy.retention import Record, RetentionPolicy, Verdict, over_limit, plan
+from ckptman.store.abandoned import rollback_numbers
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.lease import look
 from ckptman.store.leftovers import Leftover as Leftover
 from ckptman.store.leftovers import clear as clear
 from ckptman.store.leftovers import find_leftovers as find_leftovers
-from ckptman.store.leftovers import first_error_last
+from ckptman.store.leftovers import find_strays, first_error_last
 from ckptman.store.manifest import read_manifest
-from ckptman.store.names import run_folder, step_folder
+from ckptman.store.names import MANIFEST, run_folder, step_folder
 from ckptman.store.pins import read_pin
 from ckptman.store.place import FolderPlace
 from ckptman.store.tiers import awaited
@@ -49,6 +50,10 @@ class PrunePlan:
     leftovers: list[Leftover]
     ignored: list[tuple[Entry, str]]
     over_bytes: int = 0
+    rollbacks: frozenset[int] = frozenset()
+    """Those that the root had: after another one, what was to go may be what is needed."""
+    strays: list[Leftover] = field(default_factory=list)
+    """What gets its name back, because a prune that was killed took it although it was wanted."""
 
     @property
     def deletions(self) -> list[Verdict]:
@@ -84,7 +89,7 @@ def plan_prune(
     restore takes must not push out a good one. `wait`: watch readers of other hosts until it is clear whether they
     live, instead of taking it for granted. `coming`: the save for which there is no room (see `retention.plan`).
     """
-    leases = look(root, wait=wait)
+    leases, before = look(root, wait=wait), frozenset(rollback_numbers(root))
     entries: dict[int, Entry] = {}
     records: list[Record] = []
     ignored: list[tuple[Entry, str]] = []
@@ -107,7 +112,15 @@ def plan_prune(
     if waiting := awaited(root, records, now_seconds):
         records = [replace(each, in_use=each.in_use or waiting.get(each.sequence, "")) for each in records]
     verdicts = plan(records, policy, now_seconds=now_seconds, coming=coming)
-    return PrunePlan(verdicts, entries, find_leftovers(root, leases), ignored, over_limit(verdicts, policy))
+    return PrunePlan(
+        verdicts,
+        entries,
+        find_leftovers(root, leases),
+        ignored,
+        over_limit(verdicts, policy),
+        before,
+        find_strays(root, leases),
+    )
 
 
 @contextmanager
@@ -155,11 +168,13 @@ def execute(
     What cannot be removed does not keep the rest from being removed. `jobs`: threads that remove; `remove`: what
     removes a folder that nobody sees any more, such as `slowly.Slowly`. Raises: OSError in the end, if there was such.
     """
-    work = _Work(root, FolderPlace(root, disk), remove or disk.remove_tree, done)
+    work = _Work(root, plan, disk, remove, done)
     with first_error_last() as attempt:
+        for stray in plan.strays:
+            attempt(partial(work.put_back, stray))
         # Leftovers first: an earlier save of a step must not come back when the later one goes.
         for count, leftover in enumerate(plan.leftovers):
-            attempt(partial(work.clear, leftover, f"{tag}-left{count}", disk))
+            attempt(partial(work.clear, leftover, f"{tag}-left{count}"))
         stuck = {leftover.step for leftover in plan.leftovers if os.path.lexists(leftover.path)}
         steps = [
             partial(work.delete, plan.entries[verdict.record.sequence], verdict.record, f"{tag}-{count}")
@@ -183,14 +198,27 @@ def execute(
 class _Work:
     """One prune at work, in several threads."""
 
-    def __init__(self, root: Path, place: FolderPlace, remove: Callable[[Path], None], done: Progress | None) -> None:
-        self._root, self._place, self._remove, self._done = root, place, remove, done
+    def __init__(
+        self,
+        root: Path,
+        plan: PrunePlan,
+        disk: Disk,
+        remove: Callable[[Path], None] | None,
+        done: Progress | None,
+    ) -> None:
+        self._root, self._place, self._disk, self._done = root, FolderPlace(root, disk), disk, done
+        self._remove = remove or disk.remove_tree
+        self._rollbacks = plan.rollbacks
         self._turn = threading.Lock()
         self.pruned = Pruned()
 
-    def clear(self, leftover: Leftover, tag: str, disk: Disk) -> None:
+    def put_back(self, stray: Leftover) -> None:
+        assert stray.step is not None
+        self._place.put_back(stray.path, self._root / step_folder(stray.step))
+
+    def clear(self, leftover: Leftover, tag: str) -> None:
         if leftover.step is None:
-            disk.remove_file(leftover.path)
+            self._disk.remove_file(leftover.path)
         elif (trash := self._place.hide(leftover.path, step_folder(leftover.step), tag)) is not None:
             self._remove(trash)
         self._count(leftover.bytes)
@@ -209,10 +237,14 @@ class _Work:
         if (reason := self._why_not(trash, entry.path.name)) and self._place.put_back(trash, entry.path):
             self._spare(record, reason)
             return
+        # Its manifest first: who finds the rest of it under this name must not take it for a checkpoint.
+        self._disk.remove_file(trash / MANIFEST)
         self._remove(trash)
         self._count(record.bytes, record.sequence)
 
     def _why_not(self, folder: Path, name: str) -> str:
+        if frozenset(rollback_numbers(self._root)) != self._rollbacks:
+            return "the root was rolled back since the plan was made"
         note = read_pin(folder)
         return f"pinned: {note.why}" if note is not None else look(self._root, wait=False).holder(name)
 

@@ -10,6 +10,7 @@ from ckptman.errors import ConfigError, CorruptError, NotFoundError
 from ckptman.store.abandoned import Left, Rollback, read_rollbacks, standing
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
+from ckptman.store.lease import reading
 from ckptman.store.names import rollback_path, run_folder, step_folder
 from ckptman.store.owner import claim
 from ckptman.store.verified import read_verified
@@ -91,8 +92,12 @@ def execute(
     claimed = claim(root, "rollback", job_id, disk=disk)
     try:
         change = make()
-        if change.entries or change.undoes is not None:
-            _write_down(root, change, why, by, time_seconds, disk)
+        # A prune that made its plan before this must not take what the run is to go on from.
+        with reading(change.target.path, what="rollback", disk=disk):
+            if not change.target.path.exists():
+                raise NotFoundError(f"{change.target.path} was pruned meanwhile: ckptman list shows what is left")
+            if change.entries or change.undoes is not None:
+                _write_down(root, change, why, by, time_seconds, disk)
         return change
     finally:
         claimed.release()
