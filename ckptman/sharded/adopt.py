@@ -12,7 +12,7 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +83,13 @@ def adopt(
             raise ExistsError(f"{final} exists already, so {folder.name} cannot be that step: give another --step")
         report = ForeignReport()
         if manifest is None:
-            before = _stamps(folder)
+            first = _stamps(folder, [METADATA])
+            saved = Frugal.read(folder)
+            names = _data_names(saved)
+            before = first | _stamps(folder, names)
             report = _examine(folder, done)
-            described = describe(Frugal.read(folder), step, final, REASON, done)
-            if _stamps(folder) != before:
+            described = describe(saved, names, step, final, REASON, done)
+            if _stamps(folder, before) != before:
                 raise CorruptError(f"{folder} was written to while it was looked at: adopt it when its writer is done")
             _put_beside(folder, described, disk)
             manifest = described.manifest
@@ -154,18 +157,22 @@ def _manifest_in(folder: Path, step: int, final: Path) -> Manifest | None:
     return manifest
 
 
-def _stamps(folder: Path) -> dict[str, Stamp]:
-    """What the original files are known by. Raises: CorruptError where one of them is no plain file of DCP."""
-    saved = SavedState.read(folder)
+def _data_names(saved: SavedState) -> list[str]:
+    """The data files by rank and number. Raises: CorruptError where one of them has no name of DCP's."""
     names = {*saved.index.files, *(at.file for at in saved.index.objects.values())}
     for name in sorted(names):
         if parse_data(name) is None:
             raise CorruptError(
-                f"{folder} keeps data in {plain(name)}, and DCP itself in files such as __0_0.distcp: load it by what "
-                f"wrote it, and save it again by ckptman"
+                f"{saved.folder} keeps data in {plain(name)}, and DCP itself in files such as __0_0.distcp: load it by "
+                f"what wrote it, and save it again by ckptman"
             )
+    return sorted(names, key=lambda name: parse_data(name) or (0, 0))
+
+
+def _stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
+    """What original files are known by. Raises: CorruptError where one of them is none."""
     found = {}
-    for name in (METADATA, *sorted(names)):
+    for name in names:
         try:
             if (folder / name).is_symlink():
                 raise CorruptError(f"{folder / name} is a link: copy the checkpoint with what it points to (cp -rL)")

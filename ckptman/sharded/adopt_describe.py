@@ -41,14 +41,20 @@ class Digested:
     manifest: Manifest
 
 
-def describe(saved: SavedState, step: int, final: Path, reason: str, done: Callable[[int], None] | None) -> Digested:
+def describe(
+    saved: SavedState,
+    data_names: list[str],
+    step: int,
+    final: Path,
+    reason: str,
+    done: Callable[[int], None] | None,
+) -> Digested:
     """Read all files of a checkpoint of plain DCP that is known to be whole, and describe it.
 
-    The same bytes give the same files, whenever they are read. `final`: the name it will have.
+    The same bytes give the same files, whenever they are read. `data_names`: by rank and number; `final`: the name that
+    the folder will have.
     Raises: CorruptError (a value that is not loaded), OSError.
     """
-    names = {*saved.index.files, *(at.file for at in saved.index.objects.values())}
-    data_names = sorted(names, key=parse_data)  # type: ignore[arg-type]
     records: dict[str, FileRecord] = {}
     files: dict[str, bytes] = {}
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -68,6 +74,7 @@ def describe(saved: SavedState, step: int, final: Path, reason: str, done: Calla
 def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
     numbers = {name: number for number, name in enumerate(data_names)}
     tensors = [(name, record.dtype, record.shape) for name, record in saved.index.tensors.items()]
+    saved.check(saved.index.tensors)
     containers = Tensors(saved)
     entries: list[list[tuple[int, tuple[int, ...], tuple[int, ...], Placed]]] = [[] for _ in data_names]
     for number, (name, dtype, _) in enumerate(tensors):
