@@ -93,6 +93,16 @@ def test_it_is_a_checkpoint_then_and_its_files_are_what_they_were(
     assert "not in the manifest" not in told
 
 
+def test_a_file_that_nothing_is_in_belongs_to_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "root" / "step-1", thread_count=3))
+    assert (tmp_path / "root" / "step-1" / "__0_2.distcp").stat().st_size == 0
+    path = adopt(tmp_path / "root" / "step-1").path
+    assert main(["verify", str(path), "--world-size", "1"]) == 0
+    assert "not in the manifest" not in capsys.readouterr().out
+    assert main(["copy", str(path), str(tmp_path / "copies")]) == 0
+    assert holds(tmp_path / "copies").keys() == {1}
+
+
 def test_a_run_goes_on_from_it(folder: Path) -> None:
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters())

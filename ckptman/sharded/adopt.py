@@ -166,6 +166,8 @@ def _data_names(saved: SavedState) -> list[str]:
                 f"{saved.folder} keeps data in {plain(name)}, and DCP itself in files such as __0_0.distcp: load it by "
                 f"what wrote it, and save it again by ckptman"
             )
+    # A thread of DCP that had nothing to write leaves an empty file.
+    names |= {name for name in os.listdir(saved.folder) if parse_data(name)}  # noqa: PTH208 names alone are wanted
     return sorted(names, key=lambda name: parse_data(name) or (0, 0))
 
 
