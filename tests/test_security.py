@@ -102,17 +102,18 @@ def test_what_a_leftover_link_points_to_is_not_even_looked_at(tmp_path: Path) ->
 def test_prune_goes_through_no_link_in_place_of_the_runs_folder(outside: Path) -> None:
     root = outside.parent / "root"
     (outside / "precious").rename(outside / "outcome.json.tmp-1-0123abcd")
+    (outside / "lease-0a1b2c3d.json").symlink_to("nowhere")  # which counts as one that is over
     run_folder(root).symlink_to(outside)
     (root / "step-0000000009.tmp-dead").mkdir()
-    assert main(["prune", str(root)]) == 0
-    assert [path.name for path in outside.iterdir()] == ["outcome.json.tmp-1-0123abcd"]
+    assert main(["prune", str(root), "--leftovers"]) == 0
+    assert sorted(path.name for path in outside.iterdir()) == ["lease-0a1b2c3d.json", "outcome.json.tmp-1-0123abcd"]
 
 
 def test_prune_writes_through_no_link_in_place_of_its_lock(outside: Path) -> None:
     root = outside.parent / "root"
     run_folder(root).mkdir()
     (run_folder(root) / "prune.lock").symlink_to(outside / "precious")
-    assert main(["prune", str(root)]) == 0
+    assert main(["prune", str(root), "--leftovers"]) == 0
     stays(outside)
 
 

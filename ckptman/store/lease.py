@@ -168,6 +168,8 @@ def _beat(path: Path, done: threading.Event) -> None:
 
 
 def _paths(root: Path) -> list[Path]:
+    if run_folder(root).is_symlink():  # what lies elsewhere is none of this root's, and nobody leases through a link
+        return []
     try:
         names = os.listdir(run_folder(root))  # noqa: PTH208 names alone are wanted
     except (FileNotFoundError, NotADirectoryError):
