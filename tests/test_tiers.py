@@ -13,7 +13,7 @@ import pytest
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, CorruptError, IntervalError, NotFoundError, RootError
 from ckptman.lifecycle.outcome import Outcome, write_outcome
-from ckptman.policy.retention import KeepBest, KeepEvery, KeepLast, Record, RetentionPolicy
+from ckptman.policy.retention import AtMost, KeepBest, KeepEvery, KeepLast, Record, RetentionPolicy
 from ckptman.policy.tiers import Tier, due
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.copyproof import Means
@@ -84,6 +84,8 @@ def test_tiers_that_cannot_be(tmp_path: Path) -> None:
         Tier("")
     with pytest.raises(ConfigError, match="retention"):
         Tier("/x", retention=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="percent"):
+        Tier("/x", retention=KeepLast(3) & AtMost(percent=80))
     with pytest.raises(IntervalError, match="bytes_per_second"):
         Tier("/x", bytes_per_second=0)
     root = tmp_path / "run"

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ckptman.errors import ConfigError
 from ckptman.policy.checks import check_count, check_positive
+from ckptman.policy.limit import needs_capacity
 from ckptman.policy.rules import Record, RetentionPolicy
 
 
@@ -48,6 +49,8 @@ class Tier:
         check_count("Tier", "every", self.every, "to copy nothing, leave the tier away")
         if self.retention is not None and not isinstance(self.retention, RetentionPolicy):
             raise ConfigError(f"Tier: retention must be a retention policy such as KeepLast(3), not {self.retention!r}")
+        if needs_capacity(self.retention):
+            raise ConfigError("Tier: a limit in percent is one of the disk that the root is on: say AtMost(bytes=...)")
         if self.bytes_per_second is not None:
             check_positive("Tier", "bytes_per_second", self.bytes_per_second)
 
