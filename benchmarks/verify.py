@@ -50,7 +50,7 @@ def main() -> None:
     options.root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.root) as folder:
         path = Path(folder, "step-0000000001")
-        forked(_make, path, int(options.size_gib * (1 << 30)))
+        forked(save_state, path, int(options.size_gib * (1 << 30)))
         files = {name: record.bytes for name, record in read_manifest(path).files.items()}
         total = sum(files.values())
         print(f"{len(files)} files, {total / (1 << 30):.2f} GiB, {os.cpu_count()} cores")
@@ -95,7 +95,8 @@ def _ratios(ratios: list[float]) -> str:
     return f"ratio min {min(ratios):.2f}, median {statistics.median(ratios):.2f}, max {max(ratios):.2f}"
 
 
-def _make(path: Path, size: int) -> None:
+def save_state(path: Path, size: int) -> None:
+    """Save a state of that many bytes with several ranks."""
     from benchmarks.engine.state import empty_shared_state, fill
 
     ranks(RANKS, _save, fill(empty_shared_state(size)), path)

@@ -18,6 +18,7 @@ from ckptman.store.copysource import Facts
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import FileRecord, Manifest
 from ckptman.store.meter import Limit, Meter
+from ckptman.store.pagecache import ATTEMPTS, drop
 from ckptman.store.verified import identify, note_verified, read_verified
 from ckptman.store.verify import FileReport, verify_folder
 
@@ -71,12 +72,8 @@ def drop_all(folder: Path, sizes: dict[str, int]) -> bool:
         except OSError:
             continue  # the verification will tell
         try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            stayed = bool(os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)) or stayed
-        except BlockingIOError:
-            pass
-        except (OSError, AttributeError):
-            stayed = True
+            # Where one stays, all may: then none is waited for.
+            stayed = not drop(fd, size, 1 if stayed else ATTEMPTS) or stayed
         finally:
             os.close(fd)
     return stayed

@@ -1,0 +1,65 @@
+"""The page cache of this host: having a file out of it, so that the next read of it comes from storage. Torch-free.
+
+Whether a file is in it is asked with mincore. A read that does not wait (RWF_NOWAIT) would tell as well, but on newer
+kernels it makes them read ahead: then what it asked for is there because it asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+
+ATTEMPTS = 4
+_PAUSE_SECONDS = 0.01
+"""Pages that somebody holds at this moment, such as the journal of the file system, go a little later."""
+_WINDOW_BYTES = 1 << 30
+
+
+def drop(fd: int, size: int, attempts: int = ATTEMPTS) -> bool:
+    """Have the first `size` bytes of an open file out of the page cache, after they were flushed. False where some of
+    it stays there, as in a file system that is nothing but memory, or where nobody can tell."""
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(_PAUSE_SECONDS)
+        with contextlib.suppress(OSError, AttributeError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if not _is_resident(fd, size):
+            return True
+    return False
+
+
+def _is_resident(fd: int, size: int) -> bool:
+    if _mincore is None:
+        return size > 0
+    for low in range(0, size, _WINDOW_BYTES):
+        length = min(_WINDOW_BYTES, size - low)
+        try:
+            with mmap.mmap(fd, length, access=mmap.ACCESS_READ, offset=low) as memory:
+                pages = np.frombuffer(memory, np.uint8)
+                states = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
+                failed = _mincore(pages.ctypes.data, length, states.ctypes.data)
+                del pages  # else the memory cannot be let go of
+        except (OSError, ValueError):  # it cannot be mapped, or is shorter
+            return True
+        if failed or (states & 1).any():
+            return True
+    return False
+
+
+def _find_mincore() -> Callable[[int, int, int], int] | None:
+    try:
+        found = ctypes.CDLL(None, use_errno=True).mincore
+    except (AttributeError, OSError):
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    return cast("Callable[[int, int, int], int]", found)
+
+
+_mincore = _find_mincore()
