@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from ckptman.cli import copy_progress
 from ckptman.cli.app import main
 from ckptman.cli.copy_progress import left_text
 from ckptman.policy.remaining import Remaining
+from ckptman.store import copysource
 from ckptman.store.catalogue import Catalogue
+from ckptman.store.manifest import Manifest
 from ckptman.store.meter import Meter
 from tests.fake_checkpoint import commit, flip_byte, steps_of
 
@@ -62,7 +65,7 @@ def test_of_all_those_that_cannot_be_copied_are_told_at_the_end(root: Path, caps
     flip_byte(root / "step-0000000300" / "__0_0.distcp")
     assert main(["copy", "run", "backup", "--all"]) == 4
     told = capsys.readouterr()
-    assert "step 100: not copied, as it does not count: index.json is missing" in told.out
+    assert "step 100: not copied: it does not count: index.json is missing" in told.out
     assert "step 300: not copied: run/step-0000000300: __0_0.distcp is not what was saved: block 0" in told.out
     assert "Error: 1 checkpoint not copied, the first of step 300" in told.err
     assert steps("backup") == [200]
@@ -73,11 +76,25 @@ def test_of_all_those_that_cannot_be_copied_are_told_at_the_end(root: Path, caps
     assert [each["step"] for each in found["failed"]] == [300]
 
 
+def test_what_the_run_prunes_meanwhile_is_no_failure(root: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = copysource.FolderOriginal.__init__
+
+    def pruned(self: copysource.FolderOriginal, folder: Path, manifest: Manifest) -> None:
+        if manifest.step == 300:
+            shutil.rmtree(folder)
+        make(self, folder, manifest)
+
+    monkeypatch.setattr(copysource.FolderOriginal, "__init__", pruned)
+    assert main(["copy", "run", "backup", "--all"]) == 0
+    assert "step 300: not copied: it was deleted meanwhile" in capsys.readouterr().out
+    assert steps("backup") == [100, 200]
+
+
 def test_a_newest_that_does_not_count_is_passed_over_and_told(root: Path, capsys: Told) -> None:
     commit(root, 400)
     (root / "step-0000000400" / "__0_0.distcp").unlink()
     assert main(["copy", "run", "backup"]) == 0
-    assert capsys.readouterr().out.startswith("step 400: not copied, as it does not count: __0_0.distcp is missing\n")
+    assert capsys.readouterr().out.startswith("step 400: not copied: it does not count: __0_0.distcp is missing\n")
     assert steps("backup") == [200]
     assert main(["copy", "run", "backup", "--step", "400"]) == 4
     assert main(["copy", "run/step-0000000400", "backup"]) == 4

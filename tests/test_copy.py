@@ -196,6 +196,20 @@ def test_what_is_wrong_in_a_draft_is_written_again(source: Path, tmp_path: Path)
     }
 
 
+def test_a_draft_that_is_a_link_is_not_followed(source: Path, tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    with pytest.raises(KeyboardInterrupt):
+        copy(source, root, meter=Meter(Once("copying", stop)))
+    draft = draft_of(root)
+    shutil.rmtree(draft)
+    outside.mkdir()
+    (outside / "mine").touch()
+    draft.symlink_to(outside)
+    copy(source, root)
+    assert [path.name for path in outside.iterdir()] == ["mine"]
+    assert holds(root)[200] == holds(source)[200]
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

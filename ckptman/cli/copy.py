@@ -118,7 +118,8 @@ class _Job:
             if entry.complete:
                 chosen.append(entry)
             else:
-                self._pass_over(entry)
+                why = (entry.problem or "").replace(f"{entry.path}/", "").partition("; ")[0]
+                self._pass_over(entry, f"it does not count: {why}")
         if not chosen:
             raise NotFoundError(f"{self._source} holds no complete checkpoint: ckptman list says what is there")
         return chosen
@@ -131,6 +132,9 @@ class _Job:
         except _PASSED as error:
             if not self._every:
                 raise
+            if isinstance(error, NotFoundError):  # the run prunes while it is copied
+                self._pass_over(entry, "it was deleted meanwhile")
+                return
             self.failures.append((entry.step, error))
             self._say([f"step {entry.step}: {text.paint('not copied', 'red')}: {error}"])
 
@@ -162,10 +166,9 @@ class _Job:
             "failed": [{"step": step, "why": str(error)} for step, error in self.failures],
         }
 
-    def _pass_over(self, entry: Entry | ObjectEntry) -> None:
-        why = (entry.problem or "").replace(f"{entry.path}/", "").partition("; ")[0]
+    def _pass_over(self, entry: Entry | ObjectEntry, why: str) -> None:
         self.passed_over.append((entry, why))
-        self._say([f"step {entry.step}: not copied, as it does not count: {text.plain(why)}"])
+        self._say([f"step {entry.step}: not copied: {text.plain(why)}"])
 
     def _say(self, lines: list[str]) -> None:
         if not self._as_json:

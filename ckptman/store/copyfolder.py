@@ -191,6 +191,8 @@ def _difference(final: Path, facts: Facts) -> str:
 @contextmanager
 def _claimed(draft: Path, place: FolderPlace, disk: Disk) -> Iterator[None]:
     """The draft is ours alone: made if there is none. Raises: BusyError."""
+    if draft.is_symlink():  # through it, what lies elsewhere would be tidied up
+        disk.remove_file(draft)
     for attempt in range(_ATTEMPTS):
         with contextlib.suppress(FileExistsError):
             place.begin(*draft.name.split(".tmp-", 1))
