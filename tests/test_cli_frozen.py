@@ -32,7 +32,7 @@ VERBS = {
     ],
     "doctor": ["DIR", "--size", "--against", "--timeout", "--json"],
     "prune": [
-        *("ROOT...", "--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
+        *("ROOT", "--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
         *("--keep-weekly", "--keep-monthly", "--keep-steps", "--max-bytes", "--max-percent", "--leftovers"),
         *("--dry-run", "--jobs", "--files-per-second", "--json"),
     ],

@@ -113,6 +113,18 @@ def test_a_pattern_that_matches_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     assert "no folder matches" in capsys.readouterr().err
 
 
+def test_an_empty_root_is_not_the_folder_we_are_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = make(tmp_path / "root", 100, 200)
+    monkeypatch.chdir(root)
+    assert main(["prune", "", "--keep-last", "1"]) == 2
+    assert "is a variable not set?" in capsys.readouterr().err
+    assert kept(root) == [100, 200]
+    assert main(["prune", ".", "--keep-last", "1"]) == 0
+    assert kept(root) == [200]
+
+
 def test_a_folder_with_a_bracket_in_its_name(tmp_path: Path) -> None:
     root = make(tmp_path / "run[1]", 100, 200)
     make(tmp_path / "run1", 100, 200)

@@ -6,7 +6,7 @@ import errno
 import gc
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +29,7 @@ MOST_JOBS = 256
 Roots = Annotated[
     list[str],
     typer.Argument(
-        metavar="ROOT...",
+        metavar="ROOT",
         show_default=False,
         help="Folders that hold checkpoints, or patterns in quotes such as 'runs/*/checkpoints'.",
     ),
@@ -156,6 +156,12 @@ def prune(
 
 def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
     """Prune each root, whatever becomes of the others. Ends with the exit code of the first that failed."""
+    from ckptman.store.lease import look
+
+    for path in paths:
+        # From now on all their readers are being watched, and not those of one root after the other.
+        with suppress(RootError):
+            look(path, wait=False)
     told: list[dict[str, Any]] = []
     codes: list[int] = []
     for path in paths:

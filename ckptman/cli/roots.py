@@ -13,11 +13,15 @@ from ckptman.errors import ConfigError, NotFoundError
 def roots_of(written: list[str]) -> tuple[list[Path], bool]:
     """The folders that are meant, each once, and whether there may be several: more than one is named, or a pattern.
 
-    Raises: NotFoundError where a pattern matches no folder.
+    Raises: NotFoundError where a pattern matches no folder, ConfigError for an empty one.
     """
     found: dict[str, Path] = {}
     several = len(written) > 1
     for each in written:
+        if not each.strip():  # a variable that is not set: the folder we are in is not what was meant
+            raise ConfigError(
+                "the path of a root is empty: is a variable not set?"
+            )
         paths = [each]
         # A folder may well have a bracket in its name.
         if glob.has_magic(each) and not os.path.lexists(each):
