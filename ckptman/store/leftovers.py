@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,15 +40,21 @@ class Leftover:
     bytes: int
 
 
-def find_leftovers(root: Path, leases: Leases | None = None) -> list[Leftover]:
+def find_leftovers(root: Path, leases: Leases | None = None, among: Collection[Path] | None = None) -> list[Leftover]:
     """The leftovers whose owner is gone. Those of a run that is alive are its own business.
 
     A run that asks for itself also gets what its own deletions left; the folder of a save may be in use. `leases`: of
-    the root, where they have been looked for. Raises: RootError (it cannot be read, so nobody can tell).
+    the root, where they have been looked for, and `among` the folders that were there before that: whoever has made
+    one since is not known. Raises: RootError (it cannot be read, so nobody can tell).
     """
+    there = Catalogue(root).leftovers()
     leases = look(root, wait=False) if leases is None else leases
     left = [Leftover(path, None, "a lease whose reader is gone", _tree_bytes(path)) for path in leases.dead]
-    found = [(path, parsed) for path, parsed in Catalogue(root).leftovers() if not _is_held(path, parsed, leases)]
+    found = [
+        (path, parsed)
+        for path, parsed in there
+        if (among is None or path in among) and not _is_held(path, parsed, leases)
+    ]
     halves = _half_written(root)
     if not found and not halves:
         return left

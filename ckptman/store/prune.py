@@ -6,6 +6,7 @@ byte of it is removed, and is put back where a reader or a pin came in between (
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -89,6 +90,7 @@ def plan_prune(
     restore takes must not push out a good one. `wait`: watch readers of other hosts until it is clear whether they
     live, instead of taking it for granted. `coming`: the save for which there is no room (see `retention.plan`).
     """
+    there = {path for path, _ in Catalogue(root).leftovers()}
     leases, before = look(root, wait=wait), frozenset(rollback_numbers(root))
     entries: dict[int, Entry] = {}
     records: list[Record] = []
@@ -115,7 +117,7 @@ def plan_prune(
     return PrunePlan(
         verdicts,
         entries,
-        find_leftovers(root, leases),
+        find_leftovers(root, leases, there),
         ignored,
         over_limit(verdicts, policy),
         before,
@@ -219,13 +221,15 @@ class _Work:
     def clear(self, leftover: Leftover, tag: str) -> None:
         if leftover.step is None:
             self._disk.remove_file(leftover.path)
+        elif look(self._root, wait=False).holder(leftover.path.name):
+            return  # a copy has taken up what another one left
         elif (trash := self._place.hide(leftover.path, step_folder(leftover.step), tag)) is not None:
             self._remove(trash)
         self._count(leftover.bytes)
 
     def delete(self, entry: Entry, record: Record, tag: str) -> None:
         """Delete one checkpoint, unless it is another by now or somebody wants it."""
-        if not _is_as_planned(entry):
+        if not _is_as_planned(entry, entry.path):
             return
         if reason := self._why_not(entry.path, entry.path.name):
             self._spare(record, reason)
@@ -234,7 +238,10 @@ class _Work:
         if trash is None:
             return
         # Who came between the look and the rename is seen now; who comes later finds nothing there.
-        if (reason := self._why_not(trash, entry.path.name)) and self._place.put_back(trash, entry.path):
+        other = "" if _is_as_planned(entry, trash) else "the step was saved again since the plan was made"
+        if reason := other or self._why_not(trash, entry.path.name):
+            if not self._place.put_back(trash, entry.path):
+                raise OSError(errno.EBUSY, f"it stays under this name, as it cannot be put back: {reason}", str(trash))
             self._spare(record, reason)
             return
         # Its manifest first: who finds the rest of it under this name must not take it for a checkpoint.
@@ -262,10 +269,10 @@ class _Work:
                 self._done(freed_bytes)
 
 
-def _is_as_planned(entry: Entry) -> bool:
-    """Whether the folder still holds what the plan was made for: a run may have saved this step again meanwhile."""
+def _is_as_planned(entry: Entry, folder: Path) -> bool:
+    """Whether a folder holds what the plan was made for: a run may have saved this step again meanwhile."""
     try:
         # As bytes: a metric that is NaN is not equal to itself.
-        return read_manifest(entry.path).to_json() == entry.require_manifest().to_json()
+        return read_manifest(folder).to_json() == entry.require_manifest().to_json()
     except (OSError, CkptmanError):
         return False
