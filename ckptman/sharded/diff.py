@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 
 from ckptman.errors import CorruptError
 from ckptman.sharded.alike import digests_agree, same_containers
 from ckptman.sharded.difference import Difference, Measuring, comparable
-from ckptman.sharded.piecewise import PIECE_BYTES, Reader, Refused, Shape, boxes
+from ckptman.sharded.piecewise import PIECE_BYTES, Reader, Refused, Shape, ahead, boxes
 from ckptman.sharded.reading import Fill
 from ckptman.sharded.saved import SavedState
 
 BATCH_STEPS = 1024
-T = TypeVar("T")
 Kind = Literal["same", "changed", "added", "removed", "reshaped", "retyped"]
 
 
@@ -69,7 +67,7 @@ def diff_tensors(
     """
     total = Difference()
     with Measuring() as measuring:
-        for batch in _ahead(_batches(a, b, wanted, read_all)):
+        for batch in ahead(_batches(a, b, wanted, read_all)):
             for step in batch:
                 if step.pieces is not None:
                     total += measuring.measure(*step.pieces, step.dtypes)
@@ -188,15 +186,3 @@ def _memory() -> torch.Tensor:
 
 def _up(size: int) -> int:
     return -(-size // 64) * 64
-
-
-_END: Any = object()
-
-
-def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """The items of an iterator, each of which is made in another thread while the one before is used."""
-    with ThreadPoolExecutor(1, thread_name_prefix="ckptman-diff") as pool:
-        coming = pool.submit(next, items, _END)
-        while (item := coming.result()) is not _END:
-            coming = pool.submit(next, items, _END)
-            yield item

@@ -72,13 +72,13 @@ def export(
         begin: told the bytes of all tensors, gives what is told the bytes that were written.
 
     Memory: some 100 MB and the index of the checkpoint, however large its tensors are. Every block that is read is
-    checked. Raises: NotFoundError, CorruptError, FormatVersionError, ConfigError, ExistsError, OSError: nothing is left
-    of `out` then.
+    checked. Where there are several processes, one of them calls it. Raises: NotFoundError, CorruptError,
+    FormatVersionError, ConfigError, ExistsError, OSError: nothing is left of `out` then.
     """
     if format not in get_args(Format):
         raise ConfigError(f"--format {format}: it is one of {', '.join(get_args(Format))}")
-    if config is not None and format != "safetensors":
-        raise ConfigError(f"--config: a config.json belongs to safetensors, not to the format {format}")
+    if (config is not None or tied) and format != "safetensors":
+        raise ConfigError(f"--config and --tied are for what Hugging Face loads (safetensors), not for {format}")
     if only is not None and everything:
         raise ConfigError("--only and --all exclude each other: name one of them")
     if everything and dtype is not None:
@@ -102,7 +102,9 @@ def export(
         plans = [*_plans(choice, format, max_shard_bytes, target, result.remarks), *extra]
         result.tensors, result.bytes = len(choice.items), sum(item.bytes for item in choice.items)
         done = begin(result.bytes) if begin is not None else None
-        _write(target, plans, reader, format, overwrite, disk, done)
+        aside = _write(target, plans, reader, format, overwrite, disk, done)
+        if aside is not None:
+            result.remarks.append(f"{aside}, which was {target.name} before, could not be removed: remove it")
     result.files = {plan.name: plan.size_bytes for plan in plans}
     return result
 
@@ -195,8 +197,9 @@ def _write(
     overwrite: bool,
     disk: Disk,
     done: Callable[[int], None] | None,
-) -> None:
-    """Write all files under a name of our own, then give it the name that is wanted."""
+) -> Path | None:
+    """Write all files under a name of our own, then give it the name that is wanted. What had that name before is
+    removed; where it cannot be, say where it is."""
     disk.make_folders(target.parent)
     draft = target.with_name(f"{target.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
     try:
@@ -214,7 +217,11 @@ def _write(
             disk.remove_tree(draft)
         raise
     if aside is not None:
-        disk.remove_tree(aside)
+        try:
+            disk.remove_tree(aside)
+        except OSError:
+            return aside
+    return None
 
 
 def _move_in(draft: Path, target: Path, disk: Disk) -> Path | None:

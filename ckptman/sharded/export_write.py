@@ -9,17 +9,16 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from ckptman.errors import ConfigError
 from ckptman.sharded.export_choice import Item
 from ckptman.sharded.image import as_bytes, view_of
-from ckptman.sharded.piecewise import PIECE_BYTES, Reader, boxes
+from ckptman.sharded.piecewise import PIECE_BYTES, Reader, ahead, boxes
 from ckptman.sharded.reading import Fill
 from ckptman.store.blockio import STRIDE_BYTES, Target
 from ckptman.store.durable import Disk
@@ -28,7 +27,6 @@ from ckptman.store.parallel import aligned_memory
 _BATCH_PIECES = 1024
 _ALIGN_BYTES = 64
 _CAST_ELEMENTS = 256 * 1024
-T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -99,18 +97,6 @@ def same_bits(reader: Reader, one: Item, other: Item) -> bool:
         if not torch.equal(*found):
             return False
     return True
-
-
-def ahead(items: Iterator[T]) -> Iterator[T]:
-    """The items of an iterator, each of which is made in another thread while the one before is used."""
-    with ThreadPoolExecutor(1, thread_name_prefix="ckptman-export") as pool:
-        coming = pool.submit(next, items, _END)
-        while (item := coming.result()) is not _END:
-            coming = pool.submit(next, items, _END)
-            yield item
-
-
-_END: Any = object()
 
 
 class _Stream:

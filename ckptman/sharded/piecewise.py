@@ -6,8 +6,10 @@ import io
 import math
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +26,8 @@ KEPT_BYTES = 32 * 1024 * 1024
 """Digests that are kept of a checkpoint: those of 64 GiB."""
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
+_END: Any = object()
 
 
 class Refused(CorruptError):
@@ -65,6 +69,15 @@ def boxes(shape: Sequence[int], limit: int) -> Iterator[tuple[Shape, Shape]]:
         for row in range(0, shape[dim], rows):
             sizes = (*(1 for _ in outside), min(rows, shape[dim] - row), *shape[dim + 1 :])
             yield (*outside, row, *(0 for _ in shape[dim + 1 :])), sizes
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The items of an iterator, each of which is made in another thread while the one before is used."""
+    with ThreadPoolExecutor(1, thread_name_prefix="ckptman-ahead") as pool:
+        coming = pool.submit(next, items, _END)
+        while (item := coming.result()) is not _END:
+            coming = pool.submit(next, items, _END)
+            yield item
 
 
 class Reader:
