@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ckptman
+from ckptman.cli.app import main
 from ckptman.errors import CommitError, ConfigError
 from ckptman.monitor.journal import read_journal
 from ckptman.sharded import keeping
@@ -132,18 +133,26 @@ def test_what_is_pinned_is_not_pruned_for_room(tmp_path: Path) -> None:
     train(tmp_path, 3, DISK)
     pin(tmp_path / step_folder(1), "the paper", by="me", time_seconds=1.0, disk=DISK)
     train(tmp_path, 5, SmallDisk(tmp_path, 4.5 * CHECKPOINT_BYTES))
-    # Step 3 is what the run went on from.
     assert steps_in(tmp_path) == [1, 3, 4, 5]
 
 
 def test_what_a_run_went_on_from_stays_while_it_runs(tmp_path: Path) -> None:
     train(tmp_path, 3, DISK, keep=1)
-    assert steps_in(tmp_path) == [3]
-    train(tmp_path, 6, DISK, keep=1)
-    assert steps_in(tmp_path) == [3, 6]
-    assert read_policy(tmp_path) == ckptman.KeepLast(1)
-    train(tmp_path, 8, DISK, keep=1)
-    assert steps_in(tmp_path) == [6, 8]
+    state: dict[str, Any] = {"x": {"w": torch.zeros(8)}}
+    with ckptman.Checkpointer(tmp_path / "other", state, retention=ckptman.KeepLast(1), deadline=None) as checkpointer:
+        for step in range(checkpointer.restore() + 1, 4):
+            checkpointer.save(step)
+            checkpointer.wait()
+    root = tmp_path / "other"
+    with ckptman.Checkpointer(root, state, retention=ckptman.KeepLast(1), deadline=None) as checkpointer:
+        for step in range(checkpointer.restore() + 1, 7):
+            checkpointer.save(step)
+            checkpointer.wait()
+            assert steps_in(root) == [3, step]
+            assert main(["prune", str(root)]) == 0
+            assert steps_in(root) == [3, step]
+    assert steps_in(root) == [6], "and no longer, by the rules"
+    assert read_policy(root) == ckptman.KeepLast(1)
 
 
 def test_a_deletion_that_still_runs_is_waited_for_where_its_room_is_needed(

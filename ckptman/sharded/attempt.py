@@ -23,7 +23,6 @@ from ckptman.sharded.draining import Drainer
 from ckptman.sharded.ranks import Channel
 from ckptman.sharded.state import Snapshot, mesh_of
 from ckptman.store.durable import Disk, folder_mode
-from ckptman.store.lease import reading
 from ckptman.store.names import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
 from ckptman.store.owner import Claim, claim
 from ckptman.store.place import FolderPlace
@@ -49,8 +48,6 @@ class Attempt:
     drainer: Drainer | None = None
     ended: str = ""
     """The state with which it ended; "" while it goes on."""
-    resumed: contextlib.ExitStack | None = None
-    """Holds what the attempt went on from, as long as it runs."""
 
     @classmethod
     def open(cls, talk: Channel, place: FolderPlace, run_id: str | None, disk: Disk) -> Attempt:
@@ -68,12 +65,6 @@ class Attempt:
         """Write an event to the journal; nothing on ranks that are not the leader."""
         if self.journal is not None:
             self.journal.record(event, sync=sync, **fields)
-
-    def went_on_from(self, folder: Path) -> None:
-        """No prune takes the checkpoint that this attempt restored, as long as it runs."""
-        if self.claim is not None:
-            self.resumed = self.resumed or contextlib.ExitStack()
-            self.resumed.enter_context(reading(folder, what="a run that went on from it"))
 
     def committed(self) -> None:
         """A save is durable: what the tiers are to get of it is copied behind the training."""
@@ -157,8 +148,6 @@ class Attempt:
 
     def release(self) -> None:
         """Close the journal and give the root free; before that, where the run is finished, fill the tiers."""
-        if self.resumed is not None:
-            self.resumed.close()
         if self.drainer is not None:
             self.drainer.close(finish=self.ended == "finished")
         if self.journal is not None:

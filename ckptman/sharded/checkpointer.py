@@ -158,7 +158,7 @@ class Checkpointer:
             else:
                 found = restorer.at(self.state, Path(path))
         self._restored_from, self._ready, self._last = found, True, None
-        self._saver.keeper.damaged = restorer.damaged
+        self._saver.keeper.restored(restorer.damaged, restorer.held)
         self._pace.start(found or 0, restored=found is not None)
         self._rehearse_early()
         self._leave_if_asked()
@@ -258,7 +258,7 @@ class Checkpointer:
         self._watchdog.beat("save", self._pace.previous_step)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
         self._attempt.end(state, self._pace.previous_step, self._stop or "the run ended", self.exit_code)
-        self._saver.close()
+        self._saver.close(tidy=True)
         self._updates.close()
         # Nobody leaves before the outcome is on disk: a launcher may kill the others when the first one exits.
         self._talk.tell(None)

@@ -42,13 +42,21 @@ class Keeper:
     ) -> None:
         self._root, self._policy, self._on_full = place.root, policy, on_full
         self._claim, self._journal, self._disk = claim, journal, disk
-        self.damaged: set[int] = set()
-        """Commit sequences of checkpoints that were refused: they are not counted."""
+        self._damaged: set[int] = set()
+        self._held = contextlib.ExitStack()
+        self._holds = False
         self._remover = Remover(disk, self._not_removed)
         self._warned = False
         self._newest_bytes = 0
         if claim is not None:
             self._store()
+
+    def restored(self, damaged: set[int], held: contextlib.ExitStack) -> None:
+        """The run goes on from a checkpoint, which `held` keeps as long as it lasts. `damaged`: commit sequences of
+        those that were refused, and do not count."""
+        self._damaged = damaged
+        self._held.close()
+        self._held, self._holds = held, True
 
     def prune(self) -> None:
         """Delete by the plan, now that a new checkpoint is durable. Never fails a save: raises nothing.
@@ -93,8 +101,12 @@ class Keeper:
             _warn(f"the disk is full, so checkpoints were pruned for the save of step {info.step}: {gone} ({cause})")
         return bool(waiting) or freed_bytes > 0
 
-    def close(self) -> None:
-        """Remove what is left to remove, as far as it goes in half a minute."""
+    def close(self, *, tidy: bool) -> None:
+        """Remove what is left to remove, as far as it goes in half a minute. `tidy`: the run ended as it should, so the
+        rules judge what it went on from."""
+        self._held.close()
+        if tidy and self._holds:
+            self.prune()
         self._remover.close(_CLOSE_SECONDS)
 
     def _carry_out(self, remove: Callable[..., None], coming: Record | None = None) -> tuple[Pruned, list[int]]:
@@ -104,7 +116,7 @@ class Keeper:
             from ckptman.doctor.capacity import capacity_bytes
 
             self._policy = in_bytes(self._policy, capacity_bytes(self._root))
-        plan = plan_prune(self._root, self._policy, self.damaged, wait=False, coming=coming)
+        plan = plan_prune(self._root, self._policy, self._damaged, wait=False, coming=coming)
         if plan.verdicts:
             self._newest_bytes = plan.verdicts[-1].record.bytes
         pending = set(self._remover.pending)

@@ -70,6 +70,8 @@ class Restorer:
         self._talk, self._place, self._attempt = talk, place, attempt
         self.damaged: set[int] = set()
         """Commit sequences of the checkpoints that were passed over although they look complete."""
+        self.held = contextlib.ExitStack()
+        """Holds what was loaded until it is closed: no prune takes it from a run that went on from it."""
 
     def best(self, state: State, step: int | None, *, allow_suspect: bool = False) -> int | None:
         """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
@@ -99,7 +101,6 @@ class Restorer:
                 self._pass_over(entry, error)
                 continue
             self._attempt.note("restored", step=entry.step, path=str(entry.path), seconds=time.monotonic() - begun)
-            self._attempt.went_on_from(entry.path)
             return entry.step
         if refused:
             raise CorruptError(f"{self._place.root}: no checkpoint is good. " + " ".join(refused))
@@ -116,13 +117,15 @@ class Restorer:
         self._load(state, folder)
         step = entry.require_manifest().step if entry is not None else 0
         self._attempt.note("restored", step=step, path=str(folder), seconds=time.monotonic() - begun)
-        self._attempt.went_on_from(folder)
         return step
 
     def _load(self, state: State, folder: Path) -> None:
         """Load a checkpoint that no prune may take meanwhile: what the leader holds is held for all ranks."""
-        with reading(folder, what="restore") if self._talk.is_leader else contextlib.nullcontext():
+        with contextlib.ExitStack() as held:
+            if self._talk.is_leader:
+                held.enter_context(reading(folder, what="a run that goes on from it"))
             load(self._talk, state, folder)
+            self.held = held.pop_all()
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
         entries = self._place.list(abandoned=step is not None)

@@ -215,13 +215,13 @@ class Saver:
             reports.append(self._running.popleft().result())
         return reports
 
-    def close(self) -> None:
-        """Stop the background threads. What runs is waited for."""
+    def close(self, *, tidy: bool = False) -> None:
+        """Stop the background threads. What runs is waited for. `tidy`: the run ended as it should."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         if self._stager is not None:
             self._stager.close()
-        self.keeper.close()
+        self.keeper.close(tidy=tidy)
 
     def _write(
         self,
