@@ -34,7 +34,7 @@ try:
 except RuntimeError as error:
     assert "allocate memory" in str(error)
 else:
-    sys.exit("this system does not limit the memory of a process")
+    sys.exit(77)
 export(folder, out, format, dtype=dtype or None)
 """
 
@@ -57,6 +57,8 @@ def test_four_times_the_memory(folder: Path, format: str, cast: str, tmp_path: P
     out = tmp_path / "out"
     words = [sys.executable, "-c", CHILD, str(folder), str(out), format, cast, str(LIMIT_BYTES)]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    if ran.returncode == 77:
+        pytest.skip("this system does not limit the memory of a process")
     assert ran.returncode == 0, ran.stderr
     written = out.stat().st_size if out.is_file() else sum(each.stat().st_size for each in out.iterdir())
     assert written >= 4 * LIMIT_BYTES // (2 if cast else 1)
