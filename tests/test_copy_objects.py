@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -187,6 +190,32 @@ def test_an_interrupted_copy_goes_on_with_what_is_missing_or_wrong(
     (entry,) = place.look()
     assert entry.complete
     assert "junk" not in entry.sizes
+
+
+@pytest.mark.parametrize("at", ["__1_0.distcp", "manifest.json"])
+def test_a_copy_that_is_killed_goes_on_when_it_is_run_again(
+    at: str, root: Path, place: ObjectPlace, proxy: Proxy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reached = threading.Event()
+
+    def fail(request: Request) -> Failure | None:
+        if request.method not in ("PUT", "POST") or at not in request.path:
+            return None
+        reached.set()
+        return "hang"
+
+    proxy.fail = fail
+    command = [sys.executable, "-m", "ckptman", "copy", str(root), place.url]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+        assert reached.wait(60)
+        child.kill()
+    proxy.fail = lambda request: None
+    assert not [entry for entry in place.look() if entry.complete]
+    assert main(["copy", str(root), place.url, "--json"]) == 0
+    (copied,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert copied["written_bytes"] < copied["bytes"]
+    assert copied["written_bytes"] == 0 or at != "manifest.json"
+    assert [entry.complete for entry in place.look()] == [True]
 
 
 def test_a_store_that_gives_back_other_bytes_is_found_out(root: Path, place: ObjectPlace, proxy: Proxy) -> None:
