@@ -190,8 +190,9 @@ class FolderReading:
         if there != size:
             os.close(self._fd)
             raise CorruptError(f"{path} has {there} bytes instead of {size}: copy another checkpoint")
-        with contextlib.suppress(OSError, CorruptError, AttributeError):  # not every system has direct I/O
-            self._direct_fd = open_regular(path, direct=True)
+        if size >= DIRECT_BYTES:
+            with contextlib.suppress(OSError, CorruptError, AttributeError):  # not every system has direct I/O
+                self._direct_fd = open_regular(path, direct=True)
 
     def read(self, offset: int, size: int, scratch: memoryview) -> memoryview:
         view = scratch[:size]
