@@ -84,10 +84,11 @@ def _folders_not_flushed() -> None:
 
 
 def _deleted_in_place() -> None:
-    def remove(self: place.FolderPlace, path: Path, name: str, tag: str) -> None:
+    def hide(self: place.FolderPlace, path: Path, name: str, tag: str) -> Path | None:
         self._disk.remove_tree(path)
+        return None
 
-    place.FolderPlace.remove = remove  # type: ignore[method-assign]
+    place.FolderPlace.hide = hide  # type: ignore[method-assign]
 
 
 def _pruned_before_the_commit() -> None:
@@ -103,13 +104,13 @@ def _pruned_before_the_commit() -> None:
 
 
 def _errors_swallowed() -> None:
-    real = blockio._Target.write
+    real = blockio.Target.write
 
-    def write(self: blockio._Target, data: memoryview, offset: int) -> None:
+    def write(self: blockio.Target, data: memoryview, offset: int) -> None:
         with contextlib.suppress(OSError):
             real(self, data, offset)
 
-    blockio._Target.write = write  # type: ignore[method-assign]
+    blockio.Target.write = write  # type: ignore[method-assign]
 
 
 def _failed_saves_are_not_told() -> None:
