@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from ckptman.store import copysource
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.manifest import Manifest
 from ckptman.store.meter import Meter
+from ckptman.store.place import FolderPlace
 from tests.fake_checkpoint import commit, flip_byte, steps_of
 
 Told = pytest.CaptureFixture[str]
@@ -88,6 +91,24 @@ def test_what_the_run_prunes_meanwhile_is_no_failure(root: Path, capsys: Told, m
     assert main(["copy", "run", "backup", "--all"]) == 0
     assert "step 300: not copied: it was deleted meanwhile" in capsys.readouterr().out
     assert steps("backup") == [100, 200]
+
+
+def test_what_was_copied_before_a_destination_failed_is_told(
+    root: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = FolderPlace.publish
+
+    def fail(self: FolderPlace, source: Path, name: str, *arguments: str, **options: bool) -> Path:
+        if name == "step-0000000300":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return publish(self, source, name, *arguments, **options)
+
+    monkeypatch.setattr(FolderPlace, "publish", fail)
+    assert main(["copy", "run", "backup", "--all", "--json"]) == 10
+    found = json.loads(capsys.readouterr().out)
+    assert [each["step"] for each in found["checkpoints"]] == [100]
+    assert [each["step"] for each in found["failed"]] == [300]
+    assert steps("backup") == [100]
 
 
 def test_a_newest_that_does_not_count_is_passed_over_and_told(root: Path, capsys: Told) -> None:

@@ -295,6 +295,12 @@ def test_where_there_is_no_room_nothing_is_written(
         assert copy(source, root).written_bytes == 0
 
 
+def test_a_destination_that_goes_away_is_no_original_that_is_gone(source: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with pytest.raises(RootError, match="No such file or directory"):
+        copy(source, root, threads=1, meter=Meter(Once("copying", lambda: shutil.rmtree(root))))
+
+
 def test_of_two_copies_at_once_one_works_and_the_other_is_told(source: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     told: list[BaseException] = []

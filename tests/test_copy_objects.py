@@ -397,5 +397,6 @@ def test_the_command_copies_there_lists_and_copies_back(
     assert [each["already"] for each in json.loads(capsys.readouterr().out)["checkpoints"]] == [True, True]
     assert main(["copy", url, str(tmp_path / "two"), "--step", "7"]) == 3
     assert "has no checkpoint of step 7; the latest there are: 100, 200" in capsys.readouterr().err
+    assert main(["copy", str(root), "s3://no-such-bucket-anywhere/x", "--all"]) == 3
     assert main(["copy", url, "s3://elsewhere/x"]) == 2
     assert main(["copy", str(root), f"{url}/{FOLDER}"]) == 2

@@ -48,7 +48,7 @@ Threads = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace another checkpoint of the same step, or a damaged copy.")
 ]
-_PASSED = (CorruptError, ExistsError, NotFoundError)
+_PASSED = (CorruptError, ExistsError)
 """What says something about one checkpoint: the others are copied all the same."""
 
 
@@ -126,17 +126,25 @@ class _Job:
 
     def attempt(self, entry: Entry | ObjectEntry, copy: Callable[[Meter], Copied]) -> None:
         """Copy one. Raises: what went wrong; of several, only what keeps the others from being copied, too."""
+        from ckptman.store.copysource import GoneError
+
         try:
             with copy_progress(f"step {entry.step}") as meter:
                 self.done(copy(meter))
+        except GoneError:
+            if not self._every:
+                raise
+            self._pass_over(entry, "it was deleted meanwhile")  # the run prunes while it is copied
         except _PASSED as error:
             if not self._every:
                 raise
-            if isinstance(error, NotFoundError):  # the run prunes while it is copied
-                self._pass_over(entry, "it was deleted meanwhile")
-                return
             self.failures.append((entry.step, error))
             self._say([f"step {entry.step}: {text.paint('not copied', 'red')}: {error}"])
+        except CkptmanError as error:
+            if self._every and self._as_json:  # what was copied before is told all the same
+                self.failures.append((entry.step, error))
+                text.say_json(self.as_dict())
+            raise
 
     def done(self, copied: Copied) -> None:
         self.copied.append(copied)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckptman.errors import BusyError, CkptmanError, CorruptError, ExistsError, NotFoundError, RootError, plain
+from ckptman.errors import BusyError, CkptmanError, CorruptError, ExistsError, RootError, plain
 from ckptman.store.blockread import Scanned
 from ckptman.store.blockscan import scan
 from ckptman.store.copypieces import move
@@ -228,8 +228,6 @@ def _told(root: Path, facts: Facts) -> Iterator[None]:
         yield
     except CkptmanError:
         raise
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{error.filename} was removed while it was copied: copy again") from error
     except OSError as error:
         raise _root_error(root, facts, error) from error
 

@@ -26,6 +26,10 @@ from ckptman.store.verified import VERIFIED, Verified, read_verified
 _MOST_PIN_BYTES = 1024 * 1024
 
 
+class GoneError(NotFoundError):
+    """What is to be copied was deleted, or is another one now. Not where the destination is gone."""
+
+
 class Reading(Protocol):
     """One file that is being read, from several threads."""
 
@@ -254,8 +258,8 @@ def _pinned(folder: Path) -> bytes | None:
         ) from error
 
 
-def _gone(folder: Path) -> NotFoundError:
-    return NotFoundError(
+def _gone(folder: Path) -> GoneError:
+    return GoneError(
         f"{folder} was deleted, or saved again, since it was looked at: nothing of it was copied; copy again"
     )
 

@@ -18,7 +18,7 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, ExistsError, NotFoundError
 from ckptman.store.copyfolder import Copied
 from ckptman.store.copyproof import Means, NotReadBackError
-from ckptman.store.copysource import Facts, Original, Reading
+from ckptman.store.copysource import Facts, GoneError, Original, Reading
 from ckptman.store.digest import DIGEST_BYTES, Digests, digest_of_blocks
 from ckptman.store.meter import Meter
 from ckptman.store.names import MANIFEST
@@ -59,7 +59,7 @@ class ObjectOriginal:
         return None  # they are in another object; what the whole file has to be, the manifest says
 
     def lost(self) -> CkptmanError | None:
-        gone = NotFoundError(f"{self._entry.url} was removed, or put again, while it was copied: copy again")
+        gone = GoneError(f"{self._entry.url} was removed, or put again, while it was copied: copy again")
         try:
             data = self._place.read(f"{self._entry.name}/{MANIFEST}", 0, len(self._entry.data))
         except NotFoundError:
