@@ -18,7 +18,7 @@ help:
 	@echo "make check     ruff, formatting, mypy --strict, the layers"
 	@echo "make campaign  the long versions: 50 kills and more"
 	@echo "make faults    the fault campaign: thousands of faults, two at a time, and a table at the end"
-	@echo "make bench     saves, loads, stalls, steps and listings, against others and the raw limit"
+	@echo "make bench     saves, loads, stalls, steps, listings and prunes, against others and the raw limit"
 
 setup: $(STAMP)
 
@@ -59,6 +59,7 @@ faults: setup
 bench: $(BENCH)
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/list_1000.py
+	$(BIN)/python benchmarks/prune_10000.py
 	$(BIN)/python -m benchmarks
 
 clean:
