@@ -50,6 +50,8 @@ Overwrite = Annotated[
 ]
 _PASSED = (CorruptError, ExistsError)
 """What says something about one checkpoint: the others are copied all the same."""
+_TIMED_BYTES = 64 * 1024 * 1024
+"""The rate of less than this says how long a flush takes, and not how fast a copy is."""
 
 
 def copy(
@@ -212,9 +214,9 @@ def copied_lines(copied: Copied) -> list[str]:
 
 
 def _pace(count: int, seconds: float) -> str:
-    if seconds < 0.1:  # a rate of next to nothing is none
+    if count < _TIMED_BYTES:
         return ""
-    return f" in {seconds:.1f} s ({text.size(int(count / seconds))}/s)"
+    return f" in {seconds:.1f} s ({text.size(int(count / max(seconds, 1e-9)))}/s)"
 
 
 def _target(destination: str, url: str | None) -> FolderPlace | ObjectPlace:
