@@ -26,7 +26,7 @@ from ckptman.store.place import FolderPlace
 from ckptman.store.prune import execute, plan_prune
 from ckptman.store.verified import identify, note_damaged, note_verified
 from tests.fake_checkpoint import commit, flip_byte, note_in
-from tests.faulty_disk import holds
+from tests.faulty_disk import FaultyDisk, holds
 
 FOLDER = "step-0000000200"
 STRIDE = 4 * 2**20
@@ -82,6 +82,15 @@ def test_a_copy_is_the_same_checkpoint_and_is_proved(source: Path, tmp_path: Pat
     assert note.every_byte
     assert [path.name for path in (tmp_path / "root").iterdir() if path.name != DOT] == [FOLDER]
     assert list((tmp_path / "root").glob(f"{DOT}/*")) == []
+
+
+def test_everything_is_flushed_before_it_can_be_seen(source: Path, tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    place = FolderPlace(tmp_path / "root", disk)
+    copied = copy_checkpoint(Catalogue(source).entry(200), place, Means(disk=disk))
+    seen = max(number for number, name in enumerate(disk.log) if name == "rename")
+    assert disk.log[:seen].count("sync_file") == copied.files
+    assert disk.log[seen - 1] == disk.log[seen + 1] == "sync_folder"
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
