@@ -93,6 +93,24 @@ def test_what_the_run_prunes_meanwhile_is_no_failure(root: Path, capsys: Told, m
     assert steps("backup") == [100, 200]
 
 
+def test_a_newest_that_is_pruned_meanwhile_gives_way_to_the_next(
+    root: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = copysource.FolderOriginal.__init__
+
+    def pruned(self: copysource.FolderOriginal, folder: Path, manifest: Manifest) -> None:
+        if manifest.step == 200:
+            commit(root, 400)
+            shutil.rmtree(folder)
+        make(self, folder, manifest)
+
+    monkeypatch.setattr(copysource.FolderOriginal, "__init__", pruned)
+    assert main(["copy", "run", "backup"]) == 0
+    assert steps("backup") == [400]
+    commit(root, 200)
+    assert main(["copy", "run", "backup", "--step", "200"]) == 3
+
+
 def test_what_was_copied_before_a_destination_failed_is_told(
     root: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ Overwrite = Annotated[
 ]
 _PASSED = (CorruptError, ExistsError)
 """What says something about one checkpoint: the others are copied all the same."""
+_LOOKS = 3
 _TIMED_BYTES = 64 * 1024 * 1024
 """The rate of less than this says how long a flush takes, and not how fast a copy is."""
 
@@ -70,6 +71,7 @@ def copy(
     is there already is not copied again.
     """
     from ckptman.store.copy import copy_checkpoint, copy_foreign, copy_objects
+    from ckptman.store.copysource import GoneError
     from ckptman.store.objects import find_url
     from ckptman.store.place import FolderPlace
 
@@ -94,9 +96,15 @@ def copy(
         path, place = Path(source), _target(destination, target_url)
         if target_url is None:
             _refuse_inside(path, Path(destination))
-        chosen = choose(path, step, every, passed_over=True)
-        for entry in job.counting(chosen, asked=step is not None or is_checkpoint(path)):
-            job.attempt(entry, means(partial(copy_checkpoint, entry, place)))
+        asked = step is not None or is_checkpoint(path)
+        for looks_left in reversed(range(_LOOKS)):
+            try:
+                for entry in job.counting(choose(path, step, every, passed_over=True), asked):
+                    job.attempt(entry, means(partial(copy_checkpoint, entry, place)))
+                break
+            except GoneError:  # whoever pruned it has a newer one by now
+                if asked or not looks_left:
+                    raise
     job.end()
 
 
