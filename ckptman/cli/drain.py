@@ -48,7 +48,7 @@ def drain(
     The tiers are those that the run was started with; each copy is proved before it counts, and each tier is pruned by
     its own rules. Nothing is deleted in ROOT: its own retention does that, once the copies are there.
     """
-    from ckptman.store.drain import carry_out, plan_drain
+    from ckptman.store.drain import carry_out, plan_drain, prepare
     from ckptman.store.meter import Limit
 
     if not 0 < poll < 1e6:
@@ -66,11 +66,12 @@ def drain(
             yield Means(threads=threads, limit=Limit(min(rates)) if rates else None, meter=meter)
 
     while True:
-        plan = plan_drain(root, tiers)
+        plan = plan_drain(root, tiers, new=dry_run and to is not None)
         if dry_run:
             _tell_plan(root, plan, as_json)
             break
-        for each in carry_out(plan.tasks, means):
+        prepare(root, plan)
+        for each in carry_out(root, plan, means):
             done.append(each)
             if not as_json:
                 text.say("\n".join(_lines(each)))
@@ -87,8 +88,7 @@ def drain(
 
 def _tiers(root: Path, to: str | None, every: int, make: bool) -> tuple[Tier, ...]:
     from ckptman.policy.tiers import Tier
-    from ckptman.store.place import FolderPlace
-    from ckptman.store.tiers import absolute, check_tiers, open_tier, read_tiers
+    from ckptman.store.tiers import absolute, check_tiers, make_tiers, read_tiers
 
     if to is None:
         found = read_tiers(root)
@@ -99,9 +99,8 @@ def _tiers(root: Path, to: str | None, every: int, make: bool) -> tuple[Tier, ..
         return found
     tier = absolute(Tier(to, every))
     check_tiers(root, [tier])
-    place = open_tier(tier)
-    if make and isinstance(place, FolderPlace):
-        place.make()
+    if make:
+        make_tiers(root, [tier])
     return (tier,)
 
 

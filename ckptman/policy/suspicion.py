@@ -45,6 +45,8 @@ def crashes_of(events: Sequence[Mapping[str, Any]]) -> list[Crash]:
             restored = None
         elif type(step) is not int:
             continue
+        elif kind == "rolled_back":  # somebody wants to go on from there
+            found = [each for each in found if each.restored != step]
         elif kind == "restored":
             restored = step
         elif kind == "save_durable":

@@ -59,23 +59,27 @@ class Tier:
 
 
 def due(records: Sequence[Record], there: Sequence[Record], tier: Tier, now_seconds: float) -> dict[int, str]:
-    """What of a root has still to go to a tier: the sequence of each, with the reason.
+    """What of a root has still to go to a tier: the place of each in `records`, with the reason.
 
-    `there`: what the tier holds. What is damaged or abandoned goes nowhere. Called by drains, and by prunes of the
-    root, which leave alone what is due.
+    `there`: what the tier holds; what is damaged there has to go there again. What is damaged or abandoned in the root
+    goes nowhere. Called by drains, and by prunes of the root, which leave alone what is due.
     """
-    known = {_key(record) for record in there}
-    candidates = [
-        record
-        for record in records
-        if record.sequence % tier.every == 0 and not record.damaged and not record.abandoned
-    ]
-    new = [record for record in candidates if _key(record) not in known]
+    good = [record for record in there if not record.damaged]
+    known = {_key(record) for record in good}
+    new = {
+        place: record
+        for place, record in enumerate(records)
+        if record.sequence % tier.every == 0
+        and not record.damaged
+        and not record.abandoned
+        and _key(record) not in known
+    }
     if tier.retention is None:
         rule = "every commit" if tier.every == 1 else f"every {tier.every} commits"
-        return {record.sequence: rule for record in new}
-    wanted = tier.retention.keeps_at([*there, *new], now_seconds)
-    return {record.sequence: wanted[record.sequence] for record in new if record.sequence in wanted}
+        return dict.fromkeys(new, rule)
+    counted = [*(record for record in good if not record.abandoned), *new.values()]
+    wanted = tier.retention.keeps_at(counted, now_seconds)
+    return {place: wanted[record.sequence] for place, record in new.items() if record.sequence in wanted}
 
 
 def _key(record: Record) -> tuple[int, int, float]:

@@ -159,7 +159,7 @@ class Attempt:
 def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) -> Attempt:
     _check_privacy()
     place.make()
-    entries = place.list()
+    entries = place.list(abandoned=True)
     if not entries:
         refuse_other_checkpoints(place.root)
     manifests = [entry.manifest for entry in entries if entry.manifest is not None]
@@ -170,7 +170,7 @@ def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) 
         # What killed saves left may be what fills the disk, so it goes before the first save and not after it.
         _clear_leftovers(place.root, held.next_tag(), disk)
         # Looked at again: until the claim was ours, another run may have saved.
-        finds = bool(entries or place.list())
+        finds = bool(entries or place.list(abandoned=True))
         events = _events(place.root)
         saves = typical_save_seconds(events)
         attempt = Attempt(place.root, _number(events), run_id, job_id, finds, saves, held)

@@ -151,7 +151,7 @@ class Checkpointer:
         self._watchdog.beat("start", 0)
         self._leave_if_asked()
         self._saver.hold()
-        restorer = Restorer(self._talk, self._place, self._attempt)
+        restorer = Restorer(self._talk, self._place, self._attempt, self.beat)
         with failing_as_one():
             if path is None or self._attempt.finds_checkpoints:
                 found = restorer.best(self.state, step, allow_suspect=allow_suspect)

@@ -11,14 +11,20 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import IO, Any
+
+import psutil
 
 from ckptman.errors import plain, warn
 from ckptman.lifecycle.outcome import OUTCOME_ENV
 from ckptman.monitor.journal import Journal
 
 END_SECONDS = 10.0
+LOOK_SECONDS = 5.0
+STUCK_SECONDS = 600.0
+"""How long a drain at the end of a run may move nothing."""
 _NICE = 10
 
 
@@ -43,19 +49,41 @@ class Drainer:
         """Wait until everything is copied, or, unless `finish`, break off: it can be taken up later."""
         if finish:
             while self._process is not None:
-                self._process.wait()
+                if not self._ends():
+                    self._break_off()
+                    self._complain(f"a drain moved nothing for {STUCK_SECONDS:.0f} s, and was ended")
+                    return
                 self._reap()
                 if self._again:
                     self._start()
-        elif self._process is not None:
-            self._process.terminate()
+        else:
+            self._break_off()
+
+    def _ends(self) -> bool:
+        """Wait for the process as long as it moves bytes. A mount that hangs must not hold the allocation."""
+        assert self._process is not None
+        before, since = -1, time.monotonic()
+        while time.monotonic() - since < STUCK_SECONDS:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LOOK_SECONDS)
+                return True
+            if (now := _moved_bytes(self._process.pid)) != before:
+                before, since = now, time.monotonic()
+        return False
+
+    def _break_off(self) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        if self._process.poll() is None:
+            self._process.kill()
+            # One that waits for a dead mount cannot be killed either: it is left to itself.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)
-            if self._process.poll() is None:
-                self._process.kill()
-                self._process.wait()
-            self._process.returncode = 0  # it did not fail: it was told to end
-            self._reap()
+        self._process.returncode = 0  # it did not fail: it was told to end
+        self._reap()
 
     def _start(self) -> None:
         self._again = False
@@ -95,6 +123,15 @@ class Drainer:
         if why not in self._warned:
             self._warned.add(why)
             warn(f"not all could be copied to the tiers of {self._root}, and the run goes on: {plain(why)}")
+
+
+def _moved_bytes(pid: int) -> int:
+    """What a process has read and written, by calls."""
+    try:
+        counters = psutil.Process(pid).io_counters()
+    except (psutil.Error, AttributeError, NotImplementedError):
+        return time.monotonic_ns()  # nobody can tell: it is believed to go on
+    return int(counters.read_chars + counters.write_chars)
 
 
 def _tasks(told: str) -> list[dict[str, Any]]:

@@ -5,25 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import ckptman
-from ckptman.errors import CorruptError, NotFoundError, SuspectError, plain, warn
+from ckptman.errors import CkptmanError, CorruptError, NotFoundError, SuspectError, plain, warn
 from ckptman.monitor.journal import read_journal
 from ckptman.policy.suspicion import crashes_of, suspects
 from ckptman.sharded.attempt import Attempt, refuse_other_checkpoints
 from ckptman.sharded.load import State, load
-from ckptman.sharded.ranks import Channel
+from ckptman.sharded.ranks import Channel, failing_as_one
 from ckptman.store.catalogue import Entry
 from ckptman.store.durable import DISK
 from ckptman.store.lease import reading
 from ckptman.store.manifest import read_manifest
+from ckptman.store.meter import Meter
 from ckptman.store.names import MANIFEST, journal_path
 from ckptman.store.place import FolderPlace
-from ckptman.store.tiered import TieredPlace
+from ckptman.store.tiered import Remote, TieredPlace
 from ckptman.store.verified import identify, note_damaged
 
+_FETCH_LOOK_SECONDS = 1.0
 _LOOKS = 10
 """After so many a root whose checkpoints vanish while they are read is no longer looked at anew."""
 
@@ -66,8 +71,8 @@ def _note_damaged(entry: Entry, error: CorruptError) -> None:
 class Restorer:
     """Finds the checkpoint to start from and loads it. Every rank has one and calls it alike."""
 
-    def __init__(self, talk: Channel, place: FolderPlace, attempt: Attempt) -> None:
-        self._talk, self._place, self._attempt = talk, place, attempt
+    def __init__(self, talk: Channel, place: FolderPlace, attempt: Attempt, beat: Callable[[], None]) -> None:
+        self._talk, self._place, self._attempt, self._beat = talk, place, attempt, beat
         self.damaged: set[int] = set()
         """Commit sequences of the checkpoints that were passed over although they look complete."""
         self.held = contextlib.ExitStack()
@@ -77,12 +82,15 @@ class Restorer:
         """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
         begun = time.monotonic()
         refused: list[str] = []
-        if isinstance(self._place, TieredPlace):
-            self._talk.ask_leader(partial(self._place.fetch_newer, step))
         left = list(self._talk.ask_leader(lambda: self._candidates(step, allow_suspect)))
         looks = 1
         while left:
             entry = left.pop(0)
+            if isinstance(entry, Remote) and (trouble := self._fetch(entry)) is not None:
+                if not left:
+                    raise trouble
+                self._pass_over(entry, trouble)
+                continue
             try:
                 self._load(state, entry.path)
             except CorruptError as error:
@@ -119,6 +127,29 @@ class Restorer:
         self._attempt.note("restored", step=step, path=str(folder), seconds=time.monotonic() - begun)
         return step
 
+    def _fetch(self, entry: Remote) -> CkptmanError | None:
+        """Have the leader bring into the root what is elsewhere. What went wrong, the same on every rank."""
+        place, meter, before = cast(TieredPlace, self._place), Meter(), [("", 0)]
+        with ThreadPoolExecutor(1, thread_name_prefix="ckptman-fetch") as pool:
+            work = [pool.submit(place.fetch, entry, meter)] if self._talk.is_leader else []
+
+            def look() -> tuple[bool, bool]:
+                done, _ = wait(work, _FETCH_LOOK_SECONDS)
+                for each in done:
+                    each.result()
+                goes_on, before[0] = (meter.phase, meter.done_bytes) != before[0], (meter.phase, meter.done_bytes)
+                return bool(done), goes_on
+
+            try:
+                with failing_as_one():
+                    # In short exchanges: it may take hours, and nobody hears of the leader meanwhile.
+                    while not (told := self._talk.ask_leader(look))[0]:
+                        if told[1]:
+                            self._beat()
+            except CkptmanError as error:
+                return error
+        return None
+
     def _load(self, state: State, folder: Path) -> None:
         """Load a checkpoint that no prune may take meanwhile: what the leader holds is held for all ranks."""
         with contextlib.ExitStack() as held:
@@ -129,6 +160,12 @@ class Restorer:
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
         entries = self._place.list(abandoned=step is not None)
+        if step is None and not any(entry.complete for entry in entries) and self._place.list(abandoned=True):
+            choose(entries, None)
+            raise CorruptError(
+                f"{self._place.root}: all that is left was abandoned by a rollback, and nothing is started over it: "
+                f"ckptman rollback --undo brings it back, and restore(step=...) takes one of it"
+            )
         if not entries:
             refuse_other_checkpoints(self._place.root, below=True)
         if step is not None and all(entry.step != step for entry in entries):

@@ -116,7 +116,9 @@ def _copy(original: Original, place: FolderPlace, draft: Path, means: Means) -> 
         raise
     verified = time.monotonic()
     _seal(draft, facts, disk)
-    final = place.publish(draft, facts.name, f"copy-{os.urandom(4).hex()}")
+    # Asked again: all this may have taken hours.
+    _refuse_live_run(place.root)
+    final = place.publish(draft, facts.name, f"copy-{os.urandom(4).hex()}", replace=means.overwrite)
     disk.remove_tree(final / DOT)
     return Copied(
         source=facts.where,
@@ -155,7 +157,7 @@ def _already(original: Original, place: FolderPlace, means: Means) -> Copied | N
             note(final, facts, means.disk)
         problem = "is damaged there: " + "; ".join((*report.problems, *report.unread)) if not report.good else ""
     if problem:
-        if means.overwrite:
+        if means.overwrite or place.is_abandoned(final):
             return None
         raise ExistsError(f"{final} {problem}: {remedy}")
     if (final / DOT).is_dir():  # a copy was killed when it had nothing left to do but this

@@ -10,31 +10,47 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptman.errors import BusyError, CkptmanError, RootError
+from ckptman import __version__
+from ckptman.errors import BusyError, CkptmanError, CorruptError, RootError
 from ckptman.policy.retention import plan
 from ckptman.policy.tiers import Tier, due
+from ckptman.store.abandoned import abandoned_by, hand_on, read_rollbacks
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.copy import copy_checkpoint
 from ckptman.store.copyfolder import Copied
 from ckptman.store.copyproof import Means
+from ckptman.store.durable import DISK
+from ckptman.store.lease import lease
 from ckptman.store.names import MANIFEST
 from ckptman.store.objects import ObjectEntry, ObjectPlace
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import execute, plan_prune
-from ckptman.store.tiers import Holding, entries_of, holding_of, open_tier, record_of
+from ckptman.store.tiers import (
+    Holding,
+    entries_of,
+    hand_on_to,
+    holding_of,
+    open_tier,
+    read_drained,
+    record_of,
+    rollbacks_of,
+    write_drained,
+)
+from ckptman.store.verified import identify, note_damaged
 
 
 @dataclass(frozen=True)
 class Task:
-    """A checkpoint that has to go to a tier, and the reason."""
+    """A checkpoint that has to go to a tier, and the reason. `over`: what has its name there counts for nothing."""
 
     tier: Tier
     entry: Entry
     reason: str
+    over: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,44 +68,78 @@ class DrainPlan:
     """What is still to be done: `tasks`, tier by tier, the newest first; and the tiers nobody can look at."""
 
     tasks: list[Task]
-    troubles: list[Holding]
+    holdings: list[Holding]
+
+    @property
+    def troubles(self) -> list[Holding]:
+        return [each for each in self.holdings if each.trouble]
 
 
-def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = None) -> DrainPlan:
-    """What the tiers of a root have still to get. Raises: as `Catalogue.scan`."""
+def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = None, *, new: bool = False) -> DrainPlan:
+    """What the tiers of a root have still to get. `new`: one that is not there holds nothing.
+
+    Raises: as `Catalogue.scan`.
+    """
     now_seconds = time.time() if now_seconds is None else now_seconds
-    entries = {entry.sequence: entry for entry in Catalogue(root).complete()}
-    records = [entry.record() for entry in entries.values()]
+    holdings = [Holding(tier) if new and not os.path.lexists(str(tier)) else holding_of(tier) for tier in tiers]
+    every = [*read_rollbacks(root).values(), *(rollback for each in holdings for rollback in each.rollbacks)]
+    left = abandoned_by(every)
+    entries = Catalogue(root).complete()
+    records = [record_of(entry, left) for entry in entries]
     tasks: list[Task] = []
-    troubles: list[Holding] = []
-    for tier in tiers:
-        holding = holding_of(tier)
+    for number, holding in enumerate(holdings):
         if holding.trouble:
-            troubles.append(holding)
             continue
-        wanted = due(records, holding.records, tier, now_seconds)
-        tasks += [Task(tier, entries[sequence], wanted[sequence]) for sequence in sorted(wanted, reverse=True)]
-    return DrainPlan(tasks, troubles)
+        there = [record_of(entry, left) for entry in holding.entries]
+        holdings[number] = replace(holding, records=tuple(there))
+        good = {record.step for record in there if not record.abandoned and not record.damaged}
+        wanted = due(records, there, holding.tier, now_seconds)
+        for place in sorted(wanted, reverse=True):
+            entry = entries[place]
+            tasks.append(Task(holding.tier, entry, wanted[place], over=entry.step not in good))
+    return DrainPlan(tasks, holdings)
 
 
-def carry_out(tasks: Sequence[Task], means: Callable[[Task], AbstractContextManager[Means]]) -> Iterator[Drained]:
+def prepare(root: Path, plan: DrainPlan) -> None:
+    """Before anything is copied: all places learn of all rollbacks, and prunes of the root of what the tiers hold.
+
+    Raises: CkptmanError, OSError.
+    """
+    every = [*read_rollbacks(root).values(), *(rollback for each in plan.holdings for rollback in each.rollbacks)]
+    if every:
+        hand_on(every, root)
+        for each in plan.holdings:
+            if not each.trouble:
+                hand_on_to(open_tier(each.tier), every, each.rollbacks)
+    held = {str(each.tier): list(each.records) for each in plan.holdings if not each.trouble}
+    write_drained(root, {**read_drained(root), **held})
+
+
+def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractContextManager[Means]]) -> Iterator[Drained]:
     """Copy what is to be copied, and prune each tier that has got something. Trouble with one keeps no other.
 
-    `means` is asked for each copy how it is to be made.
+    `means` is asked for each copy how it is to be made. What the tiers hold then is noted in the root.
     """
     fuller: dict[Tier, Task] = {}
-    for task in tasks:
+    for task in plan.tasks:
         try:
             with means(task) as how:
-                yield Drained(task, copy_checkpoint(task.entry, open_tier(task.tier, how.disk), how))
+                over = replace(how, overwrite=how.overwrite or task.over)
+                yield Drained(task, copy_checkpoint(task.entry, open_tier(task.tier, how.disk), over))
             fuller[task.tier] = task
         except CkptmanError as error:
+            if isinstance(error, CorruptError):
+                _note_damaged(task.entry, error)
             yield Drained(task, error=error, busy=isinstance(error, BusyError))
     for tier, task in fuller.items():
         try:
             prune_tier(tier, open_tier(tier))
         except (CkptmanError, OSError) as error:
             yield Drained(task, error=error if isinstance(error, CkptmanError) else _as_ours(tier, error))
+    if fuller:
+        held = {str(tier): holding_of(tier, abandoned_by(read_rollbacks(root).values())) for tier in fuller}
+        known = {tier: list(each.records) for tier, each in held.items() if not each.trouble}
+        write_drained(root, {**read_drained(root), **known})
 
 
 def prune_tier(tier: Tier, place: FolderPlace | ObjectPlace) -> None:
@@ -97,14 +147,24 @@ def prune_tier(tier: Tier, place: FolderPlace | ObjectPlace) -> None:
     if tier.retention is None:
         return
     if isinstance(place, FolderPlace):
-        execute(place.root, plan_prune(place.root, tier.retention), tag=f"drain{os.urandom(4).hex()}")
+        with lease(place.root, [], what="prune") as nonce:
+            execute(place.root, plan_prune(place.root, tier.retention), tag=nonce or f"drain{os.urandom(4).hex()}")
         return
-    entries = {entry.require_manifest().sequence: entry for entry in entries_of(place)}
-    verdicts = plan([record_of(entry) for entry in entries.values()], tier.retention, now_seconds=time.time())
-    for verdict in verdicts:
-        entry = entries[verdict.record.sequence]
+    entries = [entry for entry in entries_of(place) if entry.complete]
+    left = abandoned_by(rollbacks_of(place))
+    # Of two that share a number each gets a verdict.
+    records = [replace(record_of(entry, left), sequence=number) for number, entry in enumerate(entries, 1)]
+    for verdict in plan(records, tier.retention, now_seconds=time.time()):
+        entry = entries[verdict.record.sequence - 1]
         if not verdict.keep and isinstance(entry, ObjectEntry):
             _remove(place, entry)
+
+
+def _note_damaged(entry: Entry, error: CorruptError) -> None:
+    """So that it is not read again by each drain, and no retention counts it. As far as that can be noted."""
+    with suppress(OSError, CkptmanError):
+        identity = identify(entry.path, entry.require_manifest())
+        note_damaged(entry.path, identity, str(error), time_seconds=time.time(), ckptman_version=__version__, disk=DISK)
 
 
 def _as_ours(tier: Tier, error: OSError) -> RootError:

@@ -80,12 +80,13 @@ def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> 
     permission, no space) there is none, and that is "": the reader has to live with what vanishes.
     """
     made = not os.path.lexists(run_folder(root))
-    path = _take(root, names, what, disk)
-    if path is None:
+    taken = _take(root, names, what, disk)
+    if taken is None:
         yield ""
         return
+    path, text = taken
     done = threading.Event()
-    thread = threading.Thread(target=_beat, args=(path, done), name="ckptman-lease", daemon=True)
+    thread = threading.Thread(target=_beat, args=(path, text, done, disk), name="ckptman-lease", daemon=True)
     thread.start()
     try:
         yield path.stem.removeprefix("lease-")
@@ -142,29 +143,32 @@ def look(root: Path, *, wait: bool = True) -> Leases:
     return found
 
 
-def _take(root: Path, names: Sequence[str], what: str, disk: Disk) -> Path | None:
+def _take(root: Path, names: Sequence[str], what: str, disk: Disk) -> tuple[Path, bytes] | None:
     me = this_process("", os.environ.get("SLURM_JOB_ID"))
     path = lease_path(root, me.nonce)
     try:
         if run_folder(root).is_symlink() or not root.is_dir():
             return None
-        text = Lease(owner=me, names=tuple(names), what=what).model_dump_json()
+        text = Lease(owner=me, names=tuple(names), what=what).model_dump_json().encode() + b"\n"
         for _ in range(_TRIES):
             disk.make_folders(run_folder(root))
             # Another reader that is done may have removed the folder again.
             with contextlib.suppress(FileNotFoundError):
-                disk.create_file(path, text.encode() + b"\n")
-                return path
+                disk.create_file(path, text)
+                return path, text
     except OSError:
         pass
     return None
 
 
-def _beat(path: Path, done: threading.Event) -> None:
+def _beat(path: Path, text: bytes, done: threading.Event, disk: Disk) -> None:
     while not done.wait(BEAT_SECONDS):
         # A file system that is away for a moment is no reason to stop.
         with contextlib.suppress(OSError):
-            os.utime(path)
+            try:
+                os.utime(path)
+            except FileNotFoundError:  # a prune that heard nothing of us for long took us for dead
+                disk.create_file(path, text)
 
 
 def _paths(root: Path) -> list[Path]:

@@ -122,7 +122,7 @@ def _is_held(path: Path, parsed: StepName, leases: Leases) -> bool:
     if leases.holder(path.name) or _tagger(parsed) in leases.nonces:
         return True
     # See `find_strays`.
-    if parsed.kind == "trash" and leases.holder(step_folder(parsed.step)):
+    if parsed.kind in ("old", "trash") and leases.holder(step_folder(parsed.step)):
         return True
     return parsed.kind in ("old", "trash") and read_pin(path) is not None and _is_whole(path)
 

@@ -6,7 +6,7 @@ step-0000000100.old-X        stood aside while a new save of the same step takes
 step-0000000100.abandoned-X  left behind by a rollback (see `abandoned`), and its step was saved again since
 step-0000000100.trash-X      deleted, being removed
 .ckptman/                    the run's own files: journal.jsonl, outcome.json, owner-000001.json, lease-0a1b2c3d.json,
-                             rollback-000001.json, tiers.json, stacks-2-rank00003.txt
+                             rollback-000001.json, tiers.json, drained.json, stacks-2-rank00003.txt
 """
 
 from __future__ import annotations
@@ -132,6 +132,11 @@ def parse_owner(name: str) -> int | None:
 def tiers_path(root: Path) -> Path:
     """Where copies of a run's checkpoints go (see `tiers`)."""
     return root / DOT / "tiers.json"
+
+
+def drained_path(root: Path) -> Path:
+    """What the tiers held when a drain looked last (see `tiers`)."""
+    return root / DOT / "drained.json"
 
 
 def rollback_path(root: Path, number: int) -> Path:

@@ -9,10 +9,11 @@ import warnings
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from ckptman.errors import CkptmanError, RootError
+from ckptman.errors import CkptmanError, ExistsError, RootError
 from ckptman.store.abandoned import read_abandoned
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
+from ckptman.store.lease import look
 from ckptman.store.manifest import Manifest, read_manifest
 from ckptman.store.names import MANIFEST, step_folder
 from ckptman.store.pins import read_pin
@@ -81,22 +82,27 @@ class FolderPlace:
         self._disk.sync_folder(source)
         return Entry(manifest.step, self.publish(source, name, tag), manifest)
 
-    def publish(self, source: Path, name: str, tag: str) -> Path:
+    def publish(self, source: Path, name: str, tag: str, *, replace: bool = True) -> Path:
         """Give a folder under this root, in which all is durable, its final name. `tag`: never used before.
 
         What has that name goes, unless a rollback left it behind: that takes another name. Called by the leader of a
-        save, and by a copy.
+        save, and by a copy. Raises: ExistsError without `replace`, where something else has the name; OSError.
         """
         final = self.root / name
         aside, stays = None, False
         if os.path.lexists(final):
-            stays = self._is_abandoned(final)
+            stays = self.is_abandoned(final)
+            if not stays and not replace:
+                raise _taken(final)
             # An earlier save of this step stands aside under a name that still counts until the new one is there.
             aside = self.root / f"{name}.{'abandoned' if stays else 'old'}-{tag}"
             self._disk.rename(final, aside)
         try:
             self._disk.rename(source, final)
-        except OSError:
+        except OSError as error:
+            # A folder with something in it is never replaced by a rename: somebody made it this very moment.
+            if aside is None and error.errno in (errno.ENOTEMPTY, errno.EEXIST) and not replace:
+                raise _taken(final) from error
             if aside is not None:
                 # Where it cannot go back it still counts. What failed first is what has to be told.
                 with contextlib.suppress(OSError):
@@ -153,7 +159,8 @@ class FolderPlace:
         self._disk.sync_folder(self.root)
         return True
 
-    def _is_abandoned(self, final: Path) -> bool:
+    def is_abandoned(self, final: Path) -> bool:
+        """Whether a rollback of this root left behind what lies there. Raises: as `read_abandoned`."""
         left = read_abandoned(self.root)
         try:
             return bool(left) and read_manifest(final).identity in left
@@ -164,8 +171,19 @@ class FolderPlace:
         # Pinned, it stays under its other name: whoever wanted it kept did not mean what is saved there now.
         if read_pin(aside) is not None:
             return
+        # Read by somebody, it stays until that ends; then it is a leftover.
+        with contextlib.suppress(CkptmanError):
+            if look(self.root, wait=False).holder(name):
+                return
         # The new checkpoint is committed: trouble with the old one must not fail the save.
         try:
             self.remove(aside, name, tag)
         except OSError as error:
             warnings.warn(f"{aside} could not be removed ({error}); ckptman prune will", RuntimeWarning, stacklevel=3)
+
+
+def _taken(final: Path) -> ExistsError:
+    return ExistsError(
+        f"{final} came to be there meanwhile, and is another checkpoint: copy to another root, or say --overwrite to "
+        f"replace it"
+    )

@@ -88,12 +88,14 @@ def plan_prune(
 
     Nor do those that were found damaged, by a verify or by the run that has their sequences in `damaged`: what no
     restore takes must not push out a good one. `wait`: watch readers of other hosts until it is clear whether they
-    live, instead of taking it for granted. `coming`: the save for which there is no room (see `retention.plan`).
+    live, instead of taking it for granted; and look at the tiers, instead of believing the last drain. `coming`: the
+    save for which there is no room (see `retention.plan`).
     """
     there = {path for path, _ in Catalogue(root).leftovers()}
     leases, before = look(root, wait=wait), frozenset(rollback_numbers(root))
     entries: dict[int, Entry] = {}
     records: list[Record] = []
+    numbers: list[int] = []
     ignored: list[tuple[Entry, str]] = []
     number = 0
     for entry in Catalogue(root).scan(abandoned=True):
@@ -107,12 +109,16 @@ def plan_prune(
         # Folders that were copied from another root can share a sequence: their order stays, and each gets a verdict.
         number = max(entry.sequence, number + 1)
         entries[number] = entry
-        records.append(replace(record, sequence=number, in_use=leases.holder(entry.path.name)))
+        records.append(replace(record, in_use=leases.holder(entry.path.name)))
+        numbers.append(number)
     if coming is not None:
         coming = replace(coming, sequence=number + 1)
     now_seconds = time.time() if now_seconds is None else now_seconds
-    if waiting := awaited(root, records, now_seconds):
-        records = [replace(each, in_use=each.in_use or waiting.get(each.sequence, "")) for each in records]
+    waiting = awaited(root, records, now_seconds, look=wait)
+    records = [
+        replace(each, sequence=numbers[place], in_use=each.in_use or waiting.get(place, ""))
+        for place, each in enumerate(records)
+    ]
     verdicts = plan(records, policy, now_seconds=now_seconds, coming=coming)
     return PrunePlan(
         verdicts,

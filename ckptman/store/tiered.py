@@ -2,91 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError, RootError, plain, warn
+from ckptman.errors import CkptmanError, ConfigError, NotFoundError, RootError, plain, warn
 from ckptman.policy.tiers import Tier
-from ckptman.store.abandoned import read_abandoned
+from ckptman.store.abandoned import Rollback, abandoned_by, hand_on, read_rollbacks
 from ckptman.store.catalogue import Entry, commit_order, mark
-from ckptman.store.copy import copy_objects
+from ckptman.store.copy import Means, copy_objects
 from ckptman.store.durable import DISK, Disk
+from ckptman.store.meter import Meter
 from ckptman.store.objects import ObjectEntry, ObjectPlace
 from ckptman.store.place import FolderPlace
-from ckptman.store.tiers import absolute, check_tiers, entries_of, make_tiers, open_tier
+from ckptman.store.tiers import (
+    absolute,
+    check_tiers,
+    entries_of,
+    hand_on_to,
+    make_tiers,
+    open_tier,
+    read_drained,
+    rollbacks_of,
+)
+
+
+@dataclass(frozen=True)
+class Remote(Entry):
+    """A checkpoint in an object store. `path` is where it comes to lie when it is fetched, `url` where it is."""
+
+    url: str = ""
 
 
 class TieredPlace(FolderPlace):
-    """The root of a run, with the folders that are its tiers behind it. Only the leader looks.
+    """The root of a run, with its tiers behind it. Only the leader looks.
 
     Of several copies of a checkpoint the nearest is the last in a list: the root's, then those of the tiers in the
-    order in which they were named. Raises: ConfigError where tiers cannot be those of the root.
+    order in which they were named. `strict`: a tier that cannot be looked at is an error, whatever else there is.
+    Raises: ConfigError where tiers cannot be those of the root.
     """
 
-    def __init__(self, root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
+    def __init__(self, root: Path, tiers: Sequence[Tier], disk: Disk = DISK, *, strict: bool = False) -> None:
         super().__init__(root, disk)
         self.tiers = tuple(absolute(tier) for tier in tiers)
         check_tiers(self.root, self.tiers)
-        places = [open_tier(tier, disk) for tier in self.tiers]
-        self._folders = [place for place in places if isinstance(place, FolderPlace)]
-        self._stores = [place for place in places if isinstance(place, ObjectPlace)]
+        self._places = [open_tier(tier, disk) for tier in self.tiers]
+        self._strict = strict
         self._highest = 0
+        self._objects: dict[str, tuple[ObjectPlace, ObjectEntry]] = {}
 
     def make(self) -> None:
         super().make()
         make_tiers(self.root, self.tiers, self._disk)
 
     def list(self, *, abandoned: bool = False) -> list[Entry]:
-        """What is in the root and in the tiers. Those that a rollback of the root left behind are so everywhere.
+        """What is in the root and in the tiers. What a rollback left behind in one of them is so everywhere.
 
-        Raises: RootError where a tier cannot be looked at and the root has nothing: it may be all there is.
+        What does not count in a tier is among it only where no other copy does, or where a newer ckptman wrote it.
+        Raises: CkptmanError where a tier cannot be looked at and there is nothing else: it may be all there is.
         """
-        own = super().list(abandoned=True)
-        left = {entry.identity: entry.abandoned for entry in own if entry.complete and entry.abandoned}
-        left |= read_abandoned(self.root)
-        found = list(own)
-        for place in self._folders:
+        found: list[Entry] = super().list(abandoned=True)
+        rollbacks = list(read_rollbacks(self.root).values())
+        troubles: list[tuple[object, CkptmanError]] = []
+        for place in self._places:
+            where = place.root if isinstance(place, FolderPlace) else place.url
             try:
-                there = [entry for entry in place.list(abandoned=True) if entry.complete]
+                there = [self._entry(place, entry) for entry in entries_of(place)]
+                rollbacks += rollbacks_of(place)
             except CkptmanError as error:
-                self._tolerate(place.root, error, bool(own))
+                troubles.append((where, error))
                 continue
-            found = [*(mark(entry, left) for entry in there), *found]
-        counting = [entry for entry in found if abandoned or not entry.abandoned]
+            found = [*there, *found]
+        left = abandoned_by(rollbacks)
+        found = sorted((mark(entry, left) for entry in found), key=commit_order)
         self._highest = max([self._highest, *(entry.sequence for entry in found)])
-        return sorted(counting, key=commit_order)
+        counting = [entry for entry in found if entry.complete and not entry.abandoned]
+        for troubled, trouble in troubles:
+            self._tolerate(troubled, trouble, bool(counting))
+        whole, own = {entry.step for entry in counting}, self.root
+        found = [
+            each
+            for each in found
+            if each.complete or each.newer_format is not None or each.path.parent == own or each.step not in whole
+        ]
+        return [entry for entry in found if abandoned or not entry.abandoned]
 
     def last_sequence(self) -> int:
-        return max(super().last_sequence(), self._highest)
+        told = (record.sequence for records in read_drained(self.root).values() for record in records)
+        return max([super().last_sequence(), self._highest, *told])
 
-    def fetch_newer(self, step: int | None = None) -> None:
-        """Bring into the root what an object store has and nobody else: the newest, or that of a step. Leader only.
+    def hand_on(self) -> None:
+        """Write down in the root and in all tiers what rollbacks there are anywhere. Raises: CkptmanError, OSError."""
+        known: list[list[Rollback]] = [rollbacks_of(place) for place in self._places]
+        every = [*read_rollbacks(self.root).values(), *(each for one in known for each in one)]
+        hand_on(every, self.root, self._disk)
+        for place, one in zip(self._places, known):
+            hand_on_to(place, every, one)
 
-        Raises: RootError where a store cannot be looked at and there is nothing else.
+    def fetch(self, entry: Remote, meter: Meter) -> None:
+        """Bring what only an object store has into the root, over a damaged copy of it. Leader only.
+
+        Raises: CorruptError, ExistsError (another checkpoint has its name), NotFoundError, RootError.
         """
-        for store in self._stores:
-            here = [entry for entry in self.list(abandoned=step is not None) if entry.complete]
-            try:
-                there = [entry for entry in entries_of(store) if isinstance(entry, ObjectEntry)]
-            except CkptmanError as error:
-                self._tolerate(store.url, error, bool(here))
-                continue
-            self._highest = max([self._highest, *(each.require_manifest().sequence for each in there)])
-            self._fetch(store, _missing(there, here, step, read_abandoned(self.root)))
+        store, found = self._objects[entry.url]
+        here = next((each for each in super().list(abandoned=True) if each.path == entry.path), None)
+        same = here is None or here.manifest is None or here.manifest.identity == entry.identity
+        copy_objects(found, store, FolderPlace(self.root, self._disk), Means(meter=meter, overwrite=same))
 
-    def _fetch(self, store: ObjectPlace, wanted: Sequence[ObjectEntry]) -> None:
-        for entry in wanted:
-            try:
-                copy_objects(entry, store, FolderPlace(self.root, self._disk))
-            except (CorruptError, NotFoundError) as error:
-                warn(f"the checkpoint of step {entry.step} in {plain(store.url)} is passed over: {plain(error)}")
-                continue
-            return
+    def _entry(self, place: FolderPlace | ObjectPlace, entry: Entry | ObjectEntry) -> Entry:
+        if isinstance(entry, Entry):
+            return entry
+        assert isinstance(place, ObjectPlace)
+        self._objects[entry.url] = place, entry
+        path = self.root / entry.name
+        return Remote(entry.step, path, entry.manifest, entry.problem, entry.newer_format, url=entry.url)
 
     def _tolerate(self, where: object, error: CkptmanError, has_others: bool) -> None:
-        if isinstance(error, ConfigError) or not has_others:
-            raise error
-        if not isinstance(error, RootError | NotFoundError):
+        if self._strict or not has_others or not isinstance(error, RootError | NotFoundError):
             raise error
         warn(f"the tier {plain(where)} cannot be looked at, and what it has is not restored: {plain(error)}")
 
@@ -96,18 +128,3 @@ def place_of(root: Path, tiers: Sequence[Tier], disk: Disk) -> FolderPlace:
     if isinstance(tiers, str | Tier) or not all(isinstance(tier, Tier) for tier in tiers):
         raise ConfigError(f"tiers: give a list of ckptman.Tier(...), not {tiers!r}")
     return TieredPlace(root, tiers, disk) if tiers else FolderPlace(root, disk)
-
-
-def _missing(
-    there: Sequence[ObjectEntry], here: Sequence[Entry], step: int | None, left: Mapping[str, str]
-) -> list[ObjectEntry]:
-    """What only the store has of what a restore would take, best first."""
-    if step is not None:
-        known = any(each.step == step for each in here)
-        return [] if known else [each for each in reversed(there) if each.step == step]
-    newest = max((entry.sequence for entry in here), default=0)
-    return [
-        each
-        for each in reversed(there)
-        if each.require_manifest().sequence > newest and each.require_manifest().identity not in left
-    ]

@@ -1,34 +1,41 @@
-"""The tiers of a run: what is in each of them, and the file in the root that says which there are.
+"""The tiers of a run: the file in the root that says which there are, and what is in each of them.
 
 `.ckptman/tiers.json` is written by the run when it starts, so that a drain in another job, and every prune, go by it.
+`.ckptman/drained.json` is written by drains: what each tier held when it was looked at last. A run that is at work goes
+by that, because a tier that hangs must not hold it up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+import json
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, plain
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError, RootError, plain
 from ckptman.policy.rules import Record
 from ckptman.policy.stored import from_data, to_data
 from ckptman.policy.tiers import Tier, due
+from ckptman.store.abandoned import Rollback, abandoned_by, hand_on, parse_rollback_file, read_rollbacks
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import FORMAT_VERSION, parse_versioned
-from ckptman.store.names import run_folder, tiers_path
+from ckptman.store.names import DOT, drained_path, run_folder, tiers_path
 from ckptman.store.objects import ObjectEntry, ObjectPlace, find_url
+from ckptman.store.pins import PINNED
 from ckptman.store.place import FolderPlace
 from ckptman.store.regular import read_regular
 
-_MOST_BYTES = 1024 * 1024
+_MOST_BYTES = 64 * 1024 * 1024
 
 
 class _StoredTier(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
     path: str
     every: int
     retention: dict[str, Any]
@@ -36,17 +43,26 @@ class _StoredTier(BaseModel):
 
 
 class _Stored(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
     format_version: int = FORMAT_VERSION
     tiers: list[_StoredTier]
 
 
+class _Drained(BaseModel):
+    model_config = ConfigDict(extra="forbid", defer_build=True)
+    format_version: int = FORMAT_VERSION
+    held: dict[str, list[dict[str, Any]]]
+
+
 @dataclass(frozen=True)
 class Holding:
-    """What a tier holds. `trouble`: why nobody can say; "" where it could be looked at."""
+    """What a tier holds, and the rollbacks that are written down there. `trouble`: why nobody can say; "": all is
+    well. `entries` and `records` go together."""
 
     tier: Tier
+    entries: tuple[Entry | ObjectEntry, ...] = ()
     records: tuple[Record, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
     trouble: str = ""
 
 
@@ -80,21 +96,24 @@ def make_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
     for tier in tiers:
         place = open_tier(tier, disk)
         # One that was made before, and is gone, may be a mount that is away: it is not made anew below where it was.
-        if isinstance(place, FolderPlace) and str(tier) not in before:
-            place.make()
+        if isinstance(place, ObjectPlace) or str(tier) in before:
+            continue
+        if not place.root.parent.is_dir():
+            raise RootError(
+                errno.ENOENT,
+                f"the tier {tier} cannot be made, because there is no folder {place.root.parent}: is it mounted? If "
+                f"so, make that folder by hand",
+            )
+        place.make()
+        disk.make_folders(run_folder(place.root))
 
 
 def read_tiers(root: Path) -> tuple[Tier, ...]:
     """The tiers of a root; none where no run stored any. Raises: CorruptError, FormatVersionError, RootError."""
     path = tiers_path(root)
-    try:
-        data = read_regular(path, _MOST_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
+    data = _read(path)
+    if data is None:
         return ()
-    except OSError as error:
-        raise RootError(
-            error.errno or 0, f"{path} cannot be read ({error.strerror}): check its permissions and the mount"
-        ) from error
     try:
         stored = _Stored.model_validate(parse_versioned(path, data))
         return tuple(
@@ -109,13 +128,13 @@ def read_tiers(root: Path) -> tuple[Tier, ...]:
 
 def check_tiers(root: Path, tiers: Sequence[Tier]) -> None:
     """Raises: ConfigError where tiers cannot be those of a root."""
-    places = [root.absolute()]
+    places = [Path(os.path.realpath(root))]
     for tier in tiers:
         from_data(to_data(tier.retention))  # a rule of the user's own cannot be stored
-        where = Path(str(tier)).absolute()
-        if find_url(str(tier)) is None and any(
-            where == each or where in each.parents or each in where.parents for each in places
-        ):
+        if find_url(str(tier)) is not None:
+            continue
+        where = Path(os.path.realpath(str(tier)))
+        if any(where == each or where in each.parents or each in where.parents for each in places):
             raise ConfigError(f"{tier} cannot be a tier of {root}: it is the root or another tier, in it, or around it")
         places.append(where)
     addresses = [str(tier).rstrip("/") for tier in tiers]
@@ -126,7 +145,7 @@ def check_tiers(root: Path, tiers: Sequence[Tier]) -> None:
 
 def absolute(tier: Tier) -> Tier:
     """The same tier for a process that works in another folder."""
-    return tier if find_url(str(tier)) else replace(tier, path=Path(tier.path).absolute())
+    return tier if find_url(str(tier)) else replace(tier, path=Path(str(tier)).absolute())
 
 
 def open_tier(tier: Tier, disk: Disk = DISK) -> FolderPlace | ObjectPlace:
@@ -136,45 +155,108 @@ def open_tier(tier: Tier, disk: Disk = DISK) -> FolderPlace | ObjectPlace:
 
 
 def entries_of(place: FolderPlace | ObjectPlace) -> list[Entry | ObjectEntry]:
-    """The complete checkpoints of a tier, oldest commit first. Raises: CkptmanError: it cannot be looked at."""
+    """All that has a checkpoint's name in a tier, oldest commit first. Raises: CkptmanError: it cannot be looked at."""
     if isinstance(place, FolderPlace):
-        return [entry for entry in Catalogue(place.root).scan(abandoned=True) if entry.complete]
+        if not run_folder(place.root).is_dir():
+            raise NotFoundError(
+                f"{place.root} is not there, or is not the tier that was made there (it has no {DOT}): check the mount"
+            )
+        return list(Catalogue(place.root).scan(abandoned=True))
     try:
-        return [entry for entry in place.look() if entry.complete]
+        return list(place.look())
     except NotFoundError:  # nothing below a prefix: it is made by what is put there
         return []
 
 
-def holding_of(tier: Tier) -> Holding:
-    """What a tier holds, as retention rules see it. Never raises for trouble with the tier."""
+def rollbacks_of(place: FolderPlace | ObjectPlace) -> list[Rollback]:
+    """The rollbacks that are written down in a tier. Raises: CkptmanError."""
+    if isinstance(place, FolderPlace):
+        return list(read_rollbacks(place.root).values())
+    names = [(f"{DOT}/{name}", size) for name, size in place.listing(DOT).items() if name.startswith("rollback-")]
+    return [parse_rollback_file(f"{place.url}/{name}", place.read(name, 0, size)) for name, size in sorted(names)]
+
+
+def hand_on_to(place: FolderPlace | ObjectPlace, rollbacks: Sequence[Rollback], known: Sequence[Rollback]) -> None:
+    """Write down in a tier those rollbacks that are not among its `known` ones. Raises: CkptmanError, OSError."""
+    new = [each for each in rollbacks if each.id not in {other.id for other in known}]
+    if isinstance(place, FolderPlace):
+        hand_on(new, place.root)
+        return
+    for each in new:
+        place.write(f"{DOT}/rollback-{each.id}.json", each.to_json())
+
+
+def holding_of(tier: Tier, left: Mapping[str, str] | None = None) -> Holding:
+    """What a tier holds, as retention rules see it. `left`: what was abandoned elsewhere. Never raises for trouble."""
     try:
-        return Holding(tier, tuple(record_of(entry) for entry in entries_of(open_tier(tier))))
-    except (OSError, ConfigError, CorruptError) as error:
+        place = open_tier(tier)
+        entries = [entry for entry in entries_of(place) if entry.complete]
+        rollbacks = rollbacks_of(place)
+    except (CkptmanError, OSError) as error:
         return Holding(tier, trouble=getattr(error, "strerror", None) or str(error))
+    left = {**(left or {}), **abandoned_by(rollbacks)}
+    records = [record_of(entry, left) for entry in entries]
+    return Holding(tier, tuple(entries), tuple(records), tuple(rollbacks))
 
 
-def record_of(entry: Entry | ObjectEntry) -> Record:
-    """The facts that rules look at."""
-    if isinstance(entry, Entry):
-        return entry.record()
+def record_of(entry: Entry | ObjectEntry, left: Mapping[str, str]) -> Record:
+    """The facts that rules look at. `left`: the identities of what was abandoned."""
     manifest = entry.require_manifest()
+    why = left.get(manifest.identity, "") if left else ""
+    if isinstance(entry, Entry):
+        record = entry.record()
+        return replace(record, abandoned=f"abandoned {why}") if why else record
     return Record(
-        entry.step, manifest.sequence, manifest.time_seconds, manifest.total_bytes, manifest.metrics, verified=True
+        entry.step,
+        manifest.sequence,
+        manifest.time_seconds,
+        manifest.total_bytes,
+        manifest.metrics,
+        verified=True,  # no copy is there that was not read back
+        pinned="pinned when it was copied" if PINNED in entry.sizes else "",
+        abandoned=f"abandoned {why}" if why else "",
     )
 
 
-def awaited(root: Path, records: Sequence[Record], now_seconds: float) -> dict[int, str]:
-    """What of a root has to go to a tier before it may be deleted: the sequence of each, with the reason.
+def awaited(root: Path, records: Sequence[Record], now_seconds: float, *, look: bool = True) -> dict[int, str]:
+    """What of a root has to go to a tier before it may be deleted: the place of each in `records`, with the reason.
 
-    Where a tier cannot be looked at, that is all it may take. Called by prunes. Raises: as `read_tiers`.
+    `look`: at the tiers themselves; otherwise what the last drain has seen there counts. Where a tier cannot be looked
+    at, that is all it may take. Called by prunes. Raises: as `read_tiers`.
     """
+    tiers = read_tiers(root)
+    told = read_drained(root) if tiers and not look else {}
     found: dict[int, str] = {}
-    for tier in read_tiers(root):
-        holding = holding_of(tier)
+    for tier in tiers:
+        holding = holding_of(tier) if look else Holding(tier, records=tuple(told.get(str(tier), ())))
         away = f", which cannot be looked at ({holding.trouble})" if holding.trouble else ""
-        for sequence in due(records, holding.records, tier, now_seconds):
-            found.setdefault(sequence, plain(f"has still to be copied to {tier}{away}"))
+        for place in due(records, holding.records, tier, now_seconds):
+            found.setdefault(place, plain(f"has still to be copied to {tier}{away}"))
     return found
+
+
+def write_drained(root: Path, held: Mapping[str, Sequence[Record]], disk: Disk = DISK) -> None:
+    """Note what the tiers hold. Called by drains. Raises: OSError."""
+    stored = {tier: [_as_data(record) for record in records] for tier, records in held.items()}
+    disk.make_folders(run_folder(root))
+    # By Python's JSON: a metric may be NaN.
+    disk.replace_file(drained_path(root), json.dumps(_Drained(held=stored).model_dump()).encode() + b"\n")
+
+
+def read_drained(root: Path) -> dict[str, list[Record]]:
+    """What the tiers held when a drain looked last; nothing where that cannot be told."""
+    try:
+        data = _read(drained_path(root))
+        if data is None:
+            return {}
+        held = _Drained.model_validate(parse_versioned(drained_path(root), data)).held
+        return {tier: [Record(**each) for each in records] for tier, records in held.items()}
+    except (CkptmanError, ValidationError, TypeError):
+        return {}
+
+
+def _as_data(record: Record) -> dict[str, Any]:
+    return {**vars(record), "metrics": dict(record.metrics)}
 
 
 def _known(root: Path) -> tuple[Tier, ...]:
@@ -182,3 +264,14 @@ def _known(root: Path) -> tuple[Tier, ...]:
         return read_tiers(root)
     except CorruptError:
         return ()
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return read_regular(path, _MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise RootError(
+            error.errno or errno.EIO, f"{path} cannot be read ({error.strerror}): check its permissions and the mount"
+        ) from error
