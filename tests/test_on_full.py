@@ -24,6 +24,7 @@ from ckptman.store.names import journal_path, run_folder, step_folder
 from ckptman.store.pins import pin
 from ckptman.store.slowly import Remover
 from ckptman.store.stored_policy import read_policy
+from tests.fake_checkpoint import commit
 from tests.ranks import run_ranks
 
 TENSOR_BYTES = 1024 * 1024
@@ -152,6 +153,10 @@ def test_what_a_run_went_on_from_stays_while_it_runs(tmp_path: Path) -> None:
             assert main(["prune", str(root)]) == 0
             assert steps_in(root) == [3, step]
     assert steps_in(root) == [6], "and no longer, by the rules"
+    commit(root, 7)
+    with ckptman.Checkpointer(root, state, retention=ckptman.KeepLast(1), deadline=None) as checkpointer:
+        checkpointer.restore(step=6)
+    assert steps_in(root) == [6, 7], "who saves nothing deletes nothing"
     assert read_policy(root) == ckptman.KeepLast(1)
 
 

@@ -44,7 +44,7 @@ class Keeper:
         self._claim, self._journal, self._disk = claim, journal, disk
         self._damaged: set[int] = set()
         self._held = contextlib.ExitStack()
-        self._holds = False
+        self._has_saved = False
         self._remover = Remover(disk, self._not_removed)
         self._warned = False
         self._newest_bytes = 0
@@ -56,7 +56,7 @@ class Keeper:
         those that were refused, and do not count."""
         self._damaged = damaged
         self._held.close()
-        self._held, self._holds = held, True
+        self._held = held
 
     def prune(self) -> None:
         """Delete by the plan, now that a new checkpoint is durable. Never fails a save: raises nothing.
@@ -65,6 +65,7 @@ class Keeper:
         """
         if self._claim is None:
             return
+        self._has_saved = True
         try:
             self._carry_out(self._remover.add)
         except Exception as error:  # noqa: BLE001 a user's own retention policy may raise anything
@@ -103,9 +104,9 @@ class Keeper:
 
     def close(self, *, tidy: bool) -> None:
         """Remove what is left to remove, as far as it goes in half a minute. `tidy`: the run ended as it should, so the
-        rules judge what it went on from."""
+        rules judge what it went on from, if it has saved anything since."""
         self._held.close()
-        if tidy and self._holds:
+        if tidy and self._has_saved:
             self.prune()
         self._remover.close(_CLOSE_SECONDS)
 
