@@ -6,12 +6,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckptman
+from ckptman.cli.app import main
 from ckptman.errors import CkptmanError
 from ckptman.store import objects
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.objects import ObjectPlace, Patience
+from ckptman.store.tiered import TieredPlace
+from ckptman.store.tiers import write_tiers
+from tests.fake_checkpoint import commit, flip_byte
 from tests.object_store import Proxy, bucket_fixture, proxy_fixture
 from tests.test_tiers_run import run
 
@@ -55,3 +60,49 @@ def test_a_store_that_cannot_be_asked_is_no_reason_to_start_over(tmp_path: Path,
     proxy.always("503", lambda request: False)
     shutil.rmtree(root)
     assert run(str(root), [ckptman.Tier(url)], 20) == 20
+
+
+def test_what_the_root_has_lost_a_part_of_is_fetched_again(tmp_path: Path, bucket: str) -> None:
+    root, url = tmp_path / "run", f"s3://{bucket}/runs/a"
+    tiers = [ckptman.Tier(url)]
+    run(str(root), tiers, 30)
+    (root / "step-0000000030" / "__0_0.distcp").unlink()
+    with pytest.warns(RuntimeWarning, match="step 30 is passed over"):
+        assert run(str(root), tiers, 30) == 30
+    flip_byte(root / "step-0000000030" / "__0_0.distcp")
+    with pytest.warns(RuntimeWarning, match="step 30 is passed over"):
+        assert run(str(root), tiers, 30) == 30
+    assert main(["verify", str(root)]) == 0
+
+
+def test_a_store_is_looked_at_before_anything_is_started(tmp_path: Path, bucket: str) -> None:
+    root, url = tmp_path / "run", f"s3://{bucket}/runs/a"
+    tiers = [ckptman.Tier(url)]
+    run(str(root), tiers, 20)
+    shutil.rmtree(root)
+    state = {"count": {"n": torch.zeros(4)}}
+    with ckptman.Checkpointer(str(root), state, tiers=tiers, deadline=None) as checkpointer:
+        assert checkpointer.restore(path=tmp_path / "pretrained") == 20
+
+
+def test_pins_and_rollbacks_hold_in_a_store(tmp_path: Path, bucket: str) -> None:
+    root, url = tmp_path / "run", f"s3://{bucket}/runs/a"
+    tiers = [ckptman.Tier(url, retention=ckptman.KeepLast(1))]
+    for step in (10, 20, 30):
+        commit(root, step)
+    assert main(["pin", str(root / "step-0000000010"), "--why", "paper"]) == 0
+    write_tiers(root, tiers)
+    for later in ((20, 30), (30,), ()):
+        for step in later:
+            (root / f"step-{step:010d}").rename(tmp_path / f"{step}")
+        assert main(["drain", str(root)]) == 0
+        for step in later:
+            (tmp_path / f"{step}").rename(root / f"step-{step:010d}")
+    assert steps_in(url) == [10, 30]
+    assert main(["rollback", str(root), "--to-step", "20"]) == 0
+    assert [entry.step for entry in TieredPlace(root, tiers).list()] == [10, 10, 20]
+    again = commit(root, 30, rows=4)
+    assert main(["drain", str(root)]) == 0
+    entries = ObjectPlace(url).look()
+    assert [entry.step for entry in entries] == [10, 30]
+    assert entries[1].require_manifest().identity == again.identity
