@@ -1,6 +1,6 @@
 """How fast `ckptman copy` is from memory to disk, against `cp` and `sync` and the parallel tools at hand.
 
-    python benchmarks/copy.py [--size-gib 4] [--rounds 5] [--source /dev/shm] [--root runs/bench] [--json FILE]
+    python benchmarks/copying.py [--size-gib 4] [--rounds 5] [--source /dev/shm] [--root runs/bench] [--json FILE]
 
 A state is saved by four ranks with `ckptman.save` to a file system in memory. Then, in rounds, it is copied to the
 disk, durably: by `cp -r` and `sync`, by several `cp` at a time and `sync`, by several `dd` past the page cache, and by
