@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-import ckptman
 from ckptman.errors import CkptmanError, CorruptError, NotFoundError, SuspectError, plain, warn
 from ckptman.monitor.journal import read_journal
 from ckptman.policy.suspicion import crashes_of, suspects
@@ -19,14 +18,13 @@ from ckptman.sharded.attempt import Attempt, refuse_other_checkpoints
 from ckptman.sharded.load import State, load
 from ckptman.sharded.ranks import Channel, failing_as_one
 from ckptman.store.catalogue import Entry
-from ckptman.store.durable import DISK
 from ckptman.store.lease import reading
 from ckptman.store.manifest import read_manifest
 from ckptman.store.meter import Meter
 from ckptman.store.names import MANIFEST, journal_path
 from ckptman.store.place import FolderPlace
 from ckptman.store.tiered import Remote, TieredPlace
-from ckptman.store.verified import identify, note_damaged
+from ckptman.store.verified import remember_damage
 
 _FETCH_LOOK_SECONDS = 1.0
 _LOOKS = 10
@@ -58,14 +56,6 @@ def choose(entries: list[Entry], step: int | None) -> list[Entry]:
             + ". Nothing is started over them: bring one back from a copy, or move them away to begin afresh"
         )
     return good
-
-
-def _note_damaged(entry: Entry, error: CorruptError) -> None:
-    """So that retention, also that of others, does not count it and delete good ones. As far as that can be noted."""
-    with contextlib.suppress(OSError, CorruptError):
-        identity = identify(entry.path, entry.require_manifest())
-        now = time.time()
-        note_damaged(entry.path, identity, str(error), time_seconds=now, ckptman_version=ckptman.__version__, disk=DISK)
 
 
 class Restorer:
@@ -100,7 +90,7 @@ class Restorer:
                     looks += 1
                     continue
                 if self._talk.is_leader:
-                    _note_damaged(entry, error)
+                    remember_damage(entry.path, entry.require_manifest(), str(error))
                 if step is not None and not left:
                     raise
                 refused.append(str(error))

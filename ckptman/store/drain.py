@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptman import __version__
 from ckptman.errors import BusyError, CkptmanError, CorruptError, RootError
 from ckptman.policy.retention import plan
 from ckptman.policy.tiers import Tier, due
@@ -23,7 +22,6 @@ from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.copy import copy_checkpoint
 from ckptman.store.copyfolder import Copied
 from ckptman.store.copyproof import Means
-from ckptman.store.durable import DISK
 from ckptman.store.lease import lease
 from ckptman.store.names import MANIFEST
 from ckptman.store.objects import ObjectEntry, ObjectPlace
@@ -40,7 +38,8 @@ from ckptman.store.tiers import (
     rollbacks_of,
     write_drained,
 )
-from ckptman.store.verified import identify, note_damaged
+from ckptman.store.verified import remember_damage
+from ckptman.store.verify import verify_folder
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
             fuller[task.tier] = task
         except CkptmanError as error:
             if isinstance(error, CorruptError):
-                _note_damaged(task.entry, error)
+                _note_damaged(task.entry)
             yield Drained(task, error=error, busy=isinstance(error, BusyError))
     for tier, task in fuller.items():
         try:
@@ -160,11 +159,12 @@ def prune_tier(tier: Tier, place: FolderPlace | ObjectPlace) -> None:
             _remove(place, entry)
 
 
-def _note_damaged(entry: Entry, error: CorruptError) -> None:
-    """So that it is not read again by each drain, and no retention counts it. As far as that can be noted."""
+def _note_damaged(entry: Entry) -> None:
+    """So that it is not read again by each drain. Looked at again: the error may have been about the tier."""
     with suppress(OSError, CkptmanError):
-        identity = identify(entry.path, entry.require_manifest())
-        note_damaged(entry.path, identity, str(error), time_seconds=time.time(), ckptman_version=__version__, disk=DISK)
+        report = verify_folder(entry.path, entry.require_manifest())
+        if report.damage:
+            remember_damage(entry.path, entry.require_manifest(), "; ".join(report.problems))
 
 
 def _as_ours(tier: Tier, error: OSError) -> RootError:

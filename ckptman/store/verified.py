@@ -7,8 +7,10 @@ nor for a copy of the folder, whose bytes nobody has looked at.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from xxhash import xxh3_128_hexdigest
 
+from ckptman import __version__
 from ckptman.errors import CorruptError
 from ckptman.store.manifest import MOST_BYTES as MANIFEST_BYTES
 from ckptman.store.manifest import Manifest
@@ -158,6 +161,17 @@ def note_damaged(
         files_digest=identity.files,
     )
     _write(folder, note, disk)
+
+
+def remember_damage(folder: Path, manifest: Manifest, what: str, disk: Disk | None = None) -> None:
+    """The same of the files that lie there now, as far as it can be noted: so that no retention counts them, and
+    deletes good ones. Called by whoever was refused them."""
+    from ckptman.store.durable import DISK  # ctypes and shutil, which a listing can do without
+
+    now, version = time.time(), __version__
+    with contextlib.suppress(OSError, CorruptError):
+        identity = identify(folder, manifest)
+        note_damaged(folder, identity, what, time_seconds=now, ckptman_version=version, disk=disk or DISK)
 
 
 def forget_verified(folder: Path, disk: Disk) -> None:
