@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parent.parent)  # not beside it, where a name may hide one of the library
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.fake_checkpoint import commit
 
