@@ -15,7 +15,7 @@ from ckptman.cli.copy import Speed, Threads, copied_lines
 from ckptman.cli.copy_progress import copy_progress
 from ckptman.cli.list import AsJson, Root
 from ckptman.cli.verify import parse_speed
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError, RootError
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError
 
 if TYPE_CHECKING:
     from ckptman.policy.tiers import Tier
@@ -175,9 +175,11 @@ def _as_dict(drained: Drained) -> dict[str, Any]:
 
 def _raise_worst(done: list[Drained], plan: DrainPlan) -> None:
     """Raises: what went wrong, where something did; that of the first."""
+    from ckptman.store.copysource import GoneError
+
     errors: list[CkptmanError] = [each.error for each in done if each.error is not None and not each.busy]
     for error in errors:
-        if not isinstance(error, NotFoundError):  # deleted since it was listed: the next drain knows
+        if not isinstance(error, GoneError):  # deleted since it was listed: the next drain knows
             raise error
     if plan.troubles:
         first = plan.troubles[0]
