@@ -152,7 +152,7 @@ Point = namedtuple("Point", "x y")
         (Text("x"), "app is a .*Text"),
         (Point(1, 2), "app is a .*Point"),
         (defaultdict(list), r"app is a collections\.defaultdict"),
-        ({"a": (1, {2, Path("x")})}, r"app\.a\.1\.[01] is a pathlib\."),
+        ({"a": (1, {Path("x")})}, r"app\.a\.1\.0 is a pathlib\."),
         ({Path("x"): 1}, r"app \(key\) is a pathlib\."),
         ({"f": len}, r"app\.f is a builtins\.builtin_function_or_method"),
         (datetime.date(2026, 1, 1), r"app is a datetime\.date"),
