@@ -7,13 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from ckptman.errors import RootError
 from ckptman.store import lease as lease_module
-from ckptman.store.lease import Lease, held, lease, look, reading
+from ckptman.store.lease import TAKING, Lease, held, lease, look, reading
 from ckptman.store.names import lease_path, run_folder, step_folder
 from ckptman.store.owner import this_process
 from tests.faulty_disk import FaultyDisk
@@ -89,6 +91,40 @@ def test_no_trace_is_left_beside_a_folder_that_no_prune_would_take(tmp_path: Pat
     (tmp_path / "model").mkdir()
     with reading(tmp_path / "model", what="verify"):
         assert not run_folder(tmp_path).exists()
+
+
+def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_path: Path) -> None:
+    folder = tmp_path / NAME
+    folder.mkdir()
+    order: list[str] = []
+
+    def read() -> None:
+        with lease(tmp_path, [NAME], what="restore"):
+            order.append("there" if folder.exists() else "gone")
+
+    def read_another() -> None:
+        with lease(tmp_path, [step_folder(200)], what="restore"):
+            order.append("not in the way")
+
+    with lease(tmp_path, [NAME], what=TAKING):
+        assert held(tmp_path) == {}, "that holds nothing"
+        reader = threading.Thread(target=read)
+        reader.start()
+        read_another()
+        while not held(tmp_path):
+            time.sleep(0.001)
+        assert order == ["not in the way"]
+        folder.rename(tmp_path / f"{NAME}.trash-x")
+        reader.join(60)
+    assert order == ["not in the way", "gone"]
+    folder.mkdir()
+    with lease(tmp_path, [NAME], what=TAKING):
+        reader = threading.Thread(target=read)
+        reader.start()
+        while not held(tmp_path):
+            time.sleep(0.001)
+    reader.join(60)
+    assert order[2:] == ["there"], "it was spared"
 
 
 # ---- a reader that may not write -------------------------------------------------------------------------------------

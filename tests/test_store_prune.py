@@ -17,9 +17,10 @@ import pytest
 from ckptman.errors import NotFoundError
 from ckptman.policy.retention import KeepBest, KeepEvery, KeepLast
 from ckptman.store import owner as owner_module
+from ckptman.store import prune as prune_module
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.durable import DISK, Disk
-from ckptman.store.lease import Lease, lease
+from ckptman.store.lease import Lease, Leases, lease, look
 from ckptman.store.names import lease_path, outcome_path, owner_path, rollback_path, run_folder
 from ckptman.store.owner import Owner, claim, this_process
 from ckptman.store.pins import pin
@@ -438,6 +439,25 @@ def test_a_wanted_checkpoint_that_a_killed_prune_took_gets_its_name_back(tmp_pat
     assert "it is pinned" in plan.strays[0].reason
     execute(tmp_path, plan, "tag")
     assert steps(tmp_path) == [100, 300]
+
+
+def test_what_was_taken_after_the_look_for_who_lives_is_no_stray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be half removed by the time that it gets its name back."""
+    for step in (100, 200):
+        save(tmp_path, step)
+    pin(tmp_path / "step-0000000100", "the paper", by="me", time_seconds=1.0, disk=DISK)
+
+    def late(root: Path, *, wait: bool) -> Leases:
+        found = look(root, wait=wait)
+        path = root / "step-0000000100"
+        path.rename(path.with_name(f"{path.name}.trash-other-1"))
+        return found
+
+    monkeypatch.setattr(prune_module, "look", late)
+    plan = plan_prune(tmp_path, KeepLast(1))
+    assert plan.strays == plan.leftovers == []
 
 
 def test_what_another_prune_is_removing_is_its_own_business(tmp_path: Path) -> None:

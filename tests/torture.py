@@ -231,6 +231,7 @@ def _judge(field: Field, kills: int) -> Counter[str]:
     kept = {step for step in saved if step % EVERY_STEPS == 0} | pinned | {max(saved)}
     lost = sorted(kept - there.keys())
     assert not lost, f"kept checkpoints are lost: {lost}"
+    assert all(entry.complete for entry in there.values()), [entry.problem for entry in there.values()]
     for entry in there.values():
         assert verify_folder(entry.path, entry.require_manifest(), threads=1).good, entry.path
     assert not [

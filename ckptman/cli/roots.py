@@ -19,9 +19,7 @@ def roots_of(written: list[str]) -> tuple[list[Path], bool]:
     several = len(written) > 1
     for each in written:
         if not each.strip():  # a variable that is not set: the folder we are in is not what was meant
-            raise ConfigError(
-                "the path of a root is empty: is a variable not set?"
-            )
+            raise ConfigError("the path of a root is empty: is a variable not set?")
         paths = [each]
         # A folder may well have a bracket in its name.
         if glob.has_magic(each) and not os.path.lexists(each):

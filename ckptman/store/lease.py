@@ -4,8 +4,10 @@
         ...
 
 A lease is a file `.ckptman/lease-<nonce>.json` that names the folders in use. It is taken *before* the first look at
-them. A prune looks for leases again *after* it has renamed a folder and before it removes a byte of it, and where there
-is one, puts it back: so either the reader finds nothing there, or the prune finds the reader.
+them. A prune says in the same way what it is about to take, looks for readers, and only then renames a folder; a reader
+that finds such a word waits until the folder is gone or the prune is past it. So either the reader finds nothing there,
+or the prune finds the reader. Where a prune cannot say so (a full disk), it looks again after the rename, and puts the
+folder back where somebody came in between.
 
 It is dead when its process is, on the same host; from another host, when nobody touched it for `PATIENCE_SECONDS` while
 we watched: clocks of two hosts are never compared. What is not known to be dead holds.
@@ -33,6 +35,10 @@ from ckptman.store.regular import read_regular
 
 _MOST_BYTES = 1024 * 1024
 _LOOK_SECONDS = 0.1
+TAKING = "prune, which takes them away"
+"""What a prune says of the folders that it is about to rename. That holds nothing: readers wait until it is done."""
+_PASS_SECONDS = 10.0
+_PASS_LOOK_SECONDS = 0.005
 _TRIES = 10
 _first_seen: dict[Path, tuple[int, float]] = {}
 """For each lease that only watching can judge: when it was touched last, and since when we know (monotonic clock).
@@ -85,6 +91,8 @@ def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> 
         yield ""
         return
     path, text = taken
+    if what != TAKING:
+        _let_prunes_pass(root, names)
     done = threading.Event()
     thread = threading.Thread(target=_beat, args=(path, text, done, disk), name="ckptman-lease", daemon=True)
     thread.start()
@@ -161,6 +169,19 @@ def _take(root: Path, names: Sequence[str], what: str, disk: Disk) -> tuple[Path
     return None
 
 
+def _let_prunes_pass(root: Path, names: Sequence[str]) -> None:
+    """Wait until no prune is about to take a folder away: it is gone then, or stays. Otherwise it could be gone for the
+    moment that a prune needs to see this lease, and to put it back."""
+    deadline = time.monotonic() + _PASS_SECONDS
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
+            found = [(path, one) for path in _paths(root) if (one := _read(path)) is not None and one.what == TAKING]
+            going = {name for path, one in found if _lives(path, one) is not False for name in one.names}
+            if not any(name in going and os.path.lexists(root / name) for name in names):
+                return
+            time.sleep(_PASS_LOOK_SECONDS)
+
+
 def _beat(path: Path, text: bytes, done: threading.Event, disk: Disk) -> None:
     while not done.wait(BEAT_SECONDS):
         # A file system that is away for a moment is no reason to stop.
@@ -222,5 +243,5 @@ def _hold(found: Leases, one: Lease | None) -> None:
     if one is None:
         found.unknown = "perhaps in use: a lease that cannot be read may be on it"
         return
-    for name in one.names:
+    for name in one.names if one.what != TAKING else ():
         found.names.setdefault(name, str(one))

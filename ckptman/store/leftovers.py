@@ -75,13 +75,16 @@ def find_leftovers(root: Path, leases: Leases | None = None, among: Collection[P
     return left
 
 
-def find_strays(root: Path, leases: Leases) -> list[Leftover]:
-    """Checkpoints under a trash name that are whole, and wanted: who took one away was killed before it saw that."""
+def find_strays(root: Path, leases: Leases, among: Collection[Path]) -> list[Leftover]:
+    """Checkpoints under a trash name that are whole, and wanted: who took one away was killed before it saw that.
+
+    `leases` and `among`: as in `find_leftovers`. Who has taken one away since then may be removing it this moment.
+    """
     owner = read_owner(root)
     alive = owner.nonce if owner is not None and is_alive(root, owner) else None
     strays = []
     for path, parsed in Catalogue(root).leftovers():
-        if parsed.kind != "trash" or _tagger(parsed) in (alive, *leases.nonces):
+        if parsed.kind != "trash" or path not in among or _tagger(parsed) in (alive, *leases.nonces):
             continue
         reason = leases.holder(step_folder(parsed.step)) or ("it is pinned" if read_pin(path) is not None else "")
         if reason and _is_whole(path):

@@ -22,7 +22,7 @@ from ckptman.policy.retention import Record, RetentionPolicy, Verdict, over_limi
 from ckptman.store.abandoned import rollback_numbers
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
-from ckptman.store.lease import look
+from ckptman.store.lease import TAKING, lease, look
 from ckptman.store.leftovers import Leftover as Leftover
 from ckptman.store.leftovers import clear as clear
 from ckptman.store.leftovers import find_leftovers as find_leftovers
@@ -34,6 +34,7 @@ from ckptman.store.place import FolderPlace
 from ckptman.store.tiers import awaited
 
 LOCK_SECONDS = 300.0
+_TAKEN_AT_ONCE = 50
 Progress = Callable[[int], None]
 """Told the bytes that were freed."""
 
@@ -109,16 +110,17 @@ def plan_prune(
         # Folders that were copied from another root can share a sequence: their order stays, and each gets a verdict.
         number = max(entry.sequence, number + 1)
         entries[number] = entry
-        records.append(replace(record, in_use=leases.holder(entry.path.name)))
+        holder = leases.holder(entry.path.name)
+        records.append(replace(record, in_use=holder) if holder else record)
         numbers.append(number)
     if coming is not None:
         coming = replace(coming, sequence=number + 1)
     now_seconds = time.time() if now_seconds is None else now_seconds
     waiting = awaited(root, records, now_seconds, look=wait)
-    records = [
-        replace(each, sequence=numbers[place], in_use=each.in_use or waiting.get(place, ""))
-        for place, each in enumerate(records)
-    ]
+    for place, each in enumerate(records):
+        if place in waiting or numbers[place] != each.sequence:
+            in_use = each.in_use or waiting.get(place, "")
+            records[place] = replace(each, sequence=numbers[place], in_use=in_use)
     verdicts = plan(records, policy, now_seconds=now_seconds, coming=coming)
     return PrunePlan(
         verdicts,
@@ -127,7 +129,7 @@ def plan_prune(
         ignored,
         over_limit(verdicts, policy),
         before,
-        find_strays(root, leases),
+        find_strays(root, leases, there),
     )
 
 
@@ -171,7 +173,7 @@ def execute(
     remove: Callable[[Path], None] | None = None,
     done: Progress | None = None,
 ) -> Pruned:
-    """Carry out a plan: each entry is made invisible at once and then removed. Can be run again at any point.
+    """Carry out a plan: what goes is made invisible at once, and then removed. Can be run again at any point.
 
     What cannot be removed does not keep the rest from being removed. `jobs`: threads that remove; `remove`: what
     removes a folder that nobody sees any more, such as `slowly.Slowly`. Raises: OSError in the end, if there was such.
@@ -184,11 +186,18 @@ def execute(
         for count, leftover in enumerate(plan.leftovers):
             attempt(partial(work.clear, leftover, f"{tag}-left{count}"))
         stuck = {leftover.step for leftover in plan.leftovers if os.path.lexists(leftover.path)}
-        steps = [
-            partial(work.delete, plan.entries[verdict.record.sequence], verdict.record, f"{tag}-{count}")
+        going = [
+            (count, verdict.record, entry)
             for count, verdict in enumerate(plan.deletions)
-            if plan.entries[verdict.record.sequence].step not in stuck
+            if (entry := plan.entries[verdict.record.sequence]).step not in stuck
         ]
+        taken: list[tuple[Path, Record]] = []
+        # A few at a time: readers of those wait, and each look for readers reads all their names.
+        for few in (going[start : start + _TAKEN_AT_ONCE] for start in range(0, len(going), _TAKEN_AT_ONCE)):
+            with lease(root, [entry.path.name for _, _, entry in few], what=TAKING, disk=disk):
+                for count, record, entry in few:
+                    attempt(partial(work.take, entry, record, f"{tag}-{count}", taken))
+        steps = [partial(work.remove, trash, record) for trash, record in taken]
         if jobs == 1:
             for step in steps:
                 attempt(step)
@@ -233,8 +242,8 @@ class _Work:
             self._remove(trash)
         self._count(leftover.bytes)
 
-    def delete(self, entry: Entry, record: Record, tag: str) -> None:
-        """Delete one checkpoint, unless it is another by now or somebody wants it."""
+    def take(self, entry: Entry, record: Record, tag: str, taken: list[tuple[Path, Record]]) -> None:
+        """Make one checkpoint invisible, unless it is another by now or somebody wants it."""
         if not _is_as_planned(entry, entry.path):
             return
         if reason := self._why_not(entry.path, entry.path.name):
@@ -250,6 +259,10 @@ class _Work:
                 raise OSError(errno.EBUSY, f"it stays under this name, as it cannot be put back: {reason}", str(trash))
             self._spare(record, reason)
             return
+        taken.append((trash, record))
+
+    def remove(self, trash: Path, record: Record) -> None:
+        """Remove one that was taken."""
         # Its manifest first: who finds the rest of it under this name must not take it for a checkpoint.
         self._disk.remove_file(trash / MANIFEST)
         self._remove(trash)
