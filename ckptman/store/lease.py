@@ -165,7 +165,9 @@ def _take(root: Path, names: Sequence[str], what: str, disk: Disk) -> tuple[Path
                 disk.create_file(path, text)
                 return path, text
     except OSError:
-        pass
+        # Half of one would be a lease that nobody can read: any folder may be on it.
+        with contextlib.suppress(OSError):
+            disk.remove_file(path)
     return None
 
 
