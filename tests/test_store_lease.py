@@ -130,7 +130,7 @@ def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_p
 # ---- a reader that may not write -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", ["make_folder", "create_file"])
+@pytest.mark.parametrize("operation", ["make_folder", "write_file"])
 def test_a_reader_that_cannot_write_reads_without_a_lease(tmp_path: Path, operation: str) -> None:
     class Refusing(FaultyDisk):
         def make_folders(self, path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_reader_that_cannot_write_reads_without_a_lease(tmp_path: Path, operat
                 raise PermissionError(13, "Permission denied")
             super().make_folders(path)
 
-        def create_file(self, path: Path, data: bytes) -> None:
+        def write_file(self, path: Path, data: bytes) -> None:
             raise OSError(28, "No space left on device")
 
     with lease(tmp_path, [NAME], what="verify", disk=Refusing()):

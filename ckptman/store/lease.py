@@ -162,7 +162,7 @@ def _take(root: Path, names: Sequence[str], what: str, disk: Disk) -> tuple[Path
             disk.make_folders(run_folder(root))
             # Another reader that is done may have removed the folder again.
             with contextlib.suppress(FileNotFoundError):
-                disk.create_file(path, text)
+                disk.create_whole_file(path, text)
                 return path, text
     except OSError:
         # Half of one would be a lease that nobody can read: any folder may be on it.
@@ -191,7 +191,7 @@ def _beat(path: Path, text: bytes, done: threading.Event, disk: Disk) -> None:
             try:
                 os.utime(path)
             except FileNotFoundError:  # a prune that heard nothing of us for long took us for dead
-                disk.create_file(path, text)
+                disk.create_whole_file(path, text)
 
 
 def _paths(root: Path) -> list[Path]:

@@ -47,11 +47,20 @@ class Flushes:
         path = f"/proc/self/fd/{fd}"
         part = self._memory / f"{found.st_ino}-{threading.get_ident()}.part"
         if stat.S_ISDIR(found.st_mode):
+            self._note_folders(path)
             part.write_text(json.dumps(_names(path)))
             part.replace(self._memory / f"{found.st_ino}.names")
         else:
             shutil.copyfile(path, part)
             part.replace(self._memory / f"{found.st_ino}.bytes")
+
+    def _note_folders(self, path: str) -> None:
+        """With its name it is durable that something is a folder, if only an empty one."""
+        for each in os.scandir(path):
+            names = self._memory / f"{each.inode()}.names"
+            if each.is_dir(follow_symlinks=False) and not names.exists():
+                self._held.append(os.open(each.path, os.O_RDONLY))
+                names.write_text("{}")
 
     def close(self) -> None:
         """Let go of everything that is held."""
