@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -44,6 +45,15 @@ def test_links_are_removed_and_never_followed(tmp_path: Path) -> None:
         remove_by_file(path, DISK, lambda: None)
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
     assert len(list(precious.iterdir())) == 6
+
+
+def test_what_is_no_folder_is_removed_and_never_waited_for(tmp_path: Path) -> None:
+    for name in ("pipe", "folder/pipe"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    for name in ("pipe", "folder"):
+        DISK.remove_tree(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_to_go_is_removed_behind_the_run(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ class Disk:
 
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and what is in it, or a file. Links are removed, never followed; gone already is no error."""
-        if path.is_symlink() or path.is_file():
+        if path.is_symlink() or not path.is_dir():  # a pipe too, which shutil would wait for
             self.remove_file(path)
         elif sys.version_info >= (3, 12):
             shutil.rmtree(path, onexc=_unless_gone)
