@@ -9,7 +9,8 @@ import typer
 
 from ckptman.cli import text
 from ckptman.cli.list import AsJson
-from ckptman.cli.prune import (
+from ckptman.cli.quantities import parse_rate, parse_seconds
+from ckptman.cli.rules import (
     KeepBestOption,
     KeepDailyOption,
     KeepEveryOption,
@@ -20,9 +21,8 @@ from ckptman.cli.prune import (
     KeepWeeklyOption,
     KeepWithinOption,
     MaxBytesOption,
+    Rules,
 )
-from ckptman.cli.quantities import parse_rate, parse_seconds
-from ckptman.cli.rules import Rules
 from ckptman.cli.sizes import parse_size
 from ckptman.errors import ConfigError
 

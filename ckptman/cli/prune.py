@@ -18,7 +18,21 @@ from ckptman.cli.list import AsJson
 from ckptman.cli.progress import progress
 from ckptman.cli.prune_report import as_dict, lines, summary
 from ckptman.cli.roots import check_is_root, roots_of
-from ckptman.cli.rules import Rules, check_metrics
+from ckptman.cli.rules import (
+    KeepBestOption,
+    KeepDailyOption,
+    KeepEveryOption,
+    KeepHourlyOption,
+    KeepLastOption,
+    KeepMonthlyOption,
+    KeepStepsOption,
+    KeepWeeklyOption,
+    KeepWithinOption,
+    MaxBytesOption,
+    MaxPercentOption,
+    Rules,
+    check_metrics,
+)
 from ckptman.errors import CkptmanError, ConfigError, RootError
 
 if TYPE_CHECKING:
@@ -36,46 +50,6 @@ Roots = Annotated[
 ]
 
 
-def _count(option: str, help: str) -> Any:
-    return typer.Option(option, metavar="N", show_default=False, help=help)
-
-
-KeepLastOption = Annotated[int | None, _count("--keep-last", "Keep the N committed last.")]
-KeepEveryOption = Annotated[int | None, _count("--keep-every", "Keep one at each multiple of N.")]
-KeepBestOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--keep-best",
-        metavar="METRIC[:COUNT[:min|max]]",
-        show_default=False,
-        help="Keep the COUNT best by a metric (1, the lowest, unless said). May be given several times.",
-    ),
-]
-KeepWithinOption = Annotated[
-    str | None,
-    typer.Option("--keep-within", metavar="TIME", show_default=False, help="Keep what is younger, such as 36h or 7d."),
-]
-KeepHourlyOption = Annotated[int | None, _count("--keep-hourly", "Keep the newest of each of the last N hours.")]
-KeepDailyOption = Annotated[int | None, _count("--keep-daily", "The same for days (UTC).")]
-KeepWeeklyOption = Annotated[int | None, _count("--keep-weekly", "The same for weeks.")]
-KeepMonthlyOption = Annotated[int | None, _count("--keep-monthly", "The same for months.")]
-KeepStepsOption = Annotated[
-    str | None,
-    typer.Option("--keep-steps", metavar="N,N,...", show_default=False, help="Keep these steps."),
-]
-MaxBytesOption = Annotated[
-    str | None,
-    typer.Option("--max-bytes", metavar="SIZE", show_default=False, help="Keep no more than this, such as 2TB."),
-]
-MaxPercentOption = Annotated[
-    float | None,
-    typer.Option(
-        "--max-percent",
-        metavar="P",
-        show_default=False,
-        help="Keep no more than P percent of the file system, or of the quota.",
-    ),
-]
 Leftovers = Annotated[bool, typer.Option("--leftovers", help="Delete no checkpoint: only clear what crashes left.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted, and why.")]
 Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help="Delete so many checkpoints at a time.")]

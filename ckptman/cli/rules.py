@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_, or_
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ckptman.cli.quantities import parse_seconds
 from ckptman.cli.sizes import parse_size
@@ -19,9 +21,51 @@ if TYPE_CHECKING:
     from ckptman.policy.rules import KeepBest, KeepSteps, RetentionPolicy
 
 
+def _count(option: str, help: str) -> Any:
+    return typer.Option(option, metavar="N", show_default=False, help=help)
+
+
+KeepLastOption = Annotated[int | None, _count("--keep-last", "Keep the N committed last.")]
+KeepEveryOption = Annotated[int | None, _count("--keep-every", "Keep one at each multiple of N.")]
+KeepBestOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep-best",
+        metavar="METRIC[:COUNT[:min|max]]",
+        show_default=False,
+        help="Keep the COUNT best by a metric (1, the lowest, unless said). May be given several times.",
+    ),
+]
+KeepWithinOption = Annotated[
+    str | None,
+    typer.Option("--keep-within", metavar="TIME", show_default=False, help="Keep what is younger, such as 36h or 7d."),
+]
+KeepHourlyOption = Annotated[int | None, _count("--keep-hourly", "Keep the newest of each of the last N hours.")]
+KeepDailyOption = Annotated[int | None, _count("--keep-daily", "The same for days (UTC).")]
+KeepWeeklyOption = Annotated[int | None, _count("--keep-weekly", "The same for weeks.")]
+KeepMonthlyOption = Annotated[int | None, _count("--keep-monthly", "The same for months.")]
+KeepStepsOption = Annotated[
+    str | None,
+    typer.Option("--keep-steps", metavar="N,N,...", show_default=False, help="Keep these steps."),
+]
+MaxBytesOption = Annotated[
+    str | None,
+    typer.Option("--max-bytes", metavar="SIZE", show_default=False, help="Keep no more than this, such as 2TB."),
+]
+MaxPercentOption = Annotated[
+    float | None,
+    typer.Option(
+        "--max-percent",
+        metavar="P",
+        show_default=False,
+        help="Keep no more than P percent of the file system, or of the quota.",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Rules:
-    """The options of `ckptman prune` that say what to keep, as they were written."""
+    """The options of `ckptman prune` and `ckptman plan` that say what to keep, as they were written."""
 
     last: int | None = None
     every: int | None = None
