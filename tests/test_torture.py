@@ -9,7 +9,7 @@ import pytest
 
 from tests.torture import torture
 
-SHORT_SECONDS = 30.0
+SHORT_SECONDS = 60.0
 LONG_SECONDS = 1200.0
 
 
