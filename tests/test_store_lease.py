@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -9,14 +10,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ckptman.errors import RootError
 from ckptman.store import lease as lease_module
+from ckptman.store.durable import Disk
 from ckptman.store.lease import TAKING, Lease, held, lease, look, reading
-from ckptman.store.names import lease_path, run_folder, step_folder
+from ckptman.store.names import is_lease, lease_path, run_folder, step_folder
 from ckptman.store.owner import this_process
 from tests.faulty_disk import FaultyDisk
 
@@ -251,3 +254,110 @@ def test_leases_that_cannot_be_listed_are_not_no_leases(tmp_path: Path, monkeypa
 def test_words_of_a_lease_cannot_command_a_terminal(tmp_path: Path) -> None:
     leave(tmp_path, host="\x1b[2J", host_key="other")
     assert "\\x1b[2J" in held(tmp_path, wait=False)[NAME]
+
+
+# ---- a lease that lasts ----------------------------------------------------------------------------------------------
+
+
+class Beats:
+    """Stands for os.utime, which each beat of a lease calls, and does something `before`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.before: Callable[[], object] = lambda: None
+        self.count = 0
+        self._utime, self._turn = os.utime, threading.Condition()
+        monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.01)
+        monkeypatch.setattr(lease_module.os, "utime", self)
+
+    def __call__(self, path: Path) -> None:
+        try:
+            self.before()
+            self._utime(path)
+        finally:
+            with self._turn:
+                self.count += 1
+                self._turn.notify_all()
+
+    def await_more(self, count: int) -> None:
+        """Wait until so many more have come. By then the consequences are there of all but the last."""
+        with self._turn:
+            until = self.count + count
+            assert self._turn.wait_for(lambda: self.count >= until, 60)
+
+
+@pytest.fixture
+def beats(monkeypatch: pytest.MonkeyPatch) -> Beats:
+    return Beats(monkeypatch)
+
+
+def test_a_lease_that_was_removed_is_made_again(beats: Beats, tmp_path: Path) -> None:
+    with lease(tmp_path, [NAME], what="verify") as nonce:
+        path = lease_path(tmp_path, nonce)
+        text = path.read_bytes()
+        for _ in range(2):
+            path.unlink()
+            beats.await_more(3)
+            assert path.read_bytes() == text
+            assert leases_in(tmp_path) == [path.name]
+            assert list(held(tmp_path)) == [NAME]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_file_system_does_not_stop_the_beats(beats: Beats, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with lease(tmp_path, [NAME], what="verify") as nonce:
+        beats.before = fail
+        beats.await_more(2)
+        beats.before = lambda: None
+        lease_path(tmp_path, nonce).unlink()
+        beats.await_more(3)
+        assert list(held(tmp_path)) == [NAME]
+
+
+def test_where_the_mount_is_away_no_lease_is_made(beats: Beats, tmp_path: Path) -> None:
+    """With a folder for it an empty mount point would look like a root."""
+    root = tmp_path / "mount"
+    root.mkdir()
+    with lease(root, [NAME], what="verify"):
+        root.rename(tmp_path / "away")
+        root.mkdir()
+        beats.await_more(3)
+        assert list(root.iterdir()) == []
+        root.rmdir()
+        (tmp_path / "away").rename(root)
+    assert list(root.iterdir()) == []
+
+
+def test_a_lease_that_is_over_is_not_made_again(tmp_path: Path) -> None:
+    class Once(Disk):
+        def create_whole_file(self, path: Path, data: bytes) -> None:
+            assert not path.parent.joinpath("made").exists()
+            super().create_whole_file(path, data)
+            path.parent.joinpath("made").touch()
+
+    with lease(tmp_path, [NAME], what="verify", disk=Once()) as nonce:
+        lease_path(tmp_path, nonce).unlink()
+    assert leases_in(tmp_path) == ["made"]
+
+
+def test_who_reads_from_a_mount_that_hangs_gets_away_from_it(
+    beats: Beats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease stays, and counts for nothing as soon as its process is gone."""
+    monkeypatch.setattr(lease_module, "_END_SECONDS", 0.2)
+    answers = threading.Event()
+
+    class Hanging(Disk):
+        def remove_file(self, path: Path) -> None:
+            assert not is_lease(path.name), "that would hang, too"
+            super().remove_file(path)
+
+    with lease(tmp_path, [NAME], what="verify", disk=Hanging()) as nonce:
+        beats.before = lambda: answers.wait(60)
+    assert leases_in(tmp_path) == [lease_path(tmp_path, nonce).name]
+    answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "ckptman-lease":
+            thread.join(60)

@@ -35,6 +35,7 @@ from ckptman.store.regular import read_regular
 
 _MOST_BYTES = 1024 * 1024
 _LOOK_SECONDS = 0.1
+_END_SECONDS = 5.0
 TAKING = "prune, which takes them away"
 """What a prune says of the folders that it is about to rename. That holds nothing: readers wait until it is done."""
 _PASS_SECONDS = 10.0
@@ -100,12 +101,13 @@ def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> 
         yield path.stem.removeprefix("lease-")
     finally:
         done.set()
-        thread.join(BEAT_SECONDS)
-        with contextlib.suppress(OSError):
-            disk.remove_file(path)
-            # Who only looks leaves nothing behind.
-            if made:
-                disk.remove_empty_folder(run_folder(root))
+        thread.join(_END_SECONDS)
+        if not thread.is_alive():  # else it waits for a file system that hangs, and nobody else is to
+            with contextlib.suppress(OSError):
+                disk.remove_file(path)
+                # Who only looks leaves nothing behind.
+                if made:
+                    disk.remove_empty_folder(run_folder(root))
 
 
 @contextmanager
@@ -185,13 +187,17 @@ def _let_prunes_pass(root: Path, names: Sequence[str]) -> None:
 
 
 def _beat(path: Path, text: bytes, done: threading.Event, disk: Disk) -> None:
-    while not done.wait(BEAT_SECONDS):
+    """Touch a lease now and then, and once more when it is over: that tells whether the file system still answers."""
+    over = False
+    while not over:
+        over = done.wait(BEAT_SECONDS)
         # A file system that is away for a moment is no reason to stop.
         with contextlib.suppress(OSError):
             try:
                 os.utime(path)
             except FileNotFoundError:  # a prune that heard nothing of us for long took us for dead
-                disk.create_whole_file(path, text)
+                if not over:
+                    disk.create_whole_file(path, text)
 
 
 def _paths(root: Path) -> list[Path]:
