@@ -24,7 +24,7 @@ from ckptman.monitor.journal import Journal
 END_SECONDS = 10.0
 LOOK_SECONDS = 5.0
 STUCK_SECONDS = 600.0
-"""How long a drain at the end of a run may move nothing."""
+"""How long a drain at the end of a run may do nothing."""
 _NICE = 10
 
 
@@ -35,7 +35,7 @@ class Drainer:
         self._root, self._journal = root, journal
         self._process: subprocess.Popen[bytes] | None = None
         self._told: tuple[IO[bytes], IO[bytes]] | None = None
-        self._again = False
+        self._again = True  # an attempt before may have left something
         self._warned: set[str] = set()
 
     def poke(self) -> None:
@@ -48,10 +48,15 @@ class Drainer:
     def close(self, *, finish: bool) -> None:
         """Wait until everything is copied, or, unless `finish`, break off: it can be taken up later."""
         if finish:
+            if self._process is None and self._again:
+                self._start()
             while self._process is not None:
                 if not self._ends():
                     self._break_off()
-                    self._complain(f"a drain moved nothing for {STUCK_SECONDS:.0f} s, and was ended")
+                    self._complain(
+                        f"the drain at the end did nothing for {STUCK_SECONDS:g} s, and was ended. ckptman drain "
+                        f"{self._root} goes on with it"
+                    )
                     return
                 self._reap()
                 if self._again:
@@ -60,14 +65,14 @@ class Drainer:
             self._break_off()
 
     def _ends(self) -> bool:
-        """Wait for the process as long as it moves bytes. A mount that hangs must not hold the allocation."""
+        """Wait for the process as long as it does something. A mount that hangs must not hold the allocation."""
         assert self._process is not None
-        before, since = -1, time.monotonic()
+        before, since = None, time.monotonic()
         while time.monotonic() - since < STUCK_SECONDS:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LOOK_SECONDS)
                 return True
-            if (now := _moved_bytes(self._process.pid)) != before:
+            if (now := _work_done(self._process.pid)) != before:
                 before, since = now, time.monotonic()
         return False
 
@@ -87,17 +92,20 @@ class Drainer:
 
     def _start(self) -> None:
         self._again = False
-        self._told = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         command = [sys.executable, "-m", "ckptman", "drain", str(self._root), "--json"]
         # The outcome of the attempt is for the run to write.
         environ = {name: value for name, value in os.environ.items() if name != OUTCOME_ENV}
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=self._told[0], stderr=self._told[1], env=environ
-            )
-        except OSError as error:
-            self._complain(f"it cannot be started ({error})")
-            return
+        with contextlib.ExitStack() as told:
+            try:
+                files = [told.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=files[0], stderr=files[1], env=environ
+                )
+            except OSError as error:
+                self._complain(f"no drain could be started ({error})")
+                return
+            self._told = files[0], files[1]
+            told.pop_all()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICE)
 
@@ -122,16 +130,19 @@ class Drainer:
         self._journal.record("drain_failed", cause=why)
         if why not in self._warned:
             self._warned.add(why)
-            warn(f"not all could be copied to the tiers of {self._root}, and the run goes on: {plain(why)}")
+            with contextlib.suppress(Warning):  # one that is an error must not keep a rank from the others
+                warn(f"not all could be copied to the tiers of {self._root}, which fails no save: {plain(why)}")
 
 
-def _moved_bytes(pid: int) -> int:
-    """What a process has read and written, by calls."""
+def _work_done(pid: int) -> tuple[int, int]:
+    """What a process has read and written by calls, and the seconds that it has computed, which are whole ones: what
+    goes over a network is not in the bytes, and one that hangs computes next to nothing."""
     try:
-        counters = psutil.Process(pid).io_counters()
+        process = psutil.Process(pid)
+        counters, times = process.io_counters(), process.cpu_times()
     except (psutil.Error, AttributeError, NotImplementedError):
-        return time.monotonic_ns()  # nobody can tell: it is believed to go on
-    return int(counters.read_chars + counters.write_chars)
+        return time.monotonic_ns(), 0  # nobody can tell: it is believed to go on
+    return counters.read_chars + counters.write_chars, int(times.user + times.system)
 
 
 def _tasks(told: str) -> list[dict[str, Any]]:

@@ -120,7 +120,8 @@ class TieredPlace(FolderPlace):
     def _tolerate(self, where: object, error: CkptmanError, has_others: bool) -> None:
         if self._strict or not has_others or not isinstance(error, RootError | NotFoundError):
             raise error
-        warn(f"the tier {plain(where)} cannot be looked at, and what it has is not restored: {plain(error)}")
+        why = getattr(error, "strerror", None) or error
+        warn(f"the tier {plain(where)} cannot be looked at, and what it has is not restored: {plain(why)}")
 
 
 def place_of(root: Path, tiers: Sequence[Tier], disk: Disk) -> FolderPlace:

@@ -7,9 +7,14 @@ by that, because a tier that hangs must not hold it up.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import math
 import os
+import select
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +37,13 @@ from ckptman.store.place import FolderPlace
 from ckptman.store.regular import read_regular
 
 _MOST_BYTES = 64 * 1024 * 1024
+ANSWER_SECONDS = 60.0
+"""How long a folder may take to say whether it is there."""
+_SILENT_SECONDS = 600.0
+_END_SECONDS = 1.0
+_ASK = ("test", "-e")
+_silent: dict[str, float] = {}
+"""Folders that did not answer, and when that was: for a while they are not asked again, or each look would wait."""
 
 
 class _StoredTier(BaseModel):
@@ -98,6 +110,8 @@ def make_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
         # One that was made before, and is gone, may be a mount that is away: it is not made anew below where it was.
         if isinstance(place, ObjectPlace) or str(tier) in before:
             continue
+        if not answers(place.root):
+            raise _silence(place.root)
         if not place.root.parent.is_dir():
             raise RootError(
                 errno.ENOENT,
@@ -133,7 +147,7 @@ def check_tiers(root: Path, tiers: Sequence[Tier]) -> None:
         from_data(to_data(tier.retention))  # a rule of the user's own cannot be stored
         if find_url(str(tier)) is not None:
             continue
-        where = Path(os.path.realpath(str(tier)))
+        where = Path(os.path.realpath(str(tier)) if answers(Path(str(tier))) else str(absolute(tier)))
         if any(where == each or where in each.parents or each in where.parents for each in places):
             raise ConfigError(f"{tier} cannot be a tier of {root}: it is the root or another tier, in it, or around it")
         places.append(where)
@@ -154,9 +168,37 @@ def open_tier(tier: Tier, disk: Disk = DISK) -> FolderPlace | ObjectPlace:
     return ObjectPlace(url) if url is not None else FolderPlace(str(tier), disk)
 
 
+def answers(folder: Path) -> bool:
+    """Whether a folder can be asked for, be it there or not. A mount that hangs must not hold up who can do without.
+
+    Asked by a process of its own: who waits for such a mount cannot always be killed.
+    """
+    if time.monotonic() - _silent.get(str(folder), -math.inf) < _SILENT_SECONDS:
+        return False
+    quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
+    try:
+        child = subprocess.Popen([*_ASK, str(folder)], stdin=quiet, stdout=pipe, stderr=quiet)
+    except OSError:  # there is nobody to send
+        return True
+    assert child.stdout is not None
+    with child.stdout:
+        ended = select.poll()
+        ended.register(child.stdout, select.POLLIN)
+        if ended.poll(1000 * ANSWER_SECONDS):  # its output ends when it does
+            child.wait()
+            return True
+    _silent[str(folder)] = time.monotonic()
+    child.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(_END_SECONDS)
+    return False
+
+
 def entries_of(place: FolderPlace | ObjectPlace) -> list[Entry | ObjectEntry]:
     """All that has a checkpoint's name in a tier, oldest commit first. Raises: CkptmanError: it cannot be looked at."""
     if isinstance(place, FolderPlace):
+        if not answers(place.root):
+            raise _silence(place.root)
         if not run_folder(place.root).is_dir():
             raise NotFoundError(
                 f"{place.root} is not there, or is not the tier that was made there (it has no {DOT}): check the mount"
@@ -257,6 +299,10 @@ def read_drained(root: Path) -> dict[str, list[Record]]:
 
 def _as_data(record: Record) -> dict[str, Any]:
     return {**vars(record), "metrics": dict(record.metrics)}
+
+
+def _silence(folder: Path) -> RootError:
+    return RootError(errno.ETIMEDOUT, f"{folder} does not answer within {ANSWER_SECONDS:g} s: check the mount")
 
 
 def _known(root: Path) -> tuple[Tier, ...]:
