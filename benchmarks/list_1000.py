@@ -8,8 +8,6 @@ Prints the minimum, median and maximum of the wall time, warm, and the same for 
 from __future__ import annotations
 
 import argparse
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,18 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.whole_process import report, wall_seconds
 from tests.fake_checkpoint import commit
-
-
-def measure(root: Path, runs: int) -> list[float]:
-    """Wall seconds of each run."""
-    command = [sys.executable, "-c", "from ckptman.cli import main; main()", "list", str(root)]
-    seconds = []
-    for _ in range(runs + 1):
-        begun = time.perf_counter()
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-        seconds.append(time.perf_counter() - begun)
-    return seconds[1:]  # the first one warms the page cache
 
 
 def main() -> None:
@@ -41,9 +29,7 @@ def main() -> None:
         for step in range(1, 1001):
             commit(full, step * 100, ranks=4, sequence=step, metrics={"loss": 3 / step}, time_seconds=time.time())
         for what, root in (("1,000 checkpoints", full), ("empty root", empty)):
-            seconds = measure(root, runs)
-            middle = statistics.median(seconds)
-            print(f"{what:>18}: min {min(seconds):.3f} s, median {middle:.3f} s, max {max(seconds):.3f} s")
+            report(what, wall_seconds(["list", str(root)], runs))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ Prints the minimum, median and maximum of the wall time of a dry run, warm, for 
 from __future__ import annotations
 
 import argparse
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.whole_process import report, wall_seconds
 from tests.fake_checkpoint import commit
 
 RULES = {
@@ -28,18 +27,6 @@ RULES = {
     ],
 }
 _SAVE_SECONDS = 600.0
-
-
-def measure(root: Path, rules: list[str], runs: int) -> list[float]:
-    """Wall seconds of each run."""
-    program = "from ckptman.cli import main; main()"
-    command = [sys.executable, "-c", program, "prune", str(root), *rules, "--dry-run"]
-    seconds = []
-    for _ in range(runs + 1):
-        begun = time.perf_counter()
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-        seconds.append(time.perf_counter() - begun)
-    return seconds[1:]  # the first one warms the page cache
 
 
 def main() -> None:
@@ -54,9 +41,7 @@ def main() -> None:
             when = born + number * _SAVE_SECONDS
             commit(root, number * 100, ranks=4, sequence=number, metrics={"loss": 3 / number}, time_seconds=when)
         for what, rules in RULES.items():
-            seconds = measure(root, rules, options.runs)
-            middle = statistics.median(seconds)
-            print(f"{what:>12}: min {min(seconds):.2f} s, median {middle:.2f} s, max {max(seconds):.2f} s", flush=True)
+            report(what, wall_seconds(["prune", str(root), *rules, "--dry-run"], options.runs))
 
 
 if __name__ == "__main__":
