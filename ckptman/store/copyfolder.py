@@ -83,6 +83,7 @@ def copy_to_folder(original: Original, place: FolderPlace, means: Means) -> Copi
     facts = original.facts
     with _told(place.root, facts):
         place.make()
+        _flush_name(place.root, means.disk)
         draft = place.root / f"{facts.name}.tmp-copy-{facts.tag}"
         with lease(place.root, [draft.name, facts.name], what="copy", disk=means.disk):
             if (found := _already(original, place, means)) is not None:
@@ -160,6 +161,8 @@ def _already(original: Original, place: FolderPlace, means: Means) -> Copied | N
         if means.overwrite or place.is_abandoned(final):
             return None
         raise ExistsError(f"{final} {problem}: {remedy}")
+    # Who made it visible may have been killed before that was durable, and now the original may go.
+    means.disk.sync_folder(place.root)
     if (final / DOT).is_dir():  # a copy was killed when it had nothing left to do but this
         means.disk.remove_tree(final / DOT)
     return Copied(
@@ -172,6 +175,12 @@ def _already(original: Original, place: FolderPlace, means: Means) -> Copied | N
         verify_seconds=time.monotonic() - begun,
         remarks=facts.remarks,
     )
+
+
+def _flush_name(root: Path, disk: Disk) -> None:
+    """Who made a root may have been killed before its name was durable: then all that is in it would go with it."""
+    with contextlib.suppress(PermissionError):  # where not even its names may be read, nobody could do it
+        disk.sync_folder(root.parent)
 
 
 def _difference(final: Path, facts: Facts) -> str:

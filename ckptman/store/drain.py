@@ -22,6 +22,7 @@ from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.copy import copy_checkpoint
 from ckptman.store.copyfolder import Copied
 from ckptman.store.copyproof import Means
+from ckptman.store.durable import DISK
 from ckptman.store.lease import lease
 from ckptman.store.names import MANIFEST
 from ckptman.store.objects import ObjectEntry, ObjectPlace
@@ -110,8 +111,19 @@ def prepare(root: Path, plan: DrainPlan) -> None:
         for each in plan.holdings:
             if not each.trouble:
                 hand_on_to(open_tier(each.tier), every, each.rollbacks)
-    held = {str(each.tier): list(each.records) for each in plan.holdings if not each.trouble}
+    held = {str(each.tier): list(each.records) for each in plan.holdings if not each.trouble and _is_durable(each)}
     write_drained(root, {**read_drained(root), **held})
+
+
+def _is_durable(holding: Holding) -> bool:
+    """Whether what a tier holds outlives a power cut: who made it visible may have been killed before a flush."""
+    place = open_tier(holding.tier)
+    try:
+        if holding.entries and isinstance(place, FolderPlace):
+            DISK.sync_folder(place.root)
+    except OSError:
+        return False
+    return True
 
 
 def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractContextManager[Means]]) -> Iterator[Drained]:
@@ -137,7 +149,7 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
             yield Drained(task, error=error if isinstance(error, CkptmanError) else _as_ours(tier, error))
     if fuller:
         held = {str(tier): holding_of(tier, abandoned_by(read_rollbacks(root).values())) for tier in fuller}
-        known = {tier: list(each.records) for tier, each in held.items() if not each.trouble}
+        known = {tier: list(each.records) for tier, each in held.items() if not each.trouble and _is_durable(each)}
         write_drained(root, {**read_drained(root), **known})
 
 

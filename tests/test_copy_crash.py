@@ -1,0 +1,82 @@
+"""A copy or a drain dies, is run again to its end, and then comes a power cut: what counts by then is durable.
+
+The one that died made things visible that it had not flushed yet. The next one finds them, and may not take it for
+granted that they stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ckptman.policy.retention import KeepLast
+from ckptman.policy.tiers import Tier
+from ckptman.store import copyfolder, lease, owner
+from ckptman.store.catalogue import Catalogue
+from ckptman.store.copy import Means, copy_checkpoint
+from ckptman.store.drain import carry_out, plan_drain, prepare
+from ckptman.store.durable import DISK, Disk
+from ckptman.store.owner import claim
+from ckptman.store.place import FolderPlace
+from ckptman.store.prune import execute, plan_prune
+from ckptman.store.tiers import write_tiers
+from tests.fake_checkpoint import commit
+from tests.faults.powercut import Flushes, survive, watched
+from tests.faulty_disk import Death, FaultyDisk, faults, holds
+
+
+@pytest.fixture(autouse=True)
+def dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever died in this process is dead, although its pid is alive, and is not watched for half a minute."""
+    for module in (owner, lease):
+        monkeypatch.setattr(module, "process_lives", lambda claimant: False)
+    monkeypatch.setattr(copyfolder, "claim", partial(claim, patience_seconds=0))
+
+
+def copy(world: Path, disk: Disk) -> None:
+    for entry in Catalogue(world / "root").complete():
+        copy_checkpoint(entry, FolderPlace(world / "near", disk), Means(disk=disk, threads=1))
+
+
+def drain(world: Path, disk: Disk) -> None:
+    root = world / "root"
+    write_tiers(root, [Tier(world / "near")], disk)
+    plan = plan_drain(root, [Tier(world / "near")])
+    prepare(root, plan)
+    for each in carry_out(root, plan, lambda task: contextlib.nullcontext(Means(disk=disk, threads=1))):
+        assert each.error is None
+
+
+@pytest.mark.parametrize("act", [copy, drain])
+def test_what_was_begun_again_and_finished_outlives_a_power_cut(
+    act: Callable[[Path, Disk], None], tmp_path: Path
+) -> None:
+    commit(tmp_path / "before" / "root", 100)
+    commit(tmp_path / "before" / "root", 200)
+    whole = holds(tmp_path / "before" / "root")
+    struck = 0
+    for number, fault in enumerate(faults(when=("before",))):
+        world, memory = tmp_path / f"world-{number}", tmp_path / f"memory-{number}"
+        shutil.copytree(tmp_path / "before", world)
+        disk = FaultyDisk(fault)
+        with watched(Flushes(world, memory)):
+            with contextlib.suppress(Death):
+                act(world, disk)
+            act(world, DISK)
+            if act is drain:
+                execute(world / "root", plan_prune(world / "root", KeepLast(1)), "tag")
+        left = survive(world, memory, tmp_path / f"left-{number}", "everything", random.Random(number))
+        assert holds(left / "near") == whole, fault
+        assert holds(left / "root").items() <= whole.items(), fault
+        struck += disk.struck
+        if not disk.struck:
+            break
+        shutil.rmtree(world)
+        shutil.rmtree(left)
+    assert struck > 30
