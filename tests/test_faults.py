@@ -16,6 +16,7 @@ from tests.faults.tally import FAILURES, Tally, flaw_of, flaw_of_text
 SHARES = {
     "ranks": 0.01,
     "kill": 0.004,
+    "copy": 0.01,
     "crash": 0.02,
     "flips": 0.01,
     "files": 0.01,

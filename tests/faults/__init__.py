@@ -1,6 +1,6 @@
 """The fault campaign: what can go wrong with a disk, a process or a checkpoint is made to go wrong, thousands of times.
 
-    python -m tests.faults                      # everything, some 25 minutes on two cores (make faults)
+    python -m tests.faults                      # everything, half an hour and more on two cores (make faults)
     python -m tests.faults --quick              # a small part of each kind
     python -m tests.faults --only flips,disk --seed 7
 

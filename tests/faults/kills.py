@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptman
 from ckptman.store.catalogue import Catalogue
+from tests import test_copy_faults, test_store_kill
 from tests.faults.mutants import apply
 from tests.faults.subject import State, blank, bytes_of, content, open_run, version_of
 from tests.faults.tally import Tally
 from tests.faulty_disk import holds
 from tests.ranks import RankError, say, start_ranks
-from tests.test_store_kill import kill_again_and_again
 
 KEPT = 2
 WAYS: dict[str, dict[str, Any]] = {"sync": {"async_save": False}, "async": {}}
@@ -34,20 +35,26 @@ START_SECONDS = 60.0
 
 
 def run(tally: Tally) -> None:
-    """300 kills of ranks, two and four of them, and 100 of a process that only commits and prunes."""
+    """300 kills of two or four ranks, 100 of a process that only commits and prunes, 60 of one that copies."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         for world_size, kills in ((2, 220), (4, 80)):
             kill_ranks(tally, Path(folder, f"ranks-{world_size}"), world_size, tally.count(kills))
-        kill_committer(tally, Path(folder, "root"), tally.count(100, least=10))  # enough for some to be pruned
+        # Enough for some to be pruned.
+        kill_one(tally, "commit and prune", test_store_kill.kill_again_and_again, Path(folder, "root"), 100, least=10)
+        Path(folder, "copies").mkdir()
+        kill_one(tally, "copy", test_copy_faults.kill_again_and_again, Path(folder, "copies"), 60, least=2)
 
 
-def kill_committer(tally: Tally, root: Path, kills: int) -> None:
-    """The campaign of tests/test_store_kill.py, which looks at the root after each kill."""
-    with tally.fault(f"{kills} kills of one process that commits and prunes", "commit and prune"):
+def kill_one(
+    tally: Tally, part: str, campaign: Callable[[Path, int, int], None], folder: Path, number: int, least: int
+) -> None:
+    """A campaign of another test, which kills one process again and again and looks at what is left each time."""
+    kills = tally.count(number, least)
+    with tally.fault(f"{kills} kills of one process: {part}", part):
         tally.injected += kills - 1
-        tally.parts["commit and prune"] += kills - 1
+        tally.parts[part] += kills - 1
         try:
-            kill_again_and_again(root, kills, tally.dice.randrange(2**32))
+            campaign(folder, kills, tally.dice.randrange(2**32))
         except AssertionError as error:
             tally.fail("lost", str(error))
         else:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import ckptman
 from ckptman import errors
 from ckptman.sharded import foreign, ranks, reading, saved, sharing, storage
-from ckptman.store import blockio, catalogue, chunks, index, manifest, place, ranges
+from ckptman.store import blockio, catalogue, chunks, copyfolder, drain, index, manifest, place, prune, ranges, tiers
 from ckptman.store.durable import Disk
 from ckptman.store.names import step_folder
 
@@ -103,6 +103,37 @@ def _pruned_before_the_commit() -> None:
     place.FolderPlace.commit = commit  # type: ignore[method-assign]
 
 
+class _NoFlushes(Disk):
+    def sync_file(self, fd: int) -> None:
+        pass
+
+
+def _copies_not_flushed() -> None:
+    real = copyfolder.move
+
+    def move(*arguments: Any, disk: Disk, **options: Any) -> Any:
+        return real(*arguments, disk=_NoFlushes(), **options)
+
+    copyfolder.move = move
+
+
+def _copies_noted_too_early() -> None:
+    real = drain.carry_out
+
+    def carry_out(root: Path, plan: drain.DrainPlan, means: Any) -> Any:
+        held = tiers.read_drained(root)
+        for task in plan.tasks:
+            held[str(task.tier)] = [*held.get(str(task.tier), ()), task.entry.record()]
+        tiers.write_drained(root, held)
+        return real(root, plan, means)
+
+    drain.carry_out = carry_out
+
+
+def _tiers_are_not_awaited() -> None:
+    prune.awaited = lambda *arguments, **options: {}
+
+
 def _errors_swallowed() -> None:
     real = blockio.Target.write
 
@@ -184,6 +215,9 @@ MUTANTS: dict[str, Mutant] = {
     "other files are not flushed": Mutant(_files_not_flushed, "crash", ("lost",)),
     "folders are not flushed": Mutant(_folders_not_flushed, "crash", ("lost",)),
     "checkpoints are deleted in place": Mutant(_deleted_in_place, "crash", ("lost",)),
+    "a copy is made visible before its files are flushed": Mutant(_copies_not_flushed, "copy", ("lost",), 0.03),
+    "what a tier is to get is noted before it is there": Mutant(_copies_noted_too_early, "copy", ("lost",), 0.03),
+    "what a tier is to get may be deleted": Mutant(_tiers_are_not_awaited, "copy", ("lost",), 0.03),
     "older ones are deleted before the new one is durable": Mutant(_pruned_before_the_commit, "kill", ("lost",), 0.1),
     "a failed write is taken for a good one": Mutant(_errors_swallowed, "io", ("lost", "wrong", "other"), 1.0),
     "a save that failed is not told": Mutant(_failed_saves_are_not_told, "disk", ("lost",), 0.5),

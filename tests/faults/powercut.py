@@ -27,18 +27,33 @@ Names = dict[str, int]
 class Flushes:
     """What is durable, kept in a folder of its own, so that it outlives the process that is killed.
 
-    An inode number names a file or folder. Each is held open, so that its number is given to no other.
+    An inode number names a file or folder. Each is held open, so that its number is given to no other. With a new
+    `memory` all that is in the world is durable; with that of a process that was killed, what that one has flushed.
     """
 
     def __init__(self, world: Path, memory: Path) -> None:
         self._memory = memory
         self._held: list[int] = []
-        memory.mkdir()
+        is_new = not memory.exists()
+        memory.mkdir(exist_ok=True)
         for folder, _, names in os.walk(world):
             for path in (folder, *(os.path.join(folder, name) for name in names)):
                 fd = os.open(path, os.O_RDONLY)
-                self.flushed(fd)
+                self.flushed(fd) if is_new else self._held.append(os.dup(fd))
                 os.close(fd)
+        if not is_new:
+            self._set_aside({os.fstat(fd).st_ino for fd in self._held})
+
+    def _set_aside(self, named: set[int]) -> None:
+        """The numbers of what was removed may be given to others now: what is known of it gets negative ones."""
+        known = [path for path in self._memory.iterdir() if path.suffix in (".names", ".bytes")]
+        gone = {int(path.stem) for path in known} - named
+        for path in known:
+            if path.suffix == ".names":
+                names: Names = json.loads(path.read_text())
+                path.write_text(json.dumps({name: -each if each in gone else each for name, each in names.items()}))
+            if int(path.stem) in gone:
+                path.rename(path.with_name(f"-{path.name}"))
 
     def flushed(self, fd: int) -> None:
         """An fsync of an open file or folder has come to its end, unless another thread kills the process meanwhile."""

@@ -14,7 +14,7 @@ from typing import Any
 
 DEAD = 77
 """Exit code of a process that was ended here."""
-_AUDITED = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
+_AUDITED = {"os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "os.truncate"}
 _WRITES = os.O_WRONLY | os.O_RDWR
 
 
@@ -28,6 +28,8 @@ class Tap:
         self._world, self._at, self._half = f"{world}/", at, half
         self._turn = threading.RLock()
         self.count = 0
+        self.writes: list[int] = []
+        """The numbers of those that write, where half of it can be done."""
 
     def install(self) -> None:
         for name in ("fsync", "pwrite", "write"):
@@ -39,6 +41,8 @@ class Tap:
             if not self._is_ours(fd):
                 return real(fd, *arguments)
             with self._turn:
+                if writes:
+                    self.writes.append(self.count)
                 if self._is_now() and self._half and writes:
                     # Whole pages: the file may be open for direct I/O.
                     size = len(arguments[0]) // 2
@@ -56,6 +60,8 @@ class Tap:
                 return
         elif event in _AUDITED:
             path = arguments[0]
+            if event == "os.truncate" and isinstance(path, int):
+                path = self._world if self._is_ours(path) else None
             if (
                 arguments[-1] not in (-1, None)
                 and isinstance(arguments[-1], int)

@@ -1,0 +1,280 @@
+"""Death at every change that a copy or a drain makes to files, then a power cut: of one by hand, and beside a run.
+
+The original stays what it was. The copy is there with every byte, or it is not there, and the same command finishes it.
+What retention took from the root, because a tier has it, the tier has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import ckptman
+from ckptman.cli.app import main
+from ckptman.store import drain
+from ckptman.store.copyproof import Means
+from ckptman.store.tiers import read_tiers, write_tiers
+from tests.faults.crash import goes_on_as_a_run, loaded
+from tests.faults.deaths import Scene, Tell, die_everywhere, impatient
+from tests.faults.subject import State, blank, content, open_run, save_versions, version_of
+from tests.faults.tally import Tally
+from tests.faulty_disk import holds
+
+ROOT, NEAR, FAR = "root", "near", "far"
+VERSIONS = {1: 1, 2: 2, 3: 13, 50: 99}
+"""What each step is that a run saves here. Those up to 2 are there before."""
+OTHER = 22
+LITTLE = 0.02
+"""A share of this and less is of one scene, drawn by chance: to begin all of them would take longer than the rest."""
+Held = dict[int, int | None]
+"""The version of each step that a root holds."""
+
+
+def run(tally: Tally) -> None:
+    """Every change of every scene; and each time the same is done again, and the power is cut after that."""
+    os.environ["CKPTMAN_IO_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        for number, name in enumerate(SCENES if tally.share > LITTLE else tally.some(SCENES)):
+            die_everywhere(tally, name, SCENES[name], Path(folder, f"{number}"), again=True)
+
+
+# A copy by hand.
+
+
+@dataclass(frozen=True)
+class Copying:
+    """`ckptman copy` of a root that holds steps 1 and 2 to one that holds `first`."""
+
+    first: Literal["nothing", "a copy of step 1", "another step 2"]
+    options: tuple[str, ...] = ()
+
+    def before(self, world: Path) -> None:
+        save_versions(world / ROOT, {1: 1})
+        if self.first == "a copy of step 1":
+            _ckptman("copy", world / ROOT, world / NEAR)
+        elif self.first == "another step 2":
+            save_versions(world / NEAR, {2: OTHER})
+        save_versions(world / ROOT, {2: 2})
+
+    def act(self, world: Path, tell: Tell) -> None:
+        self._copy(world)
+        tell("copied")
+
+    def judge(self, tally: Tally, world: Path, before: Path, told: list[str]) -> None:
+        if not tally.check(_bytes(world / ROOT) == _bytes(before / ROOT), "lost", "the original was changed"):
+            return
+        held = _held(tally, world / NEAR)
+        old: Held = {"a copy of step 1": {1: 1}, "another step 2": {2: OTHER}}.get(self.first, {})
+        new: Held = {**old, 2: 2}
+        wanted = [new] if told else [old, new]
+        if held is None or not tally.check(held in wanted, "lost", f"{held} is there, not one of {wanted}"):
+            return
+        try:
+            with _strict():
+                self._copy(world)
+        except Exception as error:
+            tally.fail("other", f"copying again does not work: {error}")
+            return
+        held = _held(tally, world / NEAR)
+        if not tally.check(held == new, "lost", f"copied again, {held} is there"):
+            return
+        versions = {step: {version} for step, version in VERSIONS.items()}
+        # The copy was read back, and retention keeps the newest of which that is known.
+        if goes_on_as_a_run(tally, world / NEAR, sorted(new), versions, stay=(2,)):
+            tally.survive()
+
+    def _copy(self, world: Path) -> None:
+        _ckptman("copy", world / ROOT, world / NEAR, *self.options)
+
+
+# Beside a run, and in its tiers.
+
+
+@dataclass(frozen=True)
+class Draining:
+    """Checkpoints go to other places, and then by retention. `way`: a run copies all itself; it has tiers; or a job
+    drains a root in which nobody runs, and prunes it."""
+
+    way: Literal["copy", "tiers", "job"]
+
+    def before(self, world: Path) -> None:
+        save_versions(world / ROOT, {1: 1})
+        _ckptman("copy", world / ROOT, world / NEAR)
+        save_versions(world / ROOT, {2: 2})
+        if self.way == "job":
+            save_versions(world / ROOT, {3: VERSIONS[3]})
+
+    def act(self, world: Path, tell: Tell) -> None:
+        if self.way == "job":
+            self._work(world)
+            tell("copied 1 2 3")
+            return
+        state: State = content(0)
+        with self._run(world, state) as run:
+            if run.restore() < 3:
+                self._save(world, run, state, 3)
+                tell("saved 3")
+        # What an attempt before did not come to.
+        self._copy_all(world)
+        tell("copied 1 2 3")
+
+    def judge(self, tally: Tally, world: Path, before: Path, told: list[str]) -> None:
+        held = {name: _held(tally, world / name) for name in (ROOT, NEAR, FAR)}
+        root, near, far = held[ROOT], held[NEAR], held[FAR]
+        if root is None or near is None or far is None:
+            return
+        new = 3 if self.way == "job" or told or 3 in {**root, **near, **far} else 2
+        steps = list(range(1, new + 1))
+        copied = [int(step) for line in told for step in line.split()[1:] if line.startswith("copied")]
+        good = tally.check(new in root, "lost", f"step {new} was committed, and the root has {root}")
+        for step in steps:
+            good &= tally.check(step in root or step in near, "lost", f"step {step} is neither in the root nor copied")
+        good &= tally.check(all(step in near for step in (1, *copied)), "lost", f"{copied} was copied, {near} is there")
+        good &= tally.check(self.way == "copy" or not copied or 3 in far, "lost", f"{far} is in the far tier")
+        for name, there in held.items():
+            assert there is not None
+            good &= tally.check(
+                all(VERSIONS.get(step) == version for step, version in there.items()), "wrong", f"{name} has {there}"
+            )
+        for path in (before / ROOT).glob("step-*"):
+            same = not (world / ROOT / path.name).exists() or _bytes(world / ROOT / path.name) == _bytes(path)
+            good &= tally.check(same, "lost", f"the original {path.name} was changed")
+        if good and self._goes_on(tally, world, steps):
+            tally.survive()
+
+    def _goes_on(self, tally: Tally, world: Path, steps: list[int]) -> bool:
+        """The next run, or the next job, finishes what was begun, and leaves nothing behind."""
+        last = steps[-1]
+        try:
+            with _strict():
+                if self.way == "job":
+                    self._work(world)
+                else:
+                    if self.way == "copy":  # before the retention of the run takes it
+                        self._copy_all(world)
+                    state = blank()
+                    with self._run(world, state) as run:
+                        start = run.restore()
+                        wrong = f"restored step {start}, {version_of(state)}, instead of {last}"
+                        if not tally.check((start, version_of(state)) == (last, VERSIONS[last]), "lost", wrong):
+                            return False
+                        self._save(world, run, state, 50)
+                    steps = [*steps, 50]
+        except Exception as error:
+            tally.fail("other", f"it does not go on: {type(error).__name__}: {error}")
+            return False
+        newest = [f"step-{steps[-1]:010d}"]
+        wanted = {
+            ROOT: newest,
+            NEAR: [f"step-{step:010d}" for step in steps],
+            FAR: newest if self.way != "copy" else [],
+        }
+        found = {name: _names(world / name) for name in wanted}
+        if not tally.check(found == wanted, "lost", f"in the end there is {found}"):
+            return False
+        halves = [path.name for name in (ROOT, FAR) for path in (world / name).glob(".ckptman/*.tmp-*")]
+        return tally.check(not halves, "other", f"in the end there are {halves}")
+
+    def _tiers(self, world: Path) -> list[ckptman.Tier]:
+        return [ckptman.Tier(world / NEAR), ckptman.Tier(world / FAR, retention=ckptman.KeepLast(1))]
+
+    @contextmanager
+    def _run(self, world: Path, state: State) -> Iterator[ckptman.Checkpointer]:
+        options: dict[str, Any] = {"tiers": self._tiers(world)} if self.way == "tiers" else {}
+        keep = ckptman.KeepLast(1)
+        with (
+            mock.patch("ckptman.sharded.attempt.Drainer", _DrainsHere),
+            open_run(world / ROOT, state, async_save=False, retention=keep, **options) as run,
+        ):
+            yield run
+
+    def _save(self, world: Path, run: ckptman.Checkpointer, state: State, step: int) -> None:
+        if self.way == "copy":
+            self._copy_all(world)
+        state.update(content(VERSIONS[step]))
+        run.save(step)
+        if self.way == "copy":
+            self._copy_all(world)
+
+    def _copy_all(self, world: Path) -> None:
+        if self.way == "copy":
+            _ckptman("copy", world / ROOT, world / NEAR, "--all")
+        else:
+            _ckptman("drain", world / ROOT)
+
+    def _work(self, world: Path) -> None:
+        write_tiers(world / ROOT, self._tiers(world))
+        _ckptman("drain", world / ROOT)
+        _ckptman("prune", world / ROOT, "--keep-last", "1")
+
+
+class _DrainsHere:
+    """A `Drainer` that copies in this process, so that the death of one is the death of both."""
+
+    def __init__(self, root: Path, journal: object) -> None:
+        self._root = root
+
+    def poke(self) -> None:
+        plan = drain.plan_drain(self._root, read_tiers(self._root))
+        drain.prepare(self._root, plan)
+        for each in drain.carry_out(self._root, plan, lambda task: contextlib.nullcontext(Means(threads=1))):
+            if each.error is not None:
+                raise each.error
+
+    def close(self, *, finish: bool) -> None:
+        pass
+
+
+SCENES: dict[str, Scene] = {
+    "copy: to a new root": Copying("nothing"),
+    "copy: all, and one is there": Copying("a copy of step 1", ("--all",)),
+    "copy: over another": Copying("another step 2", ("--overwrite",)),
+    "copy: by a run that prunes": Draining("copy"),
+    "drain: to the tiers of a run": Draining("tiers"),
+    "drain: by a job, then a prune": Draining("job"),
+}
+
+
+def _held(tally: Tally, root: Path) -> Held | None:
+    """What a root holds. None: something in it is neither whole nor invisible, and that is told."""
+    try:
+        return {step: loaded(tally, root, step) for step in sorted(holds(root))} if root.exists() else {}
+    except Exception as error:
+        tally.fail("lost", f"what is in {root.name} is not whole: {error}")
+        return None
+
+
+def _ckptman(*arguments: object) -> None:
+    """Run a command in this process. Raises: RuntimeError with what it said, where it fails."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        code = main([str(each) for each in arguments])
+    if code:
+        raise RuntimeError(f"ckptman {arguments[0]} ended with {code}: {said.getvalue()}")
+
+
+@contextmanager
+def _strict() -> Iterator[None]:
+    """No warnings; and a claim that a power cut tore is not watched for half a minute."""
+    with warnings.catch_warnings(), impatient():
+        warnings.simplefilter("error")
+        yield
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    """Every file below, but what a root says of who is at work in it."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("lease-"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def _names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name != ".ckptman") if root.exists() else []
