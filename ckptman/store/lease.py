@@ -126,14 +126,14 @@ def held(root: Path, *, wait: bool = True) -> dict[str, str]:
     return look(root, wait=wait).names
 
 
-def look(root: Path, *, wait: bool = True) -> Leases:
-    """The leases of a root. To know a lease of another host to be dead takes up to `PATIENCE_SECONDS`; those that
-    would need a `wait` that is not wanted are held.
+def look(root: Path, *, wait: bool = True, but: str = "") -> Leases:
+    """The leases of a root, `but` the one of that nonce. To know a lease of another host to be dead takes up to
+    `PATIENCE_SECONDS`; those that would need a `wait` that is not wanted are held.
 
     Raises: RootError where they cannot be listed: what may be in use is not to be deleted. Called by prunes.
     """
     found = Leases()
-    questions = dict.fromkeys(_paths(root))
+    questions = dict.fromkeys(path for path in _paths(root) if path != lease_path(root, but))
     _forget(root, questions)
     while questions:
         for path in list(questions):

@@ -82,11 +82,12 @@ class FolderPlace:
         self._disk.sync_folder(source)
         return Entry(manifest.step, self.publish(source, name, tag), manifest)
 
-    def publish(self, source: Path, name: str, tag: str, *, replace: bool = True) -> Path:
+    def publish(self, source: Path, name: str, tag: str, *, replace: bool = True, nonce: str = "") -> Path:
         """Give a folder under this root, in which all is durable, its final name. `tag`: never used before.
 
         What has that name goes, unless a rollback left it behind: that takes another name. Called by the leader of a
-        save, and by a copy. Raises: ExistsError without `replace`, where something else has the name; OSError.
+        save, and by a copy. `nonce`: of the caller's own lease, which keeps nothing from going.
+        Raises: ExistsError without `replace`, where something else has the name; OSError.
         """
         final = self.root / name
         aside, stays = None, False
@@ -110,7 +111,7 @@ class FolderPlace:
             raise
         self._disk.sync_folder(self.root)
         if aside is not None and not stays:
-            self._discard(aside, name, tag)
+            self._discard(aside, name, tag, nonce)
         return final
 
     def abandon(self, draft: str) -> None:
@@ -167,13 +168,13 @@ class FolderPlace:
         except (CkptmanError, OSError):  # no whole checkpoint
             return False
 
-    def _discard(self, aside: Path, name: str, tag: str) -> None:
+    def _discard(self, aside: Path, name: str, tag: str, nonce: str) -> None:
         # Pinned, it stays under its other name: whoever wanted it kept did not mean what is saved there now.
         if read_pin(aside) is not None:
             return
         # Read by somebody, it stays until that ends; then it is a leftover.
         with contextlib.suppress(CkptmanError):
-            if look(self.root, wait=False).holder(name):
+            if look(self.root, wait=False, but=nonce).holder(name):
                 return
         # The new checkpoint is committed: trouble with the old one must not fail the save.
         try:
