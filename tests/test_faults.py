@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from ckptman.errors import CorruptError
+from ckptman.store.durable import DISK
 from tests.faults.__main__ import KINDS, report, run_apart, run_kind
 from tests.faults.limits import in_child
 from tests.faults.mutants import MUTANTS
+from tests.faults.powercut import Flushes, survive, watched
 from tests.faults.tally import FAILURES, Tally, flaw_of, flaw_of_text
 
 SHARES = {
@@ -54,6 +56,26 @@ def test_every_mutant_breaks_something_that_is_there() -> None:
     for name in MUTANTS:
         end = in_child(MUTANTS[name].break_it, 10)
         assert end.in_order, f"{name}: {end.error}"
+
+
+def test_a_power_cut_after_a_kill_takes_what_neither_process_has_flushed(tmp_path: Path) -> None:
+    world, memory = tmp_path / "world", tmp_path / "memory"
+    world.mkdir()
+    (world / "old").write_bytes(b"old")
+    with watched(Flushes(world, memory)):
+        DISK.write_file(world / "removed", b"whole")
+        DISK.sync_folder(world)
+        (world / "removed").unlink()
+        (world / "written").write_bytes(b"not flushed")
+    with watched(Flushes(world, memory)):
+        (world / "new").write_bytes(b"short")  # it may get the inode number of what was removed
+        left = survive(world, memory, tmp_path / "without", "everything", random.Random(1))
+        assert {path.name: path.read_bytes() for path in left.iterdir()} == {"old": b"old", "removed": b"whole"}
+        DISK.sync_folder(world)
+        left = survive(world, memory, tmp_path / "with", "everything", random.Random(1))
+    assert {path.name for path in left.iterdir()} == {"old", "new", "written"}
+    assert (left / "old").read_bytes() == b"old"
+    assert not any((left / "new").read_bytes() + (left / "written").read_bytes())
 
 
 def test_what_an_error_has_to_say() -> None:

@@ -1,7 +1,7 @@
 """Death at the n-th system call that changes a file, in a process that is really gone afterwards.
 
-Counted are fsync, pwrite and write to files, and whatever Python tells its auditors: opening to write, mkdir, rename,
-removals. So nothing that a run does to a disk goes by uncounted, through whatever layer it does it.
+Counted are fsync, pwrite and write to files, and whatever Python tells its auditors: opening to write, mkdir, links,
+rename, cuts, removals. So nothing that a run does to a disk goes by uncounted, through whatever layer it does it.
 """
 
 from __future__ import annotations
