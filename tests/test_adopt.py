@@ -21,6 +21,9 @@ from ckptman.cli.app import main
 from ckptman.sharded.adopt import adopt, candidates, step_in
 from ckptman.sharded.saved import SavedState
 from ckptman.store.catalogue import Catalogue
+from ckptman.store.durable import Disk
+from tests import unprivileged
+from tests.fake_checkpoint import commit
 from tests.faulty_disk import Death, FaultyDisk, faults, holds
 from tests.ranks import run_ranks
 from tests.test_engine_values import blank, differing
@@ -209,6 +212,44 @@ def test_the_newest_is_that_of_the_highest_step_in_whatever_order(tmp_path: Path
     assert [entry.step for entry in Catalogue(tmp_path).complete()] == [1, 2, 10, 30]
 
 
+class DiesBeforeItsName(Disk):
+    def rename(self, source: Path, target: Path) -> None:
+        if source.is_dir():
+            raise Death
+        super().rename(source, target)
+
+
+def test_where_it_belongs_is_decided_when_it_gets_its_name(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        commit(tmp_path, step)
+    adopt(save(tmp_path / "step-1000", files=1), keep_name=True)
+    adopt(tmp_path / "step-1000")
+    assert [entry.step for entry in Catalogue(tmp_path).complete()] == [100, 200, 300, 1000]
+    assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
+    assert holds(tmp_path).keys() == {1000}
+    assert main(["verify", str(tmp_path)]) == 0
+
+
+def test_one_whose_adoption_was_killed_belongs_where_its_step_is(tmp_path: Path) -> None:
+    for step in (100, 500):
+        save(tmp_path / f"step-{step}", files=1)
+    with pytest.raises(Death):
+        adopt(tmp_path / "step-500", disk=DiesBeforeItsName())
+    assert (tmp_path / "step-500" / "manifest.json").exists()
+    for step in (100, 500):
+        adopt(tmp_path / f"step-{step}")
+    assert [entry.step for entry in Catalogue(tmp_path).complete()] == [100, 500]
+
+
+def test_what_a_rollback_left_behind_gives_its_place_to_nobody(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        commit(tmp_path, step)
+    assert main(["rollback", str(tmp_path), "--to-step", "100"]) == 0
+    done = adopt(save(tmp_path / "step-250", files=1))
+    assert done.sequence == 4
+    assert [entry.step for entry in Catalogue(tmp_path).complete()] == [100, 250]
+
+
 def test_a_folder_of_many_is_adopted_and_what_is_damaged_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +272,51 @@ def test_a_folder_of_many_is_adopted_and_what_is_damaged_is_told(
         ],
     }
     assert main(["adopt", str(tmp_path / "root" / "other")]) == 3
+
+
+def test_one_that_cannot_be_entered_or_written_keeps_no_other_from_it(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for step in (1, 2, 3):
+        save(root / f"step-{step}", files=1)
+    (root / "lost+found").mkdir(mode=0)
+    (root / "step-1").chmod(0)
+    (root / "step-2").chmod(0o555)
+    try:
+        ended = unprivileged.ckptman("adopt", root, "--json")
+    finally:
+        for path in root.iterdir():
+            path.chmod(0o755)
+    assert ended.returncode == 10
+    told = json.loads(ended.stdout)
+    assert [each["step"] for each in told["adopted"]] == [3]
+    assert [(each["path"], "Permission denied" in each["why"]) for each in told["refused"]] == [
+        (str(root / "step-1"), True),
+        (str(root / "step-2"), True),
+    ]
+    assert holds(root).keys() == {3}
+    assert sorted(files(root / "step-2")) == [".metadata", "__0_0.distcp"]
+
+
+def test_where_the_folder_cannot_be_renamed_nothing_is_put_beside(folder: Path) -> None:
+    before = files(folder)
+    folder.parent.chmod(0o555)
+    try:
+        ended = unprivileged.ckptman("adopt", folder)
+    finally:
+        folder.parent.chmod(0o755)
+    assert ended.returncode == 10
+    assert f"{folder.parent} cannot be written to, and the folder would be renamed there" in ended.stderr
+    assert files(folder) == before
+
+
+def test_what_is_not_there_and_which_one_of_several(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["adopt", str(folder.parent / "nix")]) == 3
+    assert f"there is no {folder.parent}/nix" in capsys.readouterr().err
+    assert main(["adopt", str(folder.parent), "--step", "3"]) == 2
+    assert f"{folder.parent} is a folder of them: name {folder}" in capsys.readouterr().err
+    shutil.copytree(folder, folder.with_name("step-2000"))
+    assert main(["adopt", str(folder.parent), "--step", "3"]) == 2
+    assert "name one of the 2 in it" in capsys.readouterr().err
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import typer
 from ckptman.cli import text
 from ckptman.cli.list import AsJson
 from ckptman.cli.progress import progress
-from ckptman.errors import CkptmanError, ConfigError, NotFoundError
+from ckptman.errors import CkptmanError, ConfigError, NotFoundError, RootError
 
 if TYPE_CHECKING:
     from ckptman.sharded.adopt import Adopted
@@ -47,26 +47,32 @@ def adopt(path: PathToAdopt, step: Step = None, keep_name: KeepName = False, as_
         if not (wanted := candidates(path)):
             raise NotFoundError(f"{path} holds nothing to adopt: no folder in it has a {METADATA} and no manifest.json")
         if step is not None:
-            raise ConfigError(f"--step is that of one checkpoint, and {path} holds {len(wanted)}: name one of them")
+            raise ConfigError(f"--step is that of one checkpoint, and {path} is a folder of them: name {_one(wanted)}")
     adopted: list[Adopted] = []
-    refused: dict[Path, CkptmanError] = {}
+    refused: dict[Path, CkptmanError | OSError] = {}
     for folder in wanted:
         try:
             adopted.append(_adopt(folder, step, keep_name))
-        except CkptmanError as error:
+        except (CkptmanError, OSError) as error:
             if not is_root:
                 raise
             refused[folder] = error
         else:
             if not as_json:
                 text.say("\n".join(_lines(folder, adopted[-1])))
+    whys = {folder: text.message(error) for folder, error in refused.items()}
     if as_json:
         told: dict[str, Any] = {"adopted": [asdict(each) | {"path": str(each.path)} for each in adopted]}
-        text.say_json(told | {"refused": [{"path": str(each), "why": str(reason)} for each, reason in refused.items()]})
-    for folder, why in refused.items():
+        text.say_json(told | {"refused": [{"path": str(each), "why": why} for each, why in whys.items()]})
+    for folder, why in whys.items():
         text.complain(f"{folder} was not adopted: {why}")
     if refused:
-        raise typer.Exit(next(iter(refused.values())).exit_code)
+        first = next(iter(refused.values()))
+        raise typer.Exit(first.exit_code if isinstance(first, CkptmanError) else RootError.exit_code)
+
+
+def _one(folders: list[Path]) -> str:
+    return str(folders[0]) if len(folders) == 1 else f"one of the {len(folders)} in it"
 
 
 def _adopt(folder: Path, step: int | None, keep_name: bool) -> Adopted:

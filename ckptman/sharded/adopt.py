@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman.errors import ConfigError, CorruptError, ExistsError, NotFoundError, RootError, plain
-from ckptman.sharded.adopt_describe import Digested, describe
+from ckptman.sharded.adopt_describe import Digested, describe, placed
 from ckptman.sharded.foreign_check import ForeignReport, check_foreign, transformed
 from ckptman.sharded.piecewise import Frugal
 from ckptman.sharded.saved import SavedState
@@ -71,6 +71,8 @@ def adopt(
     folder = Path(os.path.abspath(path))  # noqa: PTH100 a link stays one
     if folder.is_symlink():
         raise ConfigError(f"{folder} is a link: name the folder that it leads to, which is the one that is changed")
+    if not folder.exists():
+        raise NotFoundError(f"there is no {folder}: check the path, and the mount")
     step = _step_of(folder, step)
     final = folder if keep_name else folder.with_name(step_folder(step))
     if not (folder / METADATA).exists():
@@ -81,6 +83,9 @@ def adopt(
         manifest = _manifest_in(folder, step, final)
         if final != folder and os.path.lexists(final):
             raise ExistsError(f"{final} exists already, so {folder.name} cannot be that step: give another --step")
+        if final != folder and not os.access(folder.parent, os.W_OK | os.X_OK):
+            why = f"{folder.parent} cannot be written to, and the folder would be renamed there"
+            raise RootError(errno.EACCES, f"{why}: check its permissions, or say --keep-name")
         report = ForeignReport()
         if manifest is None:
             first = _stamps(folder, [METADATA])
@@ -93,6 +98,10 @@ def adopt(
                 raise CorruptError(f"{folder} was written to while it was looked at: adopt it when its writer is done")
             _put_beside(folder, described, disk)
             manifest = described.manifest
+        elif (now := placed(manifest, folder, final)) != manifest:
+            # Under its old name it was none among others, or was for long: they may be others by now.
+            manifest = now
+            disk.replace_file(folder / MANIFEST, manifest.to_json())
         if final != folder:
             disk.rename(folder, final)
             disk.sync_folder(final.parent)
@@ -110,16 +119,25 @@ def adopt(
 def candidates(root: Path) -> list[Path]:
     """The folders of a root that can be adopted, by step. Those whose names tell none come last.
 
-    Raises: RootError.
+    One that cannot be entered is among them where its name tells a step. Raises: RootError.
     """
     try:
-        found = [each for each in root.iterdir() if (each / METADATA).exists() and not each.is_symlink()]
+        found = list(root.iterdir())
     except OSError as error:
         raise RootError(
             error.errno or errno.EIO, f"{root} cannot be read: {error.strerror}; check the mount"
         ) from error
-    theirs = [each for each in found if parse_step(each.name) is None or not (each / MANIFEST).exists()]
+    theirs = [each for each in found if _is_theirs(each)]
     return sorted(theirs, key=lambda each: (step_in(each.name) is None, step_in(each.name) or 0, each.name))
+
+
+def _is_theirs(folder: Path) -> bool:
+    try:
+        if folder.is_symlink() or not (folder / METADATA).exists():
+            return False
+        return parse_step(folder.name) is None or not (folder / MANIFEST).exists()
+    except OSError:
+        return step_in(folder.name) is not None
 
 
 def step_in(name: str) -> int | None:

@@ -144,14 +144,10 @@ def _digests(path: Path, done: Callable[[int], None] | None) -> tuple[int, bytes
 def _manifest(
     folder: Path, step: int, final: Path, reason: str, records: dict[str, FileRecord], world_size: int
 ) -> Manifest:
-    others = Catalogue(final.parent).scan() if parse_step(final.name) else []
-    sequence, time_seconds = _place(
-        step, (folder / METADATA).stat().st_mtime, [each.manifest for each in others if each.manifest is not None]
-    )
-    return Manifest(
+    manifest = Manifest(
         step=step,
-        sequence=sequence,
-        time_seconds=time_seconds,
+        sequence=1,
+        time_seconds=0,
         reason=reason,
         world_size=world_size,
         torch_version="unknown",
@@ -160,13 +156,23 @@ def _manifest(
         block_bytes=BLOCK_BYTES,
         files=records,
     )
+    return placed(manifest, folder, final)
 
 
-def _place(step: int, time_seconds: float, others: Sequence[Manifest]) -> tuple[int, float]:
+def placed(manifest: Manifest, folder: Path, final: Path) -> Manifest:
+    """The manifest, with the sequence and the time that it has among the others beside `final` as they are now."""
+    entries = Catalogue(final.parent).scan(abandoned=True) if parse_step(final.name) else []
+    others = [each.manifest for each in entries if each.manifest is not None and not each.abandoned]
+    last = max((each.sequence for each in entries), default=0)
+    sequence, time_seconds = _place(manifest.step, (folder / METADATA).stat().st_mtime, others, last)
+    return Manifest.model_validate(dict(manifest) | {"sequence": sequence, "time_seconds": time_seconds})
+
+
+def _place(step: int, time_seconds: float, others: Sequence[Manifest], last: int) -> tuple[int, float]:
     """Sequence and time of one among others: where its step belongs. DCP keeps no order of commits, and copies have
-    new dates. Those of one sequence are told apart by their times, and then by their steps."""
-    later = [each.sequence for each in others if each.step > step]
-    sequence = min(later) if later else 1 + max((each.sequence for each in others), default=0)
+    new dates. Those of one sequence are told apart by their times, and then by their steps. `last`: the highest
+    sequence, that of one which was abandoned included."""
+    sequence = min((each.sequence for each in others if each.step > step), default=1 + last)
     alike = [each for each in others if each.sequence == sequence]
     earliest = max((each.time_seconds for each in alike if each.step < step), default=0.0)
     latest = min((each.time_seconds for each in alike if each.step > step), default=time_seconds)
