@@ -96,6 +96,15 @@ def test_what_was_committed_in_the_future_counts_as_committed_now_and_says_so() 
     )
 
 
+def test_a_clock_that_is_behind_moves_no_checkpoint_to_another_day() -> None:
+    records = at(*(f"2026-03-{day:02d}T12" for day in range(1, 11)))
+    early = records[0].time_seconds - 20 * 86_400
+    assert kept(records, KeepDaily(7), now_seconds=early) == [40, 50, 60, 70, 80, 90, 100]
+    assert kept(records, KeepWeekly(3), now_seconds=early) == kept(records, KeepWeekly(3)) == [10, 80, 100]
+    assert why(records, KeepDaily(1), 100, now_seconds=early)[-1] == "its time is in the future"
+    assert kept(records, KeepWithin(60), now_seconds=early) == list(range(10, 110, 10))
+
+
 def test_after_a_clock_that_went_back_the_order_is_that_of_the_commits() -> None:
     records = at("2026-03-05T01", "2026-03-05T02", "2026-03-03T01", "2026-03-03T02")
     assert kept(records, KeepDaily(1)) == [40]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckptman.policy.calendar import KeepDaily as KeepDaily
 from ckptman.policy.calendar import KeepHourly as KeepHourly
@@ -48,15 +48,16 @@ def plan(
     """A verdict on every checkpoint, in the order of their commits.
 
     The newest is always kept, and so are the newest that was verified, what is pinned and what is in use, whatever the
-    policy says. Without a policy everything is kept. What was committed later than now (unix time; None: as the newest
-    says) counts as committed now. `coming` has no verdict and counts as committed: what would go once it is there.
+    policy says. Without a policy everything is kept. For rules by age, what was committed later than now (unix time;
+    None: as the newest says) is as young as can be. `coming` has no verdict and counts as committed: what would go once
+    it is there.
 
     Raises: ConfigError for a limit in percent (see `limit.in_bytes`). Called after a commit, by the leader only, and by
     `ckptman prune`.
     """
     if now_seconds is None:
         now_seconds = max((record.time_seconds for record in records), default=0.0)
-    counted = [_as_of(record, now_seconds) for record in records if not record.abandoned]
+    counted = [record for record in records if not record.abandoned]
     untouchable = untouchables(records)
     rules: Sequence[RetentionPolicy] = rules_of(policy) or (KeepAll(),)
     considered = [*counted, coming] if coming is not None else counted
@@ -77,7 +78,9 @@ def plan(
         if not keep and not reasons:
             reasons = [record.abandoned or f"no rule keeps it: {', '.join(rule.why_not(record) for rule in rules)}"]
         if record.time_seconds > now_seconds:
-            reasons.append("its time is in the future, and counts as now")
+            # Which day it was does not depend on what the clock says today; how old it is does.
+            by_age = ", and counts as now" if any(isinstance(rule, KeepWithin) for rule in rules) else ""
+            reasons.append(f"its time is in the future{by_age}")
         verdicts.append(Verdict(record, keep, tuple(reasons)))
     return verdicts
 
@@ -129,7 +132,3 @@ def _standing(limit: Limited, rules: int) -> str:
     if isinstance(limit.policy, KeepAll):
         return "and there are newer ones"
     return "and only 1 rule keeps it" if rules == 1 else f"although {rules} rules keep it"
-
-
-def _as_of(record: Record, now_seconds: float) -> Record:
-    return record if record.time_seconds <= now_seconds else replace(record, time_seconds=now_seconds)

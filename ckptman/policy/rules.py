@@ -54,7 +54,8 @@ class RetentionPolicy(ABC):
         """The sequence of each record to keep, with the reason. Records come in any order. Called by `plan`."""
 
     def keeps_at(self, records: Sequence[Record], now_seconds: float) -> dict[int, str]:
-        """The same for a rule that asks for the age (now in unix seconds; no record is younger). Called by `plan`."""
+        """The same for a rule that asks for the age. Now is in unix seconds; where the clock is behind, records are
+        later. Called by `plan`."""
         return self.keeps(records)
 
     def why_not(self, record: Record) -> str:
