@@ -27,7 +27,9 @@ from ckptman.cli.sizes import parse_size
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ckptman.policy.figures import Figure
     from ckptman.policy.retention import RetentionPolicy
+    from ckptman.policy.saving import SavePolicy
 
 
 def _option(name: str, metavar: str, words: str) -> Any:
@@ -128,11 +130,12 @@ def plan(
     rate of failures, disk under the keep rules, and how early to be warned. Sizes are in powers of 1000.
     """
     from ckptman.cli.plan_inputs import Written, subject_of, tiers_of
-    from ckptman.cli.plan_report import Plan, as_dict, lines, value_of
+    from ckptman.cli.plan_report import Plan, as_dict, lines
     from ckptman.policy.checks import check_positive
-    from ckptman.policy.costs import Life, Saving, disk_figures, tier_figures
+    from ckptman.policy.costs import Life, Saving, tier_figures
     from ckptman.policy.failures import mtbf_figure, rate_named
     from ckptman.policy.figures import Figure
+    from ckptman.policy.kept import Saves, disk_figures
     from ckptman.policy.memory import memory_figures
 
     check_positive("plan", "--factor", factor)
@@ -167,40 +170,44 @@ def plan(
     by_period = {"hourly": keep_hourly, "daily": keep_daily, "weekly": keep_weekly, "monthly": keep_monthly}
     rules = Rules(keep_last, keep_every, keep_best or [], keep_within, by_period, keep_steps, max_bytes, None).policy()
     retention = subject.retention if rules is None else rules
-    step_seconds = _step_seconds(step_seconds, retention)
+    _check_steps(step_seconds, retention)
     tiers = []
     for each in tiers_of(tier or [], nodes, subject.gpus):
         figures = tier_figures(each, saving, life)
-        interval = value_of(figures, "interval")
-        disk = disk_figures(retention, subject.total_bytes, run_seconds, interval, step_seconds, _metrics(retention))
-        tiers.append((each, [*figures, *disk]))
+        interval, who = _cadence(subject.save_policy, figures, step_seconds)
+        saves = Saves(run_seconds, interval, step_seconds or 1.0)
+        tiers.append((each, [*figures, *disk_figures(retention, subject.total_bytes, saves, who)]))
     memory = memory_figures(subject.weights, subject.shape, subject.batch)
     if not blocking:
         host = min(gpus, subject.gpus) * subject.largest_bytes
         words = f"{min(gpus, subject.gpus)} GPUs of a node x {subject.largest_bytes:,} B: their private copies"
         memory.append(Figure("host_copy_of_a_node", host, "bytes", words))
-    made = Plan(subject, memory, failures, _limit_bytes(retention), tiers, blocking)
+    made = Plan(subject, memory, failures, _limit_bytes(retention), tiers, blocking, step_seconds)
     if as_json:
         text.say_json(as_dict(made, explain, room))
     else:
         text.say("\n".join(lines(made, explain, room)))
 
 
-def _step_seconds(given: float | None, policy: RetentionPolicy | None) -> float:
-    """Seconds of a step; any number where no rule counts steps. Raises: ConfigError."""
+def _check_steps(given: float | None, policy: RetentionPolicy | None) -> None:
+    """Raises: ConfigError for a rule that counts steps where nobody says what one takes."""
     from ckptman.policy.limit import rules_of
     from ckptman.policy.retention import KeepEvery, KeepSteps
 
     if given is None and any(isinstance(each, KeepEvery | KeepSteps) for each in rules_of(policy)):
         raise ConfigError("a rule to keep checkpoints goes by steps: say what a step takes, as in --step 2s")
-    return given or 1.0
 
 
-def _metrics(policy: RetentionPolicy | None) -> dict[str, str]:
-    from ckptman.policy.limit import rules_of
-    from ckptman.policy.retention import KeepBest
+def _cadence(policy: SavePolicy | None, figures: list[Figure], step_seconds: float | None) -> tuple[float, str]:
+    """Seconds between saves: as the configuration says, where there is one, or the interval of the plan; and whose."""
+    from ckptman.cli.plan_report import value_of
+    from ckptman.policy.kept import cadence_seconds
 
-    return {each.metric: each.mode for each in rules_of(policy) if isinstance(each, KeepBest)}
+    stall, save, restart = (value_of(figures, name) for name in ("stall", "save", "restart"))
+    own = cadence_seconds(policy, stall, save, restart, step_seconds)
+    return (
+        (value_of(figures, "interval"), "") if own is None else (own, " (by the configuration, no shorter than a save)")
+    )
 
 
 def _limit_bytes(policy: RetentionPolicy | None) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from ckptman.policy.sizing import (
 if TYPE_CHECKING:
     from ckptman.policy.layout import Values
     from ckptman.policy.retention import RetentionPolicy
+    from ckptman.policy.saving import SavePolicy
 
 DEFAULT_VOCAB = 128_256
 DEFAULT_SEQUENCE = 4096
@@ -71,6 +72,7 @@ class Subject:
     total_bytes: int
     largest_bytes: int
     retention: RetentionPolicy | None = None
+    save_policy: SavePolicy | None = None
 
     @property
     def gpus(self) -> int:
@@ -167,7 +169,7 @@ def _of_config(written: Written, path: Path) -> Subject:
     names = [Tensor(name, shape) for name, shape in parameter_shapes(model, vocab)]
     others = [f"scheduler.{each}" for each in _OTHERS_OF_LOOP] + [f"data.{each}" for each in _DATA_OF_LOOP]
     share = -(-config.data.global_batch // (replicas * shards))
-    return _exactly(
+    subject = _exactly(
         f"{parameter_count(names):,} parameters of {path}",
         names,
         Values(SCHEDULED_VALUES, tuple(others)),
@@ -179,8 +181,9 @@ def _of_config(written: Written, path: Path) -> Subject:
         (replicas, shards),
         written.moments,
         accumulates=share > config.data.micro_batch,
-        retention=config.checkpoint.retention(),
     )
+    checkpoint = config.checkpoint
+    return replace(subject, retention=checkpoint.retention(), save_policy=checkpoint.save_policy())
 
 
 def _of_model(written: Written) -> Subject:
@@ -209,7 +212,6 @@ def _exactly(
     mesh: tuple[int, int],
     moments: int,
     accumulates: bool = False,
-    retention: RetentionPolicy | None = None,
 ) -> Subject:
     """A model whose tensors are known one by one, so that the size of its checkpoints is known to the byte, nearly."""
     from ckptman.policy.layout import checkpoint_size
@@ -236,7 +238,7 @@ def _exactly(
     ]
     moment_bytes = round(sum(each.bytes for each in trained) * moments / count)
     weights = Weights(count, item, moment_bytes, shards, accumulates)
-    return Subject(title, weights, shape, batch, replicas, figures, size.total, size.largest, retention)
+    return Subject(title, weights, shape, batch, replicas, figures, size.total, size.largest)
 
 
 def _rule(count: int, item: int) -> Figure:

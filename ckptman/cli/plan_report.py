@@ -25,6 +25,7 @@ class Plan:
     limit_bytes: int | None
     tiers: list[tuple[Tier, list[Figure]]]
     blocking: bool
+    step_seconds: float | None = None
 
 
 def value_of(figures: Sequence[Figure], name: str) -> float:
@@ -88,6 +89,7 @@ def _advice(made: Plan) -> list[str]:
             f"{where}every {math.ceil(interval):,} s, EverySeconds({math.ceil(interval)}), and ask Slurm for "
             f"--signal=USR2@{warning:.0f}; {_text(figures, 'goodput')} of the time is training that lasts"
         )
+    lines += _by_configuration(made)
     for tier, figures in made.tiers:
         if value_of(figures, "restart") > value_of(made.failures, "mtbf"):
             lines.append(
@@ -113,6 +115,19 @@ def _advice(made: Plan) -> list[str]:
                 f"{text.plain(tier.name)}: a save takes {took}, longer than the bound of 15 min: save to a faster "
                 f"tier, and copy from there"
             )
+    return lines
+
+
+def _by_configuration(made: Plan) -> list[str]:
+    """How often the configuration saves, where it is one that says it: what is saved, kept and on disk is of that."""
+    from ckptman.policy.kept import intervals_of
+    from ckptman.policy.saving import EverySteps
+
+    intervals = intervals_of(made.subject.save_policy)
+    known = [repr(each) for each in intervals if made.step_seconds is not None or not isinstance(each, EverySteps)]
+    lines = [f"kept and disk are by the configuration, which saves by {' | '.join(known)}"] if known else []
+    if len(known) < len(intervals):
+        lines.append("checkpoint.every_steps is left out: say what a step takes, as in --step 2s")
     return lines
 
 

@@ -1,12 +1,10 @@
-"""What saves cost on a tier of storage: seconds, stall, the interval between them, what is lost, the time of a warning,
-the room for what is kept. Pure: each number comes with its formula.
+"""What saves cost on a tier of storage: seconds, stall, the interval between them, what is lost, the time of a warning.
+Pure: each number comes with its formula.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckptman.policy.checks import check_positive
 from ckptman.policy.figures import Figure, bytes_text, time_text
@@ -15,14 +13,9 @@ from ckptman.policy.saving import BeforeDeadline
 from ckptman.policy.timing import daly_interval_seconds
 from ckptman.policy.warning import warning_seconds
 
-if TYPE_CHECKING:
-    from ckptman.policy.retention import RetentionPolicy
-
 BOUND_SECONDS = 900.0
 """A run should save at least so often: HKUST, training of a 7B model, 2024."""
 LEAST_INTERVAL_SECONDS = 1.0
-_MOST_SAVES = 5_000
-"""Of more saves than twice that, every so many of the older ones stands for its neighbours."""
 _SAXENA = "DalyInterval; Saxena et al., arXiv 2410.18124"
 _DALY = "J. T. Daly, FGCS 22(3), 2006: the optimum for failures at random (policy/goodput.py)"
 
@@ -151,58 +144,3 @@ def _warning(save_seconds: float) -> Figure:
         f"looks of Slurm, in full half minutes",
         "BeforeDeadline; sbatch --signal",
     )
-
-
-def disk_figures(
-    policy: RetentionPolicy | None,
-    bytes_each: int,
-    run_seconds: float,
-    interval_seconds: float,
-    step_seconds: float,
-    metrics: Mapping[str, str],
-) -> list[Figure]:
-    """What the rules keep of a run of this length, at most. Raises IntervalError, ConfigError of a rule.
-
-    `metrics`: those that rules name, with "min" or "max": the best are taken for the oldest, so that no other rule
-    keeps them. Without a rule all is kept.
-    """
-    check_positive("plan", "run_seconds", run_seconds)
-    check_positive("plan", "interval_seconds", interval_seconds)
-    saves = max(1, int(run_seconds / interval_seconds))
-    made = f"{time_text(run_seconds)} / {time_text(interval_seconds)} = {saves:,} saves"
-    kept = saves
-    if policy is not None:
-        # Only where there are rules: to import them takes its time.
-        from ckptman.policy.limit import rules_of
-        from ckptman.policy.retention import KeepSteps, Record, plan
-
-        steps = {max(number, round(number * interval_seconds / step_seconds)) for number in _numbers(saves)}
-        # Who names steps to keep saves at them (AtStep).
-        named = (each for rule in rules_of(policy) if isinstance(rule, KeepSteps) for each in rule.steps)
-        steps |= {each for each in named if each * step_seconds <= run_seconds}
-        records = [
-            Record(
-                step=step,
-                sequence=number,
-                time_seconds=step * step_seconds,
-                bytes=bytes_each,
-                metrics={name: number if mode == "min" else -number for name, mode in metrics.items()},
-                verified=number == len(steps),
-            )
-            for number, step in enumerate(sorted(steps), start=1)
-        ]
-        kept = sum(verdict.keep for verdict in plan(records, policy))
-    rules = "no --keep rule: all are kept" if policy is None else f"{policy}"
-    copies = kept + (policy is not None)
-    counted = f"{kept:,}" if policy is None else f"({kept:,} + the one being saved: others go when it is durable)"
-    return [
-        Figure("saves", saves, "count", made),
-        Figure("kept", kept, "count", f"{rules}; of {saves:,} saves"),
-        Figure("disk", copies * bytes_each, "bytes", f"{counted} x {bytes_text(bytes_each)}"),
-    ]
-
-
-def _numbers(saves: int) -> list[int]:
-    """The saves that rules are tried on: no rule tells neighbours of long ago apart."""
-    recent = max(0, saves - _MOST_SAVES)
-    return [*range(1, recent + 1, max(1, -(-recent // _MOST_SAVES))), *range(recent + 1, saves + 1)]
