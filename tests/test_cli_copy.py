@@ -66,17 +66,19 @@ def test_what_is_there_is_told_and_not_copied_again(root: Path, capsys: Told) ->
 def test_of_all_those_that_cannot_be_copied_are_told_at_the_end(root: Path, capsys: Told) -> None:
     (root / "step-0000000100" / "index.json").unlink()
     flip_byte(root / "step-0000000300" / "__0_0.distcp")
+    (root / "step-0000000050").mkdir()
     assert main(["copy", "run", "backup", "--all"]) == 4
     told = capsys.readouterr()
-    assert "step 100: not copied: it does not count: index.json is missing" in told.out
+    assert "step 50: not copied: it does not count: it has no manifest.json" in told.out
+    assert "step 100: not copied: run/step-0000000100 is not a complete checkpoint: index.json is missing" in told.out
     assert "step 300: not copied: run/step-0000000300: __0_0.distcp is not what was saved: block 0" in told.out
-    assert "Error: 1 checkpoint not copied, the first of step 300" in told.err
+    assert "Error: 2 checkpoints not copied, the first of step 100" in told.err
     assert steps("backup") == [200]
     assert main(["copy", "run", "backup", "--all", "--json"]) == 4
     found = json.loads(capsys.readouterr().out)
     assert [(each["step"], each["already"]) for each in found["checkpoints"]] == [(200, True)]
-    assert [each["step"] for each in found["passed_over"]] == [100]
-    assert [each["step"] for each in found["failed"]] == [300]
+    assert [each["step"] for each in found["passed_over"]] == [50]
+    assert [each["step"] for each in found["failed"]] == [100, 300]
 
 
 def test_what_the_run_prunes_meanwhile_is_no_failure(root: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,11 +131,18 @@ def test_what_was_copied_before_a_destination_failed_is_told(
     assert steps("backup") == [100]
 
 
-def test_a_newest_that_does_not_count_is_passed_over_and_told(root: Path, capsys: Told) -> None:
+def test_a_newest_that_was_never_finished_is_passed_over_and_told(root: Path, capsys: Told) -> None:
+    (root / "step-0000000400").mkdir()
+    assert main(["copy", "run", "backup"]) == 0
+    assert capsys.readouterr().out.startswith("step 400: not copied: it does not count: it has no manifest.json\n")
+    assert steps("backup") == [200]
+
+
+def test_a_newest_that_is_damaged_is_missed_and_the_one_before_is_copied(root: Path, capsys: Told) -> None:
     commit(root, 400)
     (root / "step-0000000400" / "__0_0.distcp").unlink()
-    assert main(["copy", "run", "backup"]) == 0
-    assert capsys.readouterr().out.startswith("step 400: not copied: it does not count: __0_0.distcp is missing\n")
+    assert main(["copy", "run", "backup"]) == 4
+    assert "not copied: run/step-0000000400 is not a complete checkpoint: __0_0.distcp is m" in capsys.readouterr().out
     assert steps("backup") == [200]
     assert main(["copy", "run", "backup", "--step", "400"]) == 4
     assert main(["copy", "run/step-0000000400", "backup"]) == 4
@@ -152,7 +161,7 @@ def test_a_newer_format_is_not_gone_back_behind(root: Path, capsys: Told) -> Non
     newer.mkdir()
     (newer / "manifest.json").write_text('{"format_version": 99}')
     assert main(["copy", "run", "backup"]) == 9
-    assert main(["copy", "run", "backup", "--all"]) == 0
+    assert main(["copy", "run", "backup", "--all"]) == 9
     assert steps("backup") == [100, 200, 300]
 
 

@@ -15,7 +15,16 @@ from ckptman.cli.list import AsJson
 from ckptman.cli.objects import choose_objects
 from ckptman.cli.target import Step, choose, is_checkpoint, is_foreign
 from ckptman.cli.verify import MOST_THREADS, parse_speed
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, ExistsError, NotFoundError
+from ckptman.errors import (
+    BusyError,
+    CkptmanError,
+    ConfigError,
+    CorruptError,
+    ExistsError,
+    FormatVersionError,
+    NotFoundError,
+    RootError,
+)
 
 if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
@@ -48,8 +57,7 @@ Threads = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace another checkpoint of the same step, or a damaged copy.")
 ]
-_PASSED = (CorruptError, ExistsError)
-"""What says something about one checkpoint: the others are copied all the same."""
+_WORST_FIRST = (CorruptError, FormatVersionError, RootError, BusyError, ExistsError)
 _LOOKS = 3
 _TIMED_BYTES = 64 * 1024 * 1024
 """The rate of less than this says how long a flush takes, and not how fast a copy is."""
@@ -113,7 +121,7 @@ class _Job:
 
     def __init__(self, source: str, destination: str, as_json: bool, every: bool) -> None:
         self.copied: list[Copied] = []
-        self.failures: list[tuple[int, CkptmanError]] = []
+        self.failures: dict[int, CkptmanError] = {}
         self.passed_over: list[tuple[Entry | ObjectEntry, str]] = []
         self._source, self._destination, self._as_json, self._every = source, destination, as_json, every
 
@@ -127,16 +135,22 @@ class _Job:
                 raise entry.newer_format
             if entry.complete:
                 chosen.append(entry)
+            elif _was_committed(entry):
+                try:
+                    entry.require_manifest()
+                except CkptmanError as error:
+                    self._fail(entry, error)
             else:
                 why = (entry.problem or "").replace(f"{entry.path}/", "").partition("; ")[0]
                 self._pass_over(entry, f"it does not count: {why}")
-        if not chosen:
+        if not chosen and not self.failures:
             raise NotFoundError(f"{self._source} holds no complete checkpoint: ckptman list says what is there")
         return chosen
 
     def attempt(self, entry: Entry | ObjectEntry, copy: Callable[[Meter], Copied]) -> None:
         """Copy one. Raises: what went wrong; of several, only what keeps the others from being copied, too."""
-        from ckptman.store.copysource import GoneError
+        from ckptman.store.copyfolder import BusyCopyingError
+        from ckptman.store.copysource import GoneError, SourceError
 
         try:
             with copy_progress(f"step {entry.step}") as meter:
@@ -145,14 +159,13 @@ class _Job:
             if not self._every:
                 raise
             self._pass_over(entry, "it was deleted meanwhile")  # the run prunes while it is copied
-        except _PASSED as error:
-            if not self._every:
+        except (CorruptError, ExistsError, BusyCopyingError, SourceError) as error:
+            if not self._every:  # what says something about one checkpoint keeps no other one
                 raise
-            self.failures.append((entry.step, error))
-            self._say([f"step {entry.step}: {text.paint('not copied', 'red')}: {error}"])
+            self._fail(entry, error)
         except CkptmanError as error:
             if self._every and self._as_json:  # what was copied before is told all the same
-                self.failures.append((entry.step, error))
+                self.failures[entry.step] = error
                 text.say_json(self.as_dict())
             raise
 
@@ -165,11 +178,11 @@ class _Job:
         if self._as_json:
             text.say_json(self.as_dict())
         self._say([self._summary()])
-        for kind in _PASSED:
-            found = [(step, error) for step, error in self.failures if isinstance(error, kind)]
-            if found:
-                of = text.count(len(self.failures), "checkpoint")
-                raise kind(f"{of} not copied, the first of step {found[0][0]}: {found[0][1]}")
+        for kind in _WORST_FIRST:
+            for step, error in self.failures.items():
+                if isinstance(error, kind):
+                    of = text.count(len(self.failures), "checkpoint")
+                    raise _NotAllError(f"{of} not copied, the first of step {step}: {text.message(error)}", error.exit_code)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -181,8 +194,12 @@ class _Job:
             "passed_over": [
                 {"step": entry.step, "path": str(entry.path), "why": why} for entry, why in self.passed_over
             ],
-            "failed": [{"step": step, "why": str(error)} for step, error in self.failures],
+            "failed": [{"step": step, "why": text.message(error)} for step, error in self.failures.items()],
         }
+
+    def _fail(self, entry: Entry | ObjectEntry, error: CkptmanError) -> None:
+        self.failures[entry.step] = error
+        self._say([f"step {entry.step}: {text.paint('not copied', 'red')}: {text.message(error)}"])
 
     def _pass_over(self, entry: Entry | ObjectEntry, why: str) -> None:
         self.passed_over.append((entry, why))
@@ -200,6 +217,23 @@ class _Job:
             return f"Nothing to copy: {there} in {where} already."
         copied = f"{text.count(len(new), 'checkpoint')}, {text.size(sum(each.bytes for each in new))}, to {where}"
         return f"Copied {copied}{f'; {there} there already' if len(new) < len(self.copied) else ''}."
+
+
+class _NotAllError(CkptmanError):
+    """Some were not copied: ends with the exit code of the worst reason."""
+
+    def __init__(self, words: str, exit_code: int) -> None:
+        super().__init__(words)
+        self.exit_code = exit_code
+
+
+def _was_committed(entry: Entry | ObjectEntry) -> bool:
+    """Whether what does not count was a checkpoint once, and is missed. A save that was never finished is not."""
+    from ckptman.store.names import MANIFEST
+
+    if isinstance(entry.path, str):
+        return bool(entry.data)
+    return not entry.path.is_symlink() and (entry.unreadable is not None or (entry.path / MANIFEST).is_file())
 
 
 def copied_lines(copied: Copied) -> list[str]:

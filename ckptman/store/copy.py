@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 
 from ckptman.errors import ConfigError
-from ckptman.store.abandoned import hand_on, read_rollbacks
 from ckptman.store.catalogue import Entry
 from ckptman.store.copyfolder import Copied, copy_to_folder
 from ckptman.store.copyproof import Means
@@ -38,10 +37,6 @@ def copy_checkpoint(entry: Entry, place: FolderPlace | ObjectPlace, means: Means
     """
     if isinstance(place, FolderPlace):
         check_apart(entry.path, place.root)
-        # What was abandoned here must not be the newest there.
-        if rollbacks := read_rollbacks(entry.path.parent):
-            place.make()
-            hand_on(rollbacks.values(), place.root, means.disk)
     with reading(entry.path, what="copy"):
         return _copy(FolderOriginal(entry.path, entry.require_manifest()), place, means)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +17,13 @@ from functools import partial
 from pathlib import Path
 
 from ckptman.errors import BusyError, CkptmanError, CorruptError, ExistsError, RootError, plain
+from ckptman.store.abandoned import hand_on, read_rollbacks
 from ckptman.store.blockread import Scanned
 from ckptman.store.blockscan import scan
 from ckptman.store.copypieces import move
 from ckptman.store.copyproof import (
     Means,
+    NotReadBackError,
     difference_in_bytes,
     drop_all,
     is_proved,
@@ -31,15 +32,16 @@ from ckptman.store.copyproof import (
     prove,
     verify,
 )
-from ckptman.store.copysource import Facts, Original, is_regular
+from ckptman.store.copysource import Facts, Original, SourceError, is_regular
 from ckptman.store.durable import Disk
 from ckptman.store.lease import lease
 from ckptman.store.manifest import missing_file, read_manifest
 from ckptman.store.meter import Meter
-from ckptman.store.names import DOT, MANIFEST
-from ckptman.store.owner import claim, is_alive, is_this_process, read_owner
+from ckptman.store.names import DOT, MANIFEST, METADATA, parse_step
+from ckptman.store.owner import Owner, claim, is_alive, is_this_process, process_lives, read_owner
 from ckptman.store.pins import PINNED
 from ckptman.store.place import FolderPlace
+from ckptman.store.regular import read_regular
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ATTEMPTS = 3
@@ -85,7 +87,7 @@ def copy_to_folder(original: Original, place: FolderPlace, means: Means) -> Copi
         place.make()
         _flush_name(place.root, means.disk)
         draft = place.root / f"{facts.name}.tmp-copy-{facts.tag}"
-        with lease(place.root, [draft.name, facts.name], what="copy", disk=means.disk):
+        with lease(place.root, [draft.name, facts.name], what="copy", disk=means.disk) as nonce:
             if (found := _already(original, place, means)) is not None:
                 return found
             _refuse_live_run(place.root)
@@ -94,10 +96,21 @@ def copy_to_folder(original: Original, place: FolderPlace, means: Means) -> Copi
                 if (found := _already(original, place, means)) is not None:
                     means.disk.remove_tree(draft)
                     return found
-                return _copy(original, place, draft, means)
+                if facts.manifest is None:  # of a checkpoint of ours, a prune knows its name
+                    _clear_older(draft, facts.name, means.disk)
+                return _copy(original, place, draft, means, nonce)
 
 
-def _copy(original: Original, place: FolderPlace, draft: Path, means: Means) -> Copied:
+def _clear_older(draft: Path, name: str, disk: Disk) -> None:
+    """Remove drafts of what the same folder held before it was saved over, once nobody works on them."""
+    for other in draft.parent.iterdir():
+        if other != draft and other.name.startswith(f"{name}.tmp-copy-") and not other.is_symlink():
+            owner = read_owner(other)
+            if owner is not None and process_lives(owner) is False:
+                disk.remove_tree(other)
+
+
+def _copy(original: Original, place: FolderPlace, draft: Path, means: Means, nonce: str) -> Copied:
     facts, disk, meter = original.facts, means.disk, means.meter or Meter()
     begun = time.monotonic()
     try:
@@ -107,6 +120,9 @@ def _copy(original: Original, place: FolderPlace, draft: Path, means: Means) -> 
         copied = time.monotonic()
         proof = facts.manifest or manifest_of(facts, moved.digests)
         why = prove(draft, proof, means, meter)
+        # Without digests, what was read may be some of what was there and some of what was saved over it since.
+        if facts.manifest is None and (lost := original.lost()) is not None:
+            raise lost
     except (CorruptError, OSError) as error:
         # What can never be finished would only take up room.
         lost = original.lost()
@@ -119,7 +135,10 @@ def _copy(original: Original, place: FolderPlace, draft: Path, means: Means) -> 
     _seal(draft, facts, disk)
     # Asked again: all this may have taken hours.
     _refuse_live_run(place.root)
-    final = place.publish(draft, facts.name, f"copy-{os.urandom(4).hex()}", replace=means.overwrite)
+    # Before it can be the newest there.
+    hand_on(facts.rollbacks, place.root, disk)
+    tag = f"copy-{os.urandom(4).hex()}"
+    final = place.publish(draft, facts.name, tag, replace=means.overwrite, nonce=nonce)
     disk.remove_tree(final / DOT)
     return Copied(
         source=facts.where,
@@ -158,6 +177,8 @@ def _already(original: Original, place: FolderPlace, means: Means) -> Copied | N
             note(final, facts, means.disk)
         problem = "is damaged there: " + "; ".join((*report.problems, *report.unread)) if not report.good else ""
     if problem:
+        if means.overwrite and not _is_checkpoint(final):
+            raise ExistsError(f"{final} {problem}, and is no checkpoint: move it away, or copy to another root")
         if means.overwrite or place.is_abandoned(final):
             return None
         raise ExistsError(f"{final} {problem}: {remedy}")
@@ -165,6 +186,8 @@ def _already(original: Original, place: FolderPlace, means: Means) -> Copied | N
     means.disk.sync_folder(place.root)
     if (final / DOT).is_dir():  # a copy was killed when it had nothing left to do but this
         means.disk.remove_tree(final / DOT)
+    if facts.pinned is not None and not os.path.lexists(final / PINNED):
+        means.disk.replace_file(final / PINNED, facts.pinned)
     return Copied(
         facts.where,
         str(final),
@@ -173,8 +196,27 @@ def _already(original: Original, place: FolderPlace, means: Means) -> Copied | N
         facts.bytes,
         already=True,
         verify_seconds=time.monotonic() - begun,
-        remarks=facts.remarks,
+        remarks=(*facts.remarks, *_hand_on_later(facts, place.root, means.disk)),
     )
+
+
+def _hand_on_later(facts: Facts, root: Path, disk: Disk) -> Iterator[str]:
+    """Hand on the rollbacks since a checkpoint was copied; or why not, in words."""
+    known = {each.id for each in read_rollbacks(root).values()}
+    if not (new := [each for each in facts.rollbacks if each.id not in known]):
+        return
+    if (owner := _live_run(root)) is not None:
+        who = f"a run is at work (host {owner.host}, pid {owner.pid})"
+        yield f"what was abandoned {new[-1]} still counts in {root}, where {who}: copy again once it has ended"
+        return
+    hand_on(new, root, disk)
+
+
+def _is_checkpoint(final: Path) -> bool:
+    """Whether what is to be replaced is a checkpoint, or is what is left of one."""
+    if parse_step(final.name) is not None:
+        return True
+    return not final.is_symlink() and any(os.path.lexists(final / name) for name in (MANIFEST, METADATA))
 
 
 def _flush_name(root: Path, disk: Disk) -> None:
@@ -211,7 +253,7 @@ def _claimed(draft: Path, place: FolderPlace, disk: Disk) -> Iterator[None]:
             held = claim(draft, "copy", os.environ.get("SLURM_JOB_ID"), disk=disk)
             break
         except BusyError as error:
-            raise _BusyCopying(str(place.root), error.host, error.pid, error.job_id) from None
+            raise BusyCopyingError(str(place.root), error.host, error.pid, error.job_id) from None
         except RootError as error:
             # The draft was made visible, or cleared, this very moment?
             if draft.exists() or attempt == _ATTEMPTS - 1:
@@ -224,10 +266,18 @@ def _claimed(draft: Path, place: FolderPlace, disk: Disk) -> Iterator[None]:
 
 def _seal(draft: Path, facts: Facts, disk: Disk) -> None:
     """What is beside the files, the manifest, and the note of what was proved: the last things that are written."""
+    written = {}
     if facts.pinned is not None:
-        disk.write_file(draft / PINNED, facts.pinned)
+        written[PINNED] = facts.pinned
     if facts.manifest is not None:
-        disk.write_file(draft / MANIFEST, facts.data)
+        written[MANIFEST] = facts.data
+    for name, data in written.items():
+        disk.write_file(draft / name, data)
+    drop_all(draft, {name: len(data) for name, data in written.items()})
+    for name, data in written.items():
+        if read_regular(draft / name, len(data) + 1) != data:
+            raise NotReadBackError(draft, (f"{name} has other bytes",))
+    if facts.manifest is not None:
         note(draft, facts, disk)
     disk.sync_folder(draft)
 
@@ -259,25 +309,41 @@ def _root_error(root: Path, facts: Facts, error: OSError) -> RootError:
     why = error.strerror or str(error)
     again = "what was copied stays; copy again, and it goes on from there"
     if error.errno in _FULL:
-        free = shutil.disk_usage(root).free if error.errno == errno.ENOSPC and root.is_dir() else None
-        left = f", {free:,} bytes are free" if free is not None else ""
         return RootError(
             error.errno,
-            f"{root} has no room for {facts.name} ({why}; it needs {facts.bytes:,} bytes{left}): free some with "
-            f"ckptman prune, or raise the quota. Until then {again} (or ckptman prune --leftovers clears it)",
+            f"{root} has no room for {facts.name} ({why}; it needs {facts.bytes:,} bytes{_free(root, error.errno)}): "
+            f"free some with ckptman prune, or raise the quota. Until then {again} "
+            f"({'ckptman prune --leftovers clears it' if facts.manifest else 'or remove it by hand'})",
         )
-    where = error.filename or root
-    return RootError(error.errno or errno.EIO, f"{plain(where)}: {why}: check the mount and its permissions; {again}")
+    where = str(error.filename or root)
+    kind = SourceError if Path(facts.where) in Path(where).parents else RootError
+    return kind(error.errno or errno.EIO, f"{plain(where)}: {why}: check the mount and its permissions; {again}")
+
+
+def _free(root: Path, code: int | None) -> str:
+    """What is left there, in words: of a quota nobody knows."""
+    if code != errno.ENOSPC or not root.is_dir():
+        return ""
+    system = os.statvfs(root)
+    files = ", and no more files can be made" if system.f_files and not system.f_favail else ""
+    return f", {system.f_bavail * system.f_frsize:,} bytes are free{files}"
 
 
 def _refuse_live_run(root: Path) -> None:
     """What is copied into the root of a run that is alive would become its newest checkpoint behind its back."""
+    if (owner := _live_run(root)) is not None:
+        raise BusyError(str(root), owner.host, owner.pid, owner.job_id)
+
+
+def _live_run(root: Path) -> Owner | None:
+    """The run that owns a root, unless it is this process, or gone."""
     owner = read_owner(root)
     if owner is None or is_this_process(owner) or owner.nonce in _known_dead:
-        return
+        return None
     if is_alive(root, owner):
-        raise BusyError(str(root), owner.host, owner.pid, owner.job_id)
+        return owner
     _known_dead.add(owner.nonce)
+    return None
 
 
 def _tidy(draft: Path, facts: Facts, means: Means, meter: Meter) -> dict[str, bytes]:
@@ -302,12 +368,20 @@ def _tidy(draft: Path, facts: Facts, means: Means, meter: Meter) -> dict[str, by
 
     if sizes:
         meter.begin("looking", sum(sizes.values()), 0)
-        done = partial(meter.moved, seconds=1.0)
-        scan(draft, list(sizes.items()), facts.block_bytes, finish=finish, threads=means.threads, done=done)
+        scan(
+            draft,
+            list(sizes.items()),
+            facts.block_bytes,
+            finish=finish,
+            threads=means.threads,
+            done=partial(means.passed, meter),
+        )
     return there
 
 
-class _BusyCopying(BusyError):
+class BusyCopyingError(BusyError):
+    """Another copy of the same checkpoint to the same root is at work."""
+
     def __init__(self, root: str, host: str, pid: int, job_id: str | None) -> None:
         super().__init__(root, host, pid, job_id)
         job = f", job {job_id}" if job_id else ""

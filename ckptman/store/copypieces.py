@@ -86,6 +86,8 @@ def move(
         file.end()
 
     threads = threads or io_threads()
+    if limit is not None:
+        limit.renew()
     try:
         relay(
             starts[-1],
@@ -94,6 +96,7 @@ def move(
             first_threads=original.readers or computing_threads(threads),
             then_threads=max(1, threads - 1),
             scratch_bytes=max(piece, ALIGN_BYTES),
+            on_error=limit.release if limit is not None else lambda: None,
         )
     finally:
         for each in files:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ckptman
@@ -36,6 +37,12 @@ class Means:
     meter: Meter | None = None
     overwrite: bool = False
 
+    def passed(self, meter: Meter, count: int) -> None:
+        """So many bytes were read, to look at them or to check them: held back as those that are copied are."""
+        if self.limit is not None:
+            self.limit.take(count)
+        meter.moved(count, 1.0)
+
 
 def prove(draft: Path, proof: Manifest, means: Means, meter: Meter) -> str:
     """Read everything back. Why some of it may have come from memory, "" where all came from storage.
@@ -52,13 +59,7 @@ def prove(draft: Path, proof: Manifest, means: Means, meter: Meter) -> str:
 def verify(folder: Path, proof: Manifest, means: Means, meter: Meter) -> FileReport:
     """Check every byte of a folder, within the limit. Raises: OSError."""
     meter.begin("verifying", proof.total_bytes, 0)
-
-    def done(count: int) -> None:
-        if means.limit is not None:
-            means.limit.take(count)
-        meter.moved(count, 1.0)
-
-    return verify_folder(folder, proof, threads=means.threads, done=done)
+    return verify_folder(folder, proof, threads=means.threads, done=partial(means.passed, meter))
 
 
 def drop_all(folder: Path, sizes: dict[str, int]) -> bool:
@@ -94,7 +95,8 @@ def difference_in_bytes(facts: Facts, final: Path, means: Means) -> str:
         def finish(each: Scanned, into: dict[str, bytes] = digests) -> None:
             into[each.name] = b"" if each.unreadable or each.refused else bytes(each.blocks) + b"."
 
-        scan(folder, list(facts.sizes.items()), facts.block_bytes, finish=finish, threads=means.threads)
+        sizes, passed = list(facts.sizes.items()), partial(means.passed, means.meter or Meter())
+        scan(folder, sizes, facts.block_bytes, finish=finish, threads=means.threads, done=passed)
         found.append(digests)
     return "" if found[0] == found[1] and all(found[0].values()) else "is there, with other bytes in its files"
 

@@ -13,6 +13,7 @@ from typing import Protocol
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError, RootError, plain
+from ckptman.store.abandoned import Rollback, read_rollbacks
 from ckptman.store.digest import BLOCK_BYTES, Digests
 from ckptman.store.index import read_digests
 from ckptman.store.manifest import MOST_BYTES, Manifest, is_plain_name, read_manifest
@@ -30,6 +31,10 @@ class GoneError(NotFoundError):
     """What is to be copied was deleted, or is another one now. Not where the destination is gone."""
 
 
+class SourceError(RootError):
+    """What is to be copied cannot be read: that says nothing about other checkpoints. Not where the destination is."""
+
+
 class Reading(Protocol):
     """One file that is being read, from several threads."""
 
@@ -45,7 +50,8 @@ class Facts:
 
     `where`: for messages. `name`: of its folder, which a copy keeps. `manifest`: None of a checkpoint of others.
     `sizes`: its files, without the manifest. `data`: the bytes of `manifest.json`. `tag`: tells it from every other,
-    and comes out the same when it is asked for again.
+    and comes out the same when it is asked for again. `rollbacks`: of the place where it lies; they go along, so that
+    what is abandoned there is not the newest elsewhere.
     """
 
     where: str
@@ -58,6 +64,7 @@ class Facts:
     pinned: bytes | None = None
     proved: Verified | None = None
     remarks: tuple[str, ...] = field(default=())
+    rollbacks: tuple[Rollback, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -114,6 +121,7 @@ class FolderOriginal:
             pinned=_pinned(folder),
             proved=note,
             remarks=tuple(f"{plain(name)} is not in the manifest: it was not copied" for name in unknown),
+            rollbacks=tuple(read_rollbacks(folder.parent).values()),
         )
 
     def open(self, name: str) -> Reading:
@@ -169,7 +177,7 @@ class ForeignOriginal:
             return None
         return None if same else _gone(self._folder)
 
-    def _look(self) -> dict[str, tuple[int, int]]:
+    def _look(self) -> dict[str, tuple[int, int, int]]:
         found = {}
         with os.scandir(self._folder) as items:
             for item in items:
@@ -179,7 +187,7 @@ class ForeignOriginal:
                         f"others only files are copied. Move it away, or copy the folder with cp -a"
                     )
                 status = item.stat(follow_symlinks=False)
-                found[item.name] = status.st_size, status.st_mtime_ns
+                found[item.name] = status.st_size, status.st_mtime_ns, status.st_ino
         return found
 
 

@@ -79,10 +79,11 @@ class Meter:
 class Limit:
     """Holds back whoever moves bytes, so that all threads together move no more than so many a second."""
 
-    def __init__(self, bytes_per_second: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, bytes_per_second: float, sleep: Callable[[float], object] | None = None) -> None:
         check_positive("Limit", "bytes_per_second", bytes_per_second)
         self._rate = bytes_per_second
-        self._sleep = sleep
+        self._over = threading.Event()
+        self._sleep = sleep or self._over.wait
         self._lock = threading.Lock()
         self._free_at = time.monotonic()
 
@@ -93,3 +94,11 @@ class Limit:
             wait = self._free_at - time.monotonic()
         if wait > 0:
             self._sleep(wait)
+
+    def release(self) -> None:
+        """Hold nobody back any more: what they move is not wanted."""
+        self._over.set()
+
+    def renew(self) -> None:
+        """Hold back again, after a `release`."""
+        self._over.clear()

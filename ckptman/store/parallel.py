@@ -94,12 +94,13 @@ def relay(
     first_threads: int,
     then_threads: int,
     scratch_bytes: int,
+    on_error: Callable[[], None] = lambda: None,
 ) -> None:
     """As `share_out`, for work of two halves: `then(number, scratch, first(number, scratch))` for each number.
 
     One half waits for storage and the other computes, each in threads of its own: so storage has something to do all
     the time, and no more is computed at once than there are cores for. As many pieces are in memory as there are
-    threads.
+    threads. `on_error`: called at the first error, to wake those that wait for something else than storage.
     """
     first_threads, then_threads = min(first_threads, count), min(then_threads, count)
     free: SimpleQueue[memoryview | None] = SimpleQueue()
@@ -123,7 +124,11 @@ def relay(
             if next(done) == count:
                 leave()
 
-    job = _Job(count, leave)
+    def stop() -> None:
+        leave()
+        on_error()
+
+    job = _Job(count, stop)
     if not job.start(run_first, first_threads):
         share_out(
             count,
