@@ -95,7 +95,7 @@ def test_on_a_terminal_there_is_a_bar_and_what_is_told_is_the_same(root: Path, t
 
 
 def test_names_that_a_terminal_would_obey_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dcp.save({"a\x1b[2J": torch.ones(2), "b": torch.ones(2, dtype=torch.complex64)}, checkpoint_id=tmp_path / "step-1")
+    dcp.save({"a\x1b[2J": torch.ones(2), "b": torch.ones(2, dtype=torch.complex128)}, checkpoint_id=tmp_path / "step-1")
     for options in ([], ["--rename", "b=c"], ["--tied", "x=a\x1b"], ["--only", "\x1b"]):
         assert main(["export", str(tmp_path / "step-1"), str(tmp_path / "out"), *options]) == 2
     assert main(["export", str(tmp_path / "step-1"), str(tmp_path / "o\x1but"), "--format", "torch"]) == 0
@@ -179,10 +179,17 @@ def test_killed_it_leaves_no_out_and_the_next_one_makes_it(root: Path, tmp_path:
         assert process.stdout.readline() == "here\n"
         process.kill()
     assert not out.exists()
+    (left,) = tmp_path.glob("out.tmp-*")
+    others = [tmp_path / "out.tmp-1-notes", tmp_path / "outer.tmp-1", tmp_path / left.name.replace("out", "other", 1)]
+    for each in others:
+        each.mkdir()
     done = ckptman.export(root / "step-0000000002", out)
     assert weight_in(out) == 2
-    (left,) = tmp_path.glob("out.tmp-*")
-    assert done.remarks == [f"{left} is of another export: remove it, unless that still runs"]
+    assert sorted(done.remarks) == [
+        f"{others[0]} is of another export: remove it, unless that still runs",
+        f"{left.name}, which an export left that was killed, was removed",
+    ]
+    assert sorted(tmp_path.iterdir()) == sorted([*others, out, root])
 
 
 def test_somebody_who_makes_out_meanwhile_is_not_overwritten(root: Path, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ VERBS = {
     "copy": ["SRC", "DST", "--step", "--all", "--limit", "--threads", "--overwrite", "--json"],
     "adopt": ["PATH", "--step", "--keep-name", "--json"],
     "export": [
-        *("PATH", "OUT", "--step", "--format", "--only", "--all", "--dtype", "--max-shard-size", "--strip", "--rename"),
-        *("--tied", "--config", "--overwrite", "--json"),
+        *("PATH", "OUT", "--step", "--format", "--only", "--all", "--exclude", "--dtype", "--max-shard-size"),
+        *("--strip", "--rename", "--tied", "--config", "--overwrite", "--json"),
     ],
     "drain": [
         *("ROOT", "--to", "--every", "--follow", "--poll", "--limit", "--threads", "--dry-run", "--json"),

@@ -12,13 +12,15 @@ import typer
 
 from ckptman.cli import text
 from ckptman.cli.list import AsJson
+from ckptman.cli.objects import check_is_folder
 from ckptman.cli.progress import progress
 from ckptman.cli.sizes import parse_size
 from ckptman.cli.target import PathOrRoot, Step, choose, is_foreign
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ckptman.sharded.export import Exported, Format
+    from ckptman.sharded.export import Exported
+    from ckptman.sharded.export_target import Format
 
 Out = Annotated[
     Path,
@@ -30,6 +32,15 @@ Only = Annotated[
     typer.Option("--only", metavar="ENTRY", show_default=False, help="This entry of the state, instead of model."),
 ]
 All = Annotated[bool, typer.Option("--all", help="The whole state: optimizer, counters and all.")]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--exclude",
+        metavar="REGEX",
+        show_default=False,
+        help="Leave out what has a name in which this is found. May be given several times.",
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(
@@ -81,6 +92,7 @@ def export(
     format: FormatOption = "safetensors",
     only: Only = None,
     everything: All = False,
+    exclude: Exclude = None,
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = "5GB",
     strip: Strip = "",
@@ -95,6 +107,7 @@ def export(
     The model alone, unless something else is asked for. OUT appears when it is whole; every block that is read is
     checked. Memory is bounded, however large the checkpoint is.
     """
+    check_is_folder(out)
     most_bytes = parse_size("--max-shard-size", max_shard_size, needs_unit=True)
     renames, ties = _pairs("--rename", rename), _pairs("--tied", tied)
     folder = path
@@ -118,6 +131,7 @@ def export(
             cast("Format", format),
             only=only,
             everything=everything,
+            exclude=exclude or (),
             dtype=dtype,
             strip=strip,
             rename=renames,

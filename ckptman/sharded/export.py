@@ -6,22 +6,22 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
-from ckptman.errors import ConfigError, ExistsError
-from ckptman.sharded.export_choice import CASTS, Choice, Item, choose, renaming
+from ckptman.errors import ConfigError
+from ckptman.sharded.export_choice import CASTS, Choice, Item, choose, excluding, renaming
 from ckptman.sharded.export_formats import config_file, dcp_files, safetensors_files, torch_file
+from ckptman.sharded.export_source import opened
+from ckptman.sharded.export_target import Format, aside_of, check_target, clear_leftovers, draft_of
 from ckptman.sharded.export_write import FilePlan, same_bits, write_files
 from ckptman.sharded.piecewise import Frugal, Reader
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.lease import reading
-from ckptman.store.names import MANIFEST, METADATA, parse_step
-from ckptman.store.safetensors import is_file_name
 
-Format = Literal["safetensors", "torch", "dcp"]
 MAX_SHARD_BYTES = 5_000_000_000
 _OUTPUT = "lm_head.weight"
 _INPUTS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "tok_embeddings.weight")
@@ -47,6 +47,7 @@ def export(
     *,
     only: str | None = None,
     everything: bool = False,
+    exclude: Sequence[str] = (),
     dtype: str | None = None,
     strip: str = "",
     rename: Sequence[tuple[str, str]] = (),
@@ -63,6 +64,7 @@ def export(
         path: the folder of one checkpoint: of ckptman, plain DCP or torchtitan.
         out: the folder (of the format torch: the file) that appears when, and only when, it is whole.
         only, everything: another entry of the state than `model`; all of it.
+        exclude: regular expressions; what has a name in which one of them is found is left out.
         dtype: cast tensors of floating-point numbers to `float32`, `bfloat16`, ...; those of 8 bits stay.
         strip, rename: a prefix that names lose; then pairs of a regular expression and what takes its place.
         tied: pairs of names. The first is left out: it has to be the same as the second, bit for bit.
@@ -86,23 +88,36 @@ def export(
     if max_shard_bytes < 1:
         raise ConfigError(f"a file of {max_shard_bytes} bytes holds no tensor: ask for larger ones (--max-shard-size)")
     folder, target = Path(path), Path(os.path.abspath(out))  # noqa: PTH100 a link stays one
-    _check_target(folder, target, format, overwrite)
-    with reading(folder, what="export"):
-        reader = Reader(Frugal.read(folder))
+    allowed = partial(check_target, folder, target, format, overwrite=overwrite, has_config=config is not None)
+    allowed()
+    with reading(folder, what="export"), opened(folder) as source:
+        source.saved = Frugal.read(folder)
+        reader = Reader(source.saved)
         choice = choose(
-            reader.saved, only, everything, renaming(strip, rename), _cast_to(dtype), full_names=format == "dcp"
+            reader.saved,
+            only,
+            everything,
+            excluding(exclude),
+            renaming(strip, rename),
+            _cast_to(dtype),
+            full_names=format == "dcp",
         )
         extra: list[FilePlan] = []
         if config is not None:
             copied, are_tied = config_file(Path(config))
             extra.append(copied)
             tied = [*tied, *(_usual_pair(choice) if are_tied else ())]
-        result = Exported(target, remarks=_leftovers(target))
+        result = Exported(target, remarks=clear_leftovers(target, disk))
         choice = replace(choice, items=_untied(reader, choice.items, tied, result.remarks))
         plans = [*_plans(choice, format, max_shard_bytes, target, result.remarks), *extra]
         result.tensors, result.bytes = len(choice.items), sum(item.bytes for item in choice.items)
         done = begin(result.bytes) if begin is not None else None
-        aside = _write(target, plans, reader, format, overwrite, disk, done)
+
+        def ready() -> None:
+            source.check()
+            allowed()  # somebody may have made it meanwhile
+
+        aside = _write(target, plans, reader, format, disk, done, ready)
         if aside is not None:
             result.remarks.append(f"{aside}, which was {target.name} before, could not be removed: remove it")
     result.files = {plan.name: plan.size_bytes for plan in plans}
@@ -149,59 +164,19 @@ def _untied(reader: Reader, items: list[Item], tied: Sequence[tuple[str, str]], 
     return list(by_name.values())
 
 
-def _check_target(folder: Path, target: Path, format: Format, overwrite: bool) -> None:
-    """Raises: ConfigError, ExistsError."""
-    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder)):
-        raise ConfigError(f"{target} is within the checkpoint {folder}, to which nothing is added: name another path")
-    if parse_step(target.name):
-        raise ConfigError(f"{target.name} is the name of a checkpoint of ckptman, which an export is not: name another")
-    if not os.path.lexists(target):
-        return
-    if not overwrite:
-        raise ExistsError(f"{target} exists already: name another path, or say --overwrite (overwrite=True)")
-    other = _not_ours(target, format)
-    if other is not None:
-        raise ExistsError(f"{target} {other}, so it is not replaced: name another path, or move it away")
-
-
-def _not_ours(target: Path, format: Format) -> str | None:
-    """Why a path is none that an export of this format could have written; None where it could."""
-    if format == "torch":
-        return None if target.is_file() and not target.is_symlink() else "is no file"
-    if target.is_symlink() or not target.is_dir():
-        return "is no folder"
-    names = sorted(os.listdir(target))  # noqa: PTH208 names alone are wanted
-    if MANIFEST in names:
-        return "is a checkpoint"
-    of_export: Callable[[str], bool] = (
-        (lambda name: is_file_name(name) or name == "config.json")
-        if format == "safetensors"
-        else (lambda name: name == METADATA or name.endswith(".distcp"))
-    )
-    others = [name for name in names if not of_export(name)]
-    return f"holds {others[0]}, which no export wrote" if others else None
-
-
-def _leftovers(target: Path) -> list[str]:
-    with contextlib.suppress(OSError):
-        names = sorted(each.name for each in target.parent.iterdir() if each.name.startswith(f"{target.name}.tmp-"))
-        return [f"{target.with_name(name)} is of another export: remove it, unless that still runs" for name in names]
-    return []
-
-
 def _write(
     target: Path,
     plans: Sequence[FilePlan],
     reader: Reader,
     format: Format,
-    overwrite: bool,
     disk: Disk,
     done: Callable[[int], None] | None,
+    ready: Callable[[], None],
 ) -> Path | None:
-    """Write all files under a name of our own, then give it the name that is wanted. What had that name before is
-    removed; where it cannot be, say where it is."""
+    """Write all files under a name of our own, then give it the name that is wanted, if it is `ready` then. What had
+    that name before is removed; where it cannot be, say where it is."""
     disk.make_folders(target.parent)
-    draft = target.with_name(f"{target.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
+    draft = draft_of(target)
     try:
         if format == "torch":
             write_files(target.parent, [replace(plan, name=draft.name) for plan in plans], reader, disk, done)
@@ -209,7 +184,7 @@ def _write(
             disk.make_folder(draft)
             write_files(draft, plans, reader, disk, done)
             disk.sync_folder(draft)
-        _check_target(reader.saved.folder, target, format, overwrite)  # somebody may have made it meanwhile
+        ready()
         aside = _move_in(draft, target, disk)
         disk.sync_folder(target.parent)
     except BaseException:
@@ -229,7 +204,7 @@ def _move_in(draft: Path, target: Path, disk: Disk) -> Path | None:
     if not target.is_dir():
         disk.rename(draft, target)
         return None
-    aside = target.with_name(f"{draft.name}.old")
+    aside = aside_of(draft)
     disk.rename(target, aside)
     try:
         disk.rename(draft, target)

@@ -20,6 +20,7 @@ MODEL = "model"
 """The entry of a state that is exported where nothing else is asked for."""
 CASTS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What tensors can be cast to, by name."""
+_NOTHING = object()
 Keys = tuple[str | int, ...]
 """From the top of a state down to a value, as torch's DCP has it: keys as texts, and numbers of list entries."""
 
@@ -57,17 +58,25 @@ def choose(
     saved: SavedState,
     only: str | None,
     everything: bool,
+    exclude: Sequence[re.Pattern[str]],
     rename: Callable[[str], str],
     dtype: torch.dtype | None,
     full_names: bool,
 ) -> Choice:
-    """The part of a checkpoint that is wanted: `everything`, the entry `only`, or the model. `full_names`: names begin
-    at the top of the state, not below the entry.
+    """The part of a checkpoint that is wanted: `everything`, the entry `only`, or the model; without what has a name
+    that `exclude` finds. `full_names`: names begin at the top of the state, not below the entry.
 
     Raises: ConfigError (no such entry; two of one name; what has no dtype to be exported in), CorruptError.
     """
     state = _state_of(saved)
     tree, prefix = _part(saved, state, only, everything)
+
+    def named(path: Keys) -> str:
+        return ".".join(map(str, (*prefix, *path) if full_names or not path else path))
+
+    if exclude:
+        tree = _without(tree, (), lambda path: any(pattern.search(named(path)) for pattern in exclude))
+        tree = {} if tree is _NOTHING else tree
     tree = resolve(tree)
     items: list[Item] = []
     values: dict[str, Any] = {}
@@ -75,7 +84,7 @@ def choose(
     renamed = False
     for path, leaf in leaves(tree, ()):
         whole = ".".join(map(str, (*prefix, *path)))
-        given = whole if full_names or not path else ".".join(map(str, path))
+        given = named(path)
         name = rename(given)
         renamed |= name != given
         if not name or name in seen:
@@ -87,8 +96,20 @@ def choose(
         else:
             values[name] = leaf
     if not items:
-        raise ConfigError(f"{saved.folder}: there is no tensor in what is to be exported ({only or 'the state'})")
+        what = plain(".".join(map(str, prefix))) or "the state"
+        raise ConfigError(f"{saved.folder}: there is no tensor in what is to be exported ({what})")
     return Choice(tree, prefix, items, values, renamed)
+
+
+def excluding(patterns: Sequence[str]) -> list[re.Pattern[str]]:
+    """Raises: ConfigError."""
+    found = []
+    for pattern in patterns:
+        try:
+            found.append(re.compile(pattern))
+        except re.error as error:
+            raise ConfigError(f"--exclude {pattern}: {error}: it is a regular expression of Python's re") from None
+    return found
 
 
 def renaming(strip: str, rename: Sequence[tuple[str, str]]) -> Callable[[str], str]:
@@ -125,6 +146,19 @@ def leaves(value: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
             yield from leaves(each, (*path, number))
     else:
         yield path, value
+
+
+def _without(value: Any, path: Keys, is_excluded: Callable[[Keys], bool]) -> Any:
+    """The same tree without some of its leaves, and what holds nothing else. In a list None takes their place: what
+    follows keeps its name."""
+    if isinstance(value, dict):
+        each = {key: _without(below, (*path, str(key)), is_excluded) for key, below in value.items()}
+        kept = {key: below for key, below in each.items() if below is not _NOTHING}
+        return kept if kept or not each else _NOTHING
+    if isinstance(value, list) and not _is_leaf(value):
+        entries = [_without(below, (*path, number), is_excluded) for number, below in enumerate(value)]
+        return [None if below is _NOTHING else below for below in entries]
+    return _NOTHING if is_excluded(path) else value
 
 
 def _is_leaf(value: list[Any]) -> bool:
@@ -201,7 +235,7 @@ def _item(saved: SavedState, source: str, name: str, dtype: torch.dtype | None) 
     if size_bytes > there:
         raise CorruptError(
             f"{saved.folder}: {source} {list(record.shape)} is to have {size_bytes} bytes, and {there} were saved: "
-            f"restore an older checkpoint"
+            f"export an older checkpoint"
         )
     # Numbers of 8 bits and less mean nothing without their scales: they stay what they are.
     is_cast = dtype is not None and own.is_floating_point and own.itemsize > 1

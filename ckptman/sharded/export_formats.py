@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
 from ckptman.sharded.container import Recorder
 from ckptman.sharded.export_choice import Choice, Item, Keys, leaves
+from ckptman.sharded.export_mark import commented, save_id
+from ckptman.sharded.export_target import CONFIG
 from ckptman.sharded.export_write import FilePlan, Part, parts_of
 from ckptman.sharded.foreign import load_plain
 from ckptman.sharded.image import Layout, in_order, pickled
@@ -71,7 +72,9 @@ def torch_file(choice: Choice, name: str) -> FilePlan:
         order = [item for item in choice.items if item.bytes]
         recorder = Recorder()
         torch.save(tree, recorder)  # type: ignore[arg-type]
-    plan = FilePlan(name, recorder.size_bytes, recorder.literals)
+    *literals, (place, end) = recorder.literals
+    end = commented(end)
+    plan = FilePlan(name, place + len(end), [*literals, (place, end)])
     holes = recorder.holes()
     assert [size for _, size in holes] == [item.bytes for item in order]
     for item, (place, _) in zip(order, holes):
@@ -108,7 +111,7 @@ def dcp_files(choice: Choice, final: Path) -> list[FilePlan]:
         objects,
         _paths(choice),
         str(final),
-        os.urandom(8).hex(),
+        save_id(),
     )
     return [plan, FilePlan(METADATA, len(out.getvalue()), [(0, out.getvalue())])]
 
@@ -134,7 +137,7 @@ def config_file(path: Path) -> tuple[FilePlan, bool]:
         for each in (config, text)
         if isinstance(each, dict) and "tie_word_embeddings" in each
     ]
-    return FilePlan("config.json", len(data), [(0, data)]), bool(tied and tied[0])
+    return FilePlan(CONFIG, len(data), [(0, data)]), bool(tied and tied[0])
 
 
 def _chunks(item: Item) -> Sequence[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -164,7 +167,7 @@ def _check_plain(name: str, value: Any, load: Callable[[io.BytesIO], Any]) -> No
     except (CorruptError, pickle.UnpicklingError) as error:
         raise ConfigError(
             f"the value {plain(name)} is a {type(value).__module__}.{type(value).__qualname__}, which torch.load reads "
-            f"only without restriction: leave it out (--only)"
+            f"only without restriction: leave it out (--exclude)"
         ) from error
 
 

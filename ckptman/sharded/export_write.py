@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ckptman.errors import ConfigError
-from ckptman.sharded.export_choice import Item
+from ckptman.sharded.export_choice import CASTS, Item
 from ckptman.sharded.image import as_bytes, view_of
 from ckptman.sharded.piecewise import PIECE_BYTES, Reader, ahead, boxes
 from ckptman.sharded.reading import Fill
@@ -160,8 +160,10 @@ def _cast(item: Item, data: torch.Tensor) -> torch.Tensor:
         other.copy_(mine)
         if bool((other.isinf() & ~mine.isinf()).any()):
             name, most = str(item.as_dtype).removeprefix("torch."), torch.finfo(item.as_dtype).max
+            wider = [other for other, dtype in CASTS.items() if torch.finfo(dtype).max > most]
             raise ConfigError(
-                f"{item.source} holds numbers that {name} cannot (more than {most:g}): export it as bfloat16 or float32"
+                f"{item.source} holds numbers that {name} cannot (more than {most:g}): export it as "
+                f"{' or '.join(reversed(wider))}"
             )
     return as_bytes(after)
 

@@ -8,13 +8,16 @@ and `model.safetensors.index.json` says which tensor is in which.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 from ckptman.errors import ConfigError
 from ckptman.store.chunks import item_bytes
+from ckptman.store.regular import open_regular
 
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES = {
@@ -33,11 +36,17 @@ DTYPES = {
     "float64": "F64",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
+    "complex64": "C64",
 }
 """torch's names, and those of the format."""
 _NAME = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 _RESERVED = "__metadata__"
+_FIRST = {_RESERVED: {"format": "pt", "ckptman": "export"}}
+"""What each header begins with: transformers asks for the format, and we know our own files by the rest."""
+_MARK = json.dumps(_FIRST, separators=(",", ":"))[:-1].encode()
 _MOST_HEADER_BYTES = 100_000_000
 """What the loader of Hugging Face takes for no header any more."""
 _ALIGN_BYTES = 64
@@ -61,8 +70,8 @@ def check(tensors: Sequence[Tensor]) -> None:
     for each in tensors:
         if each.dtype not in DTYPES:
             raise ConfigError(
-                f"{each.name} has the dtype {each.dtype}, which safetensors has no form for: leave it out (--only), or "
-                f"export to --format torch or dcp"
+                f"{each.name} has the dtype {each.dtype}, which safetensors has no form for: leave it out "
+                f"(--exclude), or export to --format torch or dcp"
             )
         if each.name == _RESERVED or not each.name.isprintable():
             raise ConfigError(f"safetensors has no tensor of the name {each.name!r}: give it another (--rename)")
@@ -93,13 +102,22 @@ def is_file_name(name: str) -> bool:
     return name == INDEX_NAME or _NAME.fullmatch(name) is not None
 
 
+def has_mark(path: Path) -> bool:
+    """Whether a file is one that `lay_out` began. Raises: CorruptError (no regular file), OSError."""
+    fd = open_regular(path)
+    try:
+        return os.pread(fd, len(_MARK), 8) == _MARK
+    finally:
+        os.close(fd)
+
+
 def lay_out(tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int]]:
     """The bytes that a file begins with, and where in the file the elements of each tensor begin.
 
     Wide elements come first, and blanks end the header, so that all elements are aligned. Raises: ConfigError (too many
     tensors for one file).
     """
-    header: dict[str, object] = {_RESERVED: {"format": "pt"}}
+    header: dict[str, object] = {**_FIRST}
     places: dict[str, int] = {}
     end = 0
     for each in sorted(tensors, key=lambda each: -(item_bytes(each.dtype) or 0)):
