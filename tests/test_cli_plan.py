@@ -45,6 +45,11 @@ from torch import nn
 def good():
     return nn.Linear(1000, 1000)
 
+def tuned():
+    model = nn.Sequential(nn.Linear(20_000, 20_000), nn.Linear(1000, 8, bias=False))
+    model[0].requires_grad_(False)
+    return model
+
 def bad():
     raise RuntimeError("this needs a file")
 """
@@ -187,6 +192,11 @@ def test_a_model_of_this_folder(
     made = planned(["plan", "--model", "my_models_of_a_plan:good", "--gpus", "1"], capsys)
     assert made["model"]["parameters"] == 1_001_000
     assert made["checkpoint"]["tensors_bytes"] == 3 * 4 * 1_001_000 + 2 * 4
+    tuned = planned(["plan", "--model", "my_models_of_a_plan:tuned", "--gpus", "1"], capsys)
+    assert (tuned["model"]["parameters"], tuned["model"]["frozen"]) == (8000, 400_020_000)
+    assert tuned["memory"]["parameters_bytes"] == 4 * (8000 + 400_020_000)
+    assert tuned["memory"]["gradients_bytes"] == 4 * 8000
+    assert tuned["model"]["dim"] > 1000  # the shape is that of all parameters
     message = refused(["plan", "--model", "my_models_of_a_plan:bad"], capsys)
     assert "RuntimeError: this needs a file" in message
     assert "name a function of" in message

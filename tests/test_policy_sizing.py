@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 import ckptman
 from ckptman.errors import ConfigError, IntervalError
 from ckptman.policy.layout import SCHEDULED_VALUES, Size, Values, checkpoint_size
-from ckptman.policy.memory import Batch, Shape, Weights, activation_figures, likely_shape, memory_figures
-from ckptman.policy.sizing import Tensor, parameter_count, rule_bytes, state_bytes, with_optimizer
+from ckptman.policy.memory import (
+    Batch,
+    Shape,
+    Weights,
+    activation_figures,
+    likely_shape,
+    memory_figures,
+    root_parameters,
+)
+from ckptman.policy.sizing import Tensor, frozen, parameter_count, rule_bytes, state_bytes, with_optimizer
 from ckptman.sharded.meta import tensors_of
 from ckptman.store.manifest import read_manifest
 from ckptman.store.names import step_folder
@@ -263,6 +272,34 @@ def test_gradients_are_whole_where_micro_batches_are_accumulated() -> None:
     (gradients,) = (each for each in figures if each.name == "gradients")
     assert gradients.value == 4e9
     assert "whole on each GPU" in gradients.formula
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_in_no_layer_is_gathered_all_the_time_with_its_gradients(tied: bool) -> None:
+    """As `build_model` wraps it: each block by itself, and the rest with the root."""
+    config = ModelConfig(dim=192, layers=3, heads=6, kv_heads=2, tied=tied)
+    sizes = [(name, math.prod(each)) for name, each in parameter_shapes(config, VOCAB)]
+    root = sum(size for name, size in sizes if not name.startswith("blocks."))
+    layer = sum(size for name, size in sizes if name.startswith("blocks.0."))
+    shape = Shape(192, 3, VOCAB, config.hidden_dim, 2 / 6, tied=tied)
+    assert root_parameters(shape) == root
+    figures = memory_figures(Weights(sum(size for _, size in sizes), 4, 8, 2), shape, Batch(64))
+    (gathered,) = (each for each in figures if each.name == "gathered")
+    assert gathered.value == 2 * layer * 2 + root * (2 + 2) + layer * (2 + 4)
+    assert ("(embedding)" if tied else "(embedding and head)") in gathered.formula
+
+
+def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
+    found = tensors_of(f"{__name__}:small_model")
+    assert [each.name for each in frozen(found)] == ["frozen.weight", "frozen.bias"]  # and not the tied head
+    shape = Shape(4096, 32, 32_000, 14_336)
+    weights = Weights(65_536, 4, 8, 8, frozen=7_000_000_000, frozen_bytes=14_000_000_000)
+    made = {each.name: each for each in memory_figures(weights, shape, Batch(512))}
+    assert made["parameters"].value == (65_536 * 4 + 14_000_000_000) / 8
+    assert "14 GB of 7,000,000,000 that are frozen" in made["parameters"].formula
+    assert made["gradients"].value == 65_536 * 4 / 8
+    assert made["optimizer"].value == 65_536 * 8 / 8
+    assert made["gathered"].value > 2 * root_parameters(shape)  # all of it is gathered, frozen or not
 
 
 @pytest.mark.parametrize(

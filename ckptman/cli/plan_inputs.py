@@ -18,6 +18,7 @@ from ckptman.policy.sizing import (
     RULE_FACTOR,
     RULE_SOURCE,
     Tensor,
+    frozen,
     parameter_count,
     rule_bytes,
     state_bytes,
@@ -173,7 +174,7 @@ def _of_config(written: Written, path: Path) -> Subject:
         f"{parameter_count(names):,} parameters of {path}",
         names,
         Values(SCHEDULED_VALUES, tuple(others)),
-        Shape(model.dim, model.layers, vocab, model.hidden_dim, model.kv_heads / model.heads),
+        Shape(model.dim, model.layers, vocab, model.hidden_dim, model.kv_heads / model.heads, tied=model.tied),
         Batch(
             config.data.micro_batch * config.data.sequence_tokens,
             DTYPE_BYTES[config.parallel.compute_dtype],
@@ -192,11 +193,13 @@ def _of_model(written: Written) -> Subject:
 
     assert written.model is not None
     names = tensors_of(written.model)
+    trained, others = parameter_count(names), sum(each.elements for each in frozen(names))
+    also = f" and {others:,} frozen" if others else ""
     return _exactly(
-        f"{parameter_count(names):,} trained parameters of {written.model}",
+        f"{trained:,} trained{also} parameters of {written.model}",
         names,
         Values(),
-        _shape(written, parameter_count(names)),
+        _shape(written, trained + others),
         _batch(written),
         _mesh(written, written.shard),
         written.moments,
@@ -237,7 +240,9 @@ def _exactly(
         Figure("files", size.total, "bytes", "data files + digests + descriptions"),
     ]
     moment_bytes = round(sum(each.bytes for each in trained) * moments / count)
-    weights = Weights(count, item, moment_bytes, shards, accumulates)
+    still = frozen(names)
+    frozen_count, frozen_bytes = sum(each.elements for each in still), sum(each.bytes for each in still)
+    weights = Weights(count, item, moment_bytes, shards, accumulates, frozen_count, frozen_bytes)
     return Subject(title, weights, shape, batch, replicas, figures, size.total, size.largest)
 
 

@@ -155,6 +155,7 @@ def as_dict(made: Plan, explain: bool, room: int | None) -> dict[str, Any]:
         "model": {
             "title": subject.title,
             "parameters": subject.weights.parameters,
+            "frozen": subject.weights.frozen,
             "dim": shape.dim,
             "layers": shape.layers,
             "vocab": shape.vocab,

@@ -25,7 +25,7 @@ ALLOCATOR_SHARE = 0.1
 class Shape:
     """What activations depend on. `hidden`: the width of the feed-forward; `kv_share`: key-value heads per head.
 
-    `assumed`: derived from the number of parameters alone.
+    `assumed`: derived from the number of parameters alone. `tied`: the head is the embedding.
     """
 
     dim: int
@@ -34,6 +34,7 @@ class Shape:
     hidden: int
     kv_share: float = 1.0
     assumed: bool = False
+    tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Weights:
     """What is trained, and in which types: bytes of a parameter, and of all its moments together.
 
     `shards`: ranks that have one copy together. `accumulates`: gradients of several micro-batches are added up before
-    they are reduced; then each GPU has all of them.
+    they are reduced; then each GPU has all of them. `frozen` parameters, of `frozen_bytes` in all, come on top: without
+    gradients or moments.
     """
 
     parameters: int
@@ -57,6 +59,8 @@ class Weights:
     moment_bytes: int
     shards: int
     accumulates: bool = False
+    frozen: int = 0
+    frozen_bytes: int = 0
 
 
 def likely_shape(parameters: float, vocab: int, dim: int | None = None, layers: int | None = None) -> Shape:
@@ -80,8 +84,12 @@ def memory_figures(weights: Weights, shape: Shape, batch: Batch) -> list[Figure]
     check_count("plan", "tokens", batch.tokens)
     count, cut = weights.parameters, weights.shards
     shared = "" if cut == 1 else f" / {cut} ranks of a shard group"
-    parameters = -(-count * weights.item_bytes // cut)
-    gradient_bytes = count * _FLOAT_BYTES if weights.accumulates else parameters
+    trained = -(-count * weights.item_bytes // cut)
+    parameters = -(-(count * weights.item_bytes + weights.frozen_bytes) // cut)
+    held = f"{count:,} x {weights.item_bytes} B"
+    if weights.frozen:
+        held = f"({held} + {bytes_text(weights.frozen_bytes)} of {weights.frozen:,} that are frozen)"
+    gradient_bytes = count * _FLOAT_BYTES if weights.accumulates else trained
     gradients = Figure(
         "gradients",
         gradient_bytes,
@@ -92,7 +100,7 @@ def memory_figures(weights: Weights, shape: Shape, batch: Batch) -> list[Figure]
         "FSDP2: gradients that are not reduced yet are not sharded" if weights.accumulates else "",
     )
     found = [
-        Figure("parameters", parameters, "bytes", f"{count:,} x {weights.item_bytes} B{shared}"),
+        Figure("parameters", parameters, "bytes", f"{held}{shared}"),
         gradients,
         Figure(
             "optimizer",
@@ -100,7 +108,7 @@ def memory_figures(weights: Weights, shape: Shape, batch: Batch) -> list[Figure]
             "bytes",
             f"{count:,} x {weights.moment_bytes} B{shared}",
         ),
-        _gathered(count, shape, batch),
+        _gathered(weights, shape, batch),
     ]
     activations = activation_figures(shape, batch)
     fixed = sum(each.value for each in found)
@@ -143,19 +151,28 @@ def _layer_elements(shape: Shape) -> float:
     return (6 + 2 * shape.kv_share) * shape.dim + 4 * shape.hidden
 
 
-def _gathered(parameters: int, shape: Shape, batch: Batch) -> Figure:
-    """Two layers are gathered at a time, the embedding and the head all the time; one layer's gradients wait."""
-    root = min(parameters, shape.vocab * shape.dim)
-    layer = max(0, parameters - root) // shape.layers
+def _gathered(weights: Weights, shape: Shape, batch: Batch) -> Figure:
+    """Two layers are gathered at a time; embedding, head and last norm all the time, and their gradients wait for the
+    end of the backward pass. Those of a layer are reduced while the next one is at work."""
+    everything = weights.parameters + weights.frozen
+    root = min(everything, root_parameters(shape))
+    layer = max(0, everything - root) // shape.layers
     item = batch.item_bytes
+    waiting, reduced = min(root, weights.parameters), min(layer, weights.parameters)
+    ends = "embedding" if shape.tied else "embedding and head"
     formula = (
-        f"2 layers x {layer:,} x {item} B + {root:,} x {item} B (embedding) + {layer:,} x ({item} + 4) B (gradients "
-        f"being reduced)"
+        f"2 layers x {layer:,} x {item} B + {root:,} x {item} B ({ends}) "
+        f"+ {waiting:,} x {item} B (their gradients) + {reduced:,} x ({item} + 4) B (gradients being reduced)"
     )
     return Figure(
         "gathered",
-        2 * layer * item + root * item + layer * (item + _FLOAT_BYTES),
+        2 * layer * item + (root + waiting) * item + reduced * (item + _FLOAT_BYTES),
         "bytes",
         formula,
         "FSDP2 gathers the next layer while one is at work, and keeps what is in no layer",
     )
+
+
+def root_parameters(shape: Shape) -> int:
+    """Parameters that are in no layer: the embedding, the head unless it is the same, and the last norm."""
+    return (1 if shape.tied else 2) * shape.vocab * shape.dim + shape.dim

@@ -27,7 +27,9 @@ class Tensor:
     item_bytes: int = 4
     sharded: bool = True
     parameter: bool = True
-    """It is trained, so the optimizer has a state for it; else it is a buffer."""
+    """It is trained, so the optimizer has a state for it; else it is frozen, or a buffer."""
+    tied: bool = False
+    """It is one of those before it by another name."""
 
     @property
     def elements(self) -> int:
@@ -70,3 +72,8 @@ def with_optimizer(tensors: Iterable[Tensor], moments: int = MOMENTS) -> list[Te
 def parameter_count(tensors: Sequence[Tensor]) -> int:
     """Elements that are trained."""
     return sum(each.elements for each in tensors if each.parameter)
+
+
+def frozen(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Parameters that are not trained: they are sharded, but have neither gradients nor moments."""
+    return [each for each in tensors if each.sharded and not each.parameter and not each.tied]

@@ -58,8 +58,8 @@ def _tensors(model: torch.nn.Module) -> list[Tensor]:
     for name, each in model.state_dict(keep_vars=True).items():
         if not isinstance(each, torch.Tensor):
             continue
-        is_parameter = isinstance(each, torch.nn.Parameter)
-        trained = is_parameter and each.requires_grad and id(each) not in seen
+        is_parameter, tied = isinstance(each, torch.nn.Parameter), id(each) in seen
+        trained = is_parameter and each.requires_grad and not tied
         seen.add(id(each))
-        found.append(Tensor(name, tuple(each.shape), each.dtype.itemsize, sharded=is_parameter, parameter=trained))
+        found.append(Tensor(name, tuple(each.shape), each.dtype.itemsize, is_parameter, trained, tied))
     return found
