@@ -11,25 +11,40 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import text
+from ckptman.cli.objects import check_is_folder
 
 if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
     from ckptman.store.verified import Verified
 
 SIZES_SHOWN = 4
+
+
+def _folder(root: Path) -> Path:
+    check_is_folder(root)
+    return root
+
+
 Root = Annotated[
     Path,
     typer.Argument(
         metavar="ROOT",
         show_default=False,
         readable=False,  # that is for the command to find out, whose error says more
+        callback=_folder,
         help="The folder that holds checkpoints.",
+    ),
+]
+RootOrAddress = Annotated[
+    str,
+    typer.Argument(
+        metavar="ROOT", show_default=False, help="The folder that holds checkpoints, or s3://bucket/prefix."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
-def list_checkpoints(root: Root, as_json: AsJson = False) -> None:
+def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
     """List the checkpoints under ROOT.
 
     Oldest commit first: the last complete one is what a run restores.
@@ -38,18 +53,18 @@ def list_checkpoints(root: Root, as_json: AsJson = False) -> None:
     from ckptman.store.objects import find_url
     from ckptman.store.verified import read_verified
 
-    if (url := find_url(str(root))) is not None:
+    if (url := find_url(root)) is not None:
         list_objects(url, as_json)
         return
-    catalogue = Catalogue(root)
+    catalogue = Catalogue(folder := Path(root))
     entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
     notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
     if as_json:
         unfinished = [{"path": str(path), "step": parsed.step, "kind": parsed.kind} for path, parsed in leftovers]
         checkpoints = [describe(entry, notes.get(entry.path)) for entry in entries]
-        text.say_json({"root": str(root), "checkpoints": checkpoints, "leftovers": unfinished})
+        text.say_json({"root": str(folder), "checkpoints": checkpoints, "leftovers": unfinished})
         return
-    _say(str(root), entries, notes, len(leftovers))
+    _say(str(folder), entries, notes, len(leftovers))
 
 
 def list_objects(url: str, as_json: bool) -> None:
@@ -57,8 +72,19 @@ def list_objects(url: str, as_json: bool) -> None:
     from ckptman.store.catalogue import Entry
     from ckptman.store.objects import ObjectPlace
 
-    found = ObjectPlace(url).look()
-    entries = [Entry(each.step, Path(each.url), each.manifest, each.problem, each.newer_format) for each in found]
+    found = ObjectPlace(url).look(abandoned=True)
+    entries = [
+        Entry(
+            each.step,
+            Path(each.url),
+            each.manifest,
+            each.problem,
+            each.newer_format,
+            abandoned=each.abandoned,
+            beside=frozenset(),
+        )
+        for each in found
+    ]
     if as_json:
         checkpoints = [{**describe(entry, None), "path": each.url} for entry, each in zip(entries, found)]
         text.say_json({"root": url, "checkpoints": checkpoints, "leftovers": []})

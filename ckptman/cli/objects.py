@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptman.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from ckptman.store.objects import ObjectEntry, ObjectPlace
+
+
+def check_is_folder(path: Path | str) -> None:
+    """Raises: ConfigError where this is the address of an object store, or is meant for one."""
+    from ckptman.store.objects import find_url
+
+    if os.path.lexists(path):  # whatever its name is
+        return
+    if (url := find_url(str(path))) is not None:
+        raise ConfigError(
+            f"{url} is in an object store, and this command is not for those: copy it to a folder first, with "
+            f"ckptman copy {url} FOLDER"
+        )
 
 
 def choose_objects(url: str, step: int | None, every: bool) -> tuple[ObjectPlace, list[ObjectEntry]]:
@@ -27,13 +42,14 @@ def choose_objects(url: str, step: int | None, every: bool) -> tuple[ObjectPlace
             raise ConfigError(f"--step and --all choose among the checkpoints of a root, and {url} is one checkpoint")
         url, step = above, named.step
     place = ObjectPlace(url)
-    entries = place.look()
+    entries = place.look(abandoned=True)
     if step is not None:
         found = [entry for entry in entries if entry.step == step]
         if not found:
             known = ", ".join(str(entry.step) for entry in entries[-10:]) or "none"
             raise NotFoundError(f"{url} has no checkpoint of step {step}; the latest there are: {known}")
         return place, found
+    entries = [entry for entry in entries if not entry.abandoned]
     if every or not entries:
         return place, entries
     newest = next((entry for entry in reversed(entries) if entry.complete), entries[-1])

@@ -6,6 +6,7 @@ import glob
 import os
 from pathlib import Path
 
+from ckptman.cli.objects import check_is_folder
 from ckptman.cli.target import is_checkpoint
 from ckptman.errors import ConfigError, NotFoundError
 
@@ -20,6 +21,7 @@ def roots_of(written: list[str]) -> tuple[list[Path], bool]:
     for each in written:
         if not each.strip():  # a variable that is not set: the folder we are in is not what was meant
             raise ConfigError("the path of a root is empty: is a variable not set?")
+        check_is_folder(each)
         paths = [each]
         # A folder may well have a bracket in its name.
         if glob.has_magic(each) and not os.path.lexists(each):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptman.cli.objects import check_is_folder
 from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def choose(path: Path, step: int | None = None, every: bool = False, passed_over
     """
     from ckptman.store.catalogue import Catalogue
 
+    check_is_folder(path)
     if step is not None and every:
         raise ConfigError("--step and --all exclude each other: name one of them")
     if is_checkpoint(path):

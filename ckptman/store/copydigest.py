@@ -70,7 +70,8 @@ class OnTheWay:
 
     def _changed(self, which: str = "") -> CorruptError:
         where = self._original.facts.where
+        see = "" if "://" in where else f", or run `ckptman verify {where}` to see all that is damaged"
         return CorruptError(
             f"{where}: {plain(self._name)} is not what was saved{f': {which}' if which else ''}. It was not copied: "
-            f"copy another checkpoint, or run `ckptman verify {where}` to see all that is damaged"
+            f"copy another checkpoint{see}"
         )

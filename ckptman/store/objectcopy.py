@@ -1,31 +1,35 @@
 """Copies into an object store, and what a copy out of one reads. Torch-free.
 
 Objects are put under the name of the checkpoint, read back, and its manifest after them: until then nothing counts.
-`copying.json` says whose objects they are meanwhile. An attempt after one that was interrupted puts those that are
-missing or wrong. Two copies of the same checkpoint at a time put the same bytes twice, and harm nothing.
+`copying.json` says whose objects they are meanwhile, and is put where there is none. An attempt after one that was
+interrupted puts those that are missing or wrong. Two copies of the same checkpoint at a time put the same bytes twice,
+and harm nothing.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, ExistsError, NotFoundError
+from ckptman.errors import BusyError, CkptmanError, ConfigError, CorruptError, ExistsError, NotFoundError, plain
 from ckptman.store.copyfolder import Copied
 from ckptman.store.copyproof import Means, NotReadBackError
 from ckptman.store.copysource import Facts, GoneError, Original, Reading
-from ckptman.store.digest import DIGEST_BYTES, Digests, digest_of_blocks
+from ckptman.store.digest import DIGEST_BYTES, Digests, digest_of_blocks, digests_bytes
 from ckptman.store.meter import Meter
-from ckptman.store.names import MANIFEST
+from ckptman.store.names import MANIFEST, digests_name
 from ckptman.store.objectput import THREADS, put_files
 from ckptman.store.objects import ObjectEntry, ObjectPlace
 from ckptman.store.parallel import STRIDE_BYTES, share_out, stride_of
 from ckptman.store.pins import PINNED
+from ckptman.store.tiers import hand_on_to
 
 COPYING = "copying.json"
 _MOST_BESIDE_BYTES = 1024 * 1024
@@ -50,17 +54,33 @@ class ObjectOriginal:
             block_bytes=manifest.block_bytes,
             pinned=_read_beside(place, entry.name, PINNED, entry.sizes),
             remarks=tuple(f"{name} is not in the manifest: it was not copied" for name in entry.sizes.keys() - beside),
+            rollbacks=tuple(place.rollbacks()),
         )
 
     def open(self, name: str) -> Reading:
         return _ObjectReading(self._place, f"{self._entry.name}/{name}")
 
     def digests(self, name: str) -> Digests | None:
-        return None  # they are in another object; what the whole file has to be, the manifest says
+        files, block = self._entry.require_manifest().files, self.facts.block_bytes
+        beside = digests_name(name)
+        if beside is None or beside not in files:
+            return None
+        size = files[name].bytes
+        blocks = self._place.read(
+            f"{self._entry.name}/{beside}", 0, min(digests_bytes(size, block), files[beside].bytes)
+        )
+        # What is damaged itself tells nothing of others.
+        return Digests(block, blocks, size) if xxh3_128_hexdigest(blocks) == files[name].digest else None
 
     def lost(self) -> CkptmanError | None:
-        gone = GoneError(f"{self._entry.url} was removed, or put again, while it was copied: copy again")
+        gone = GoneError(
+            f"{self._entry.url} was removed, in part or as a whole, or put again, while it was copied: ckptman list "
+            f"{self._place.url} shows what is left; copy again"
+        )
         try:
+            sizes = self._place.listing(self._entry.name)
+            if any(sizes.get(name) != size for name, size in self.facts.sizes.items()):
+                return gone
             data = self._place.read(f"{self._entry.name}/{MANIFEST}", 0, len(self._entry.data))
         except NotFoundError:
             return gone
@@ -86,8 +106,9 @@ class _ObjectReading:
 def copy_to_objects(original: Original, place: ObjectPlace, means: Means) -> Copied:
     """Copy a checkpoint to an object store, read every byte of it back, and only then put its manifest.
 
-    Raises: ConfigError (a checkpoint of others), ExistsError, CorruptError (the original is damaged; what was put of it
-    is removed), NotFoundError (the original was deleted meanwhile; the same), RootError (what was put stays).
+    Raises: ConfigError (a checkpoint of others), ExistsError (something else is there), BusyError (a copy of another
+    checkpoint took it over meanwhile), CorruptError (the original is damaged; what was put of it is removed),
+    NotFoundError (the original was deleted meanwhile; the same), RootError (what was put stays).
     """
     facts, meter = original.facts, means.meter or Meter()
     if facts.manifest is None:
@@ -95,18 +116,30 @@ def copy_to_objects(original: Original, place: ObjectPlace, means: Means) -> Cop
             f"{facts.where} has no manifest, and in an object store that is what makes a checkpoint: only those of "
             f"ckptman are copied there"
         )
+    if facts.rollbacks:  # what was abandoned here must not be the newest there
+        hand_on_to(place, facts.rollbacks, place.rollbacks())
     there = place.listing(facts.name)
+    found = _already(original, place, there, means)
+    if found is None:
+        _claim(place, facts, there, means.overwrite)
+        before, there = there, place.listing(facts.name)
+        if MANIFEST in there and MANIFEST not in before:  # another copy ended before this one had its note there
+            try:
+                found = _already(original, place, there, means)
+            except ExistsError:
+                place.remove(f"{facts.name}/{COPYING}")
+                raise
+    if found is not None:
+        return found
     if MANIFEST in there:
-        if (found := _already(original, place, there, means)) is not None:
-            return found
         place.remove(f"{facts.name}/{MANIFEST}")  # first, so that no mixture of the two ever counts
-    _say_whose(place, facts, there, means.overwrite)
     begun = time.monotonic()
     for name in sorted(there.keys() - {MANIFEST, COPYING, *facts.sizes}):
         place.remove(f"{facts.name}/{name}")
     try:
         same = [name for name, size in facts.sizes.items() if there.get(name) == size]
         good = _right(place, facts, same, means, meter, "looking")
+        looked = time.monotonic()
         left = {name: size for name, size in facts.sizes.items() if name not in good}
         put_files(original, place, left, meter=meter, limit=means.limit, threads=means.threads)
         copied = time.monotonic()
@@ -117,15 +150,15 @@ def copy_to_objects(original: Original, place: ObjectPlace, means: Means) -> Cop
         lost = original.lost()
         if lost is not None or isinstance(error, CorruptError):
             with suppress(CkptmanError):
-                for name in (*place.listing(facts.name), COPYING):
-                    place.remove(f"{facts.name}/{name}")
+                _give_up(place, facts)
         if lost is not None:
             raise lost from error
         raise
     verified = time.monotonic()
     if facts.pinned is not None:
-        place.write(f"{facts.name}/{PINNED}", facts.pinned)
-    place.write(f"{facts.name}/{MANIFEST}", facts.data)
+        _put(place, facts, PINNED, facts.pinned)
+    _check_ours(place, facts)
+    _put(place, facts, MANIFEST, facts.data)
     place.remove(f"{facts.name}/{COPYING}")
     return Copied(
         source=facts.where,
@@ -135,53 +168,115 @@ def copy_to_objects(original: Original, place: ObjectPlace, means: Means) -> Cop
         bytes=facts.bytes,
         already=False,
         written_bytes=sum(left.values()),
-        copy_seconds=copied - begun,
-        verify_seconds=verified - copied,
+        copy_seconds=copied - looked,
+        verify_seconds=looked - begun + verified - copied,  # each file was read in one of the two
         remarks=facts.remarks,
     )
 
 
 def _already(original: Original, place: ObjectPlace, there: dict[str, int], means: Means) -> Copied | None:
-    """What is there, where it is the same checkpoint; None where it may be replaced. Raises: ExistsError."""
+    """The same checkpoint at the destination, all of it read again; None where nothing is in the way.
+
+    Raises: ExistsError, RootError.
+    """
     facts = original.facts
-    # Whoever put the manifest had read everything back before.
-    data = place.read(f"{facts.name}/{MANIFEST}", 0, there[MANIFEST]) if there[MANIFEST] == len(facts.data) else b""
-    problem = "" if data == facts.data else "is there, and is another checkpoint"
+    if MANIFEST not in there:
+        return None
+    begun = time.monotonic()
+    problem = "" if _has_manifest(place, facts, there) else "is there, and is another checkpoint"
     if not problem:
         wrong = [name for name, size in facts.sizes.items() if there.get(name) != size]
         problem = f"is there, and is not complete: {wrong[0]}" if wrong else ""
+    if not problem:  # objects have no note that says when they were read, and by whom
+        names = sorted(facts.sizes)
+        wrong = sorted(set(names) - _right(place, facts, names, means, means.meter or Meter(), "verifying"))
+        problem = f"is damaged there: {wrong[0]} has other bytes" if wrong else ""
     if problem:
         if means.overwrite:
             return None
         raise ExistsError(
             f"{place.url}/{facts.name} {problem}: copy to another prefix, or say --overwrite to replace it"
         )
+    if facts.pinned is not None and PINNED not in there:
+        _put(place, facts, PINNED, facts.pinned)
     if COPYING in there:
         place.remove(f"{facts.name}/{COPYING}")
-    step = facts.manifest.step if facts.manifest else None
-    path = f"{place.url}/{facts.name}"
-    return Copied(facts.where, path, step, len(facts.sizes), facts.bytes, already=True, remarks=facts.remarks)
+    return Copied(
+        source=facts.where,
+        path=f"{place.url}/{facts.name}",
+        step=facts.manifest.step if facts.manifest else None,
+        files=len(facts.sizes),
+        bytes=facts.bytes,
+        already=True,
+        verify_seconds=time.monotonic() - begun,
+        remarks=facts.remarks,
+    )
 
 
-def _say_whose(place: ObjectPlace, facts: Facts, there: dict[str, int], overwrite: bool) -> None:
-    """Put the note of whose objects these are, unless another one is there. Raises: ExistsError."""
-    name = f"{facts.name}/{COPYING}"
-    if COPYING in there and not overwrite:
-        try:
-            tag = json.loads(_read_beside(place, facts.name, COPYING, there) or b"").get("tag")
-        except (ValueError, AttributeError):
-            tag = None
-        if tag == facts.tag:
-            return
+def _claim(place: ObjectPlace, facts: Facts, there: Mapping[str, int], overwrite: bool) -> None:
+    """Put the note of whose objects these are; where one is there it has to be ours. Raises: ExistsError, RootError."""
+    where, name = f"{place.url}/{facts.name}", f"{facts.name}/{COPYING}"
+    note = {"tag": facts.tag, "host": socket.gethostname(), "pid": os.getpid(), "time_seconds": time.time()}
+    data = json.dumps(note).encode()
+    if overwrite:
+        place.write(name, data)
+        return
+    if there and COPYING not in there:
         raise ExistsError(
-            f"{place.url}/{facts.name} has objects of another checkpoint in it, of which a copy is at work or was "
-            f"interrupted: let that one end, or say --overwrite to replace them"
+            f"{where} has objects in it that are of no copy, such as {plain(min(there))}: copy to another prefix, move "
+            f"them away, or say --overwrite to remove them"
         )
-    note = {"tag": facts.tag, "host": socket.gethostname(), "time_seconds": time.time()}
-    place.write(name, json.dumps(note).encode())
+    if COPYING not in there and place.create(name, data):
+        return
+    if _note(place, facts, place.listing(facts.name)).get("tag") != facts.tag:
+        raise ExistsError(
+            f"{where} has objects of another checkpoint in it, of which a copy is at work or was interrupted: let that "
+            f"one end, or say --overwrite to replace them"
+        )
 
 
-def _read_beside(place: ObjectPlace, folder: str, name: str, sizes: dict[str, int]) -> bytes | None:
+def _check_ours(place: ObjectPlace, facts: Facts) -> None:
+    """What was proved here is still what this copy put: the last look before the manifest. Raises: BusyError."""
+    there = place.listing(facts.name)
+    note = _note(place, facts, there)
+    if note.get("tag") == facts.tag or _has_manifest(place, facts, there):  # the latter: by another copy of the same
+        return
+    raise _TakenError(f"{place.url}/{facts.name}", str(note.get("host", "")), note.get("pid", 0))
+
+
+def _give_up(place: ObjectPlace, facts: Facts) -> None:
+    """Remove what was put, unless it is somebody else's by now. Raises: CkptmanError."""
+    there = place.listing(facts.name)
+    if MANIFEST in there or _note(place, facts, there).get("tag") != facts.tag:
+        return
+    for name in (*(there.keys() - {COPYING}), COPYING):  # as long as there are objects, they are known to be ours
+        place.remove(f"{facts.name}/{name}")
+
+
+def _put(place: ObjectPlace, facts: Facts, name: str, data: bytes) -> None:
+    """Put what is beside the files, and read it back. Raises: RootError."""
+    place.write(f"{facts.name}/{name}", data)
+    if place.read(f"{facts.name}/{name}", 0, len(data)) != data:
+        place.remove(f"{facts.name}/{name}")
+        raise NotReadBackError(f"{place.url}/{facts.name}", (f"{name} has other bytes",))
+
+
+def _has_manifest(place: ObjectPlace, facts: Facts, there: Mapping[str, int]) -> bool:
+    if there.get(MANIFEST) != len(facts.data):
+        return False
+    return place.read(f"{facts.name}/{MANIFEST}", 0, len(facts.data)) == facts.data
+
+
+def _note(place: ObjectPlace, facts: Facts, there: Mapping[str, int]) -> dict[str, Any]:
+    """What `copying.json` says; empty where there is none."""
+    try:
+        note = json.loads(_read_beside(place, facts.name, COPYING, there) or b"{}")
+    except (ValueError, RecursionError, NotFoundError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def _read_beside(place: ObjectPlace, folder: str, name: str, sizes: Mapping[str, int]) -> bytes | None:
     if name not in sizes:
         return None
     if sizes[name] > _MOST_BESIDE_BYTES:
@@ -212,3 +307,13 @@ def _right(place: ObjectPlace, facts: Facts, names: Sequence[str], means: Means,
     share_out(len(pieces), read, threads=means.threads or THREADS, scratch_bytes=0)
     manifest = facts.manifest
     return {name for name in names if digest_of_blocks([bytes(blocks[name])]) == manifest.files[name].digest}
+
+
+class _TakenError(BusyError):
+    def __init__(self, root: str, host: str, pid: int, job_id: str | None = None) -> None:
+        super().__init__(root, host, pid, job_id)
+        by = f", by a copy of another checkpoint (host {host}, pid {pid})" if host else ""
+        self.args = (
+            f"{root}: its objects were removed or replaced while they were put{by}, so the copy does not count: let "
+            f"the other one end, and copy again",
+        )

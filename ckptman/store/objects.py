@@ -11,20 +11,30 @@ import errno
 import random
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, FormatVersionError, NotFoundError, RootError, plain
+from ckptman.store.abandoned import Rollback, abandoned_by, parse_rollback_file
 from ckptman.store.manifest import MOST_BYTES, Manifest, parse_manifest
-from ckptman.store.names import MANIFEST, parse_step
+from ckptman.store.names import DOT, MANIFEST, parse_step
 from ckptman.store.parallel import share_out
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://?(?P<rest>[^/].*)", re.ASCII)
+_MEANT = re.compile(r"[a-z][\w+.-]+:/{2,}|s3:", re.ASCII | re.IGNORECASE)
 _THREADS = 16
-_FINAL = (FileExistsError, PermissionError, IsADirectoryError, NotImplementedError)
+_FINAL = (FileExistsError, PermissionError, IsADirectoryError, NotImplementedError, ValueError)
 """What is no better a moment later."""
-_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "NoRegionError")
+_FINAL_NAMES = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "NoRegionError",
+    "ParamValidationError",
+)
+_UNKNOWN = ("NotImplemented", "InvalidArgument", "InvalidRequest", "501")
+"""What stores say that know no condition of a put."""
 _FOR_S3 = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 1}}}
 """It is tried again here, and in one place only."""
 
@@ -33,12 +43,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Patience:
-    """How often something is tried, and how long is waited in between: each time `factor` times as long."""
+    """How often something is tried, and how long is waited in between: each time `factor` times as long.
+
+    What is silent takes long to fail, so after `most_seconds` it is tried no more; but twice in any case.
+    """
 
     attempts: int = 6
     first_seconds: float = 0.2
     factor: float = 3.0
+    most_seconds: float = 90.0
     sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+
+    def ends(self, attempt: int, seconds: float) -> bool:
+        """Whether so many attempts, in so many seconds, are enough."""
+        return attempt >= self.attempts or (attempt > 1 and seconds > self.most_seconds)
 
 
 USUAL = Patience()
@@ -46,7 +65,10 @@ USUAL = Patience()
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """What has a checkpoint's name in an object store. Complete if `problem` is None. `sizes`: of its objects."""
+    """What has a checkpoint's name in an object store. Complete if `problem` is None. `sizes`: of its objects.
+
+    `abandoned`: which rollback left it behind.
+    """
 
     step: int
     name: str
@@ -56,6 +78,7 @@ class ObjectEntry:
     sizes: dict[str, int]
     problem: str | None = None
     newer_format: FormatVersionError | None = None
+    abandoned: str = ""
 
     @property
     def path(self) -> str:
@@ -76,9 +99,22 @@ class ObjectEntry:
 
 def find_url(written: str) -> str | None:
     """The address of an object store, as in `s3://bucket/prefix`; None where this is a path. A path of Python has lost
-    one of the slashes."""
-    found = _URL.fullmatch(written)
-    return f"{found['protocol']}://{found['rest'].rstrip('/')}" if found else None
+    one of the slashes.
+
+    Raises: ConfigError where nothing is written, or what is meant for an address and is none.
+    """
+    text = written.strip()
+    if not text:
+        raise ConfigError("a path is empty where a folder or an address is meant: is a variable not set?")
+    found = _URL.fullmatch(text)
+    if found and found["protocol"] != "file":
+        return f"{found['protocol']}://{found['rest'].rstrip('/')}"
+    if _MEANT.match(text):
+        raise ConfigError(
+            f"{plain(text)} is no address such as s3://bucket/prefix: correct it (is a variable not set?). A folder is "
+            f"named without a protocol, and one that has this very name is ./{plain(text)}"
+        )
+    return None
 
 
 class ObjectPlace:
@@ -130,14 +166,18 @@ class ObjectPlace:
             if name.startswith(f"{start}/") and not name.endswith("/")
         }
 
-    def look(self) -> list[ObjectEntry]:
+    def look(self, *, abandoned: bool = False) -> list[ObjectEntry]:
         """All checkpoints, in order of commit; those with no readable manifest first.
 
-        Raises: NotFoundError (there is nothing under this prefix), RootError.
+        `abandoned`: also those that a rollback left behind.
+
+        Raises: NotFoundError (there is nothing under this prefix), RootError, CorruptError (what was abandoned cannot
+        be told).
         """
         listing = self.listing()
         if not listing:
             raise NotFoundError(f"there is nothing under {self.url}: check bucket, prefix and endpoint")
+        left = abandoned_by(self.rollbacks(listing))
         folders: dict[str, dict[str, int]] = {}
         for name, size in listing.items():
             folder, slash, rest = name.partition("/")
@@ -152,7 +192,21 @@ class ObjectPlace:
             threads=_THREADS,
             scratch_bytes=0,
         )
-        return sorted(entries, key=_commit_order)
+        entries = [
+            replace(each, abandoned=left.get(each.require_manifest().identity, "")) if left and each.complete else each
+            for each in entries
+        ]
+        return sorted((each for each in entries if abandoned or not each.abandoned), key=_commit_order)
+
+    def rollbacks(self, listing: Mapping[str, int] | None = None) -> list[Rollback]:
+        """The rollbacks that are written down here. `listing`: of all that is here, where there is one.
+
+        Raises: RootError, CorruptError, FormatVersionError.
+        """
+        if listing is None:
+            listing = {f"{DOT}/{name}": size for name, size in self.listing(DOT).items()}
+        names = sorted(name for name in listing if name.startswith(f"{DOT}/rollback-"))
+        return [parse_rollback_file(f"{self.url}/{name}", self.read(name, 0, listing[name])) for name in names]
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """A range of an object. Raises: NotFoundError, RootError."""
@@ -169,6 +223,29 @@ class ObjectPlace:
         """Put an object, as a whole. Raises: RootError."""
         self.ask("written", lambda: self.fs.pipe_file(f"{self.prefix}/{name}", data), name)
 
+    def create(self, name: str, data: bytes) -> bool:
+        """Put an object where there is none; whether that was so. A store that cannot tell takes it in any case.
+
+        Raises: RootError.
+        """
+        path = f"{self.prefix}/{name}"
+
+        def put() -> bool:
+            try:
+                self.fs.pipe_file(path, data, mode="create")
+            except FileExistsError:
+                return False
+            except OSError as error:
+                code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code", "")
+                if code == "PreconditionFailed":
+                    return False
+                if code not in _UNKNOWN:
+                    raise
+                self.fs.pipe_file(path, data)
+            return True
+
+        return self.ask("written", put, name)
+
     def remove(self, name: str) -> None:
         """Remove an object; one that is gone is no error. Raises: RootError."""
         try:
@@ -178,17 +255,19 @@ class ObjectPlace:
 
     def ask(self, done: str, call: Callable[[], T], name: str) -> T:
         """Ask the store for something, again where it is busy or away. Raises: NotFoundError, RootError."""
-        wait = self._patience.first_seconds
+        wait, begun = self._patience.first_seconds, self._patience.clock()
         for attempt in range(1, self._patience.attempts + 1):
             try:
                 return call()
             except CkptmanError:
                 raise
             except FileNotFoundError as error:
-                raise NotFoundError(f"{self.url}: {plain(name)} is not there ({plain(error)})") from error
+                raise NotFoundError(
+                    f"{self.url}: {plain(name)} is not there ({plain(error)}): check bucket, prefix and endpoint"
+                ) from error
             except Exception as error:
-                final = isinstance(error, _FINAL) or type(error).__name__ in _NO_CREDENTIALS
-                if final or attempt == self._patience.attempts:
+                final = isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES
+                if final or self._patience.ends(attempt, self._patience.clock() - begun):
                     raise self._failure(done, name, error, attempt) from error
             self._patience.sleep(wait * random.uniform(0.5, 1.5))
             wait *= self._patience.factor

@@ -26,7 +26,7 @@ from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundErro
 from ckptman.policy.rules import Record
 from ckptman.policy.stored import from_data, to_data
 from ckptman.policy.tiers import Tier, due
-from ckptman.store.abandoned import Rollback, abandoned_by, hand_on, parse_rollback_file, read_rollbacks
+from ckptman.store.abandoned import Rollback, abandoned_by, hand_on, read_rollbacks
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import FORMAT_VERSION, parse_versioned
@@ -205,7 +205,7 @@ def entries_of(place: FolderPlace | ObjectPlace) -> list[Entry | ObjectEntry]:
             )
         return list(Catalogue(place.root).scan(abandoned=True))
     try:
-        return list(place.look())
+        return list(place.look(abandoned=True))
     except NotFoundError:  # nothing below a prefix: it is made by what is put there
         return []
 
@@ -214,8 +214,7 @@ def rollbacks_of(place: FolderPlace | ObjectPlace) -> list[Rollback]:
     """The rollbacks that are written down in a tier. Raises: CkptmanError."""
     if isinstance(place, FolderPlace):
         return list(read_rollbacks(place.root).values())
-    names = [(f"{DOT}/{name}", size) for name, size in place.listing(DOT).items() if name.startswith("rollback-")]
-    return [parse_rollback_file(f"{place.url}/{name}", place.read(name, 0, size)) for name, size in sorted(names)]
+    return place.rollbacks()
 
 
 def hand_on_to(place: FolderPlace | ObjectPlace, rollbacks: Sequence[Rollback], known: Sequence[Rollback]) -> None:
