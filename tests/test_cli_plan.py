@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from ckptman.cli.app import main
 from ckptman.cli.quantities import parse_count, parse_rate, parse_seconds
 from ckptman.errors import ConfigError
-from ckptman.policy.goodput import best_interval_seconds
+from ckptman.policy.goodput import Costs, best_interval_seconds, shares
 from ckptman.policy.timing import daly_interval_seconds
 from ckptman.policy.warning import warning_seconds
 from ckptman.store.names import data_name, step_folder
@@ -224,12 +225,59 @@ def test_every_number_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert explained.count(" = ") >= len(figures)
 
 
+def test_formulas_give_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that are told in symbols, worked out as they are written."""
+    for more in (["--blocking"], ["--mtbf", "2h"], ["--staging", "1MB/s"]):
+        (tier,) = planned([*SEVEN, "--mtbf", "9h", "--tier", "a=1GB/s", *more, "--explain"], capsys)["tiers"]
+        value = {name: each["value"] for name, each in tier.items() if name != "name"}
+        known = {"T": value["interval_seconds"], "S": value["stall_seconds"], "D": value["save_seconds"]}
+        known |= {"R": value["restart_seconds"], "M": 7200 if "2h" in more else 9 * 3600}
+        for name in ("lost_per_failure_seconds", "lost", "stalled", "restarting", "goodput"):
+            formula, _, rest = tier[name]["formula"].partition(";")
+            parts = {key: known_as for key, _, known_as in (each.strip().partition(" = ") for each in rest.split(";"))}
+            for key in ("E", "B"):
+                formula = re.sub(rf"\b{key}\b", f"({parts.get(key, key)})", formula)
+            formula = re.sub(r"e\^(\([^()]*\))", r"exp(\1)", formula)
+            formula = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
+            assert eval(formula, {"exp": math.exp}, known) == pytest.approx(value[name], rel=1e-9), tier[name]
+    assert value["stall_seconds"] == value["save_seconds"]
+    assert "no longer than the save, 70 s" in tier["stall_seconds"]["formula"]
+
+
+def test_a_shape_says_what_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, told in (
+        ([], "shapes of Llama 2 and 3"),
+        (["--dim", "4096"], "dim as given, layers from 12 x layers x dim^2 parameters"),
+        (["--layers", "32"], "layers as given, dim from 12 x layers x dim^2 parameters"),
+        (["--dim", "4096", "--layers", "32"], "dim and layers as given"),
+    ):
+        source = planned([*SEVEN, *given, "--explain"], capsys)["memory"]["activations_bytes"]["source"]
+        assert source.startswith(told)
+        assert ("128 x layers" in source) == (not given)
+
+
 def test_what_is_said_of_slow_and_of_lost_places(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--params", "405B", "--nodes", "64", "--tier", "nfs=0.5GB/s", "--tier", "shm=4GB/s"]) == 0
     out = capsys.readouterr().out
     assert "nfs: a save takes 2.7 h, longer than the bound of 15 min" in out
     assert "shm: memory of a node, and gone with it" in out
     assert "save to nfs: every 9,720 s" in out
+
+
+def test_a_bound_that_costs_more_than_a_percent_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ["plan", "--params", "70e9", "--nodes", "8", "--tier", "a=2GB/s", "--mtbf", "100h"]
+    (tier,) = planned([*slow, "--blocking"], capsys)["tiers"]
+    costs = Costs(tier["stall_seconds"], tier["save_seconds"], tier["restart_seconds"])
+    assert tier["goodput_best"] == shares(tier["interval_best_seconds"], costs, 360_000).good
+    assert tier["goodput"] < 0.6 < 0.94 < tier["goodput_best"]
+    assert main([*slow, "--blocking"]) == 0
+    told = capsys.readouterr().out
+    assert "a: the bound costs more than it is worth: 53.08 % of the time is training that lasts at 15 min" in told
+    assert "94.82 % at the best interval, 4.87 h: save in the background (without --blocking), or take " in told
+    assert f"EverySeconds({math.ceil(tier['interval_best_seconds'])})" in told
+    for arguments in (slow, [*slow, "--blocking", "--mtbf", "5min"]):  # the stall is short, or the bound does not hold
+        assert main(arguments) == 0
+        assert "the bound costs" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["--mtbf", "1s"], ["--tier", "a=1B/s"], ["--mtbf", "9999d", "--length", "1s"]])

@@ -96,6 +96,7 @@ def _advice(made: Plan) -> list[str]:
                 f"{text.plain(tier.name)}: a restart takes longer than it is from one failure to the next: look for "
                 f"the cause of the failures, or take fewer GPUs"
             )
+        lines += _bound_costs(tier, figures, made.blocking)
         if made.limit_bytes is not None and value_of(figures, "disk") > made.limit_bytes:
             lines.append(
                 f"{text.plain(tier.name)}: {_text(figures, 'disk')} are there while a save is on its way, and "
@@ -116,6 +117,21 @@ def _advice(made: Plan) -> list[str]:
                 f"tier, and copy from there"
             )
     return lines
+
+
+def _bound_costs(tier: Tier, figures: list[Figure], blocking: bool) -> list[str]:
+    """Where the bound costs more than a percent of what the best interval yields."""
+    at_bound, at_best = value_of(figures, "goodput"), value_of(figures, "goodput_best")
+    if at_bound >= 0.99 * at_best:
+        return []
+    seconds = math.ceil(value_of(figures, "interval_best"))
+    shorter = "save in the background (without --blocking)" if blocking else "make the private copy faster"
+    return [
+        f"{text.plain(tier.name)}: the bound costs more than it is worth: {_text(figures, 'goodput')} of the time is "
+        f"training that lasts at {_text(figures, 'interval')}, and {_text(figures, 'goodput_best')} at the best "
+        f"interval, {_text(figures, 'interval_best')}: {shorter}, or take EverySeconds({seconds}) and lose more in "
+        f"each failure"
+    ]
 
 
 def _by_configuration(made: Plan) -> list[str]:

@@ -19,6 +19,9 @@ LEAST_INTERVAL_SECONDS = 1.0
 _SAXENA = "DalyInterval; Saxena et al., arXiv 2410.18124"
 _DALY = "J. T. Daly, FGCS 22(3), 2006: the optimum for failures at random (policy/goodput.py)"
 
+_LASTING = "E = ((T - S) / (e^(T/M) - 1) + S e^(-T/M)) e^(-D/M)"
+_BLOCKED = "B = M (1 - e^(-S/M)) / (e^(T/M) - 1)"
+
 
 @dataclass(frozen=True)
 class Tier:
@@ -78,6 +81,8 @@ def tier_figures(tier: Tier, saving: Saving, life: Life) -> list[Figure]:
     restart = life.init_seconds + load
     copied = f"{bytes_text(saving.largest_bytes)} of a rank / {bytes_text(saving.staging_bytes_per_second)}/s"
     stalled = "as long as the save: saves block training" if saving.blocking else f"private copy: {copied}"
+    if not saving.blocking and staged > save:
+        stalled += f" = {time_text(staged)}, but no longer than the save, {time_text(save)}"
     return [
         Figure("rate", tier.write_bytes_per_second, "bytes_per_second", tier.how, tier.source),
         Figure("save", save, "seconds", f"{size} / {bytes_text(tier.write_bytes_per_second)}/s"),
@@ -97,9 +102,12 @@ def interval_figures(costs: Costs, life: Life) -> list[Figure]:
     daly = daly_interval_seconds(costs.stall_seconds, life.mtbf_seconds, costs.restart_seconds)
     best = best_interval_seconds(costs.stall_seconds, life.mtbf_seconds)
     least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
+    free = max(least, best)
     taken = max(least, min(best, BOUND_SECONDS))
+    unbound = shares(free, costs, life.mtbf_seconds)
     at = shares(taken, costs, life.mtbf_seconds)
     s, m, r = (time_text(each) for each in (costs.stall_seconds, life.mtbf_seconds, costs.restart_seconds))
+    where, parts = f"T = {time_text(taken)}, S = {s}, M = {m}", f"{_LASTING}; {_BLOCKED}"
     held = "" if taken == best else f", held to {time_text(taken)}"
     return [
         Figure("interval_by_init", init, "seconds", f"{life.factor:g} x {r}, what a restart costs", "InitTimeInterval"),
@@ -117,20 +125,20 @@ def interval_figures(costs: Costs, life: Life) -> list[Figure]:
             "lost_per_failure",
             at.lost_per_failure_seconds,
             "seconds",
-            f"about half an interval of {time_text(taken)} and a save of {time_text(costs.settled_seconds)}: what was "
-            f"trained since the last durable save",
+            f"M - E - B; {parts}; {where}, D = {time_text(costs.settled_seconds)}",
+            "trained since the last durable save: of the M between failures E lasts, and saves block B",
         ),
-        Figure("lost", at.lost, "share", f"of all time: trained and lost, at an interval of {time_text(taken)}"),
-        Figure("stalled", at.stalled, "share", f"of all time: saves, {s} each"),
+        Figure("lost", at.lost, "share", f"(M - E - B) e^(-R/M) / M; {parts}; {where}, R = {r}: trained and lost"),
+        Figure("stalled", at.stalled, "share", f"B e^(-R/M) / M; {_BLOCKED}; {where}, R = {r}: blocked by saves"),
         Figure("restarting", at.restarting, "share", f"1 - e^(-R/M); R = {r}, M = {m}"),
         Figure(
             "goodput",
             at.good,
             "share",
-            f"((T - S) / (e^(T/M) - 1) + S e^(-T/M)) e^(-(D + R)/M) / M; T = {time_text(taken)}, D = "
-            f"{time_text(costs.settled_seconds)}",
+            f"E e^(-R/M) / M; {_LASTING}; {where}, D = {time_text(costs.settled_seconds)}, R = {r}",
             "policy/goodput.py; ckptman simulate plays it",
         ),
+        Figure("goodput_best", unbound.good, "share", f"the same without the bound: T = {time_text(free)}"),
     ]
 
 

@@ -15,7 +15,7 @@ from ckptman.policy.checks import check_count, check_positive
 from ckptman.policy.figures import Figure, bytes_text
 
 _HEAD_WIDTH = 128
-_LLAMA = "shapes of Llama 2 and 3: 12 x layers x dim^2 parameters with dim = 128 x layers"
+_LLAMA = "shapes of Llama 2 and 3: 12 x layers x dim^2 parameters"
 _FLOAT_BYTES = 4
 ALLOCATOR_SHARE = 0.1
 """What the CUDA context, NCCL, kernels' workspaces and gaps between allocations take besides, of everything."""
@@ -25,7 +25,7 @@ ALLOCATOR_SHARE = 0.1
 class Shape:
     """What activations depend on. `hidden`: the width of the feed-forward; `kv_share`: key-value heads per head.
 
-    `assumed`: derived from the number of parameters alone. `tied`: the head is the embedding.
+    `source`: how it was guessed, where it was. `tied`: the head is the embedding.
     """
 
     dim: int
@@ -33,8 +33,13 @@ class Shape:
     vocab: int
     hidden: int
     kv_share: float = 1.0
-    assumed: bool = False
+    source: str = ""
     tied: bool = False
+
+    @property
+    def assumed(self) -> bool:
+        """Derived, at least in part, from the number of parameters."""
+        return bool(self.source)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ def likely_shape(parameters: float, vocab: int, dim: int | None = None, layers: 
     for name, value in (("vocab", vocab), ("dim", dim), ("layers", layers)):
         if value is not None:
             check_count("plan", name, value)
+    source = _source(dim, layers)
     if layers is None:
         squares = dim**2 if dim is not None else None
         each = (parameters / (12 * _HEAD_WIDTH**2)) ** (1 / 3) if squares is None else parameters / (12 * squares)
@@ -76,7 +82,16 @@ def likely_shape(parameters: float, vocab: int, dim: int | None = None, layers: 
     if dim is None:
         exact = (parameters / (12 * layers)) ** 0.5
         dim = max(_HEAD_WIDTH, round(exact / _HEAD_WIDTH) * _HEAD_WIDTH)
-    return Shape(dim, layers, vocab, hidden=-(-dim * 8 // 3), assumed=True)
+    return Shape(dim, layers, vocab, hidden=-(-dim * 8 // 3), source=source)
+
+
+def _source(dim: int | None, layers: int | None) -> str:
+    if dim is None and layers is None:
+        return f"{_LLAMA} with dim = 128 x layers; hidden = 8/3 x dim"
+    if dim is not None and layers is not None:
+        return "dim and layers as given; hidden = 8/3 x dim, as in Llama"
+    given, other = ("layers", "dim") if dim is None else ("dim", "layers")
+    return f"{given} as given, {other} from 12 x layers x dim^2 parameters; hidden = 8/3 x dim, as in Llama"
 
 
 def memory_figures(weights: Weights, shape: Shape, batch: Batch) -> list[Figure]:
@@ -132,7 +147,6 @@ def activation_figures(shape: Shape, batch: Batch) -> list[Figure]:
     width = _layer_elements(shape)
     layer, inputs = round(tokens * item * width), tokens * item * shape.dim
     logits = tokens * shape.vocab * (item + 2 * _FLOAT_BYTES)
-    how = _LLAMA if shape.assumed else ""
     at_loss = f"{tokens:,} tokens x {shape.vocab:,} x ({item} + 4 + 4) B at the loss"
     each = f"({6 + 2 * shape.kv_share:.3g} x {shape.dim:,} + 4 x {shape.hidden:,})"
     kept = f"{shape.layers} layers x {tokens:,} tokens x {each} x {item} B"
@@ -141,8 +155,8 @@ def activation_figures(shape: Shape, batch: Batch) -> list[Figure]:
         f"({bytes_text(layer)}) and the loss ({bytes_text(logits)})"
     )
     return [
-        Figure("activations", shape.layers * layer + logits, "bytes", f"{kept} + {at_loss}", how),
-        Figure("activations_checkpointed", shape.layers * inputs + max(layer, logits), "bytes", again, how),
+        Figure("activations", shape.layers * layer + logits, "bytes", f"{kept} + {at_loss}", shape.source),
+        Figure("activations_checkpointed", shape.layers * inputs + max(layer, logits), "bytes", again, shape.source),
     ]
 
 
