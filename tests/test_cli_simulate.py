@@ -99,6 +99,28 @@ def test_a_trace_of_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (shorter["failures"], shorter["run_seconds"]) == (2, 5 * HOUR)
 
 
+def test_the_last_failure_of_a_trace_without_an_end_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "failures.txt"
+    trace.write_text("1h\n2h\n3h\n")
+    made = played(["--trace", str(trace), "--stall", "1s", "--restart", "1min"], capsys)
+    assert (made["failures"], made["mtbf_seconds"]) == (3, HOUR)
+    assert main(["simulate", "--trace", str(trace)]) == 0
+    assert "one in 60 min" in (out := capsys.readouterr().out)
+    assert "1 run of 3 h, 3 failures (as recorded)" in out
+    journal = journal_path(tmp_path)
+    journal.parent.mkdir(parents=True)
+    journal.write_text("".join(json.dumps(each) + "\n" for each in attempt(1, 5, (9000, "failed", {}))))
+    assert played(["--trace", str(tmp_path)], capsys)["failures"] == 1
+
+
+def test_an_interval_shorter_than_a_save_is_named_as_it_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--mtbf", "8h", "--stall", "5s", "--save", "60s", "--runs", "3", "--interval", "1s"]
+    shortest = by_name(played(arguments, capsys))["every 1 s, held to 60 s"]
+    assert shortest["interval_seconds"] == 60
+    assert main(["simulate", *arguments]) == 0
+    assert "60 s" in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("every 1 s,"))
+
+
 def test_a_trace_of_dates(tmp_path: Path) -> None:
     trace = tmp_path / "failures.txt"
     trace.write_text("start 2026-05-01T10:00:00\n2026-05-01T12:00:00Z\n2026-05-01 15:00:00+01:00\nend 2026-05-02\n")

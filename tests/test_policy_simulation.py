@@ -99,6 +99,22 @@ def test_no_failure_loses_nothing_but_the_stalls() -> None:
     assert played.saves == 10  # the last one begins at the end, and blocks nothing any more
 
 
+def test_a_failure_at_the_end_counts_and_loses() -> None:
+    costs = Costs(0, 0, 5)
+    played = play([40.0, 100.0], 100.0, costs, 30.0)
+    assert (played.failures, played.good_seconds, played.lost_seconds) == (2, 30 + 30, 10 + 25)
+    assert played.restarting_seconds == 5
+    assert play([100.0, 101.0], 100.0, costs, 30.0).failures == 1  # the other one comes when nobody looks any more
+    assert play([98.0, 100.0], 100.0, costs, 30.0).failures == 2  # and this one hits a restart
+
+
+def test_the_interval_is_the_one_that_was_played() -> None:
+    costs = Costs(10, 60, 0)
+    assert play([], 1000.0, costs, 1.0).interval_seconds == 60
+    assert play_all([[], [5.0]], 1000.0, costs, 1.0).interval_seconds == 60
+    assert play([], 1000.0, costs, 61.0).interval_seconds == 61
+
+
 def test_several_runs_are_added_up() -> None:
     costs = Costs(1, 2, 3)
     runs = [[50.0], [], [10.0, 11.0, 90.0]]

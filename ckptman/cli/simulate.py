@@ -165,7 +165,7 @@ def _failures(
         if seconds is not None and seconds > recorded.seconds:
             raise ConfigError(f"--length {length}: the trace ends after {_time(recorded.seconds)}; leave it out")
         seconds = seconds or recorded.seconds
-        return [[each for each in recorded.failures if each < seconds]], seconds
+        return [[each for each in recorded.failures if each <= seconds]], seconds
     seconds = seconds or 30 * 86400.0
     if runs is None:
         runs = max(1, min(round(FAILURES * mean / seconds), MOST_RUNS))
@@ -205,10 +205,15 @@ def _play(
         ("DalyInterval", daly),
         ("InitTimeInterval", max(least, min(4 * costs.restart_seconds, BOUND_SECONDS))),
         ("every 15 min", max(least, BOUND_SECONDS)),
-        *((f"every {_time(each)}", each) for each in wanted),
+        *((f"every {_time(each)}{_held(each, costs)}", each) for each in wanted),
     ]
     best = best_fixed(runs, seconds, costs, *_bounds(costs, mean, seconds))
     return [_named(name, runs, seconds, costs, each) for name, each in [("best fixed", best.interval_seconds), *named]]
+
+
+def _held(interval: float, costs: Costs) -> str:
+    """What to say of an interval that is shorter than a save."""
+    return f", held to {_time(costs.settled_seconds)}" if interval < costs.settled_seconds else ""
 
 
 def _named(name: str, runs: Sequence[Sequence[float]], seconds: float, costs: Costs, interval: float) -> _Named:

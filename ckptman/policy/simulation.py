@@ -19,7 +19,8 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 @dataclass(frozen=True)
 class Played:
     """What became of the time. All in seconds but the counts; `good`, `lost`, `stalled` and `restarting` add up to
-    `seconds`. `failures`: those that hit, during a restart too."""
+    `seconds`. `failures`: those that hit, during a restart too. `interval`: the one that was played, no shorter than a
+    save."""
 
     interval_seconds: float
     seconds: float
@@ -41,7 +42,8 @@ def play(failures: Sequence[float], seconds: float, costs: Costs, interval_secon
 
     It begins to train at 0. A save begins each interval, counted from the start of the one before, or from where
     training went on; while one is not durable the next waits. At the end the run is stopped in order, and saves: what
-    was trained since the last failure counts. Raises IntervalError for times that cannot be.
+    was trained since the last failure counts, unless a failure comes at that very moment. Raises IntervalError for
+    times that cannot be.
     """
     check_positive("play", "seconds", seconds)
     check_positive("play", "interval_seconds", interval_seconds)
@@ -49,14 +51,14 @@ def play(failures: Sequence[float], seconds: float, costs: Costs, interval_secon
     interval = max(interval_seconds, settled)
     good = lost = stalled = restarting = begun = 0.0
     saves = hits = 0
-    for failure in [*failures, seconds]:
+    for number, failure in enumerate([*failures, seconds]):
+        over = number == len(failures) or failure > seconds
         if failure < begun:  # it hit the restart, which begins again
-            if failure < seconds:
+            if not over:
                 hits += 1
                 restarting += failure + restart - begun
                 begun = failure + restart
             continue
-        over = failure >= seconds
         up = min(failure, seconds) - begun
         if up < 0:
             break
@@ -75,14 +77,14 @@ def play(failures: Sequence[float], seconds: float, costs: Costs, interval_secon
         begun = failure + restart
     # A restart that goes on beyond the end is counted to the end.
     restarting -= max(0.0, begun - seconds)
-    return Played(interval_seconds, seconds, good, lost, stalled, restarting, hits, saves)
+    return Played(interval, seconds, good, lost, stalled, restarting, hits, saves)
 
 
 def play_all(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, interval_seconds: float) -> Played:
     """Several runs of `seconds`, each with failures of its own, added up."""
     each = [play(failures, seconds, costs, interval_seconds) for failures in runs]
     return Played(
-        interval_seconds,
+        max(interval_seconds, costs.settled_seconds),
         sum(one.seconds for one in each),
         sum(one.good_seconds for one in each),
         sum(one.lost_seconds for one in each),
