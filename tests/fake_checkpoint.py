@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from ckptman.store.digest import BLOCK_BYTES, GROUP_BLOCKS, digest_bytes
 from ckptman.store.durable import Disk
 from ckptman.store.index import Index, Unit
 from ckptman.store.manifest import FileRecord, Manifest, Mesh, read_manifest
-from ckptman.store.names import CHUNKS, INDEX, METADATA, blocks_name, data_name, step_folder
+from ckptman.store.names import CHUNKS, INDEX, METADATA, blocks_name, data_name, new_nonce, step_folder
 from ckptman.store.place import FolderPlace
 from ckptman.store.plain import encode
 from ckptman.store.verified import Verified, read_verified
@@ -52,7 +51,7 @@ def commit(
     """
     place = FolderPlace(root, QuickDisk())
     root.mkdir(parents=True, exist_ok=True)
-    draft = Path(place.begin(step_folder(step), os.urandom(4).hex()))
+    draft = Path(place.begin(step_folder(step), new_nonce()))
     files: dict[str, bytes] = {METADATA: b"nothing that anybody should unpickle"}
     share = -(-rows // ranks)
     parts: list[Rows] = []

@@ -18,7 +18,7 @@ from ckptman.store.chunks import Rows
 from ckptman.store.digest import BLOCK_BYTES, digest_bytes
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import FileRecord, Manifest
-from ckptman.store.names import blocks_name, data_name, step_folder
+from ckptman.store.names import blocks_name, data_name, new_nonce, step_folder
 from ckptman.store.place import FolderPlace
 from ckptman.store.verify import check_coverage, verify_folder
 from tests.fake_checkpoint import blocks_of, index_files
@@ -131,7 +131,7 @@ def save(root: Path, step: int, content: bytes = b"", disk: Disk = DISK, tag: st
     """Save a checkpoint of one tensor in two files through a place on `disk`, as ranks and leader do it together."""
     place = FolderPlace(root, disk)
     place.make()
-    draft = Path(place.begin(step_folder(step), tag or os.urandom(4).hex()))
+    draft = Path(place.begin(step_folder(step), tag or new_nonce()))
     files: dict[str, bytes] = {}
     parts: list[Rows] = []
     for rank in range(2):

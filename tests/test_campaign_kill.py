@@ -131,7 +131,7 @@ def test_random_kills_resume_from_the_newest_commit(tmp_path: Path, kills: int) 
     for rank in range(2):
         assert losses(root, rank) == losses(tmp_path / "whole", rank)
         assert last[rank]["digests"] == whole[rank]["digests"]
-    execute(root, plan_prune(root, ckptman.KeepLast(1)), "test")
+    execute(root, plan_prune(root, ckptman.KeepLast(1)), "0123abcd-1")
     assert sorted(each.name for each in root.iterdir()) == [".ckptman", f"step-{until:010d}"]
     print(f"{kills} kills, {kills} resumes, from steps {starts}; {until} steps, all as in the run that never stopped")
 

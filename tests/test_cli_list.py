@@ -20,7 +20,7 @@ def test_the_order_is_that_of_the_commits_and_each_says_whether_it_counts(
     broken = commit(tmp_path, 200)
     (broken.path / "__1_0.distcp").unlink()
     (tmp_path / "step-0000000400").mkdir()
-    (tmp_path / "step-0000000500.tmp-abcd-1").mkdir()
+    (tmp_path / "step-0000000500.tmp-abcdef00-1").mkdir()
     (tmp_path / "step-300-backup").mkdir()
     assert main(["list", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -41,7 +41,7 @@ def test_an_empty_root_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_json_is_strict_and_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commit(tmp_path, 7, metrics={"loss": float("nan"), "gain": float("-inf")}, restored_from=5)
     (tmp_path / "step-0000000008").mkdir()
-    (tmp_path / "step-0000000009.trash-abcd").mkdir()
+    (tmp_path / "step-0000000009.trash-abcdef00").mkdir()
     assert main(["list", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     broken, good = told["checkpoints"]
@@ -53,7 +53,7 @@ def test_json_is_strict_and_complete(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert good["world_size"] == 2
     assert good["sequence"] == 1
     assert good["mesh"] == {"names": ["shard"], "shape": [2]}
-    assert told["leftovers"] == [{"path": str(tmp_path / "step-0000000009.trash-abcd"), "step": 9, "kind": "trash"}]
+    assert told["leftovers"] == [{"path": str(tmp_path / "step-0000000009.trash-abcdef00"), "step": 9, "kind": "trash"}]
 
 
 def test_a_thousand_checkpoints_are_all_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ def root(tmp_path: Path) -> Path:
     """Steps 100 to 500; the loss is lowest at 200, the accuracy highest at 300; and what two crashes left."""
     for step, loss, accuracy in ((100, 3.0, 0.1), (200, 1.0, 0.2), (300, 2.0, 0.9), (400, 4.0, 0.3), (500, 5.0, 0.4)):
         commit(tmp_path, step, time_seconds=time.time(), metrics={"loss": loss, "accuracy": accuracy})
-    for name in ("step-0000000600.tmp-dead-1", "step-0000000050.trash-dead-2"):
+    for name in ("step-0000000600.tmp-deadbeef-1", "step-0000000050.trash-deadbeef-2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"x" * 1024)
     return tmp_path
@@ -66,7 +66,7 @@ def test_each_line_has_its_reason_and_the_end_says_what_was_freed(
     assert lines[2][5] == "keep best 1 by loss (min): 1"
     assert lines[5][:3] == ["keep", "step", "500"]
     assert lines[5][5] == "newest; keep last 1 of 1"
-    assert lines[6][:4] == ["clear", "step-0000000050.trash-dead-2", "1.0", "KiB"]
+    assert lines[6][:4] == ["clear", "step-0000000050.trash-deadbeef-2", "1.0", "KiB"]
     assert " ".join(lines[-1]).startswith("Deleted 3 of 5 checkpoints and 2 leftovers: ")
 
 

@@ -67,8 +67,8 @@ def test_a_checkpoint_under_another_name_is_one_too(tmp_path: Path, capsys: pyte
     ("name", "why"),
     [
         ("step-0000000999", "its manifest is of step 100"),
-        ("step-0000000100.tmp-abc-1", "it was never committed"),
-        ("step-0000000100.trash-abc-1", "it was deleted"),
+        ("step-0000000100.tmp-abcdef00-1", "it was never committed"),
+        ("step-0000000100.trash-abcdef00-1", "it was deleted"),
     ],
 )
 def test_a_folder_that_does_not_count_in_a_root_does_not_count_alone(

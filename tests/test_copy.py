@@ -352,7 +352,7 @@ def test_both_sides_are_held_meanwhile_and_no_prune_takes_anything(source: Path,
         seen.extend((held(source), held(root)))
         plan = plan_prune(root, None)
         assert plan.leftovers == []
-        execute(root, plan, "tag")
+        execute(root, plan, "0123abcd-1")
 
     copy(source, root, meter=Meter(Once("copying", look)))
     at_source, at_root = seen

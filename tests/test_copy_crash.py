@@ -70,7 +70,7 @@ def test_what_was_begun_again_and_finished_outlives_a_power_cut(
                 act(world, disk)
             act(world, DISK)
             if act is drain:
-                execute(world / "root", plan_prune(world / "root", KeepLast(1)), "tag")
+                execute(world / "root", plan_prune(world / "root", KeepLast(1)), "0123abcd-1")
         left = survive(world, memory, tmp_path / f"left-{number}", "everything", random.Random(number))
         assert holds(left / "near") == whole, fault
         assert holds(left / "root").items() <= whole.items(), fault

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,14 @@ from ckptman.store.durable import DISK, Disk
 from ckptman.store.lease import lease
 from ckptman.store.manifest import read_manifest
 from ckptman.store.owner import claim
-from ckptman.store.pins import pin
+from ckptman.store.pins import pin, read_pin
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import execute, plan_prune
 from ckptman.store.verify import verify_folder
 from tests.faulty_disk import holds, save
 
 NAME = "step-0000000100"
+numbers = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +69,8 @@ def is_whole(folder: Path) -> bool:
     return verify_folder(folder, read_manifest(folder), threads=1).good
 
 
-def prune(root: Path, disk: Disk, tag: str = "tag") -> None:
-    execute(root, plan_prune(root, KeepLast(1)), tag, disk)
+def prune(root: Path, disk: Disk) -> None:
+    execute(root, plan_prune(root, KeepLast(1)), f"0123abcd-{next(numbers)}", disk)
 
 
 def test_what_a_reader_wants_stays_in_the_trash_and_comes_back(root: Path) -> None:
@@ -81,14 +83,15 @@ def test_what_a_reader_wants_stays_in_the_trash_and_comes_back(root: Path) -> No
         assert (told.value.errno, told.value.filename) == (errno.EBUSY, str(left))
         assert is_whole(left)
         assert sorted(holds(root)) == [300], "what nobody wanted is gone all the same"
-        for tag in ("again", "and again"):
+        for _ in range(2):
             with contextlib.suppress(OSError):
-                prune(root, disk, tag)
+                prune(root, disk)
             assert is_whole(left)
         disk.refuses = False
-        prune(root, disk, "a better day")
+        prune(root, disk)
         assert holds(root) == {step: before[step] for step in (100, 300)}
-    prune(root, disk, "last")
+        assert read_pin(root / NAME) is None
+    prune(root, disk)
     assert holds(root) == {300: before[300]}
     assert trash(root) == []
 
@@ -99,10 +102,13 @@ def test_one_that_was_pinned_meanwhile_comes_back_as_well(root: Path) -> None:
     with pytest.raises(OSError, match="cannot be put back: pinned: Table 2"):
         prune(root, disk)
     (left,) = trash(root)
-    prune(root, disk, "again")
+    prune(root, disk)
     assert is_whole(left)
-    prune(root, DISK, "a better day")
+    prune(root, DISK)
     assert holds(root) == {step: before[step] for step in (100, 300)}
+    note = read_pin(root / NAME)
+    assert note is not None
+    assert note.why == "Table 2"
 
 
 def test_where_the_step_was_saved_again_both_are_there(root: Path) -> None:
@@ -122,21 +128,31 @@ def test_where_the_step_was_saved_again_both_are_there(root: Path) -> None:
         now = holds(root)
         assert sorted(now) == [100, 300]
         assert now[100] != before[100]
-        prune(root, DISK, "again")
+        prune(root, DISK)
         assert is_whole(left)
-    prune(root, DISK, "last")
+    prune(root, DISK)
     assert holds(root) == {100: now[100]}, "the newest"
     assert trash(root) == []
 
 
-def test_what_a_rollback_changed_is_taken_no_further(root: Path) -> None:
+def test_what_a_rollback_may_need_is_not_cleared_by_the_next_prune(root: Path) -> None:
+    before = holds(root)
+
     def roll_back() -> None:
         assert main(["rollback", str(root), "--to-step", "200"]) == 0
 
+    disk = OneWay(roll_back)
     with pytest.raises(OSError, match="cannot be put back: the root was rolled back since the plan was made"):
-        prune(root, OneWay(roll_back))
-    assert is_whole(trash(root)[0])
+        prune(root, disk)
+    (left,) = trash(root)
     assert sorted(holds(root)) == [200], "which was to go"
+    prune(root, disk)
+    assert is_whole(left)
+    prune(root, DISK)
+    assert holds(root) == {step: before[step] for step in (100, 200)}
+    note = read_pin(root / NAME)
+    assert note is not None
+    assert note.why == "a prune could not put it back: the root was rolled back since the plan was made"
 
 
 def test_the_command_says_so(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

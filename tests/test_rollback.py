@@ -113,7 +113,7 @@ def test_retention_counts_what_was_abandoned_for_nothing(root: Path) -> None:
     verdicts = {verdict.record.step: (verdict.keep, verdict.reasons) for verdict in plan.verdicts}
     assert {step for step, (keep, _) in verdicts.items() if keep} == {10, 20}
     assert all("rollback to step 20 (spike)" in "; ".join(verdicts[step][1]) for step in (30, 40, 50))
-    prune(root, plan, "tag")
+    prune(root, plan, "0123abcd-1")
     assert steps(root, abandoned=True) == [10, 20]
     commit(root, 30)
     assert steps(root) == [10, 20, 30]

@@ -61,9 +61,9 @@ def stays(outside: Path) -> None:
 def test_prune_removes_a_link_and_not_what_it_points_to(outside: Path, kind: str) -> None:
     root = outside.parent / "root"
     commit(root, 2)
-    link = root / f"step-0000000002.{kind}-dead"
+    link = root / f"step-0000000002.{kind}-deadbeef"
     link.symlink_to(outside)
-    execute(root, plan_prune(root, None), "tag")
+    execute(root, plan_prune(root, None), "0123abcd-1")
     assert not os.path.lexists(link)
     stays(outside)
 
@@ -74,7 +74,7 @@ def test_prune_removes_folders_with_links_in_them(outside: Path) -> None:
         commit(root, step)
     (root / STEP / "away").symlink_to(outside)
     (root / STEP / "away too").symlink_to(outside / "precious")
-    execute(root, plan_prune(root, ckptman.KeepLast(1)), "tag")
+    execute(root, plan_prune(root, ckptman.KeepLast(1)), "0123abcd-1")
     assert [path.name for path in root.iterdir()] == ["step-0000000002"]
     stays(outside)
 
@@ -84,7 +84,7 @@ def test_a_step_that_is_a_link_does_not_count_and_is_left_alone(outside: Path) -
     commit(outside.parent / "other", 1)
     commit(root, 2)
     (root / STEP).symlink_to(outside.parent / "other" / STEP)
-    execute(root, plan_prune(root, ckptman.KeepLast(1)), "tag")
+    execute(root, plan_prune(root, ckptman.KeepLast(1)), "0123abcd-1")
     assert sorted(path.name for path in root.iterdir()) == [STEP, "step-0000000002"]
     assert (outside.parent / "other" / STEP / "manifest.json").exists()
 
@@ -94,7 +94,7 @@ def test_what_a_leftover_link_points_to_is_not_even_looked_at(tmp_path: Path) ->
     commit(tmp_path / "elsewhere", 1)
     root = tmp_path / "root"
     root.mkdir()
-    (root / "step-0000000009.tmp-dead").symlink_to(tmp_path / "elsewhere")
+    (root / "step-0000000009.tmp-deadbeef").symlink_to(tmp_path / "elsewhere")
     (leftover,) = find_leftovers(root)
     assert leftover.bytes < 1000
 
@@ -104,7 +104,7 @@ def test_prune_goes_through_no_link_in_place_of_the_runs_folder(outside: Path) -
     (outside / "precious").rename(outside / "outcome.json.tmp-1-0123abcd")
     (outside / "lease-0a1b2c3d.json").symlink_to("nowhere")  # which counts as one that is over
     run_folder(root).symlink_to(outside)
-    (root / "step-0000000009.tmp-dead").mkdir()
+    (root / "step-0000000009.tmp-deadbeef").mkdir()
     assert main(["prune", str(root), "--leftovers"]) == 0
     assert sorted(path.name for path in outside.iterdir()) == ["lease-0a1b2c3d.json", "outcome.json.tmp-1-0123abcd"]
 

@@ -149,8 +149,8 @@ def test_a_root_that_is_a_checkpoint_itself_is_left_as_it_is(tmp_path: Path, sav
 
 def test_a_root_of_logs_and_leftovers_is_a_fresh_one(tmp_path: Path) -> None:
     one_step(tmp_path)
-    (tmp_path / step_folder(1)).rename(tmp_path / step_folder(1, "trash", "x-1"))
-    for name in ("logs/manifest.txt", "logs/deep/manifest.json", f"{step_folder(7, 'tmp', 'y-1')}/manifest.json"):
+    (tmp_path / step_folder(1)).rename(tmp_path / step_folder(1, "trash", "deadbeef-1"))
+    for name in ("logs/manifest.txt", "logs/deep/manifest.json", f"{step_folder(7, 'tmp', 'deadbeef')}/manifest.json"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
     (tmp_path / "run.log").touch()

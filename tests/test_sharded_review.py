@@ -257,13 +257,13 @@ class Hoarder(Disk):
         self.root = root
 
     def write_file(self, path: Path, data: bytes) -> None:
-        if any(".tmp-dead-" in each.name for each in self.root.iterdir()):
+        if any(".tmp-deadbeef-" in each.name for each in self.root.iterdir()):
             raise OSError(errno.ENOSPC, "No space left on device")
         super().write_file(path, data)
 
 
 def test_leftovers_of_killed_saves_make_room_for_the_next_attempt(tmp_path: Path) -> None:
-    (tmp_path / "step-0000000007.tmp-dead-1").mkdir()
+    (tmp_path / "step-0000000007.tmp-deadbeef-1").mkdir()
     with open_run(tmp_path, {"epoch": 1}, disk=Hoarder(tmp_path)) as checkpointer:
         checkpointer.restore()
         checkpointer.step(1)

@@ -23,6 +23,7 @@ from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.manifest import Manifest, compare_names, is_plain_name, read_manifest
 from ckptman.store.names import (
     MAX_STEP,
+    new_nonce,
     owner_path,
     parse_half_written,
     parse_owner,
@@ -68,6 +69,11 @@ def problem(root: Path, step: int = 100) -> str:
         "step-0000000100.tmp",
         "step-0000000100.tmp-",
         "step-0000000100.tmp-a.b",
+        "step-0000000100.tmp-0123abcd.b",
+        *(f"step-0000000100.{kind}-best" for kind in ("tmp", "old", "abandoned", "trash")),
+        *("step-0000000100.old-1", "step-0000000100.tmp-rsync", "step-0000000100.tmp-mine", "step-0000000100.trash-1"),
+        *("step-0000000100.old-20261122", "step-0000000100.old-20261122-1530", "step-0000000100.old-0123abcd-best"),
+        "step-0000000100.tmp-copy",
         "step-0000000100.bak-a",
         "step-0000000100.tmp-a ",
         "step-0000000100.tmp-\u0661",
@@ -88,10 +94,22 @@ def test_a_name_that_only_resembles_ours_is_left_alone(tmp_path: Path, name: str
     assert Catalogue(tmp_path).leftovers() == []
 
 
-@given(st.integers(0, MAX_STEP), st.sampled_from(["step", "tmp", "old", "trash"]), st.from_regex(r"\A[0-9A-Za-z_-]+\Z"))
+@given(
+    st.integers(0, MAX_STEP),
+    st.sampled_from(["step", "tmp", "old", "abandoned", "trash"]),
+    st.from_regex(
+        r"\A(([0-9a-f]{7}[a-f]|(cli|drain|full-|copy-)[0-9a-f]{8})(-[0-9]+){0,2}(-left[0-9]+)?|copy-[0-9a-f]{16})\Z"
+    ),
+)
 def test_a_name_says_what_it_was_made_of(step: int, kind: Any, tag: str) -> None:
     parsed = parse_step(step_folder(step, kind, tag))
     assert parsed == (step, kind, "" if kind == "step" else tag)
+
+
+def test_a_nonce_is_never_all_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter([b"\x20\x26\x11\x22", b"\x00\x00\x00\x00", b"\x20\x26\x11\x2a"])
+    monkeypatch.setattr(os, "urandom", lambda count: next(made))
+    assert new_nonce() == "2026112a"
 
 
 @pytest.mark.parametrize("step", [-1, MAX_STEP + 1])
@@ -270,7 +288,7 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
 # ---- the previous save of a step -------------------------------------------------------------------------------------
 
 
-def aside(entry: Entry, tag: str = "dead") -> Path:
+def aside(entry: Entry, tag: str = "deadbeef") -> Path:
     path = entry.path.with_name(f"{entry.path.name}.old-{tag}")
     entry.path.rename(path)
     return path
@@ -287,10 +305,10 @@ def test_a_save_that_stood_aside_counts_until_the_new_one_is_there(tmp_path: Pat
     assert [path for path, _ in Catalogue(tmp_path).leftovers()] == [old]
 
 
-@pytest.mark.parametrize("tags", ["az", "za"])
+@pytest.mark.parametrize("tags", ["af", "fa"])
 def test_of_several_that_stood_aside_the_last_committed_counts(tmp_path: Path, tags: str) -> None:
-    first = aside(save(tmp_path, 100), tags[0])
-    second = aside(save(tmp_path, 100), tags[1])
+    first = aside(save(tmp_path, 100), 8 * tags[0])
+    second = aside(save(tmp_path, 100), 8 * tags[1])
     assert Catalogue(tmp_path).entry(100).path == second
     assert [path for path, _ in Catalogue(tmp_path).leftovers()] == [first]
 
@@ -364,7 +382,7 @@ def test_an_earlier_save_does_not_stand_in_for_one_that_cannot_be_read(
 ) -> None:
     """The later one may well be good, and the earlier one may be all there is: neither goes."""
     save(tmp_path, 100)
-    shutil.copytree(tmp_path / step_folder(100), tmp_path / step_folder(100, "old", "x-1"))
+    shutil.copytree(tmp_path / step_folder(100), tmp_path / step_folder(100, "old", "deadbeef-1"))
     real = catalogue_module.read_manifest
 
     def refuse(path: Path) -> Manifest:
@@ -462,8 +480,8 @@ def test_a_place_lists_opens_and_deletes(tmp_path: Path) -> None:
     (entry,) = place.list()
     with place.open(entry, "__1_0.distcp") as file:
         assert file.read() == b"\1" * 32 + b"content"
-    place.delete(entry, "tag")
+    place.delete(entry, "0123abcd-1")
     assert place.list() == []
-    place.delete(entry, "tag")
+    place.delete(entry, "0123abcd-1")
     assert not list(tmp_path.iterdir())
     assert stat.S_ISDIR(tmp_path.stat().st_mode)

@@ -49,21 +49,21 @@ def littered(root: Path) -> None:
     """Three checkpoints, and what every kind of crash leaves."""
     three(root)
     for kind in ("tmp", "trash", "old"):
-        shutil.copytree(root / "step-0000000300", root / f"step-0000000300.{kind}-dead")
-    shutil.copytree(root / "step-0000000100", root / "step-0000000100.old-dead")
+        shutil.copytree(root / "step-0000000300", root / f"step-0000000300.{kind}-deadbeef")
+    shutil.copytree(root / "step-0000000100", root / "step-0000000100.old-deadbeef")
     rewrite(root / "step-0000000100", sequence=4)  # saved again, after step 300
     rewrite(root / "step-0000000300", sequence=5)
-    (root / "step-0000000100.tmp-dead").mkdir()
+    (root / "step-0000000100.tmp-deadbeef").mkdir()
     outcome_path(root).parent.mkdir()
     outcome_path(root).with_name("outcome.json.tmp-1-0123abcd").touch()
 
 
 def delete(root: Path, disk: Disk) -> None:
-    FolderPlace(root, disk).delete(Catalogue(root).entry(100), "tag")
+    FolderPlace(root, disk).delete(Catalogue(root).entry(100), "0123abcd-1")
 
 
 def prune(root: Path, disk: Disk) -> None:
-    execute(root, plan_prune(root, KeepLast(1)), "tag", disk)
+    execute(root, plan_prune(root, KeepLast(1)), "0123abcd-1", disk)
 
 
 SCENES: dict[str, Scene] = {
@@ -112,7 +112,7 @@ def goes_on(root: Path) -> None:
     newest = max((sequence for sequence, _ in holds(root).values()), default=0) if root.exists() else 0
     saved = save(root, 400, b"after the fault")
     assert saved.sequence == newest + 1
-    execute(root, plan_prune(root, KeepLast(2)), "next")
+    execute(root, plan_prune(root, KeepLast(2)), "0123abcd-2")
     assert names(root) == {entry.path.name for entry in Catalogue(root).scan()}, "a leftover survived"
     held = holds(root)
     assert held[400][0] == saved.sequence
@@ -207,12 +207,12 @@ def test_a_data_file_whose_writing_dies_or_fails_at_any_operation(tmp_path: Path
 
 def test_an_abandoned_draft_is_removed_or_left_for_prune(tmp_path: Path) -> None:
     place = FolderPlace(tmp_path, FaultyDisk(Fault(1, "midway", errno.EIO)))
-    draft = place.begin("step-0000000100", "tag")
+    draft = place.begin("step-0000000100", "0123abcd-1")
     (Path(draft) / "a").touch()
     (Path(draft) / "b").touch()
     with pytest.warns(RuntimeWarning, match="could not be removed .*ckptman prune will"):
         place.abandon(draft)
-    assert [each.path.name for each in plan_prune(tmp_path, None).leftovers] == ["step-0000000100.tmp-tag"]
+    assert [each.path.name for each in plan_prune(tmp_path, None).leftovers] == ["step-0000000100.tmp-0123abcd-1"]
     place.abandon(draft)
     assert names(tmp_path) == set()
     place.abandon(draft)
@@ -246,9 +246,9 @@ def log_of_a_save_over(root: Path) -> list[str]:
 
 
 def test_a_tag_is_used_once(tmp_path: Path) -> None:
-    FolderPlace(tmp_path).begin("step-0000000100", "tag")
+    FolderPlace(tmp_path).begin("step-0000000100", "0123abcd-1")
     with pytest.raises(FileExistsError):
-        FolderPlace(tmp_path).begin("step-0000000100", "tag")
+        FolderPlace(tmp_path).begin("step-0000000100", "0123abcd-1")
 
 
 def test_a_folder_of_any_name_can_be_committed(tmp_path: Path) -> None:

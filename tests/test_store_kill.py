@@ -60,7 +60,7 @@ def kill_again_and_again(root: Path, kills: int, seed: int) -> None:
         assert max(held) >= told, f"kill {number}: sequence {told} was committed and is gone"
         assert held.isdisjoint(gone), f"kill {number}: what was pruned came back"
         gone = set(range(max(held))) - held
-    execute(root, plan_prune(root, KeepLast(KEPT)), "afterwards")
+    execute(root, plan_prune(root, KeepLast(KEPT)), "0123abcd-1")
     assert {path.name for path in root.iterdir()} == {".ckptman", *(path.path.name for path in Catalogue(root).scan())}
     assert len(holds(root)) == KEPT
     owner = read_owner(root)

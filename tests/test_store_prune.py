@@ -74,23 +74,23 @@ def test_each_checkpoint_gets_a_verdict_with_its_reasons(tmp_path: Path) -> None
     ]
     assert plan.freed_bytes == plan.entries[1].require_manifest().total_bytes
     assert steps(tmp_path) == [100, 200, 300, 150], "a plan deletes nothing"
-    execute(tmp_path, plan, "tag")
+    execute(tmp_path, plan, "0123abcd-1")
     assert steps(tmp_path) == [200, 300, 150]
-    execute(tmp_path, plan, "again")
+    execute(tmp_path, plan, "0123abcd-3")
     assert steps(tmp_path) == [200, 300, 150]
 
 
 def test_the_newest_is_kept_after_a_rollback_whatever_the_rules(tmp_path: Path) -> None:
     for step in (100, 200, 300, 50):
         save(tmp_path, step)
-    execute(tmp_path, plan_prune(tmp_path, KeepBest("accuracy", mode="max")), "tag")
+    execute(tmp_path, plan_prune(tmp_path, KeepBest("accuracy", mode="max")), "0123abcd-1")
     assert steps(tmp_path) == [50]
 
 
 def test_without_a_policy_nothing_is_deleted(tmp_path: Path) -> None:
     save(tmp_path, 100)
     save(tmp_path, 200)
-    execute(tmp_path, plan_prune(tmp_path, None), "tag")
+    execute(tmp_path, plan_prune(tmp_path, None), "0123abcd-1")
     assert steps(tmp_path) == [100, 200]
 
 
@@ -101,7 +101,7 @@ def test_what_does_not_count_is_neither_counted_nor_touched(tmp_path: Path) -> N
     rewrite(tmp_path / "step-0000000200", format_version=2)
     (tmp_path / "step-0000000400").mkdir()
     (tmp_path / "step-7.tmp-backup").mkdir()
-    execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "tag")
+    execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "0123abcd-1")
     assert sorted(steps(tmp_path)) == [100, 200, 300, 400], "the newest that is complete stays, and all that is not"
     assert (tmp_path / "step-7.tmp-backup").exists()
 
@@ -111,7 +111,7 @@ def test_folders_that_share_a_sequence_each_get_a_verdict(tmp_path: Path) -> Non
         rewrite(save(tmp_path, step).path, sequence=1, metrics={"loss": math.nan})
     plan = plan_prune(tmp_path, KeepLast(1))
     assert [verdict.record.step for verdict in plan.verdicts] == [100, 200, 300]
-    execute(tmp_path, plan, "tag")
+    execute(tmp_path, plan, "0123abcd-1")
     assert steps(tmp_path) == [300]
 
 
@@ -121,7 +121,7 @@ def test_a_step_that_was_saved_again_since_the_plan_is_kept(tmp_path: Path) -> N
     plan = plan_prune(tmp_path, KeepLast(1))
     newest = save(tmp_path, 100)
     shutil.rmtree(tmp_path / "step-0000000200")
-    execute(tmp_path, plan, "tag")
+    execute(tmp_path, plan, "0123abcd-1")
     assert steps(tmp_path) == [300, 100]
     assert Catalogue(tmp_path).entry(100).sequence == newest.sequence
 
@@ -136,7 +136,7 @@ def test_a_root_that_is_not_there(tmp_path: Path) -> None:
 
 def test_leftovers_say_why_and_how_much(tmp_path: Path) -> None:
     save(tmp_path, 100, b"x" * 1000)
-    names = litter(tmp_path, "dead")
+    names = litter(tmp_path, "deadbeef")
     (tmp_path / names[1] / "link").symlink_to(tmp_path)
     bytes_of_one = sum(path.stat().st_size for path in (tmp_path / "step-0000000100").iterdir())
     found = find_leftovers(tmp_path)
@@ -149,7 +149,7 @@ def test_leftovers_say_why_and_how_much(tmp_path: Path) -> None:
     assert found[1].bytes < bytes_of_one + 1000, "links are not followed"
     plan = plan_prune(tmp_path, None)
     assert plan.freed_bytes == sum(each.bytes for each in found)
-    execute(tmp_path, plan, "tag")
+    execute(tmp_path, plan, "0123abcd-1")
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000000100"]
 
 
@@ -170,9 +170,9 @@ def test_leftovers_of_a_live_owner_stay_and_those_of_others_go(tmp_path: Path) -
         owner = owned(tmp_path, pid=child.pid, start_ticks=found[1])
         litter(tmp_path, owner.nonce)
         half_written(tmp_path, child.pid)
-        dead = litter(tmp_path, "dead")
+        dead = litter(tmp_path, "deadbeef")
         assert left(tmp_path) == sorted(dead)
-        execute(tmp_path, plan_prune(tmp_path, None), "tag")
+        execute(tmp_path, plan_prune(tmp_path, None), "0123abcd-1")
         assert left(tmp_path) == []
         assert len(list(tmp_path.iterdir())) == 1 + 1 + 3
         child.kill()
@@ -189,7 +189,7 @@ def test_a_run_clears_its_own_deletions_but_not_its_own_saves(tmp_path: Path) ->
     assert left(tmp_path) == sorted([old, trash, other.name])
     held.release()
     assert left(tmp_path) == sorted([old, tmp, trash, mine.name, other.name])
-    execute(tmp_path, plan_prune(tmp_path, None), "tag")
+    execute(tmp_path, plan_prune(tmp_path, None), "0123abcd-1")
     assert left(tmp_path) == []
     assert sorted(path.name for path in run_folder(tmp_path).iterdir()) == ["owner-000001.json"]
 
@@ -204,13 +204,13 @@ def half_written(root: Path, pid: int) -> Path:
 def test_a_save_that_stands_in_for_its_step_is_no_leftover(tmp_path: Path) -> None:
     save(tmp_path, 50)
     path = save(tmp_path, 100).path
-    path.rename(path.with_name("step-0000000100.old-dead"))
+    path.rename(path.with_name("step-0000000100.old-deadbeef"))
     plan = plan_prune(tmp_path, KeepLast(1))
     assert plan.leftovers == []
-    execute(tmp_path, plan, "tag")
-    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000100.old-dead"]
+    execute(tmp_path, plan, "0123abcd-1")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000100.old-deadbeef"]
     save(tmp_path, 200)
-    execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "tag2")
+    execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "0123abcd-2")
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000000200"], "and is deleted as any other"
 
 
@@ -220,12 +220,12 @@ def test_leftovers_that_are_no_folders(tmp_path: Path, kind: str) -> None:
     save(elsewhere, 1)
     root = tmp_path / "root"
     save(root, 100)
-    (root / f"step-0000000100.{kind}-a").symlink_to(elsewhere)
-    (root / f"step-0000000100.{kind}-b").write_bytes(b"1234")
-    (root / f"step-0000000100.{kind}-c").symlink_to("nowhere")
+    (root / f"step-0000000100.{kind}-0000000a").symlink_to(elsewhere)
+    (root / f"step-0000000100.{kind}-0000000b").write_bytes(b"1234")
+    (root / f"step-0000000100.{kind}-0000000c").symlink_to("nowhere")
     plan = plan_prune(root, None)
     assert plan.leftovers[1].bytes == 4
-    execute(root, plan, "tag")
+    execute(root, plan, "0123abcd-1")
     assert [path.name for path in root.iterdir()] == ["step-0000000100"]
     assert steps(elsewhere) == [1]
 
@@ -245,7 +245,7 @@ def test_a_tree_with_links_is_removed_without_following_them(tmp_path: Path) -> 
     (folder / "below" / "up").symlink_to("..")
     os.link(precious / "step-0000000001" / "__0_0.distcp", folder / "second name")
     save(root, 200)
-    execute(root, plan_prune(root, KeepLast(1)), "tag")
+    execute(root, plan_prune(root, KeepLast(1)), "0123abcd-1")
     assert [path.name for path in root.iterdir()] == ["step-0000000200"]
     assert steps(precious) == [1]
     assert Catalogue(precious).entry(1).complete
@@ -396,12 +396,12 @@ def test_a_reader_that_comes_between_the_look_and_the_deed_gets_its_checkpoint_b
         save(tmp_path, step)
     with contextlib.ExitStack() as readers:
         disk = Meanwhile(lambda: readers.enter_context(lease(tmp_path, ["step-0000000100"], what="restore")))
-        done = execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "tag", disk)
+        done = execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "0123abcd-1", disk)
         assert steps(tmp_path) == [100, 300]
         assert "in use by restore" in done.spared[1]
         assert done.deleted == {2}
         assert done.freed_bytes == Catalogue(tmp_path).entry(300).require_manifest().total_bytes
-    execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "tag")
+    execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "0123abcd-1")
     assert steps(tmp_path) == [300]
 
 
@@ -410,7 +410,7 @@ def test_a_pin_that_comes_between_the_plan_and_the_deed_counts(tmp_path: Path) -
         save(tmp_path, step)
     plan = plan_prune(tmp_path, KeepLast(1))
     pin(tmp_path / "step-0000000100", "late", by="me", time_seconds=1.0, disk=DISK)
-    done = execute(tmp_path, plan, "tag")
+    done = execute(tmp_path, plan, "0123abcd-1")
     assert steps(tmp_path) == [100, 300]
     assert done.spared == {1: "pinned: late"}
 
@@ -421,7 +421,7 @@ def test_a_rollback_that_comes_between_the_plan_and_the_deed_counts(tmp_path: Pa
     plan = plan_prune(tmp_path, KeepLast(1))
     run_folder(tmp_path).mkdir(exist_ok=True)
     rollback_path(tmp_path, 1).write_text("{}")
-    done = execute(tmp_path, plan, "tag")
+    done = execute(tmp_path, plan, "0123abcd-1")
     assert done.deleted == set()
     assert "rolled back" in done.spared[1]
 
@@ -432,12 +432,12 @@ def test_a_wanted_checkpoint_that_a_killed_prune_took_gets_its_name_back(tmp_pat
     pin(tmp_path / "step-0000000100", "the paper", by="me", time_seconds=1.0, disk=DISK)
     for step in (100, 200):
         path = tmp_path / f"step-0000000{step}"
-        path.rename(path.with_name(f"{path.name}.trash-dead-1"))
+        path.rename(path.with_name(f"{path.name}.trash-deadbeef-1"))
     plan = plan_prune(tmp_path, KeepLast(1))
-    assert [each.path.name for each in plan.strays] == ["step-0000000100.trash-dead-1"]
-    assert [each.path.name for each in plan.leftovers] == ["step-0000000200.trash-dead-1"]
+    assert [each.path.name for each in plan.strays] == ["step-0000000100.trash-deadbeef-1"]
+    assert [each.path.name for each in plan.leftovers] == ["step-0000000200.trash-deadbeef-1"]
     assert "it is pinned" in plan.strays[0].reason
-    execute(tmp_path, plan, "tag")
+    execute(tmp_path, plan, "0123abcd-1")
     assert steps(tmp_path) == [100, 300]
 
 
@@ -452,7 +452,7 @@ def test_what_was_taken_after_the_look_for_who_lives_is_no_stray(
     def late(root: Path, *, wait: bool) -> Leases:
         found = look(root, wait=wait)
         path = root / "step-0000000100"
-        path.rename(path.with_name(f"{path.name}.trash-other-1"))
+        path.rename(path.with_name(f"{path.name}.trash-feedbeef-1"))
         return found
 
     monkeypatch.setattr(prune_module, "look", late)
@@ -476,7 +476,7 @@ def test_leases_of_the_dead_are_cleared(tmp_path: Path) -> None:
     path.write_text(Lease(owner=owner, names=("step-0000000100",), what="verify").model_dump_json())
     plan = plan_prune(tmp_path, None)
     assert [each.reason for each in plan.leftovers] == ["a lease whose reader is gone"]
-    execute(tmp_path, plan, "tag")
+    execute(tmp_path, plan, "0123abcd-1")
     assert not path.exists()
 
 
@@ -488,7 +488,7 @@ def test_ctrl_c_leaves_the_rest_for_the_next_prune(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "tag", jobs=2, remove=stop)
-    execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "again", jobs=3)
+        execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "0123abcd-1", jobs=2, remove=stop)
+    execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "0123abcd-3", jobs=3)
     assert steps(tmp_path) == [1000]
     assert find_leftovers(tmp_path) == []

@@ -238,6 +238,6 @@ def test_retention_keeps_the_newest_that_was_verified(tmp_path: Path) -> None:
         (400, True),
     ]
     assert plan.verdicts[1].reasons == ("newest verified",)
-    execute(tmp_path, plan, "test")
+    execute(tmp_path, plan, "0123abcd-1")
     assert steps_of(Catalogue(tmp_path).scan()) == [200, 400]
     assert not list(tmp_path.glob("*trash*"))

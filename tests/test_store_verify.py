@@ -25,7 +25,7 @@ from ckptman.store.catalogue import Entry
 from ckptman.store.damage import runs_of
 from ckptman.store.digest import BLOCK_BYTES, digest_file
 from ckptman.store.manifest import read_manifest
-from ckptman.store.names import METADATA, blocks_name, data_name, step_folder
+from ckptman.store.names import METADATA, blocks_name, data_name, new_nonce, step_folder
 from ckptman.store.parallel import STRIDE_BYTES, THREADS_ENV
 from ckptman.store.place import FolderPlace
 from ckptman.store.verify import FileReport, check_coverage, check_sizes, verify_folder
@@ -41,7 +41,7 @@ def _save(root: Path, step: int = 100, seed: int = 0) -> Entry:
     """A checkpoint of three tensors in two data files: large in blocks 0 to 4, small in 5, tail in 5 and 6."""
     place = FolderPlace(root, QuickDisk())
     root.mkdir(exist_ok=True)
-    draft = Path(place.begin(step_folder(step), os.urandom(4).hex()))
+    draft = Path(place.begin(step_folder(step), new_nonce()))
     files: dict[str, bytes] = {METADATA: b"nothing that anybody should unpickle"}
     parts = []
     generator = np.random.default_rng(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from ckptman.store.chunks import TensorRecord
 from ckptman.store.digest import BLOCK_BYTES
 from ckptman.store.freshness import parameters_of, stale_parameters
 from ckptman.store.index import Index, read_index
-from ckptman.store.names import METADATA, blocks_name, data_name, step_folder
+from ckptman.store.names import METADATA, blocks_name, data_name, new_nonce, step_folder
 from ckptman.store.place import FolderPlace
 from tests.fake_checkpoint import QuickDisk, blocks_of, index_files
 from tests.faulty_disk import manifest_of
@@ -40,7 +39,7 @@ def _save(
     byte of them that is another."""
     place = FolderPlace(root, QuickDisk())
     root.mkdir(exist_ok=True)
-    draft = Path(place.begin(step_folder(step), os.urandom(4).hex()))
+    draft = Path(place.begin(step_folder(step), new_nonce()))
     files: dict[str, bytes] = {METADATA: b""}
     parts = []
     for rank in range(ranks):

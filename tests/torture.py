@@ -160,7 +160,7 @@ def _copier(field: Field) -> None:
         except CorruptError as error:
             # It vanished before the copy held it; the copy cannot tell that from files that are missing.
             field.note("copy", outcome="gone" if not entry.path.exists() else str(error))
-        execute(target, plan_prune(target, KeepLast(3)), f"copies-{os.urandom(4).hex()}")
+        execute(target, plan_prune(target, KeepLast(3)), f"copy-{os.urandom(4).hex()}")
 
 
 def _pinner(field: Field) -> None:
@@ -224,7 +224,7 @@ def _judge(field: Field, kills: int) -> Counter[str]:
     facts = [json.loads(line) for path in sorted(field.notes.iterdir()) for line in path.read_bytes().splitlines()]
     failures = [fact for fact in facts if fact["who"] == "failure"]
     assert not failures, f"{failures[0]['part']}: {failures[0]['trace']}"
-    execute(field.root, plan_prune(field.root, POLICIES[2]), "judge")
+    execute(field.root, plan_prune(field.root, POLICIES[2]), "0123abcd-1")
     there = {entry.step: entry for entry in Catalogue(field.root).scan()}
     saved = {fact["step"] for fact in facts if fact["who"] == "saver"}
     pinned = {fact["step"] for fact in facts if fact["who"] == "pin"}

@@ -21,8 +21,7 @@ def lines(plan: PrunePlan, with_checkpoints: bool) -> list[str]:
     rows = [_verdict_row(verdict) for verdict in verdicts]
     rows += [_leftover_row("clear", each) for each in plan.leftovers]
     rows += [_leftover_row("put back", each) for each in plan.strays]
-    if with_checkpoints:
-        rows += [_ignored_row(entry, why) for entry, why in plan.ignored]
+    rows += [_ignored_row(each, why) for each, why in plan.ignored if with_checkpoints or _is_stranger(each)]
     return [*text.table(("action", "what", "size", "why"), rows, right="size"), ""] if rows else []
 
 
@@ -34,7 +33,14 @@ def _verdict_row(verdict: Verdict) -> tuple[str, ...]:
 
 def _ignored_row(entry: Entry, why: str) -> tuple[str, ...]:
     size = text.size(entry.manifest.total_bytes) if entry.manifest else "-"
-    return ("ignore", f"step {entry.step}", size, f"it does not count: {text.plain(short_problem(entry, why))}")
+    what = text.plain(entry.path.name) if _is_stranger(entry) else f"step {entry.step}"
+    return ("ignore", what, size, f"it does not count: {text.plain(short_problem(entry, why))}")
+
+
+def _is_stranger(entry: Entry) -> bool:
+    from ckptman.store.names import like_step
+
+    return like_step(entry.path.name) is not None
 
 
 def _leftover_row(action: str, leftover: Leftover) -> tuple[str, ...]:

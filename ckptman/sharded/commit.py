@@ -17,7 +17,7 @@ from ckptman.store.digest import BLOCK_BYTES
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.lease import lease
 from ckptman.store.manifest import FileRecord, Manifest, Mesh
-from ckptman.store.names import MANIFEST, METADATA, parse_step
+from ckptman.store.names import MANIFEST, METADATA, new_nonce, parse_step
 from ckptman.store.place import FolderPlace, Place
 
 
@@ -62,7 +62,7 @@ class Draft:
         self.final = final
         self._info, self._overwrite, self._on_commit = info, overwrite, on_commit
         self._place = place or FolderPlace(final.parent, disk)
-        self._tag = tag or os.urandom(4).hex()
+        self._tag = tag or new_nonce()
         self._folder: str | None = None
         # A run's claim on its root says that it is alive; whoever saves without one says so of this save.
         self._is_claimed = tag is not None or parse_step(final.name) is None

@@ -14,7 +14,7 @@ from ckptman.errors import CorruptError, FormatVersionError, NotFoundError, Root
 from ckptman.policy.rules import Record
 from ckptman.store.abandoned import read_abandoned
 from ckptman.store.manifest import Manifest, compare_names, read_manifest
-from ckptman.store.names import StepName, parse_step
+from ckptman.store.names import StepName, like_step, parse_step
 from ckptman.store.pins import PINNED, read_pin
 from ckptman.store.verified import VERIFIED, read_verified
 
@@ -158,6 +158,11 @@ class Catalogue:
             and name not in counting
             and not (parsed.kind == "old" and parsed.step in unsure)
         ]
+
+    def strangers(self) -> list[Entry]:
+        """What has a name that looks like one of ours and is none: somebody made it, such as a `.old-best`."""
+        found = [(name, step) for name in self.names() if (step := like_step(name)) is not None]
+        return [Entry(step, self.root / name, None, "its name is none that ckptman gives") for name, step in found]
 
     def names(self) -> list[str]:
         """All names under the root, ours or not. Raises: NotFoundError, RootError."""

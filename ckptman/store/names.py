@@ -5,12 +5,14 @@ step-0000000100.tmp-X        being written; X tells whose (see `owner`)
 step-0000000100.old-X        stood aside while a new save of the same step takes its name (see `place.commit`)
 step-0000000100.abandoned-X  left behind by a rollback (see `abandoned`), and its step was saved again since
 step-0000000100.trash-X      deleted, being removed
+                             X is a tag that ckptman makes (see `_TAG`); with any other, the name is somebody's own
 .ckptman/                    the run's own files: journal.jsonl, outcome.json, owner-000001.json, lease-0a1b2c3d.json,
                              rollback-000001.json, tiers.json, drained.json, stacks-2-rank00003.txt
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
@@ -25,9 +27,16 @@ CHUNKS = "chunks.bin"
 DOT = ".ckptman"
 
 Kind = Literal["step", "tmp", "old", "abandoned", "trash"]
+# A tag is one that a claim, a lease, a save, a copy or a prune makes. What people add is none: `.old-best`, `.tmp-1`,
+# and `.old-20261122-1530`, as a nonce has a letter.
+_TAG = r"""
+    (?: (?=[0-9]*[a-f])[0-9a-f]{8} | (?:cli|drain|full-|copy-)[0-9a-f]{8} | copy-[0-9a-f]{16} )
+    (?: -[0-9]+ ){0,2} (?: -left[0-9]+ )?
+"""
 _STEP = re.compile(
-    r"step-(?P<step>[0-9]{10})(?:\.(?P<kind>tmp|old|abandoned|trash)-(?P<tag>[0-9A-Za-z_-]+))?", re.ASCII
+    rf"step-(?P<step>[0-9]{{10}}) (?: \.(?P<kind>tmp|old|abandoned|trash)-(?P<tag>{_TAG}) )?", re.ASCII | re.VERBOSE
 )
+_LIKE_STEP = re.compile(r"step-([0-9]{10})\.(?:tmp|old|abandoned|trash)-.+", re.ASCII | re.DOTALL)
 _OWNER = re.compile(r"owner-([0-9]{6,})\.json", re.ASCII)
 _ROLLBACK = re.compile(r"rollback-([0-9]{6,})\.json", re.ASCII)
 _LEASE = re.compile(r"lease-[0-9a-f]{8}\.json", re.ASCII)
@@ -59,6 +68,19 @@ def parse_step(name: str) -> StepName | None:
         return None
     kind = cast(Kind, match["kind"] or "step")
     return StepName(int(match["step"]), kind, match["tag"] or "")
+
+
+def like_step(name: str) -> int | None:
+    """The step in a name that looks like one of ours and is none, so that somebody gave it by hand; or None."""
+    match = _LIKE_STEP.fullmatch(name)
+    return int(match[1]) if match and parse_step(name) is None else None
+
+
+def new_nonce() -> str:
+    """Eight hexadecimal digits for a tag, never used before. One of them is a letter: a date is no tag of ours."""
+    while (nonce := os.urandom(4).hex()).isdecimal():
+        pass
+    return nonce
 
 
 def data_name(rank: int) -> str:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptman.errors import BusyError, CorruptError, RootError
 from ckptman.store.durable import DISK, Disk
-from ckptman.store.names import owner_path, parse_owner, run_folder
+from ckptman.store.names import new_nonce, owner_path, parse_owner, run_folder
 from ckptman.store.regular import open_regular, read_regular
 
 BEAT_SECONDS = 5.0
@@ -60,7 +60,7 @@ def this_process(run_id: str, job_id: str | None) -> Owner:
         start_ticks=ticks,
         job_id=job_id,
         run_id=run_id,
-        nonce=os.urandom(4).hex(),
+        nonce=new_nonce(),
     )
 
 

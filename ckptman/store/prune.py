@@ -6,6 +6,7 @@ byte of it is removed, and is put back where a reader or a pin came in between (
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -29,7 +30,7 @@ from ckptman.store.leftovers import find_leftovers as find_leftovers
 from ckptman.store.leftovers import find_strays, first_error_last
 from ckptman.store.manifest import read_manifest
 from ckptman.store.names import MANIFEST, run_folder, step_folder
-from ckptman.store.pins import read_pin
+from ckptman.store.pins import pin, read_pin
 from ckptman.store.place import FolderPlace
 from ckptman.store.tiers import awaited
 
@@ -99,7 +100,7 @@ def plan_prune(
     numbers: list[int] = []
     ignored: list[tuple[Entry, str]] = []
     number = 0
-    for entry in Catalogue(root).scan(abandoned=True):
+    for entry in [*Catalogue(root).strangers(), *Catalogue(root).scan(abandoned=True)]:
         if not entry.complete:
             ignored.append((entry, entry.problem or ""))
             continue
@@ -256,10 +257,19 @@ class _Work:
         other = "" if _is_as_planned(entry, trash) else "the step was saved again since the plan was made"
         if reason := other or self._why_not(trash, entry.path.name):
             if not self._place.put_back(trash, entry.path):
+                self._mark(trash, entry.path, reason)
                 raise OSError(errno.EBUSY, f"it stays under this name, as it cannot be put back: {reason}", str(trash))
             self._spare(record, reason)
             return
         taken.append((trash, record))
+
+    def _mark(self, trash: Path, path: Path, reason: str) -> None:
+        """Pin what nobody holds, unless it was saved again: else the next prune would clear what it is to put back."""
+        with contextlib.suppress(OSError, CkptmanError):
+            held = read_pin(trash) is not None or look(self._root, wait=False).holder(path.name)
+            if not held and not os.path.lexists(path):
+                why = f"a prune could not put it back: {reason}"
+                pin(trash, why, by="ckptman prune", time_seconds=time.time(), disk=self._disk)
 
     def remove(self, trash: Path, record: Record) -> None:
         """Remove one that was taken."""

@@ -123,7 +123,7 @@ class Story:
         root = world / "root"
         os.environ["CKPTMAN_IO_THREADS"] = "1"
         if self.prunes_only:
-            execute(root, plan_prune(root, ckptman.KeepLast(self.keep)), "tag") if root.exists() else None
+            execute(root, plan_prune(root, ckptman.KeepLast(self.keep)), "0123abcd-1") if root.exists() else None
             return
         state: State = content(0)
         with open_run(root, state, retention=ckptman.KeepLast(self.keep), **self.options) as run:

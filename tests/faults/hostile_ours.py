@@ -188,14 +188,14 @@ def _run_file(name: str, put: Callable[[Path], object]) -> Make:
     def make(root: Path) -> None:
         (root / ".ckptman").mkdir()
         put(root / ".ckptman" / name)
-        (root / "step-0000000009.tmp-dead").mkdir()
+        (root / "step-0000000009.tmp-deadbeef").mkdir()
 
     return make
 
 
 def _links_within(root: Path) -> None:
     for kind in ("tmp", "trash", "old"):
-        folder = root / f"step-0000000009.{kind}-dead"
+        folder = root / f"step-0000000009.{kind}-deadbeef"
         folder.mkdir()
         (folder / "away").symlink_to(outside())
         (folder / "precious").symlink_to(outside() / "precious")
@@ -309,10 +309,10 @@ ROOTS: dict[str, Make] = {
         }.items()
     },
     "a step that is a link outside": _link_outside("step-0000000009"),
-    "a tmp folder that is a link outside": _link_outside("step-0000000009.tmp-dead"),
-    "a trash folder that is a link outside": _link_outside("step-0000000009.trash-dead"),
-    "an old folder that is a link outside": _link_outside("step-0000000009.old-dead"),
-    "a tmp folder that is a link to everything": lambda root: (root / "step-0000000009.tmp-dead").symlink_to("/"),
+    "a tmp folder that is a link outside": _link_outside("step-0000000009.tmp-deadbeef"),
+    "a trash folder that is a link outside": _link_outside("step-0000000009.trash-deadbeef"),
+    "an old folder that is a link outside": _link_outside("step-0000000009.old-deadbeef"),
+    "a tmp folder that is a link to everything": lambda root: (root / "step-0000000009.tmp-deadbeef").symlink_to("/"),
     "links inside of what is pruned": _links_within,
     "the run's folder is a link outside": _half_outside,
     "the owner is a pipe": _run_file("owner-000001.json", os.mkfifo),
