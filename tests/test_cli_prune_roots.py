@@ -15,7 +15,7 @@ import pytest
 
 from ckptman.cli.app import main
 from ckptman.policy.limit import AtMost
-from ckptman.policy.rules import KeepBest, KeepLast, RetentionPolicy
+from ckptman.policy.rules import KeepBest, KeepLast, KeepSteps, RetentionPolicy
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.lease import lease
 from ckptman.store.names import retention_path, run_folder, step_folder
@@ -28,7 +28,7 @@ from tests.fake_checkpoint import commit, steps_of
 
 def make(root: Path, *steps: int) -> Path:
     for step in steps:
-        commit(root, step, metrics={"loss": 1000 / step})
+        commit(root, step, metrics={"loss": 1000 / step, "nan": float("nan")})
     return root
 
 
@@ -171,6 +171,20 @@ def test_no_rules_at_all_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert kept(root) == [100, 200]
 
 
+def test_a_slip_in_the_rules_of_the_run_deletes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = make(tmp_path / "root", 100, 200, 300)
+    run_folder(root).mkdir()
+    write_policy(root, KeepLast(1) | KeepBest("lozz", 3))
+    for options in ([], ["--dry-run"]):
+        assert main(["prune", str(root), *options]) == 2
+        assert "by the rules that the run stored, no checkpoint has the metric 'lozz'" in capsys.readouterr().err
+    assert kept(root) == [100, 200, 300]
+    assert main(["prune", str(root), "--leftovers"]) == 0
+    write_policy(root, KeepSteps(7, 9000))
+    assert main(["prune", str(root)]) == 0, "step 9000 may come"
+    assert kept(root) == [300]
+
+
 class Own(RetentionPolicy):
     def keeps(self, records: Any) -> dict[int, str]:
         return {}
@@ -219,6 +233,13 @@ def test_what_is_stored_is_written_where_it_changed(tmp_path: Path) -> None:
         (["--max-percent", "101"], "percent must be at most 100"),
         (["--keep-best", "loss", "--keep-best", "loss:2:max"], "both the lowest and the highest"),
         (["--keep-best", "los"], "has the metric 'los'; they have loss"),
+        (["--keep-best", "nan"], "the metric 'nan' is a finite number in no checkpoint"),
+        (
+            ["--keep-steps", "15,99999"],
+            "keep none of 2 checkpoints (KeepSteps(15, 99999)). Nothing is deleted",
+        ),
+        (["--keep-every", "1000000"], "keep none of 2 checkpoints (KeepEvery(steps=1000000))"),
+        (["--keep-every", "1000", "--keep-steps", "7"], "(KeepEvery(steps=1000) | KeepSteps(7))"),
         (["--leftovers", "--keep-last", "3"], "rules for them contradict it"),
         (["--keep-last", "1", "--jobs", "0"], "--jobs must be"),
         (["--keep-last", "1", "--jobs", "10000"], "--jobs: at most"),
@@ -272,7 +293,7 @@ def test_names_that_only_look_like_steps_and_links_are_left_alone(tmp_path: Path
         (root / name).mkdir()
     (root / step_folder(50)).symlink_to(precious / step_folder(1))
     (root / "checkpoints").symlink_to(precious)
-    (root / f"{step_folder(60)}.tmp-dead").symlink_to(precious)
+    (root / f"{step_folder(60)}.tmp-deadbeef").symlink_to(precious)
     assert main(["prune", str(root), "--keep-last", "1"]) == 0
     assert kept(precious) == [1, 2, 3]
     assert all(each.complete for each in Catalogue(precious).scan())
@@ -281,6 +302,25 @@ def test_names_that_only_look_like_steps_and_links_are_left_alone(tmp_path: Path
         *("step-0000000050.tmp", "step-50", "step-0000000300.tmp-", "step-0000000100.backup-1"),
         *("checkpoints", step_folder(50), step_folder(200)),
     }
+
+
+def test_copies_that_people_made_are_no_leftovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = make(tmp_path / "root", 30, 40)
+    own = [f"{step_folder(30)}.{tag}" for tag in ("old-best", "old-1", "tmp-mine", "trash-1", "old-20261122")]
+    own += [f"{step_folder(40)}.tmp-rsync", f"{step_folder(30)}.abandoned-mine"]
+    for name in own:
+        shutil.copytree(root / step_folder(30), root / name)
+    shutil.copytree(root / step_folder(30), root / f"{step_folder(30)}.old-1a2b3c4d-7")
+    assert main(["prune", str(root), "--leftovers"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[1] for line in told if line.startswith("ignore")) == sorted(own)
+    assert all(line.endswith("it does not count: its name is none that ckptman gives") for line in told[2:9])
+    assert said(capsys, str(root), "--keep-last", "1")["ignored"][0] == {
+        "step": 30,
+        "path": str(root / f"{step_folder(30)}.abandoned-mine"),
+        "why": "its name is none that ckptman gives",
+    }
+    assert {path.name for path in root.iterdir()} == {step_folder(40), *own}
 
 
 def test_a_clock_in_the_future_removes_nothing_that_is_young(
@@ -318,7 +358,7 @@ def test_what_is_being_read_stays(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_copy_that_is_being_written_is_no_leftover(tmp_path: Path) -> None:
     root = make(tmp_path / "root", 100)
-    draft = root / f"{step_folder(200)}.tmp-copy"
+    draft = root / f"{step_folder(200)}.tmp-copy-{'0123abcd' * 2}"
     draft.mkdir()
     with lease(root, [draft.name], what="copy"):
         assert main(["prune", str(root), "--leftovers"]) == 0

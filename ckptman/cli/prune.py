@@ -31,7 +31,7 @@ from ckptman.cli.rules import (
     MaxBytesOption,
     MaxPercentOption,
     Rules,
-    check_metrics,
+    check_meant,
 )
 from ckptman.errors import CkptmanError, ConfigError, RootError
 
@@ -169,8 +169,7 @@ def _prune_one(root: Path, wishes: _Wishes) -> dict[str, Any]:
     policy = _policy_for(root, wishes)
     with nullcontext() if wishes.dry_run else one_at_a_time(root):
         plan = plan_prune(root, policy)
-        if wishes.policy is not None:
-            check_metrics(root, policy, plan.verdicts)
+        check_meant(root, policy, plan.verdicts, stored=wishes.policy is None)
         if not wishes.as_json and (said := lines(plan, with_checkpoints=not wishes.leftovers_only)):
             text.say("\n".join(said))
         pruned = None if wishes.dry_run else _carry_out(root, plan, wishes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -131,15 +131,11 @@ def parse_steps(written: str) -> KeepSteps:
         raise ConfigError(f"--keep-steps: steps with commas between them, such as 1000,5000, not {written!r}") from None
 
 
-def check_metrics(root: Path, policy: RetentionPolicy | None, verdicts: Sequence[Verdict]) -> None:
-    """A slip in the name of a metric must not delete what it was to keep. Raises: ConfigError."""
-    from ckptman.policy.limit import rules_of
-    from ckptman.policy.rules import KeepBest
+def check_meant(root: Path, policy: RetentionPolicy | None, verdicts: Sequence[Verdict], *, stored: bool) -> None:
+    """A slip must not delete what it was to keep. `stored`: the rules are those of the run. Raises: ConfigError."""
+    from ckptman.policy.slips import slip
 
-    wanted = {rule.metric for rule in rules_of(policy) if isinstance(rule, KeepBest)}
-    if not wanted or not verdicts:
-        return
-    known = {name for each in verdicts for name, value in each.record.metrics.items() if math.isfinite(value)}
-    if unknown := sorted(wanted - known):
-        there = f"they have {', '.join(sorted(known))}" if known else "they have no metrics"
-        raise ConfigError(f"--keep-best: no checkpoint under {root} has the metric {unknown[0]!r}; {there}")
+    if cause := slip(policy, [each.record for each in verdicts], time.time(), goes_on=stored):
+        remedy = "say what to keep, with options such as --keep-last 3" if stored else "check the options"
+        whose = "by the rules that the run stored, " if stored else ""
+        raise ConfigError(f"{root}: {whose}{cause}. Nothing is deleted: {remedy}")

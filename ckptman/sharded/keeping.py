@@ -13,6 +13,7 @@ from ckptman.errors import warn
 from ckptman.monitor.journal import Journal
 from ckptman.policy.limit import in_bytes, needs_capacity
 from ckptman.policy.rules import Record, RetentionPolicy
+from ckptman.policy.slips import slip
 from ckptman.sharded.commit import SaveInfo
 from ckptman.store.durable import Disk
 from ckptman.store.owner import Claim
@@ -118,6 +119,10 @@ class Keeper:
 
             self._policy = in_bytes(self._policy, capacity_bytes(self._root))
         plan = plan_prune(self._root, self._policy, self._damaged, wait=False, coming=coming)
+        records = [*(each.record for each in plan.verdicts), *([coming] if coming is not None else [])]
+        if plan.deletions and (cause := slip(self._policy, records, time.time(), goes_on=True)):
+            self._failed(cause)
+            plan = plan_prune(self._root, None, self._damaged, wait=False)
         if plan.verdicts:
             self._newest_bytes = plan.verdicts[-1].record.bytes
         pending = set(self._remover.pending)
