@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
 import ckptman
 from ckptman.cli.app import main
@@ -42,9 +44,9 @@ def halfway(act: Callable[[], object]) -> Callable[[int], Callable[[int], None]]
     def begin(total_bytes: int) -> Callable[[int], None]:
         left = total_bytes / 2
 
-        def done(count: int) -> None:
+        def done(written: int) -> None:
             nonlocal left
-            left, was_above = left - count, left > 0
+            left, was_above = left - written, left > 0
             if was_above and left <= 0:
                 act()
 
@@ -91,22 +93,23 @@ def test_one_data_file_that_changes_is_enough_and_what_lies_beside_is_not(tmp_pa
 def test_what_is_gone_is_not_damaged(
     writer: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved = tmp_path / "saved"
+    saved, values = tmp_path / "saved", count(1)
 
-    def save(value: float) -> None:
+    def save() -> None:
+        value = next(values)  # each time another: the same bytes would be the same checkpoint
         (ckptman.save(state(value), saved) if writer == "ckptman" else save_plain(value, saved))
 
     def act() -> None:
         shutil.rmtree(saved)
         if again:
-            save(2)
+            save()
 
-    save(1)
+    save()
     with pytest.raises(ckptman.NotFoundError, match="was deleted, or saved again, while it was exported"):
         export(saved, tmp_path / "out", begin=halfway(act))
     assert names_in(tmp_path) == (["saved"] if again else [])
     if not again:
-        save(1)
+        save()
     monkeypatch.setattr("ckptman.cli.export.progress", lambda what, total: Within(halfway(act)(total)))
     assert main(["export", str(saved), str(tmp_path / "out")]) == 3
     assert "try again" in capsys.readouterr().err
@@ -321,3 +324,28 @@ def test_a_model_without_tensors_is_called_by_its_name(tmp_path: Path) -> None:
     assert (tmp_path / "saved" / MANIFEST).exists()
     with pytest.raises(ckptman.ConfigError, match=r"no tensor in what is to be exported \(model\)"):
         export(tmp_path / "saved", tmp_path / "out")
+
+
+# ---- the optimizer -----------------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_of_the_whole_state_is_loaded_by_torch(tmp_path: Path) -> None:
+    def fresh(rate: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5))
+        groups = [{"params": model[0].parameters(), "lr": rate}, {"params": model[1].parameters()}]
+        return model, torch.optim.AdamW(groups)
+
+    model, optimizer = fresh(0.25)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    ckptman.save({"model": model, "optimizer": optimizer, "epoch": 1}, tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "all.pt", "torch", everything=True)
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    other_model, other = fresh(1.0)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(other_model, other, found["optimizer"], options=options)
+    one, two = optimizer.state_dict(), other.state_dict()
+    assert one["param_groups"] == two["param_groups"]
+    assert one["state"].keys() == two["state"].keys()
+    for number, entries in one["state"].items():
+        assert all(torch.equal(each, two["state"][number][name]) for name, each in entries.items())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckptman
 from ckptman.cli.app import main
@@ -120,3 +121,30 @@ def test_a_config_that_says_they_are_tied_does_not_drop_what_differs(
         assert "config.json that transformers wrote" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--config", str(tmp_path / "no.json")]) == 3
     assert not (tmp_path / "out").exists()
+
+
+def test_names_of_the_hub_are_what_a_new_model_writes(hub: Any, tmp_path: Path) -> None:
+    """Mixtral has other names in memory than on the hub: the export has the former, and both load."""
+    config = hub.MixtralConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+    )
+    config.save_pretrained(tmp_path / "config")
+    model = hub.MixtralForCausalLM(config)
+    folder = trained(model, tmp_path / "saved")
+    ckptman.export(folder, tmp_path / "out", config=tmp_path / "config" / "config.json")
+    ckptman.export(folder, tmp_path / "model.pt", format="torch")
+    same(hub.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), model)
+    fresh = hub.AutoModelForCausalLM.from_config(hub.AutoConfig.from_pretrained(tmp_path / "config"))
+    fresh.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    fresh.save_pretrained(tmp_path / "hub")
+    model.save_pretrained(tmp_path / "theirs")
+    names = {each: set(load_file(tmp_path / each / "model.safetensors")) for each in ("out", "hub", "theirs")}
+    assert names["hub"] == names["theirs"]
+    assert all("experts.gate_up_proj" not in name for name in names["hub"])
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names["out"]
