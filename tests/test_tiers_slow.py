@@ -73,7 +73,7 @@ io.open = builtins.open = hanging(io.open)
 """Makes a tier hang, from the moment on when there is a file of its name with `.hangs` after it."""
 
 TEST = """#!/bin/sh
-case "$2" in "$HANGS"*) [ -e "$HANGS.hangs" ] && exec sleep 600;; esac
+case "$2" in "$HANGS"*) while [ -e "$HANGS.hangs" ]; do sleep 0.1; done;; esac
 [ "$1" "$2" ]
 """
 
@@ -291,14 +291,15 @@ def run_while_a_tier_hangs(root: str, far: str, folder: str, until: int, hang_at
 
 
 @pytest.fixture
-def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def far(tmp_path: Path) -> Iterator[Path]:
     """A tier with steps 10 and 20, and what makes it hang."""
     (tmp_path / "sitecustomize.py").write_text(HANGS)
     (tmp_path / "test").write_text(TEST)
     (tmp_path / "test").chmod(0o755)
     run(str(tmp_path / "run"), [], 20)
     drain(tmp_path / "run", Tier(tmp_path / "far"))
-    return tmp_path / "far"
+    yield tmp_path / "far"
+    (tmp_path / "far.hangs").unlink(missing_ok=True)  # who is still asking goes home
 
 
 def outcome_of(root: Path) -> Outcome:
