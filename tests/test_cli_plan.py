@@ -51,6 +51,9 @@ def tuned():
     model[0].requires_grad_(False)
     return model
 
+def lazy():
+    return nn.Sequential(nn.LazyLinear(10), nn.Linear(10, 10))
+
 def bad():
     raise RuntimeError("this needs a file")
 """
@@ -161,6 +164,11 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "model.dim: 65 is no multiple" in message
     Path("run.toml").write_text(CONFIG.replace("vocab_size = 512", ""))
     assert "--set model.vocab_size=N" in refused(["plan", "--config", "run.toml"], capsys)
+    huge = f"1{320 * '0'}"
+    for key in ("model.dim", "model.ffn_dim", "model.layers", "data.sequence_tokens", "data.micro_batch"):
+        changed = ["plan", "--config", "run.toml", "--set", "model.vocab_size=9", "--set", f"{key}={huge}"]
+        assert f"{key}: at most " in refused([*changed, "--set=model.heads=2", "--set=model.kv_heads=1"], capsys)
+    assert "--moments: at most 100" in refused(["plan", "--config", "run.toml", "--moments", "10000000"], capsys)
     assert "is in the configuration" in refused(["plan", "--config", "run.toml", "--layers", "3"], capsys)
     refused(["plan", "--config", "none.toml"], capsys, code=3)
 
@@ -198,6 +206,8 @@ def test_a_model_of_this_folder(
     assert tuned["memory"]["parameters_bytes"] == 4 * (8000 + 400_020_000)
     assert tuned["memory"]["gradients_bytes"] == 4 * 8000
     assert tuned["model"]["dim"] > 1000  # the shape is that of all parameters
+    message = refused(["plan", "--model", "my_models_of_a_plan:lazy"], capsys)
+    assert "0.weight has no shape before its first input" in message
     message = refused(["plan", "--model", "my_models_of_a_plan:bad"], capsys)
     assert "RuntimeError: this needs a file" in message
     assert "name a function of" in message
@@ -280,6 +290,14 @@ def test_a_bound_that_costs_more_than_a_percent_is_named(capsys: pytest.CaptureF
         assert "the bound costs" not in capsys.readouterr().out
 
 
+def test_any_count_of_a_rule_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    huge = f"1{320 * '0'}"
+    for rule in ("--keep-last", "--keep-every", "--keep-best=loss", "--keep-daily", "--keep-monthly", "--keep-steps"):
+        arguments = [f"{rule}:{huge}"] if "best" in rule else [rule, huge]
+        made = planned([*SEVEN, *arguments, "--step", "3s"], capsys)
+        assert all(1 <= tier["kept"] <= tier["saves"] for tier in made["tiers"])
+
+
 @pytest.mark.parametrize("arguments", [["--mtbf", "1s"], ["--tier", "a=1B/s"], ["--mtbf", "9999d", "--length", "1s"]])
 def test_what_is_beyond_all_measure_is_still_planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     made = planned([*SEVEN, "--keep-last", "2", *arguments], capsys)
@@ -323,6 +341,21 @@ def test_what_is_beyond_all_measure_is_still_planned(arguments: list[str], capsy
         (["--params", "7B", "--keep-every", "10"], "goes by steps: say what a step takes, as in --step 2s"),
         (["--params", "7B", "--gpu-memory", "80"], "80GB"),
         (["--params", "7B", "--layers", "0"], "--layers must be"),
+        *(
+            (["--params", "7B", option, f"1{320 * '0'}"], f"{option}: at most ")
+            for option in (
+                "--dim",
+                "--vocab",
+                "--sequence",
+                "--layers",
+                "--micro-batch",
+                "--moments",
+                "--nodes",
+                "--shard",
+            )
+        ),
+        (["--params", "7B", "--moments", "101"], "--moments: at most 100"),
+        (["--params", "7B", "--factor", "1e308", "--init", "1e12"], "--factor: at most 1,000,000"),
         (["--model", "nonsense"], "package.module:function"),
         (["--model", "json:loads", "--dtype", "float32"], "goes with --params"),
     ],

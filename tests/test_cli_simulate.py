@@ -93,6 +93,8 @@ def test_a_trace_of_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     found = read(trace)
     assert found == Trace((7200.0, 12000.0, 9 * HOUR), 86400.0)
     assert found.mtbf_seconds == 8 * HOUR
+    trace.write_text(trace.read_text(), encoding="utf-8-sig")  # as Windows writes it
+    assert read(trace) == found
     made = played(["--trace", str(trace), "--stall", "10s", "--restart", "5min"], capsys)
     assert (made["failures"], made["runs"], made["seed"]) == (3, 1, None)
     shorter = played(["--trace", str(trace), "--length", "5h"], capsys)
@@ -240,7 +242,9 @@ def test_random_traces_are_played_whole(tmp_path: Path, capsys: pytest.CaptureFi
         ([], "one of --mtbf 8h, --gpus 1024, --trace FILE"),
         (["--mtbf", "8h", "--gpus", "3"], "one of --mtbf"),
         (["--mtbf", "0"], "a time above 0"),
-        (["--gpus", "0"], "gpus must be a whole number of at least 1"),
+        (["--gpus", "0"], "simulate: --gpus must be a whole number of at least 1"),
+        (["--gpus", f"1{320 * '0'}"], "gpus: at most 200,000"),
+        (["--mtbf", "8h", "--runs", f"1{320 * '0'}"], "give fewer --runs"),
         (["--gpus", "8", "--rate", "moon"], "there are llama3, rsc1"),
         (["--mtbf", "8h", "--stall", "-1s"], "a time above 0"),
         (["--mtbf", "8h", "--stall", "60s", "--save", "5s"], "not durable before it lets go"),

@@ -81,6 +81,7 @@ StepTime = Annotated[str | None, _option("--step", "TIME", "Of one step, for rul
 Explain = Annotated[bool, typer.Option("--explain", help="Every number with its formula, and where that is from.")]
 
 
+MOST_FACTOR = 1_000_000
 _STAGING_SOURCE = "rate assumed, less than half of PCIe 4.0 x16; yours: --staging, or save_staged in the journal"
 _INIT_SOURCE = "init assumed, Leonardo on its fast file system, 2024; yours: --init, or init_seconds in the journal"
 
@@ -139,6 +140,8 @@ def plan(
     from ckptman.policy.memory import memory_figures
 
     check_positive("plan", "--factor", factor)
+    if factor > MOST_FACTOR:
+        raise ConfigError(f"--factor: at most {MOST_FACTOR:,} (4 is usual); what is more was a slip")
     copying = parse_rate("--staging", staging or "10GB/s")
     init_seconds, run_seconds = parse_seconds("--init", init or "20min"), parse_seconds("--length", length)
     room = None if gpu_memory is None else parse_size("--gpu-memory", gpu_memory, needs_unit=True)

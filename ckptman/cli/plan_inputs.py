@@ -11,6 +11,7 @@ from ckptman.cli.quantities import parse_count, parse_rate
 from ckptman.errors import CkptmanError, ConfigError
 from ckptman.policy.checks import check_count
 from ckptman.policy.costs import TABLE, TABLE_SOURCE, Tier
+from ckptman.policy.failures import MOST_GPUS
 from ckptman.policy.figures import Figure, bytes_text
 from ckptman.policy.memory import Batch, Shape, Weights, likely_shape
 from ckptman.policy.sizing import (
@@ -32,7 +33,18 @@ if TYPE_CHECKING:
 
 DEFAULT_VOCAB = 128_256
 DEFAULT_SEQUENCE = 4096
-MOST_GPUS = 200_000
+MOST_MOMENTS = 100
+_MOST = {
+    "nodes": MOST_GPUS,
+    "gpus": MOST_GPUS,
+    "shard": MOST_GPUS,
+    "sequence": 10**9,
+    "micro_batch": 10**6,
+    "vocab": 10**9,
+    "dim": 10**6,
+    "layers": 10**5,
+}
+"""What is more was a slip, and overflows."""
 _OTHERS_OF_LOOP = (
     *("base_lrs", "last_epoch", "_step_count", "_is_initial", "_get_lr_called_within_step", "_last_lr", "lr_lambdas"),
 )
@@ -86,13 +98,15 @@ def subject_of(written: Written) -> Subject:
     if len(given) != 1:
         which = "nothing is" if not given else f"{' and '.join('--' + each for each in given)} are"
         raise ConfigError(f"{which} given: name one of --params 9e9, --config FILE, --model package.module:function")
-    for name in ("nodes", "gpus", "shard", "sequence", "micro_batch", "vocab", "dim", "layers"):
+    for name, most in _MOST.items():
         if (value := getattr(written, name)) is not None:
             check_count("plan", f"--{name.replace('_', '-')}", value)
+            _check_most(f"--{name.replace('_', '-')}", value, most)
     if written.nodes * written.gpus > MOST_GPUS:
         raise ConfigError(f"{written.nodes * written.gpus:,} GPUs are more than any machine has: at most {MOST_GPUS:,}")
     if written.moments < 0:
         raise ConfigError(f"--moments: 0 or more tensors for each parameter (AdamW has 2), not {written.moments}")
+    _check_most("--moments", written.moments, MOST_MOMENTS)
     if written.changes and written.config is None:
         raise ConfigError("--set changes a key of --config FILE: name that file, too")
     for name in ("dtype", "moment_dtype"):
@@ -105,6 +119,11 @@ def subject_of(written: Written) -> Subject:
             what = "the bundled loop trains in float32" if written.config else "the model says its own"
             raise ConfigError(f"--{name.replace('_', '-')} goes with --params: {what}")
     return _of_config(written, written.config) if written.config is not None else _of_model(written)
+
+
+def _check_most(name: str, value: int, most: int) -> None:
+    if value > most:
+        raise ConfigError(f"{name}: at most {most:,}; what is more was a slip")
 
 
 def _mesh(written: Written, shard: int | None) -> tuple[int, int]:
@@ -165,23 +184,32 @@ def _of_config(written: Written, path: Path) -> Subject:
             vocab = read_meta(config.data.path).vocab_size
         except CkptmanError as error:
             raise ConfigError(f"{error}; or say --set model.vocab_size=N, and the tokens are not looked at") from error
+    model, data = config.model, config.data
+    for name, value, kind in (
+        ("model.dim", model.dim, "dim"),
+        ("model.ffn_dim", model.hidden_dim, "dim"),
+        ("model.layers", model.layers, "layers"),
+        ("model.vocab_size", vocab, "vocab"),
+        ("data.sequence_tokens", data.sequence_tokens, "sequence"),
+        ("data.micro_batch", data.micro_batch, "micro_batch"),
+    ):
+        _check_most(name, value, _MOST[kind])
     replicas, shards = _mesh(written, written.shard or config.parallel.shard_ranks)
-    model = config.model
     names = [Tensor(name, shape) for name, shape in parameter_shapes(model, vocab)]
     others = [f"scheduler.{each}" for each in _OTHERS_OF_LOOP] + [f"data.{each}" for each in _DATA_OF_LOOP]
-    share = -(-config.data.global_batch // (replicas * shards))
+    share = -(-data.global_batch // (replicas * shards))
     subject = _exactly(
         f"{parameter_count(names):,} parameters of {path}",
         names,
         Values(SCHEDULED_VALUES, tuple(others)),
         Shape(model.dim, model.layers, vocab, model.hidden_dim, model.kv_heads / model.heads, tied=model.tied),
         Batch(
-            config.data.micro_batch * config.data.sequence_tokens,
+            data.micro_batch * data.sequence_tokens,
             DTYPE_BYTES[config.parallel.compute_dtype],
         ),
         (replicas, shards),
         written.moments,
-        accumulates=share > config.data.micro_batch,
+        accumulates=share > data.micro_batch,
     )
     checkpoint = config.checkpoint
     return replace(subject, retention=checkpoint.retention(), save_policy=checkpoint.save_policy())

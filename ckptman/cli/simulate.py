@@ -138,12 +138,14 @@ def _mean(
     mtbf: str | None, gpus: int | None, rate: str, recorded: Trace | None, path: Path | None
 ) -> tuple[float, str]:
     """Mean seconds between failures, and what to call them."""
+    from ckptman.policy.checks import check_count
     from ckptman.policy.failures import mtbf_figure, rate_named
 
     if recorded is not None:
         how_often = f"one in {_time(recorded.mtbf_seconds)}" if recorded.failures else "none"
         return recorded.mtbf_seconds, f"failures of {text.plain(path)}: {how_often}"
     if gpus is not None:
+        check_count("simulate", "--gpus", gpus)
         figure = mtbf_figure(gpus, rate_named(rate))
         return figure.value, f"a failure in {figure.text} ({text.count(gpus, 'GPU')}, {rate})"
     seconds = parse_seconds("--mtbf", mtbf or "")
@@ -170,6 +172,8 @@ def _failures(
     if runs is None:
         runs = max(1, min(round(FAILURES * mean / seconds), MOST_RUNS))
     check_count("simulate", "--runs", runs)
+    if runs > MOST_EVENTS:
+        raise ConfigError(f"--runs: at most {MOST_EVENTS:,} can be played in a while: give fewer --runs")
     if (events := max(runs, runs * seconds / mean)) > MOST_EVENTS:
         raise ConfigError(
             f"{events:,.0f} failures or runs are more than the {MOST_EVENTS:,} that can be played in a while: give "

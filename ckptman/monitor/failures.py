@@ -54,7 +54,7 @@ def read_trace(path: Path, parse_seconds: Callable[[str], float]) -> Trace:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
             raise ConfigError(f"{path} is no trace, but larger than 64 MiB, or no file: give a text file or a root")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise NotFoundError(f"there is no trace {path}: give a file of failure times, a journal or a root") from None
     except UnicodeDecodeError:

@@ -20,6 +20,8 @@ class Rate:
     source: str
 
 
+MOST_GPUS = 200_000
+"""More than any machine has."""
 RATES = (
     Rate(
         "llama3",
@@ -48,8 +50,10 @@ def rate_named(name: str) -> Rate:
 
 
 def mtbf_figure(gpus: int, rate: Rate) -> Figure:
-    """Mean seconds between failures of so many GPUs: one that fails ends the run. Raises IntervalError."""
-    check_count("plan", "gpus", gpus)
+    """Mean seconds between failures of so many GPUs: one that fails ends the run. Raises IntervalError, ConfigError."""
+    check_count("failures", "gpus", gpus)
+    if gpus > MOST_GPUS:
+        raise ConfigError(f"gpus: at most {MOST_GPUS:,}, more than any machine has")
     hours = rate.gpu_hours / rate.interruptions
     seconds = hours * 3600 / gpus
     many = f"{gpus:,} GPU{'s' if gpus > 1 else ''}"

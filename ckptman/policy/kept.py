@@ -161,7 +161,7 @@ def _most(policy: RetentionPolicy, saves: Saves) -> int:
 
 def _named(rules: Sequence[RetentionPolicy], saves: Saves) -> set[int]:
     named = {step for rule in rules if isinstance(rule, KeepSteps) for step in rule.steps}
-    return {step for step in named if step * saves.step_seconds <= saves.run_seconds}
+    return {step for step in named if step <= saves.run_seconds / saves.step_seconds}
 
 
 def _number(step: int, saves: Saves) -> int:

@@ -45,6 +45,12 @@ def tensors_of(written: str, option: str = "--model") -> list[Tensor]:
             sys.path.remove(here)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{option}: {written} returned a {type(model).__name__}: it has to return an nn.Module")
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(each):
+            raise ConfigError(
+                f"{option}: {written}: {name} has no shape before its first input (a lazy module, such as LazyLinear): "
+                f"give the module its sizes, or let the function call the model once"
+            )
     found = _tensors(model)
     if not any(each.parameter and each.elements for each in found):
         raise ConfigError(f"{option}: {written} returned a {type(model).__name__} with no parameter that is trained")
