@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ckptman.cli import text
 from ckptman.cli.app import main
 from ckptman.policy.limit import AtMost
 from ckptman.policy.rules import KeepBest, KeepLast, KeepSteps, RetentionPolicy
@@ -23,6 +24,7 @@ from ckptman.store.owner import Owner, owner_path, this_process
 from ckptman.store.pins import PINNED, read_pin
 from ckptman.store.stored_policy import read_policy, write_policy
 from ckptman.store.verified import VERIFIED
+from tests import unprivileged
 from tests.fake_checkpoint import commit, steps_of
 
 
@@ -96,15 +98,54 @@ def test_one_that_cannot_be_pruned_keeps_the_others_from_nothing(
     assert [kept(root) for root in roots] == [[200], [100, 200], [200]]
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
 def test_a_root_without_permission(tmp_path: Path) -> None:
-    roots = [make(tmp_path / name, 100, 200) for name in ("a", "b")]
-    roots[0].chmod(0)
+    roots = [make(tmp_path / name, 100, 200) for name in ("a", "b", "c")]
+    roots[1].chmod(0)
     try:
-        assert main(["prune", *map(str, roots), "--keep-last", "1"]) == 10
+        ended = unprivileged.ckptman("prune", *roots, "--keep-last", "1", "--json")
     finally:
-        roots[0].chmod(0o755)
-    assert kept(roots[1]) == [200]
+        roots[1].chmod(0o755)
+    assert ended.returncode == 10
+    told = json.loads(ended.stdout)
+    assert [each.get("exit_code") for each in told] == [None, 10, None]
+    assert "Permission denied" in told[1]["error"]
+    assert [kept(root) for root in roots] == [[200], [100, 200], [200]]
+
+
+def test_a_checkpoint_that_may_not_be_removed_stays_and_what_was_freed_is_told(tmp_path: Path) -> None:
+    roots = [make(tmp_path / name, 100, 200, 300) for name in ("a", "b")]
+    stuck = roots[0] / step_folder(100)
+    before = {path.name: path.read_bytes() for path in stuck.iterdir()}
+    stuck.chmod(0o555)  # as those of somebody else are in a root that all may write
+    try:
+        ended = unprivileged.ckptman("prune", *roots, "--keep-last", "1")
+        assert ended.returncode == 10
+        assert f"{stuck} cannot be removed (Permission denied): check permissions and prune again" in ended.stderr
+        size = Catalogue(roots[0]).entry(300).require_manifest().total_bytes
+        assert f"Deleted 1 of 3 checkpoints: {text.size(size)} freed." in ended.stdout
+        assert f"2 roots: {text.size(3 * size)} freed; 1 could not be pruned, see above." in ended.stdout
+        assert kept(roots[0]) == [100, 300]
+        ended = unprivileged.ckptman("prune", roots[0], "--keep-last", "1", "--json")
+        told = json.loads(ended.stdout)
+        assert (ended.returncode, told["exit_code"], told["freed_bytes"]) == (10, 10, 0)
+        assert f"{stuck} cannot be removed" in told["error"]
+        assert "Nothing was deleted." in unprivileged.ckptman("prune", roots[0], "--keep-last", "1").stdout
+    finally:
+        stuck.chmod(0o755)
+    assert {path.name: path.read_bytes() for path in stuck.iterdir()} == before
+    assert main(["prune", str(roots[0]), "--keep-last", "1"]) == 0
+    assert [kept(root) for root in roots] == [[300], [300]]
+
+
+def test_folders_with_the_names_of_files_stop_no_prune(tmp_path: Path) -> None:
+    root = make(tmp_path / "root", 100, 200)
+    strange = [run_folder(root) / name for name in ("lease-00000003.json", "outcome.json.tmp-1-0123abcd")]
+    for path in strange:
+        path.mkdir(parents=True)
+    for _ in range(2):
+        assert main(["prune", str(root), "--keep-last", "1"]) == 0
+    assert kept(root) == [200]
+    assert all(path.is_dir() for path in strange)
 
 
 def test_a_pattern_that_matches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,9 +121,12 @@ def prune(
     wishes = _Wishes(policy, leftovers, dry_run, as_json, jobs, files_per_second)
     paths, several = roots_of(roots)
     if not several:
-        data = _prune_one(paths[0], wishes)
+        data, failed = _prune_one(paths[0], wishes)
         if as_json:
-            text.say_json(data)
+            error = {"error": text.message(failed), "exit_code": failed.exit_code} if failed is not None else {}
+            text.say_json(data | error)
+        if failed is not None:
+            raise failed
         return
     _prune_many(paths, wishes)
 
@@ -134,36 +137,40 @@ def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
 
     for path in paths:
         # From now on all their readers are being watched, and not those of one root after the other.
-        with suppress(RootError):
+        with suppress(OSError):
             look(path, wait=False)
     told: list[dict[str, Any]] = []
     codes: list[int] = []
     for path in paths:
         if not wishes.as_json:
             text.say(f"{text.plain(path)}:")
+        data: dict[str, Any] = {"root": str(path)}
+        failed: Exception | None = None
         try:
-            told.append(_prune_one(path, wishes))
+            data, failed = _prune_one(path, wishes)
         except (CkptmanError, OSError) as error:
-            code = error.exit_code if isinstance(error, CkptmanError) else RootError.exit_code
-            codes.append(code)
-            told.append({"root": str(path), "error": text.message(error), "exit_code": code})
-            text.complain(f"{path}: {text.message(error)}")
+            failed = error
+        if failed is not None:
+            codes.append(failed.exit_code if isinstance(failed, CkptmanError) else RootError.exit_code)
+            data |= {"error": text.message(failed), "exit_code": codes[-1]}
+            text.complain(f"{path}: {text.message(failed)}")
+        told.append(data)
         if not wishes.as_json:
             text.say()
     if wishes.as_json:
         text.say_json(told)
     else:
         freed = sum(each.get("freed_bytes", 0) for each in told)
-        failed = f"; {len(codes):,} could not be pruned, see above" if codes else ""
+        bad = f"; {len(codes):,} could not be pruned, see above" if codes else ""
         verb = "would be freed" if wishes.dry_run else "freed"
-        text.say(f"{text.count(len(paths), 'root')}: {text.size(freed)} {verb}{failed}.")
+        text.say(f"{text.count(len(paths), 'root')}: {text.size(freed)} {verb}{bad}.")
     if codes:
         raise typer.Exit(codes[0])
 
 
-def _prune_one(root: Path, wishes: _Wishes) -> dict[str, Any]:
-    """Prune one root, say what was done, and return it as data. Raises: CkptmanError."""
-    from ckptman.store.prune import one_at_a_time, plan_prune
+def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError | None]:
+    """Prune one root, say what was done, and return it as data; and what could not be removed. Raises: CkptmanError."""
+    from ckptman.store.prune import Pruned, one_at_a_time, plan_prune
 
     check_is_root(root)
     policy = _policy_for(root, wishes)
@@ -172,10 +179,11 @@ def _prune_one(root: Path, wishes: _Wishes) -> dict[str, Any]:
         check_meant(root, policy, plan.verdicts, stored=wishes.policy is None)
         if not wishes.as_json and (said := lines(plan, with_checkpoints=not wishes.leftovers_only)):
             text.say("\n".join(said))
-        pruned = None if wishes.dry_run else _carry_out(root, plan, wishes)
+        pruned = None if wishes.dry_run else Pruned()
+        failed = _carry_out(root, plan, wishes, pruned) if pruned is not None else None
     if not wishes.as_json:
         text.say("\n".join(summary(plan, pruned)))
-    return as_dict(root, plan, pruned)
+    return as_dict(root, plan, pruned), failed
 
 
 def _policy_for(root: Path, wishes: _Wishes) -> RetentionPolicy | None:
@@ -193,7 +201,8 @@ def _policy_for(root: Path, wishes: _Wishes) -> RetentionPolicy | None:
     return in_bytes(policy, capacity_bytes(root))
 
 
-def _carry_out(root: Path, plan: PrunePlan, wishes: _Wishes) -> Pruned:
+def _carry_out(root: Path, plan: PrunePlan, wishes: _Wishes, pruned: Pruned) -> RootError | None:
+    """Delete, and say in `pruned` what is gone. Returns what could not be removed."""
     from ckptman.store.durable import DISK
     from ckptman.store.lease import lease
     from ckptman.store.prune import execute
@@ -205,9 +214,8 @@ def _carry_out(root: Path, plan: PrunePlan, wishes: _Wishes) -> Pruned:
     try:
         with lease(root, [], what="prune") as nonce, progress(f"pruning {root}", plan.freed_bytes) as done:
             tag = nonce or f"cli{os.urandom(4).hex()}"
-            return execute(root, plan, tag, jobs=wishes.jobs, remove=remove, done=done)
+            execute(root, plan, tag, jobs=wishes.jobs, remove=remove, done=done, pruned=pruned)
     except OSError as error:
-        raise RootError(
-            error.errno or errno.EIO,
-            f"{error.filename or root} cannot be removed ({error.strerror}): check permissions and prune again",
-        ) from error
+        why = f"{error.filename or root} cannot be removed ({error.strerror}): check permissions and prune again"
+        return RootError(error.errno or errno.EIO, why)
+    return None

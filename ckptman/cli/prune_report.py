@@ -64,7 +64,10 @@ def summary(plan: PrunePlan, pruned: Pruned | None) -> list[str]:
 def _outcome(plan: PrunePlan, pruned: Pruned | None) -> str:
     deleted = len(plan.deletions if pruned is None else pruned.deleted)
     what = [f"{deleted:,} of {text.count(len(plan.verdicts), 'checkpoint')}"] if deleted else []
-    what += [text.count(len(plan.leftovers), "leftover")] if plan.leftovers else []
+    cleared = len(plan.leftovers) if pruned is None else pruned.cleared
+    what += [text.count(cleared, "leftover")] if cleared else []
+    if not what and (plan.deletions or plan.leftovers):
+        return "Nothing was deleted."
     if not what:
         return f"Nothing to delete: {text.count(len(plan.verdicts), 'checkpoint')}, no leftovers."
     if pruned is None:

@@ -143,7 +143,8 @@ def look(root: Path, *, wait: bool = True, but: str = "") -> Leases:
             if lives is None and wait:
                 continue
             if lives is False:
-                found.dead.append(path)
+                # A folder is none that we made, and stays.
+                found.dead += [path] if path.is_symlink() or not path.is_dir() else []
             else:
                 _hold(found, one)
                 found.nonces.add(path.stem.removeprefix("lease-"))
@@ -201,9 +202,9 @@ def _beat(path: Path, text: bytes, done: threading.Event, disk: Disk) -> None:
 
 
 def _paths(root: Path) -> list[Path]:
-    if run_folder(root).is_symlink():  # what lies elsewhere is none of this root's, and nobody leases through a link
-        return []
     try:
+        if run_folder(root).is_symlink():  # what lies elsewhere is none of this root's: nobody leases through a link
+            return []
         names = os.listdir(run_folder(root))  # noqa: PTH208 names alone are wanted
     except (FileNotFoundError, NotADirectoryError):
         return []

@@ -150,7 +150,8 @@ def _half_written(root: Path) -> list[tuple[Path, int]]:
         paths = sorted(folder.iterdir())
     except OSError:
         return []
-    return [(path, pid) for path in paths if (pid := parse_half_written(path.name)) is not None]
+    names = [(path, pid) for path in paths if (pid := parse_half_written(path.name)) is not None]
+    return [(path, pid) for path, pid in names if path.is_symlink() or not path.is_dir()]
 
 
 def _tree_bytes(path: Path) -> int:

@@ -74,6 +74,8 @@ class Pruned:
 
     deleted: set[int] = field(default_factory=set)
     spared: dict[int, str] = field(default_factory=dict)
+    cleared: int = 0
+    """How many leftovers are gone."""
     freed_bytes: int = 0
 
 
@@ -173,13 +175,15 @@ def execute(
     jobs: int = 1,
     remove: Callable[[Path], None] | None = None,
     done: Progress | None = None,
+    pruned: Pruned | None = None,
 ) -> Pruned:
     """Carry out a plan: what goes is made invisible at once, and then removed. Can be run again at any point.
 
     What cannot be removed does not keep the rest from being removed. `jobs`: threads that remove; `remove`: what
-    removes a folder that nobody sees any more, such as `slowly.Slowly`. Raises: OSError in the end, if there was such.
+    removes a folder that nobody sees any more, such as `slowly.Slowly`; `pruned`: where to tell what became of it, for
+    who wants to know that also of one that failed. Raises: OSError in the end, if there was such.
     """
-    work = _Work(root, plan, disk, remove, done)
+    work = _Work(root, plan, disk, remove, done, pruned if pruned is not None else Pruned())
     with first_error_last() as attempt:
         for stray in plan.strays:
             attempt(partial(work.put_back, stray))
@@ -192,13 +196,13 @@ def execute(
             for count, verdict in enumerate(plan.deletions)
             if (entry := plan.entries[verdict.record.sequence]).step not in stuck
         ]
-        taken: list[tuple[Path, Record]] = []
+        taken: list[tuple[Path, Path, Record]] = []
         # A few at a time: readers of those wait, and each look for readers reads all their names.
         for few in (going[start : start + _TAKEN_AT_ONCE] for start in range(0, len(going), _TAKEN_AT_ONCE)):
             with lease(root, [entry.path.name for _, _, entry in few], what=TAKING, disk=disk):
                 for count, record, entry in few:
                     attempt(partial(work.take, entry, record, f"{tag}-{count}", taken))
-        steps = [partial(work.remove, trash, record) for trash, record in taken]
+        steps = [partial(work.remove, *each) for each in taken]
         if jobs == 1:
             for step in steps:
                 attempt(step)
@@ -223,12 +227,13 @@ class _Work:
         disk: Disk,
         remove: Callable[[Path], None] | None,
         done: Progress | None,
+        pruned: Pruned,
     ) -> None:
         self._root, self._place, self._disk, self._done = root, FolderPlace(root, disk), disk, done
         self._remove = remove or disk.remove_tree
         self._rollbacks = plan.rollbacks
         self._turn = threading.Lock()
-        self.pruned = Pruned()
+        self.pruned = pruned
 
     def put_back(self, stray: Leftover) -> None:
         assert stray.step is not None
@@ -243,7 +248,7 @@ class _Work:
             self._remove(trash)
         self._count(leftover.bytes)
 
-    def take(self, entry: Entry, record: Record, tag: str, taken: list[tuple[Path, Record]]) -> None:
+    def take(self, entry: Entry, record: Record, tag: str, taken: list[tuple[Path, Path, Record]]) -> None:
         """Make one checkpoint invisible, unless it is another by now or somebody wants it."""
         if not _is_as_planned(entry, entry.path):
             return
@@ -261,7 +266,7 @@ class _Work:
                 raise OSError(errno.EBUSY, f"it stays under this name, as it cannot be put back: {reason}", str(trash))
             self._spare(record, reason)
             return
-        taken.append((trash, record))
+        taken.append((trash, entry.path, record))
 
     def _mark(self, trash: Path, path: Path, reason: str) -> None:
         """Pin what nobody holds, unless it was saved again: else the next prune would clear what it is to put back."""
@@ -271,10 +276,16 @@ class _Work:
                 why = f"a prune could not put it back: {reason}"
                 pin(trash, why, by="ckptman prune", time_seconds=time.time(), disk=self._disk)
 
-    def remove(self, trash: Path, record: Record) -> None:
+    def remove(self, trash: Path, path: Path, record: Record) -> None:
         """Remove one that was taken."""
         # Its manifest first: who finds the rest of it under this name must not take it for a checkpoint.
-        self._disk.remove_file(trash / MANIFEST)
+        try:
+            self._disk.remove_file(trash / MANIFEST)
+        except OSError as error:
+            # It is somebody else's: whole as it is, nobody would find it under that name, and no prune could remove it.
+            if os.path.lexists(trash / MANIFEST) and self._place.put_back(trash, path):
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            raise
         self._remove(trash)
         self._count(record.bytes, record.sequence)
 
@@ -292,7 +303,9 @@ class _Work:
     def _count(self, freed_bytes: int, sequence: int | None = None) -> None:
         with self._turn:
             self.pruned.freed_bytes += freed_bytes
-            if sequence is not None:
+            if sequence is None:
+                self.pruned.cleared += 1
+            else:
                 self.pruned.deleted.add(sequence)
             if self._done is not None:
                 self._done(freed_bytes)
