@@ -24,12 +24,12 @@ class Opened:
         try:
             with os.scandir(folder) as items:
                 self._before = {item.name: _stamp(folder / item.name) for item in items}
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:  # there is none, or its names may not be read: then nobody can tell
             self._before = {}
 
     def lost(self) -> NotFoundError | None:
         """Why what is there now is no longer what was opened; None where it is, as far as anybody can tell."""
-        for name in self._names():
+        for name in self._names() if self._before else ():
             try:
                 now = _stamp(self.folder / name)
             except OSError:  # then nobody can tell
