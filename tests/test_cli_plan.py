@@ -46,6 +46,11 @@ from torch import nn
 def good():
     return nn.Linear(1000, 1000)
 
+def tied():
+    model = nn.Sequential(nn.Embedding(128, 128_256), nn.Linear(128, 128_256, bias=False))
+    model[0].weight = model[1].weight
+    return model
+
 def tuned():
     model = nn.Sequential(nn.Linear(20_000, 20_000), nn.Linear(1000, 8, bias=False))
     model[0].requires_grad_(False)
@@ -201,6 +206,8 @@ def test_a_model_of_this_folder(
     made = planned(["plan", "--model", "my_models_of_a_plan:good", "--gpus", "1"], capsys)
     assert made["model"]["parameters"] == 1_001_000
     assert made["checkpoint"]["tensors_bytes"] == 3 * 4 * 1_001_000 + 2 * 4
+    tied = planned(["plan", "--model", "my_models_of_a_plan:tied", "--gpus", "1", "--explain"], capsys)
+    assert "(embedding)" in tied["memory"]["gathered_bytes"]["formula"]
     tuned = planned(["plan", "--model", "my_models_of_a_plan:tuned", "--gpus", "1"], capsys)
     assert (tuned["model"]["parameters"], tuned["model"]["frozen"]) == (8000, 400_020_000)
     assert tuned["memory"]["parameters_bytes"] == 4 * (8000 + 400_020_000)

@@ -172,6 +172,7 @@ def test_a_configuration_is_planned_at_its_own_interval(
     assert saves() == 2880  # four times a restart, and at least every 15 minutes
     assert saves("--set=checkpoint.every_seconds=60") == 43_200
     assert saves("--set=checkpoint.every_steps=10", "--step=30s") == 8640
+    assert saves("--step=1h") == 720  # no more often than steps
     assert main([*arguments, "--set=checkpoint.every_seconds=60", "--set=checkpoint.every_steps=10"]) == 0
     told = capsys.readouterr().out
     assert "kept and disk are by the configuration, which saves by EverySeconds(seconds=60.0)\n" in told

@@ -208,9 +208,10 @@ def _cadence(policy: SavePolicy | None, figures: list[Figure], step_seconds: flo
 
     stall, save, restart = (value_of(figures, name) for name in ("stall", "save", "restart"))
     own = cadence_seconds(policy, stall, save, restart, step_seconds)
-    return (
-        (value_of(figures, "interval"), "") if own is None else (own, " (by the configuration, no shorter than a save)")
-    )
+    seconds, who = value_of(figures, "interval"), ""
+    if own is not None:
+        seconds, who = own, " (by the configuration, no shorter than a save)"
+    return (seconds, who) if step_seconds is None or step_seconds <= seconds else (step_seconds, " (a step)")
 
 
 def _limit_bytes(policy: RetentionPolicy | None) -> int | None:

@@ -227,7 +227,7 @@ def _of_model(written: Written) -> Subject:
         f"{trained:,} trained{also} parameters of {written.model}",
         names,
         Values(),
-        _shape(written, trained + others),
+        replace(_shape(written, trained + others), tied=any(each.tied for each in names)),
         _batch(written),
         _mesh(written, written.shard),
         written.moments,

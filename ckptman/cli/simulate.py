@@ -73,7 +73,8 @@ def simulate(
 ) -> None:
     """Play a month of failures against intervals between saves.
 
-    Says what each policy yields, beside the best fixed interval that a search finds on the same failures.
+    Says what each policy yields, beside the best fixed interval that a search finds on the same failures. "derived" is
+    the best interval of `ckptman plan`, without the plan's bound of 15 minutes.
     """
     from ckptman.policy.goodput import Costs
 
