@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -152,3 +152,14 @@ def test_a_drain_says_so_and_fills_up_the_rest(source: Path, tmp_path: Path) -> 
     assert isinstance(again.error, ExistsError)
     assert holds(far) == first
     assert_tidy(far, *(f"step-{step:010d}" for step in (100, 200, 300)))
+
+
+def test_what_a_tier_got_while_a_drain_was_planned_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    far = tmp_path / "far"
+    write_tiers(source, [Tier(far)])
+    plan = plan_drain(source, [Tier(far)])
+    commit(far, 200, metrics={"loss": 1.0})
+    before = holds(far)
+    (drained,) = carry_out(source, plan, lambda task: nullcontext(Means(threads=1)))
+    assert isinstance(drained.error, ExistsError)
+    assert holds(far) == before

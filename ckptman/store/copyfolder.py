@@ -92,13 +92,17 @@ def copy_to_folder(original: Original, place: FolderPlace, means: Means) -> Copi
                 return found
             _refuse_live_run(place.root)
             with _claimed(draft, place, means.disk):
-                # Another copy may have ended while this one waited for nothing.
-                if (found := _already(original, place, means)) is not None:
-                    means.disk.remove_tree(draft)
-                    return found
-                if facts.manifest is None:  # of a checkpoint of ours, a prune knows its name
-                    _clear_older(draft, facts.name, means.disk)
-                return _copy(original, place, draft, means, nonce)
+                try:
+                    # Another copy may have ended while this one waited for nothing.
+                    if (found := _already(original, place, means)) is not None:
+                        means.disk.remove_tree(draft)
+                        return found
+                    if facts.manifest is None:  # of a checkpoint of ours, a prune knows its name
+                        _clear_older(draft, facts.name, means.disk)
+                    return _copy(original, place, draft, means, nonce)
+                except ExistsError:
+                    place.abandon(str(draft))
+                    raise
 
 
 def _clear_older(draft: Path, name: str, disk: Disk) -> None:

@@ -24,7 +24,7 @@ from ckptman.store.copyfolder import Copied
 from ckptman.store.copyproof import Means
 from ckptman.store.durable import DISK
 from ckptman.store.lease import lease
-from ckptman.store.names import MANIFEST
+from ckptman.store.names import MANIFEST, step_folder
 from ckptman.store.objects import ObjectEntry, ObjectPlace
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import execute, plan_prune
@@ -96,8 +96,15 @@ def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = No
         wanted = due(records, there, holding.tier, now_seconds)
         for place in sorted(wanted, reverse=True):
             entry = entries[place]
-            tasks.append(Task(holding.tier, entry, wanted[place], over=entry.step not in good))
+            over = entry.step not in good and _is_taken(holding.tier, entry.step)
+            tasks.append(Task(holding.tier, entry, wanted[place], over))
     return DrainPlan(tasks, holdings)
+
+
+def _is_taken(tier: Tier, step: int) -> bool:
+    """Whether there is something of a checkpoint's name. Nothing that comes there later may be replaced."""
+    place = open_tier(tier)
+    return not isinstance(place, FolderPlace) or os.path.lexists(place.root / step_folder(step))
 
 
 def prepare(root: Path, plan: DrainPlan) -> None:
