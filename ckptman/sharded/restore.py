@@ -127,7 +127,8 @@ class Restorer:
                 done, _ = wait(work, _FETCH_LOOK_SECONDS)
                 for each in done:
                     each.result()
-                goes_on, before[0] = (meter.phase, meter.done_bytes) != before[0], (meter.phase, meter.done_bytes)
+                now = meter.phase, meter.done_bytes
+                goes_on, before[0] = now != before[0], now
                 return bool(done), goes_on
 
             try:
