@@ -500,6 +500,19 @@ def test_what_a_pin_says_cannot_command_a_terminal(tmp_path: Path, capsys: pytes
     assert "\x1b" not in capsys.readouterr().out
 
 
+def test_a_reason_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = make(tmp_path / "root", 100, 200)
+    odd = os.fsdecode(b"why \xff\xfe")
+    assert main(["pin", str(root), "--step", "100", "--why", odd]) == 0
+    note = read_pin(root / step_folder(100))
+    assert note is not None
+    assert note.why == "why \\udcff\\udcfe"
+    assert main(["rollback", str(root), "--to-step", "100", "--why", odd]) == 0
+    assert main(["list", str(root)]) == 0
+    assert main(["rollback", str(root), "--undo"]) == 0
+    capsys.readouterr()
+
+
 def test_a_pinned_step_that_is_saved_again_is_still_there(tmp_path: Path) -> None:
     root = make(tmp_path / "root", 100, 200)
     assert main(["pin", str(root), "--step", "100", "--why", "the paper"]) == 0

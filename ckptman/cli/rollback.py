@@ -14,7 +14,7 @@ import typer
 
 from ckptman.cli import text
 from ckptman.cli.list import AsJson, Root
-from ckptman.errors import ConfigError
+from ckptman.errors import ConfigError, plain
 
 if TYPE_CHECKING:
     from ckptman.store.rollback import Change
@@ -47,13 +47,13 @@ def rollback(
 
     if (to_step is None) != undo:
         raise ConfigError("say --to-step N, the step to go back to, or --undo")
-    now = time.time()
+    now, why = time.time(), plain(why)  # bytes that are no text have no form in JSON
     if dry_run:
         change = make()
     else:
         make()  # what cannot be is refused before anything is written
         job = os.environ.get("SLURM_JOB_ID")
-        change = execute(root, make, why=why, by=_who(), time_seconds=now, job_id=job)
+        change = execute(root, make, why=why, by=plain(_who()), time_seconds=now, job_id=job)
         _note(root, change, why)
     if as_json:
         text.say_json(_as_dict(root, change, dry_run))

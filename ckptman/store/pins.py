@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from ckptman.errors import ConfigError, CorruptError
+from ckptman.errors import ConfigError, CorruptError, plain
 from ckptman.store.regular import read_regular
 
 if TYPE_CHECKING:
@@ -50,9 +50,10 @@ def pin(folder: Path, why: str, *, by: str, time_seconds: float, disk: Disk) -> 
         raise ConfigError(
             'a pin needs a reason that others can read a year later, such as --why "Table 2 of the paper"'
         )
+    why = plain(why.strip())  # bytes that are no text have no form in JSON
     if len(why) > MOST_TEXT:
         raise ConfigError(f"the reason of a pin has at most {MOST_TEXT} characters, not {len(why)}")
-    note = Pin(why=why.strip(), by=by[:MOST_TEXT], time_seconds=time_seconds)
+    note = Pin(why=why, by=plain(by)[:MOST_TEXT], time_seconds=time_seconds)
     disk.replace_file(folder / PINNED, json.dumps(note.model_dump(mode="json"), indent=1).encode() + b"\n")
 
 
