@@ -84,6 +84,13 @@ def test_one_data_file_that_changes_is_enough_and_what_lies_beside_is_not(tmp_pa
 
     with pytest.raises(ckptman.NotFoundError, match=r"__0_0.distcp was written to"):
         export(tmp_path / "saved", tmp_path / "out", begin=halfway(touch))
+
+    def replace() -> None:
+        shutil.copy2(data, tmp_path / "copy")
+        (tmp_path / "copy").rename(data)
+
+    with pytest.raises(ckptman.NotFoundError, match=r"__0_0.distcp was written to"):
+        export(tmp_path / "saved", tmp_path / "out", begin=halfway(replace))
     export(tmp_path / "saved", tmp_path / "out", begin=halfway((tmp_path / "saved" / "log.txt").touch))
     assert names_in(tmp_path) == ["out", "saved"]
 

@@ -11,8 +11,8 @@ from ckptman.errors import CkptmanError, CorruptError, NotFoundError
 from ckptman.sharded.saved import SavedState
 from ckptman.store.names import MANIFEST, METADATA
 
-Stamp = tuple[int, int]
-"""Bytes of a file, and when it was written last (nanoseconds)."""
+Stamp = tuple[int, int, int]
+"""Bytes of a file, when it was written last (nanoseconds), and its inode: another one where it was replaced."""
 
 
 class Opened:
@@ -81,4 +81,4 @@ def _stamp(path: Path) -> Stamp | None:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns, status.st_ino
