@@ -80,7 +80,7 @@ CASES: list[tuple[Callable[[Path], None], list[str], int, str]] = [
     (_good, ["prune", "ROOT", "--keep-every", "0"], 2, "at least 1"),
     (_good, ["prune", "ROOT", "--keep-best", "loss:0"], 2, "at least 1"),
     (_good, ["prune", "ROOT", "--keep-best", ":2"], 2, "name of a metric"),
-    (_good, ["prune", "ROOT", "--keep-best", "lost"], 2, "no checkpoint under ROOT has the metric 'lost'"),
+    (_good, ["prune", "ROOT", "--keep-best", "lost"], 2, "ROOT: no checkpoint has the metric 'lost'; they have loss"),
     (_good, ["prune", "ROOT", "--keep-best", "loss:2:mxa"], 2, "has the metric 'loss:2:mxa'; they have loss"),
     (_good, ["prune", "ROOT", "--keep-best", "dead"], 2, "the metric 'dead' is a finite number in no checkpoint"),
     (_future, ["show", "ROOT"], 9, "format version 99"),
