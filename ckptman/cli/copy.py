@@ -181,8 +181,8 @@ class _Job:
         for kind in _WORST_FIRST:
             for step, error in self.failures.items():
                 if isinstance(error, kind):
-                    of = text.count(len(self.failures), "checkpoint")
-                    raise _NotAllError(f"{of} not copied, the first of step {step}: {text.message(error)}", error.exit_code)
+                    what = f"{text.count(len(self.failures), 'checkpoint')} not copied, the first of step {step}"
+                    raise _NotAllError(f"{what}: {text.message(error)}", error.exit_code)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -249,7 +249,7 @@ def copied_lines(copied: Copied) -> list[str]:
         lines.append("  it has no digests of its own: the copy is held against what was read, not what was saved")
     if not copied.already and copied.written_bytes < copied.bytes:
         kept = text.size(copied.bytes - copied.written_bytes)
-        lines.append(f"  {kept} of it were there from an attempt before")
+        lines.append(f"  {kept} of it were there already")
     if copied.from_memory:
         lines.append(f"  not proved: that it is on storage, for {text.plain(copied.from_memory)}")
     return lines + [f"  {text.plain(remark)}" for remark in copied.remarks]

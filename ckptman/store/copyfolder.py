@@ -85,7 +85,6 @@ def copy_to_folder(original: Original, place: FolderPlace, means: Means) -> Copi
     facts = original.facts
     with _told(place.root, facts):
         place.make()
-        _flush_name(place.root, means.disk)
         draft = place.root / f"{facts.name}.tmp-copy-{facts.tag}"
         with lease(place.root, [draft.name, facts.name], what="copy", disk=means.disk) as nonce:
             if (found := _already(original, place, means)) is not None:
@@ -221,12 +220,6 @@ def _is_checkpoint(final: Path) -> bool:
     if parse_step(final.name) is not None:
         return True
     return not final.is_symlink() and any(os.path.lexists(final / name) for name in (MANIFEST, METADATA))
-
-
-def _flush_name(root: Path, disk: Disk) -> None:
-    """Who made a root may have been killed before its name was durable: then all that is in it would go with it."""
-    with contextlib.suppress(PermissionError):  # where not even its names may be read, nobody could do it
-        disk.sync_folder(root.parent)
 
 
 def _difference(final: Path, facts: Facts) -> str:

@@ -22,9 +22,8 @@ from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.copy import copy_checkpoint
 from ckptman.store.copyfolder import Copied
 from ckptman.store.copyproof import Means
-from ckptman.store.durable import DISK
 from ckptman.store.lease import lease
-from ckptman.store.names import MANIFEST, step_folder
+from ckptman.store.names import MANIFEST
 from ckptman.store.objects import ObjectEntry, ObjectPlace
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import execute, plan_prune
@@ -96,15 +95,10 @@ def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = No
         wanted = due(records, there, holding.tier, now_seconds)
         for place in sorted(wanted, reverse=True):
             entry = entries[place]
-            over = entry.step not in good and _is_taken(holding.tier, entry.step)
+            # Nothing that comes there from now on is replaced.
+            over = entry.step in holding.taken and entry.step not in good
             tasks.append(Task(holding.tier, entry, wanted[place], over))
     return DrainPlan(tasks, holdings)
-
-
-def _is_taken(tier: Tier, step: int) -> bool:
-    """Whether there is something of a checkpoint's name. Nothing that comes there later may be replaced."""
-    place = open_tier(tier)
-    return not isinstance(place, FolderPlace) or os.path.lexists(place.root / step_folder(step))
 
 
 def prepare(root: Path, plan: DrainPlan) -> None:
@@ -118,19 +112,8 @@ def prepare(root: Path, plan: DrainPlan) -> None:
         for each in plan.holdings:
             if not each.trouble:
                 hand_on_to(open_tier(each.tier), every, each.rollbacks)
-    held = {str(each.tier): list(each.records) for each in plan.holdings if not each.trouble and _is_durable(each)}
+    held = {str(each.tier): list(each.records) for each in plan.holdings if not each.trouble}
     write_drained(root, {**read_drained(root), **held})
-
-
-def _is_durable(holding: Holding) -> bool:
-    """Whether what a tier holds outlives a power cut: who made it visible may have been killed before a flush."""
-    place = open_tier(holding.tier)
-    try:
-        if holding.entries and isinstance(place, FolderPlace):
-            DISK.sync_folder(place.root)
-    except OSError:
-        return False
-    return True
 
 
 def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractContextManager[Means]]) -> Iterator[Drained]:
@@ -156,7 +139,7 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
             yield Drained(task, error=error if isinstance(error, CkptmanError) else _as_ours(tier, error))
     if fuller:
         held = {str(tier): holding_of(tier, abandoned_by(read_rollbacks(root).values())) for tier in fuller}
-        known = {tier: list(each.records) for tier, each in held.items() if not each.trouble and _is_durable(each)}
+        known = {tier: list(each.records) for tier, each in held.items() if not each.trouble}
         write_drained(root, {**read_drained(root), **known})
 
 

@@ -60,6 +60,9 @@ class FolderPlace:
         """Make the root where it is missing. Raises: RootError (a file is in the way, or it is not ours to write)."""
         try:
             self._disk.make_folders(self.root)
+            # Who made it may have been killed before its name was durable: then all that is in it would go with it.
+            with contextlib.suppress(PermissionError):  # where not even its names may be read, nobody could do it
+                self._disk.sync_folder(self.root.parent)
         except OSError as error:
             raise RootError(
                 error.errno or errno.EIO,

@@ -69,13 +69,15 @@ class _Drained(BaseModel):
 @dataclass(frozen=True)
 class Holding:
     """What a tier holds, and the rollbacks that are written down there. `trouble`: why nobody can say; "": all is
-    well. `entries` and `records` go together."""
+    well. `entries` and `records` go together. `taken`: the steps whose name something has that is or was a checkpoint.
+    """
 
     tier: Tier
     entries: tuple[Entry | ObjectEntry, ...] = ()
     records: tuple[Record, ...] = ()
     rollbacks: tuple[Rollback, ...] = ()
     trouble: str = ""
+    taken: frozenset[int] = frozenset()
 
 
 def write_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
@@ -231,13 +233,19 @@ def holding_of(tier: Tier, left: Mapping[str, str] | None = None) -> Holding:
     """What a tier holds, as retention rules see it. `left`: what was abandoned elsewhere. Never raises for trouble."""
     try:
         place = open_tier(tier)
-        entries = [entry for entry in entries_of(place) if entry.complete]
+        found = entries_of(place)
+        entries = [entry for entry in found if entry.complete]
+        if entries and isinstance(place, FolderPlace):
+            # Who made one visible may have been killed before that was flushed, and what is there may go elsewhere.
+            DISK.sync_folder(place.root)
         rollbacks = rollbacks_of(place)
     except (CkptmanError, OSError) as error:
         return Holding(tier, trouble=getattr(error, "strerror", None) or str(error))
     left = {**(left or {}), **abandoned_by(rollbacks)}
     records = [record_of(entry, left) for entry in entries]
-    return Holding(tier, tuple(entries), tuple(records), tuple(rollbacks))
+    # Objects without a manifest may be of anybody; a folder of that name is what a crash or a person left of one.
+    taken = frozenset(entry.step for entry in found if isinstance(entry, Entry) or entry.data)
+    return Holding(tier, tuple(entries), tuple(records), tuple(rollbacks), taken=taken)
 
 
 def record_of(entry: Entry | ObjectEntry, left: Mapping[str, str]) -> Record:
