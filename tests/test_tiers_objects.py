@@ -106,3 +106,14 @@ def test_pins_and_rollbacks_hold_in_a_store(tmp_path: Path, bucket: str) -> None
     entries = ObjectPlace(url).look()
     assert [entry.step for entry in entries] == [10, 30]
     assert entries[1].require_manifest().identity == again.identity
+
+
+def test_what_others_put_below_the_name_of_a_checkpoint_stays(tmp_path: Path, bucket: str) -> None:
+    root, tier = tmp_path / "run", ckptman.Tier(f"s3://{bucket}/runs/a")
+    commit(root, 10)
+    write_tiers(root, [tier])
+    place, name = ObjectPlace(str(tier)), "step-0000000010/results.json"
+    place.write(name, b"theirs")
+    assert main(["drain", str(root)]) == 5
+    assert place.read(name, 0, 6) == b"theirs"
+    assert steps_in(str(tier)) == []
