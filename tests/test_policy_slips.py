@@ -86,3 +86,21 @@ def test_a_run_warns_once_and_deletes_nothing_until_the_metric_is_there(
     journal.close()
     assert steps_of(Catalogue(tmp_path).scan()) == [4, 5]
     assert any(each["event"] == "prune_failed" for each in read_journal(journal_path(tmp_path))[0])
+
+
+def test_where_other_rules_keep_some_a_run_prunes_by_them_and_warns_once(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    held = claim(tmp_path, "run", None)
+    keeper = Keeper(FolderPlace(tmp_path), KeepLast(2) | KeepBest("eval"), "prune", held, None, DISK)
+    for step in (1, 2, 3, 4):
+        commit(tmp_path, step, metrics=LOSS)
+        keeper.prune()
+    commit(tmp_path, 5, metrics={"eval": 1.0})
+    for step in (6, 7, 8):
+        commit(tmp_path, step, metrics=LOSS)
+        keeper.prune()
+    keeper.close(tidy=True)
+    held.release()
+    assert steps_of(Catalogue(tmp_path).scan()) == [5, 7, 8]
+    assert ["pruned by the other rules alone: no checkpoint has" in str(each.message) for each in recwarn] == [True]

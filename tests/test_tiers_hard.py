@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ckptman.cli.app import main
 from ckptman.errors import RootError
-from ckptman.policy.retention import KeepBest
+from ckptman.policy.rules import KeepBest, KeepLast
 from ckptman.policy.tiers import Tier
 from ckptman.store.catalogue import Catalogue
-from ckptman.store.drain import plan_drain
+from ckptman.store.copy import copy_checkpoint
+from ckptman.store.drain import plan_drain, prune_tier
 from ckptman.store.names import drained_path
+from ckptman.store.place import FolderPlace
 from ckptman.store.tiered import TieredPlace
 from ckptman.store.tiers import awaited, read_tiers, write_tiers
 from tests.fake_checkpoint import commit, flip_byte
@@ -140,3 +143,18 @@ def test_numbers_go_on_where_a_tier_is_away(root: Path) -> None:
     with pytest.warns(RuntimeWarning, match="cannot be looked at"):
         place.list()
     assert place.last_sequence() == 8
+
+
+def test_a_slip_in_the_rules_of_a_tier_deletes_nothing_there(tmp_path: Path) -> None:
+    root, far = tmp_path / "run", tmp_path / "far"
+    tier = Tier(far, retention=KeepBest("lozz"))
+    for step in (10, 20, 30):
+        commit(root, step, metrics={"loss": 1.0})
+    write_tiers(root, [tier])
+    for step in (10, 20, 30):
+        copy_checkpoint(Catalogue(root).entry(step), FolderPlace(far))
+    with pytest.warns(RuntimeWarning, match="nothing is deleted in .*far: no checkpoint has the metric 'lozz'"):
+        prune_tier(tier, FolderPlace(far))
+    assert len(Catalogue(far).scan()) == 3
+    prune_tier(replace(tier, retention=KeepBest("lozz") | KeepLast(1)), FolderPlace(far))
+    assert len(Catalogue(far).scan()) == 1

@@ -32,12 +32,18 @@ def slip(policy: RetentionPolicy | None, records: Sequence[Record], now_seconds:
     # By its age all of it may well be over.
     if len(counted) < 2 or not rules or any(isinstance(rule, KeepWithin) for rule in rules):
         return ""
-    if any(rule.keeps_at(counted, now_seconds) for rule in rules):
+    if keeps_any(policy, records, now_seconds):
         return ""
     last = max(record.step for record in counted)
     if goes_on and any(_waits(rule, last) for rule in rules):
         return ""
     return f"the rules keep none of {len(counted)} checkpoints ({' | '.join(map(repr, rules))})"
+
+
+def keeps_any(policy: RetentionPolicy | None, records: Sequence[Record], now_seconds: float) -> bool:
+    """Whether a rule keeps at least one of the checkpoints there are."""
+    counted = [record for record in records if not record.abandoned]
+    return any(rule.keeps_at(counted, now_seconds) for rule in rules_of(policy))
 
 
 def _waits(rule: RetentionPolicy, last: int) -> bool:

@@ -13,7 +13,7 @@ from ckptman.errors import warn
 from ckptman.monitor.journal import Journal
 from ckptman.policy.limit import in_bytes, needs_capacity
 from ckptman.policy.rules import Record, RetentionPolicy
-from ckptman.policy.slips import slip
+from ckptman.policy.slips import keeps_any, slip
 from ckptman.sharded.commit import SaveInfo
 from ckptman.store.durable import Disk
 from ckptman.store.owner import Claim
@@ -121,8 +121,12 @@ class Keeper:
         plan = plan_prune(self._root, self._policy, self._damaged, wait=False, coming=coming)
         records = [*(each.record for each in plan.verdicts), *([coming] if coming is not None else [])]
         if plan.deletions and (cause := slip(self._policy, records, time.time(), goes_on=True)):
-            self._failed(cause)
-            plan = plan_prune(self._root, None, self._damaged, wait=False)
+            # Where other rules keep some, a metric may well come later, and until then the disk would fill up.
+            if keeps_any(self._policy, records, time.time()):
+                self._tell_once(f"older checkpoints are pruned by the other rules alone: {cause}")
+            else:
+                self._failed(cause)
+                plan = plan_prune(self._root, None, self._damaged, wait=False)
         if plan.verdicts:
             self._newest_bytes = plan.verdicts[-1].record.bytes
         pending = set(self._remover.pending)
@@ -152,9 +156,12 @@ class Keeper:
 
     def _failed(self, cause: str) -> None:
         self._note("prune_failed", cause=cause)
+        self._tell_once(f"older checkpoints could not be pruned, and the disk fills up: {cause}")
+
+    def _tell_once(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            _warn(f"older checkpoints could not be pruned, and the disk fills up: {cause}")
+            _warn(text)
 
     def _note(self, event: str, **fields: object) -> None:
         if self._journal is not None:

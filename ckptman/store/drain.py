@@ -14,8 +14,10 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptman.errors import BusyError, CkptmanError, CorruptError, RootError
+from ckptman.errors import BusyError, CkptmanError, CorruptError, RootError, warn
 from ckptman.policy.retention import plan
+from ckptman.policy.rules import Record
+from ckptman.policy.slips import keeps_any, slip
 from ckptman.policy.tiers import Tier, due
 from ckptman.store.abandoned import abandoned_by, hand_on, read_rollbacks
 from ckptman.store.catalogue import Catalogue, Entry
@@ -149,16 +151,30 @@ def prune_tier(tier: Tier, place: FolderPlace | ObjectPlace) -> None:
         return
     if isinstance(place, FolderPlace):
         with lease(place.root, [], what="prune") as nonce:
-            execute(place.root, plan_prune(place.root, tier.retention), tag=nonce or f"drain{os.urandom(4).hex()}")
+            found = plan_prune(place.root, tier.retention)
+            if _is_meant(tier, [each.record for each in found.verdicts]):
+                execute(place.root, found, tag=nonce or f"drain{os.urandom(4).hex()}")
         return
     entries = [entry for entry in entries_of(place) if entry.complete]
     left = abandoned_by(rollbacks_of(place))
     # Of two that share a number each gets a verdict.
     records = [replace(record_of(entry, left), sequence=number) for number, entry in enumerate(entries, 1)]
+    if not _is_meant(tier, records):
+        return
     for verdict in plan(records, tier.retention, now_seconds=time.time()):
         entry = entries[verdict.record.sequence - 1]
         if not verdict.keep and isinstance(entry, ObjectEntry):
             _remove(place, entry)
+
+
+def _is_meant(tier: Tier, records: Sequence[Record]) -> bool:
+    """Whether the rules of a tier can be meant for what it holds. Warns where they cannot: nothing is to be deleted."""
+    now_seconds = time.time()
+    cause = slip(tier.retention, records, now_seconds, goes_on=True)
+    if not cause or keeps_any(tier.retention, records, now_seconds):
+        return True
+    warn(f"nothing is deleted in {tier}: {cause}. Check the retention of this tier")
+    return False
 
 
 def _note_damaged(entry: Entry) -> None:
