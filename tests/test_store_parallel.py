@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import threading
 
@@ -135,3 +137,47 @@ def test_large_scratch_is_not_kept() -> None:
         9, lambda *_: None, lambda *_: None, first_threads=3, then_threads=1, scratch_bytes=parallel.COLD_STRIDE_BYTES
     )
     assert all(len(buffer) <= 2 * parallel.STRIDE_BYTES for buffer in parallel._free)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_with_less_memory_all_is_done(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[memoryview]()
+
+    def little(size: int) -> memoryview:
+        if len(made) == room:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        made.append(memoryview(bytearray(size)))
+        return made[-1]
+
+    monkeypatch.setattr(parallel, "_borrow", little)
+    done = list[int]()
+    relay(
+        20,
+        lambda number, scratch: number,
+        lambda number, scratch, fetched: done.append(fetched),
+        first_threads=3,
+        then_threads=2,
+        scratch_bytes=10,
+    )
+    assert sorted(done) == list(range(20))
+    made.clear()
+    share_out(20, lambda number, scratch: done.append(number), threads=4, scratch_bytes=10)
+    assert sorted(done) == sorted([*range(20), *range(20)])
+
+
+def test_without_any_memory_that_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(size: int) -> memoryview:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(parallel, "_borrow", none)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        share_out(20, lambda number, scratch: None, threads=4, scratch_bytes=10)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        relay(
+            20,
+            lambda number, scratch: None,
+            lambda number, scratch, fetched: None,
+            first_threads=3,
+            then_threads=2,
+            scratch_bytes=10,
+        )

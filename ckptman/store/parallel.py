@@ -71,19 +71,24 @@ def share_out(count: int, work: Callable[[int, memoryview], None], *, threads: i
 
     Numbers are handed out in order. `scratch` is page-aligned memory of the thread, of at least `scratch_bytes`.
     The first error stops the others after the piece they are at, and is raised as it is. No thread outlives the call.
+    Where there is no memory for that many, fewer do it.
     """
     job = _Job(count)
 
-    def run() -> None:
-        scratch = _borrow(scratch_bytes)
+    def run(scratch: memoryview) -> None:
         try:
             while (number := job.take()) is not None:
                 work(number, scratch)
         finally:
             _give_back(scratch)
 
-    job.start(run, min(threads, count) - 1)
-    job.end(run)
+    def help() -> None:
+        if (scratch := _borrow_if_any(scratch_bytes)) is not None:
+            run(scratch)
+
+    mine = _borrow(scratch_bytes)
+    job.start(help, min(threads, count) - 1)
+    job.end(lambda: run(mine))
 
 
 def relay(
@@ -100,7 +105,8 @@ def relay(
 
     One half waits for storage and the other computes, each in threads of its own: so storage has something to do all
     the time, and no more is computed at once than there are cores for. As many pieces are in memory as there are
-    threads. `on_error`: called at the first error, to wake those that wait for something else than storage.
+    threads, fewer where there is no memory for that many. `on_error`: called at the first error, to wake those that
+    wait for something else than storage.
     """
     first_threads, then_threads = min(first_threads, count), min(then_threads, count)
     free: SimpleQueue[memoryview | None] = SimpleQueue()
@@ -129,23 +135,27 @@ def relay(
         on_error()
 
     job = _Job(count, stop)
-    if not job.start(run_first, first_threads):
-        share_out(
-            count,
-            lambda number, scratch: then(number, scratch, first(number, scratch)),
-            threads=1,
-            scratch_bytes=scratch_bytes,
-        )
-        return
-    buffers = [_borrow(scratch_bytes) for _ in range(first_threads + then_threads)]
-    for buffer in buffers:
-        free.put(buffer)
-    job.start(run_then, then_threads - 1)
+    buffers = [_borrow(scratch_bytes)]
     try:
-        job.end(run_then)
+        while len(buffers) < first_threads + then_threads:
+            if (scratch := _borrow_if_any(scratch_bytes)) is None:
+                break
+            buffers.append(scratch)
+        for scratch in buffers:
+            free.put(scratch)
+        if job.start(run_first, first_threads):
+            job.start(run_then, then_threads - 1)
+            job.end(run_then)
+            return
     finally:
-        for buffer in buffers:
-            _give_back(buffer)
+        for scratch in buffers:
+            _give_back(scratch)
+    share_out(
+        count,
+        lambda number, scratch: then(number, scratch, first(number, scratch)),
+        threads=1,
+        scratch_bytes=scratch_bytes,
+    )
 
 
 class _Job:
@@ -193,6 +203,13 @@ class _Job:
             with self._lock:
                 self.error = self.error or error
             self._on_stop()
+
+
+def _borrow_if_any(size: int) -> memoryview | None:
+    try:
+        return _borrow(size)
+    except (OSError, MemoryError):
+        return None
 
 
 def _borrow(size: int) -> memoryview:
