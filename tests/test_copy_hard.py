@@ -164,7 +164,7 @@ def test_with_all_a_file_that_cannot_be_read_keeps_no_other_checkpoint(
 def test_a_draft_of_what_was_saved_over_since_is_cleared_by_the_next_copy(tmp_path: Path) -> None:
     folder, root = plain(tmp_path / "outputs", b"one"), tmp_path / "root"
     with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(folder), str(root)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KILLED, str(folder), str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "now\n"
