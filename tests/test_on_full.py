@@ -130,6 +130,22 @@ def test_where_nothing_may_go_the_save_fails_and_says_so(tmp_path: Path) -> None
     assert (event["pruned_steps"], event["freed_bytes"]) == ([], 0)
 
 
+def test_one_that_cannot_be_removed_keeps_no_room_of_others_from_a_save(tmp_path: Path) -> None:
+    class Stuck(SmallDisk):
+        def remove_tree(self, path: Path) -> None:
+            if path.name.startswith(step_folder(1)):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            super().remove_tree(path)
+
+    train(tmp_path, 3, DISK)
+    told = train(tmp_path, 4, Stuck(tmp_path, 3.5 * CHECKPOINT_BYTES), keep=1)
+    assert steps_in(tmp_path) == [4]
+    assert any("could not be pruned" in each and step_folder(1) in each for each in told)
+    assert any("for the save of step 4: step 2 went" in each for each in told)
+    assert [event["step"] for event in events(tmp_path, "pruned")] == [2, 3]
+    assert not events(tmp_path, "save_failed")
+
+
 def test_what_is_pinned_is_not_pruned_for_room(tmp_path: Path) -> None:
     train(tmp_path, 3, DISK)
     pin(tmp_path / step_folder(1), "the paper", by="me", time_seconds=1.0, disk=DISK)

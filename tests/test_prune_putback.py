@@ -181,4 +181,5 @@ def test_a_run_says_so_and_goes_on(root: Path) -> None:
     journal.close()
     claimed.release()
     events, _ = read_journal(root / "journal.jsonl")
-    assert [each["event"] for each in events] == ["prune_failed", "pruned"], "of what went after that"
+    told = [(each["event"], each.get("step")) for each in events]
+    assert told == [("prune_failed", None), ("pruned", 200), ("pruned", 300)], "of what went besides, and after that"

@@ -112,7 +112,10 @@ class Keeper:
         self._remover.close(_CLOSE_SECONDS)
 
     def _carry_out(self, remove: Callable[..., None], coming: Record | None = None) -> tuple[Pruned, list[int]]:
-        """Plan and delete. Returns what was done, and the steps that went. Raises: OSError, and what a plan raises."""
+        """Plan and delete. Returns what was done, and the steps that went. Raises: what a plan raises.
+
+        What cannot be removed is told, and keeps nothing else from being removed.
+        """
         assert self._claim is not None
         if needs_capacity(self._policy):
             from ckptman.doctor.capacity import capacity_bytes
@@ -131,7 +134,11 @@ class Keeper:
             self._newest_bytes = plan.verdicts[-1].record.bytes
         pending = set(self._remover.pending)
         plan.leftovers[:] = [each for each in plan.leftovers if each.path not in pending]
-        pruned = execute(self._root, plan, self._claim.next_tag(), self._disk, remove=remove)
+        pruned = Pruned()
+        try:
+            execute(self._root, plan, self._claim.next_tag(), self._disk, remove=remove, pruned=pruned)
+        except Exception as error:  # noqa: BLE001 what else went is room for the save that needs it
+            self._failed(f"{type(error).__name__}: {error}")
         gone = [verdict for verdict in plan.deletions if verdict.record.sequence in pruned.deleted]
         for verdict in gone:
             self._note("pruned", step=verdict.record.step, reason="; ".join(verdict.reasons))
