@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from ckptman.doctor.finding import Finding
 from ckptman.errors import BusyError, NotFoundError, RootError
 from ckptman.lifecycle.deadline import run_command
 from ckptman.store.durable import DISK, Disk
+from tests import unprivileged
 from tests.test_doctor_mount import LFS, TABLE, Commands
 
 SIZE = 8 * 1024 * 1024
@@ -353,13 +355,15 @@ def test_a_read_only_folder_fails_at_once(folder: Path) -> None:
     )
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_of_somebody_else_fails(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     try:
-        assert failed(quick(tmp_path)) == ["writable"]
+        ended = unprivileged.ckptman("doctor", tmp_path, "--json")
     finally:
         tmp_path.chmod(0o755)
+    assert ended.returncode == 1
+    found = json.loads(ended.stdout)["findings"]
+    assert [each["name"] for each in found if each["verdict"] == "FAILED"] == ["writable"]
 
 
 @pytest.mark.parametrize("at", ["rename", "claim", "write", "read"])
