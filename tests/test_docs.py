@@ -243,6 +243,7 @@ def test_every_verb_and_option_is_in_the_command_line_page() -> None:
     page = text_of("command-line.md")
     for name, verb in typer.main.get_command(make_app()).commands.items():  # type: ignore[attr-defined]
         assert f"## ckptman {name}" in page
+        assert f"| [`ckptman {name}`](#ckptman-{name}) | " in page
         for option in (option for each in verb.params if each.param_type_name == "option" for option in each.opts):
             assert f"`{option}" in page, f"{name} {option}"
 
