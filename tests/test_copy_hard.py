@@ -177,12 +177,18 @@ def test_a_draft_of_what_was_saved_over_since_is_cleared_by_the_next_copy(tmp_pa
 
 def test_an_interrupt_is_not_held_back_by_a_limit(source: Path, tmp_path: Path) -> None:
     """The thread that copies would wait for hours; the interrupt comes to the one that waits for it."""
-    limit = Limit(1.0)
-    interrupt = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
-    interrupt.start()
+
+    class Interrupted(Limit):
+        told = threading.Lock()
+
+        def take(self, count: int) -> None:
+            if self.told.acquire(blocking=False):
+                os.kill(os.getpid(), signal.SIGINT)
+            super().take(count)
+
+    means = Means(limit=Interrupted(1.0), threads=2)
     with pytest.raises(KeyboardInterrupt):
-        copy_checkpoint(Catalogue(source).entry(200), FolderPlace(tmp_path / "root"), Means(limit=limit, threads=2))
-    interrupt.join()
+        copy_checkpoint(Catalogue(source).entry(200), FolderPlace(tmp_path / "root"), means)
     assert list((tmp_path / "root").glob("*.tmp-copy-*")), "the next copy goes on there"
 
 
