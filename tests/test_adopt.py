@@ -106,6 +106,18 @@ def test_a_file_that_nothing_is_in_belongs_to_it(tmp_path: Path, capsys: pytest.
     assert holds(tmp_path / "copies").keys() == {1}
 
 
+def test_what_an_earlier_save_left_does_not_belong_to_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Saved again on fewer ranks, plain DCP leaves the files of the others."""
+    shutil.copy(folder / "__0_1.distcp", folder / "__7_0.distcp")
+    path = adopt(folder).path
+    assert (path / "__7_0.distcp").exists()
+    (entry,) = Catalogue(path.parent).complete()
+    manifest = entry.require_manifest()
+    assert ("__7_0.distcp" in manifest.files, manifest.world_size) == (False, 1)
+    assert main(["verify", str(path)]) == 0
+    assert "__7_0.distcp" in capsys.readouterr().out
+
+
 def test_a_run_goes_on_from_it(folder: Path) -> None:
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -352,6 +364,11 @@ def test_what_is_damaged_is_refused_and_stays_as_it_was(folder: Path) -> None:
     (folder / "__0_1.distcp").rename(folder / "elsewhere")
     (folder / "__0_1.distcp").symlink_to("elsewhere")
     refuse("__0_1.distcp is a link")
+    (folder / "__0_1.distcp").unlink()
+    (folder / "__0_1.distcp").symlink_to("nowhere")
+    assert main(["adopt", str(folder)]) == 4
+    (folder / "__0_1.distcp").unlink()
+    (folder / "__0_1.distcp").write_bytes(original["__0_1.distcp"])
     assert adopt(folder).step == 1000
 
 
@@ -377,6 +394,24 @@ def test_other_names_for_data_and_links_to_the_folder_are_refused(folder: Path, 
     (folder / "__0_1.distcp").rename(folder / "__00_1.distcp")
     with pytest.raises(ckptman.CorruptError, match=r"keeps data in __00_1\.distcp"):
         adopt(folder, 3)
+
+
+def test_a_save_of_the_same_step_is_never_covered_up(folder: Path, tmp_path: Path) -> None:
+    commit(folder.parent, 1000)
+    final = folder.with_name("step-0000001000")
+    aside = final.rename(final.with_name(f"{final.name}.old-0a1b2c3d"))  # between the two renames of a commit
+    before = files(folder)
+    with pytest.raises(ckptman.ExistsError, match=r"\.old-0a1b2c3d exists already, so step-1000 cannot be that step"):
+        adopt(folder)
+    aside.rename(tmp_path / "aside")
+
+    def run_saves(count: int) -> None:
+        if not final.exists():
+            commit(folder.parent, 1000)
+
+    with pytest.raises(ckptman.ExistsError, match="exists already, so step-1000 cannot be that step"):
+        adopt(folder, done=run_saves)
+    assert files(folder) == before
 
 
 def test_a_writer_that_is_not_done_is_noticed(folder: Path) -> None:

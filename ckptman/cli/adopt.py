@@ -79,7 +79,7 @@ def _adopt(folder: Path, step: int | None, keep_name: bool) -> Adopted:
     from ckptman.sharded.adopt import adopt as adopt_checkpoint
 
     # Each file is read twice: to compare its checksums, and for digests.
-    sizes = [each.stat().st_size for each in folder.glob("*.distcp")] if folder.is_dir() else []
+    sizes = [each.lstat().st_size for each in folder.glob("*.distcp")] if folder.is_dir() else []
     with progress(f"adopting {folder.name}", 2 * sum(sizes)) as done:
         return adopt_checkpoint(folder, step, keep_name=keep_name, done=done)
 

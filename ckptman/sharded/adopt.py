@@ -66,7 +66,7 @@ def adopt(
 
     Raises: NotFoundError (there is none), ExistsError (it is ckptman's already; another has the step; a file is in the
     way), CorruptError (damaged, incomplete, a link, a pickle of something else), ConfigError (no step), OSError. Then
-    the folder is as it was.
+    the folder is as it was; if only the rename failed, it is as `keep_name` leaves it.
     """
     folder = Path(os.path.abspath(path))  # noqa: PTH100 a link stays one
     if folder.is_symlink():
@@ -81,8 +81,7 @@ def adopt(
         )
     with _alone(folder):
         manifest = _manifest_in(folder, step, final)
-        if final != folder and os.path.lexists(final):
-            raise ExistsError(f"{final} exists already, so {folder.name} cannot be that step: give another --step")
+        _check_free(folder, step, final)
         if final != folder and not os.access(folder.parent, os.W_OK | os.X_OK):
             why = f"{folder.parent} cannot be written to, and the folder would be renamed there"
             raise RootError(errno.EACCES, f"{why}: check its permissions, or say --keep-name")
@@ -96,6 +95,7 @@ def adopt(
             described = describe(saved, names, step, final, REASON, done)
             if _stamps(folder, before) != before:
                 raise CorruptError(f"{folder} was written to while it was looked at: adopt it when its writer is done")
+            _check_free(folder, step, final)  # that took long, and a run may have saved this step
             _put_beside(folder, described, disk)
             manifest = described.manifest
         elif (now := placed(manifest, folder, final)) != manifest:
@@ -175,6 +175,15 @@ def _manifest_in(folder: Path, step: int, final: Path) -> Manifest | None:
     return manifest
 
 
+def _check_free(folder: Path, step: int, final: Path) -> None:
+    """Raises: ExistsError where there is a checkpoint of the step, under its name or standing aside for it; OSError."""
+    for name in os.listdir(final.parent) if final != folder else ():  # noqa: PTH208 names alone are wanted
+        other = parse_step(name)
+        if other is not None and other.step == step and other.kind in ("step", "old"):
+            there = final.with_name(name)
+            raise ExistsError(f"{there} exists already, so {folder.name} cannot be that step: give another --step")
+
+
 def _data_names(saved: SavedState) -> list[str]:
     """The data files by rank and number. Raises: CorruptError where one of them has no name of DCP's."""
     names = {*saved.index.files, *(at.file for at in saved.index.objects.values())}
@@ -184,8 +193,9 @@ def _data_names(saved: SavedState) -> list[str]:
                 f"{saved.folder} keeps data in {plain(name)}, and DCP itself in files such as __0_0.distcp: load it by "
                 f"what wrote it, and save it again by ckptman"
             )
-    # A thread of DCP that had nothing to write leaves an empty file.
-    names |= {name for name in os.listdir(saved.folder) if parse_data(name)}  # noqa: PTH208 names alone are wanted
+    with os.scandir(saved.folder) as items:
+        # A thread of DCP that had nothing to write leaves an empty file. One that is not empty is of an earlier save.
+        names |= {item.name for item in items if parse_data(item.name) and not item.stat(follow_symlinks=False).st_size}
     return sorted(names, key=lambda name: parse_data(name) or (0, 0))
 
 
