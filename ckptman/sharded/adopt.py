@@ -82,6 +82,10 @@ def adopt(
     with _alone(folder):
         manifest = _manifest_in(folder, step, final)
         _check_free(folder, step, final)
+        # Now, and not when everything was read.
+        if manifest is None and not os.access(folder, os.W_OK | os.X_OK):
+            why = f"{folder} cannot be written to, and files are put beside its own"
+            raise RootError(errno.EACCES, f"{why}: check its permissions")
         if final != folder and not os.access(folder.parent, os.W_OK | os.X_OK):
             why = f"{folder.parent} cannot be written to, and the folder would be renamed there"
             raise RootError(errno.EACCES, f"{why}: check its permissions, or say --keep-name")
