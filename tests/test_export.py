@@ -240,6 +240,9 @@ def test_tied_weights_are_saved_once_and_only_if_they_are_the_same(tmp_path: Pat
     done = export(tmp_path / "saved", tmp_path / "out", tied=[pair])
     assert done.remarks == ["lm_head.weight was left out: it is tied to embed_tokens.weight"]
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"embed_tokens.weight", "norm"}
+    config = tmp_path / "config.json"
+    config.write_text('{"tie_word_embeddings": true}')
+    assert export(tmp_path / "saved", tmp_path / "said twice", tied=[pair], config=config).remarks == done.remarks
     saved["lm_head.weight"][299, 300] += 1
     ckptman.save({"model": saved}, tmp_path / "saved", overwrite=True)
     with pytest.raises(ckptman.ConfigError, match=r"lm_head.weight and embed_tokens.weight are not the same"):

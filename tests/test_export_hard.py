@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from itertools import count
@@ -93,6 +94,27 @@ def test_one_data_file_that_changes_is_enough_and_what_lies_beside_is_not(tmp_pa
         export(tmp_path / "saved", tmp_path / "out", begin=halfway(replace))
     export(tmp_path / "saved", tmp_path / "out", begin=halfway((tmp_path / "saved" / "log.txt").touch))
     assert names_in(tmp_path) == ["out", "saved"]
+
+
+def test_a_link_that_leads_nowhere_hides_no_change(tmp_path: Path) -> None:
+    save_plain(1, tmp_path / "saved")
+    (tmp_path / "saved" / "loop").symlink_to("loop")
+    with pytest.raises(ckptman.NotFoundError, match=r".metadata was written to"):
+        export(tmp_path / "saved", tmp_path / "out", begin=halfway(lambda: save_plain(2, tmp_path / "saved")))
+
+
+def test_a_data_file_that_could_not_be_listed_did_not_change_for_that(tmp_path: Path) -> None:
+    data = tmp_path / "saved" / "data" / "__0_0.distcp"
+    save_plain(1, tmp_path / "saved")
+    metadata = pickle.loads((tmp_path / "saved" / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "data/__0_0.distcp"
+    (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(metadata))
+    data.parent.mkdir()
+    (tmp_path / "saved" / "__0_0.distcp").rename(data)
+    export(tmp_path / "saved", tmp_path / "out")
+    with pytest.raises(ckptman.NotFoundError, match=r"data/__0_0.distcp was written to"):
+        export(tmp_path / "saved", tmp_path / "other", begin=halfway(lambda: os.utime(data, ns=(0, 0))))
 
 
 @pytest.mark.parametrize("writer", ["ckptman", "dcp"])
@@ -243,6 +265,44 @@ def test_an_empty_folder_is_replaced(saved: Path, tmp_path: Path) -> None:
         export(saved, tmp_path / format, format, overwrite=True)  # type: ignore[arg-type]
 
 
+class Interrupted(Disk):
+    """An export that is interrupted (Ctrl-C) between its two renames."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        if target.name.endswith(".old"):
+            raise KeyboardInterrupt
+
+
+def test_interrupted_between_its_renames_it_puts_the_old_one_back(saved: Path, tmp_path: Path) -> None:
+    export(saved, tmp_path / "out", dtype="bfloat16")
+    with pytest.raises(KeyboardInterrupt):
+        export(saved, tmp_path / "out", overwrite=True, disk=Interrupted())
+    assert names_in(tmp_path) == ["out", "saved"]
+    assert load_file(tmp_path / "out" / "model.safetensors")["w0"].dtype == torch.bfloat16
+
+
+class Late(Disk):
+    """Somebody makes a folder of that name right before it is given."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        target.mkdir()
+        (target / "mine").touch()
+        super().rename(source, target)
+
+
+def test_a_folder_that_is_made_at_the_last_moment_is_not_replaced(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="not empty"):
+        export(saved, tmp_path / "out", disk=Late())
+    assert (names_in(tmp_path), names_in(tmp_path / "out")) == (["out", "saved"], ["mine"])
+
+
+def test_a_long_description_of_others_is_not_read(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_plain(1, tmp_path / "plain")
+    monkeypatch.delattr("ckptman.sharded.export_mark.read_foreign_metadata")
+    refused(saved, tmp_path / "plain", "dcp", r"holds .metadata, which no export wrote")
+
+
 # ---- what killed exports left ------------------------------------------------------------------------------------
 
 
@@ -305,9 +365,27 @@ def test_what_has_no_form_is_left_out_by_its_name(tmp_path: Path) -> None:
     assert (found.keys(), found["model"].keys(), found["seen"]) == ({"model", "seen"}, {"w"}, [None, {"a": 1}])
     read = dcp.FileSystemReader(tmp_path / "dcp").read_metadata()
     assert read.state_dict_metadata.keys() == {"model.w", "seen.0", "seen.1.a"}
+    export(tmp_path / "saved", tmp_path / "without", "torch", everything=True, exclude=["^seen", "^model.table"])
+    assert torch.load(tmp_path / "without", weights_only=True).keys() == {"model", "optimizer"}
     for pattern, match in ((".", r"no tensor in what is to be exported \(model\)"), ("(", r"--exclude \(")):
         with pytest.raises(ckptman.ConfigError, match=match):
             export(tmp_path / "saved", tmp_path / "none", exclude=[pattern])
+
+
+def test_tensors_in_a_tuple_go_to_dcp_alone(tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(3)}, "pair": (torch.zeros(2), 1)}, checkpoint_id=tmp_path / "saved")
+    with pytest.raises(ckptman.ConfigError, match=r"pair has tensors within a tuple.*\(--exclude\)"):
+        export(tmp_path / "saved", tmp_path / "out", "torch", everything=True)
+    export(tmp_path / "saved", tmp_path / "dcp", "dcp", everything=True)
+    fresh = {"model": {"w": torch.zeros(3)}, "pair": ()}
+    dcp.load(fresh, checkpoint_id=tmp_path / "dcp")
+    assert torch.equal(fresh["pair"][0], torch.zeros(2))  # type: ignore[index]
+
+
+def test_a_model_in_parts_is_the_model(tmp_path: Path) -> None:
+    ckptman.save({"model": [{"w": torch.ones(2)}, {"w": torch.zeros(2)}]}, tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"0.w", "1.w"}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ckptman.sharded.export_formats import config_file, dcp_files, safetensors_f
 from ckptman.sharded.export_source import opened
 from ckptman.sharded.export_target import Format, aside_of, check_target, clear_leftovers, draft_of
 from ckptman.sharded.export_write import FilePlan, same_bits, write_files
-from ckptman.sharded.piecewise import Frugal, Reader
+from ckptman.sharded.piecewise import Reader
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.lease import reading
 
@@ -91,8 +91,7 @@ def export(
     allowed = partial(check_target, folder, target, format, overwrite=overwrite, has_config=config is not None)
     allowed()
     with reading(folder, what="export"), opened(folder) as source:
-        source.saved = Frugal.read(folder)
-        reader = Reader(source.saved)
+        reader = Reader(source.read())
         choice = choose(
             reader.saved,
             only,
@@ -106,7 +105,7 @@ def export(
         if config is not None:
             copied, are_tied = config_file(Path(config))
             extra.append(copied)
-            tied = [*tied, *(_usual_pair(choice) if are_tied else ())]
+            tied = [*tied, *(_usual_pair(choice, tied) if are_tied else ())]
         result = Exported(target, remarks=clear_leftovers(target, disk))
         choice = replace(choice, items=_untied(reader, choice.items, tied, result.remarks))
         plans = [*_plans(choice, format, max_shard_bytes, target, result.remarks), *extra]
@@ -117,7 +116,7 @@ def export(
             source.check()
             allowed()  # somebody may have made it meanwhile
 
-        aside = _write(target, plans, reader, format, disk, done, ready)
+        aside = _write(target, plans, reader, format, overwrite, disk, done, ready)
         if aside is not None:
             result.remarks.append(f"{aside}, which was {target.name} before, could not be removed: remove it")
     result.files = {plan.name: plan.size_bytes for plan in plans}
@@ -140,9 +139,10 @@ def _cast_to(name: str | None) -> torch.dtype | None:
     return CASTS[name] if name is not None else None
 
 
-def _usual_pair(choice: Choice) -> list[tuple[str, str]]:
-    """The output embedding and the input embedding, where both are there under the names that they usually have."""
-    names = [item.name for item in choice.items]
+def _usual_pair(choice: Choice, tied: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The output embedding and the input embedding, where both are there under the names that they usually have, and
+    nobody said yet to what the output is tied."""
+    names = [item.name for item in choice.items if item.name not in dict(tied)]
     inputs = [name for name in names if name.endswith(_INPUTS)]
     return [(_OUTPUT, inputs[0])] if _OUTPUT in names and len(inputs) == 1 else []
 
@@ -169,6 +169,7 @@ def _write(
     plans: Sequence[FilePlan],
     reader: Reader,
     format: Format,
+    overwrite: bool,
     disk: Disk,
     done: Callable[[int], None] | None,
     ready: Callable[[], None],
@@ -185,7 +186,7 @@ def _write(
             write_files(draft, plans, reader, disk, done)
             disk.sync_folder(draft)
         ready()
-        aside = _move_in(draft, target, disk)
+        aside = _move_in(draft, target, overwrite, disk)
         disk.sync_folder(target.parent)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -199,16 +200,16 @@ def _write(
     return None
 
 
-def _move_in(draft: Path, target: Path, disk: Disk) -> Path | None:
+def _move_in(draft: Path, target: Path, overwrite: bool, disk: Disk) -> Path | None:
     """Rename; where a folder stands aside for it, say where that is now."""
-    if not target.is_dir():
-        disk.rename(draft, target)
+    if not (overwrite and target.is_dir()):
+        disk.rename(draft, target)  # refused where somebody has made a folder this very moment, and something is in it
         return None
     aside = aside_of(draft)
-    disk.rename(target, aside)
     try:
+        disk.rename(target, aside)
         disk.rename(draft, target)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             disk.rename(aside, target)
         raise

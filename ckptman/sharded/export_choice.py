@@ -149,15 +149,16 @@ def leaves(value: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
 
 
 def _without(value: Any, path: Keys, is_excluded: Callable[[Keys], bool]) -> Any:
-    """The same tree without some of its leaves, and what holds nothing else. In a list None takes their place: what
-    follows keeps its name."""
+    """The same tree without some of its leaves, and what holds nothing else. In a list that holds more None takes their
+    place: what follows keeps its name."""
     if isinstance(value, dict):
         each = {key: _without(below, (*path, str(key)), is_excluded) for key, below in value.items()}
         kept = {key: below for key, below in each.items() if below is not _NOTHING}
         return kept if kept or not each else _NOTHING
     if isinstance(value, list) and not _is_leaf(value):
         entries = [_without(below, (*path, number), is_excluded) for number, below in enumerate(value)]
-        return [None if below is _NOTHING else below for below in entries]
+        left = [None if below is _NOTHING else below for below in entries]
+        return left if any(below is not _NOTHING for below in entries) else _NOTHING
     return _NOTHING if is_excluded(path) else value
 
 
@@ -199,7 +200,7 @@ def _part(saved: SavedState, state: dict[str, Any], only: str | None, everything
         if found is None:
             raise ConfigError(f"{saved.folder} has no entry {plain(only)!r}: --only takes {_named(state)}")
         return found
-    if isinstance(state.get(MODEL), dict):
+    if isinstance(state.get(MODEL), (dict, list)):
         return state[MODEL], (MODEL,)
     # Of torchtitan, and of whoever saves the state dict of a model and nothing else.
     bare = {key: value for key, value in state.items() if isinstance(value, TensorRef)}

@@ -76,6 +76,12 @@ def torch_file(choice: Choice, name: str) -> FilePlan:
     end = commented(end)
     plan = FilePlan(name, place + len(end), [*literals, (place, end)])
     holes = recorder.holes()
+    if len(holes) != len(order):
+        held = next(name for name, value in choice.values.items() if _has_payload(value))
+        raise ConfigError(
+            f"the value {plain(held)} has tensors within a {type(choice.values[held]).__name__}, which are exported to "
+            f"--format dcp alone: leave it out (--exclude)"
+        )
     assert [size for _, size in holes] == [item.bytes for item in order]
     for item, (place, _) in zip(order, holes):
         plan.parts += parts_of(item, place)
@@ -169,6 +175,14 @@ def _check_plain(name: str, value: Any, load: Callable[[io.BytesIO], Any]) -> No
             f"the value {plain(name)} is a {type(value).__module__}.{type(value).__qualname__}, which torch.load reads "
             f"only without restriction: leave it out (--exclude)"
         ) from error
+
+
+def _has_payload(value: Any) -> bool:
+    """Whether a plain value is more than its pickle: there are tensors in it."""
+    recorder = Recorder()
+    with torch.serialization.skip_data():
+        torch.save(value, recorder)  # type: ignore[arg-type]
+    return bool(recorder.holes())
 
 
 def _name(dtype: torch.dtype) -> str:

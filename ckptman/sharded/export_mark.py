@@ -16,6 +16,8 @@ from ckptman.store.regular import open_regular
 from ckptman.store.safetensors import has_mark, is_file_name
 
 _SAVE_ID = "ckptman-export-"
+_SAVE_ID_BYTES = 1024
+"""So near to its end the description of an export has that; those of others may have gigabytes."""
 _COMMENT = b"ckptman export"
 _ZIP_END = b"PK\5\6"
 _ZIP_END_BYTES = 22
@@ -35,14 +37,9 @@ def commented(end: bytes) -> bytes:
 def is_export_file(path: Path) -> bool:
     """Whether a file is what `export --format torch` wrote. Raises: OSError."""
     try:
-        fd = open_regular(path)
+        end = _end_of(path, _ZIP_END_BYTES + len(_COMMENT))
     except CorruptError:
         return False
-    try:
-        size = _ZIP_END_BYTES + len(_COMMENT)
-        end = os.pread(fd, size, max(os.fstat(fd).st_size - size, 0))
-    finally:
-        os.close(fd)
     return end.startswith(_ZIP_END) and end[_ZIP_END_BYTES - 2 :] == struct.pack("<H", len(_COMMENT)) + _COMMENT
 
 
@@ -51,7 +48,18 @@ def is_marked(path: Path) -> bool:
     try:
         if path.name != METADATA:
             return is_file_name(path.name) and has_mark(path)
+        if _SAVE_ID.encode() not in _end_of(path, _SAVE_ID_BYTES):
+            return False
         described = read_foreign_metadata(path).storage_meta
         return described is not None and str(described.save_id).startswith(_SAVE_ID)
     except CorruptError:
         return False
+
+
+def _end_of(path: Path, size: int) -> bytes:
+    """The last bytes of a file. Raises: CorruptError (no regular file), OSError."""
+    fd = open_regular(path)
+    try:
+        return os.pread(fd, size, max(os.fstat(fd).st_size - size, 0))
+    finally:
+        os.close(fd)

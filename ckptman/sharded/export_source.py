@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ckptman.errors import CkptmanError, CorruptError, NotFoundError
+from ckptman.sharded.piecewise import Frugal
 from ckptman.sharded.saved import SavedState
+from ckptman.store.blockread import Stamp, stamp_of
 from ckptman.store.names import MANIFEST, METADATA
-
-Stamp = tuple[int, int, int]
-"""Bytes of a file, when it was written last (nanoseconds), and its inode: another one where it was replaced."""
 
 
 class Opened:
-    """How the files of a checkpoint were before the first look at it. `saved`: what was found then."""
+    """How the files of a checkpoint were before the first look at them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.saved: SavedState | None = None
+        self._saved: SavedState | None = None
         try:
-            with os.scandir(folder) as items:
-                self._before = {item.name: _stamp(folder / item.name) for item in items}
-        except OSError:  # there is none, or its names may not be read: then nobody can tell
-            self._before = {}
+            names = os.listdir(folder)  # noqa: PTH208 names alone are wanted
+        except OSError:  # there is none, or its names may not be read
+            names = []
+        self._before = _stamps(folder, {MANIFEST, METADATA, *names})
+
+    def read(self) -> SavedState:
+        """What is to be exported. Raises: NotFoundError, CorruptError, FormatVersionError, OSError."""
+        self._saved = Frugal.read(self.folder)
+        # What was not listed: files that others keep in folders, and all where names may not be read.
+        self._before |= _stamps(self.folder, [name for name in self._names() if name not in self._before])
+        return self._saved
 
     def lost(self) -> NotFoundError | None:
         """Why what is there now is no longer what was opened; None where it is, as far as anybody can tell."""
-        for name in self._names() if self._before else ():
-            try:
-                now = _stamp(self.folder / name)
-            except OSError:  # then nobody can tell
-                continue
-            before = self._before.get(name)
+        is_ours = self._saved is not None and self._saved.manifest is not None
+        for name, now in _stamps(self.folder, self._names()).items():
+            changed = name in self._before and now != self._before[name]
             # The data files of ours have digests: one that is there and has changed is damaged, unless all else has.
-            if now != before and (now is None or name in (MANIFEST, METADATA) or MANIFEST not in self._before):
+            if changed and (now is None or name in (MANIFEST, METADATA) or not is_ours):
                 what = f"{name} is gone" if now is None else f"{name} was written to"
                 return NotFoundError(
                     f"{self.folder} was deleted, or saved again, while it was exported ({what}): nothing was made of "
@@ -47,16 +50,17 @@ class Opened:
     def check(self) -> None:
         """See that everything that was read is of one checkpoint, where no digests have told so. Raises:
         NotFoundError."""
-        lost = self.lost() if MANIFEST not in self._before else None
-        if lost is not None:
-            raise lost
+        if self._saved is None or self._saved.manifest is None:
+            lost = self.lost()
+            if lost is not None:
+                raise lost
 
     def _names(self) -> list[str]:
-        if self.saved is None:
+        if self._saved is None:
             return [MANIFEST, METADATA]
-        if self.saved.manifest is not None:
-            return [MANIFEST, *self.saved.manifest.files]
-        index = self.saved.index
+        if self._saved.manifest is not None:
+            return [MANIFEST, *self._saved.manifest.files]
+        index = self._saved.index
         return [METADATA, *sorted({*index.files, *(place.file for place in index.objects.values())})]
 
 
@@ -76,9 +80,14 @@ def opened(folder: Path) -> Iterator[Opened]:
         raise lost from error
 
 
-def _stamp(path: Path) -> Stamp | None:
-    try:
-        status = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return status.st_size, status.st_mtime_ns, status.st_ino
+def _stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp | None]:
+    """What files are known by; None where there is none. Those of which nobody can tell are left out."""
+    found: dict[str, Stamp | None] = {}
+    for name in names:
+        try:
+            found[name] = stamp_of((folder / name).stat())
+        except (FileNotFoundError, NotADirectoryError):
+            found[name] = None
+        except OSError:
+            continue
+    return found
