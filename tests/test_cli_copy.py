@@ -250,3 +250,11 @@ def test_a_terminal_gets_a_bar_for_each_phase(root: Path, monkeypatch: pytest.Mo
         meter.moved(100, 1.0)
     assert any("left" in each for each in seen)
     assert "\x1b 7" not in capsys.readouterr().err
+
+
+def test_where_a_root_holds_checkpoints_of_others_one_is_named(root: Path, capsys: Told) -> None:
+    for name in ("step-500", "step-1000"):
+        Path("titan", name).mkdir(parents=True)
+        Path("titan", name, ".metadata").touch()
+    assert main(["copy", "titan", "backup"]) == 3
+    assert "but titan/step-500 is one of plain DCP: name that folder" in capsys.readouterr().err

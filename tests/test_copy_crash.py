@@ -17,7 +17,7 @@ import pytest
 
 from ckptman.policy.retention import KeepLast
 from ckptman.policy.tiers import Tier
-from ckptman.store import copyfolder, lease, owner
+from ckptman.store import copydraft, lease, owner
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.copy import Means, copy_checkpoint
 from ckptman.store.drain import carry_out, plan_drain, prepare
@@ -36,7 +36,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever died in this process is dead, although its pid is alive, and is not watched for half a minute."""
     for module in (owner, lease):
         monkeypatch.setattr(module, "process_lives", lambda claimant: False)
-    monkeypatch.setattr(copyfolder, "claim", partial(claim, patience_seconds=0))
+    monkeypatch.setattr(copydraft, "claim", partial(claim, patience_seconds=0))
 
 
 def copy(world: Path, disk: Disk) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.errors import CkptmanError, RootError
-from ckptman.store import copyfolder, owner
+from ckptman.store import copydraft, owner
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.copy import Means, copy_checkpoint
 from ckptman.store.durable import Disk
@@ -39,7 +39,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever died in this process is dead, although its pid is alive, and is not watched for half a minute."""
     monkeypatch.setattr(owner, "process_lives", lambda claimant: False)
-    monkeypatch.setattr(copyfolder, "claim", partial(claim, patience_seconds=0))
+    monkeypatch.setattr(copydraft, "claim", partial(claim, patience_seconds=0))
 
 
 @pytest.fixture(scope="module")

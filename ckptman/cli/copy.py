@@ -149,7 +149,7 @@ class _Job:
 
     def attempt(self, entry: Entry | ObjectEntry, copy: Callable[[Meter], Copied]) -> None:
         """Copy one. Raises: what went wrong; of several, only what keeps the others from being copied, too."""
-        from ckptman.store.copyfolder import BusyCopyingError
+        from ckptman.store.copydraft import BusyCopyingError
         from ckptman.store.copysource import GoneError, SourceError
 
         try:
@@ -213,6 +213,8 @@ class _Job:
         new = [each for each in self.copied if not each.already]
         where = text.plain(self._destination)
         there = text.count(len(self.copied) - len(new), "checkpoint")
+        if not self.copied:
+            return "Nothing was copied."
         if not new:
             return f"Nothing to copy: {there} in {where} already."
         copied = f"{text.count(len(new), 'checkpoint')}, {text.size(sum(each.bytes for each in new))}, to {where}"
@@ -232,7 +234,7 @@ def _was_committed(entry: Entry | ObjectEntry) -> bool:
     from ckptman.store.names import MANIFEST
 
     if isinstance(entry.path, str):
-        return bool(entry.data)
+        return MANIFEST in entry.sizes
     return not entry.path.is_symlink() and (entry.unreadable is not None or (entry.path / MANIFEST).is_file())
 
 

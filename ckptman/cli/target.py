@@ -63,8 +63,10 @@ def choose(path: Path, step: int | None = None, every: bool = False, passed_over
         return [catalogue.entry(step)]
     entries = catalogue.look() if every or passed_over else catalogue.scan()
     if not entries:
+        others = next((name for name in reversed(catalogue.names()) if is_foreign(path / name)), "")
         raise NotFoundError(
             f"{path} holds no checkpoint (a folder such as step-0000000100, or one with a manifest.json or .metadata)"
+            + (f", but {path / others} is one of plain DCP: name that folder" if others else "")
         )
     if every:
         return entries

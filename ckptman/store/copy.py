@@ -64,7 +64,7 @@ def _copy(original: Original, place: FolderPlace | ObjectPlace, means: Means) ->
 def check_apart(folder: Path, root: Path) -> None:
     """Refuse a destination that is where the checkpoint lies, in it, or no root. Raises: ConfigError."""
     source, target = Path(os.path.realpath(folder)), Path(os.path.realpath(root))
-    if parse_step(target.name) or (target / MANIFEST).exists():
+    if parse_step(target.name) or os.path.lexists(target / MANIFEST):
         raise ConfigError(f"{root} is a checkpoint: name the root to copy to; a copy keeps the name of its folder")
     if target == source.parent:
         raise ConfigError(f"{folder} is in {root} already: name another root to copy to")

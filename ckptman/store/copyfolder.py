@@ -1,25 +1,22 @@
 """A checkpoint is copied into a root: to a draft that the next attempt finds again, proved there, then made visible.
 
-The draft is `NAME.tmp-copy-<digest of the manifest>`, so a copy that was interrupted anywhere is taken up where it was,
-and nothing else. Whoever works on it has a claim in it (see `owner`). Torch-free.
+The draft has the digest of the manifest in its name (see `copydraft`), so a copy that was interrupted anywhere is taken
+up where it was, and nothing else. Torch-free.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from ckptman.errors import BusyError, CkptmanError, CorruptError, ExistsError, RootError, plain
+from ckptman.errors import BusyError, CkptmanError, CorruptError, ExistsError, RootError
 from ckptman.store.abandoned import hand_on, read_rollbacks
-from ckptman.store.blockread import Scanned
-from ckptman.store.blockscan import scan
+from ckptman.store.copydraft import check_claim, check_room, claimed, clear_left, tidy
 from ckptman.store.copypieces import move
 from ckptman.store.copyproof import (
     Means,
@@ -32,21 +29,18 @@ from ckptman.store.copyproof import (
     prove,
     verify,
 )
-from ckptman.store.copysource import Facts, Original, SourceError, is_regular
+from ckptman.store.copysource import AGAIN, Facts, Original, SourceError, refused
 from ckptman.store.durable import Disk
 from ckptman.store.lease import lease
 from ckptman.store.manifest import missing_file, read_manifest
 from ckptman.store.meter import Meter
 from ckptman.store.names import DOT, MANIFEST, METADATA, parse_step
-from ckptman.store.owner import Owner, claim, is_alive, is_this_process, process_lives, read_owner
+from ckptman.store.owner import Claim, Owner, is_alive, is_this_process, read_owner
 from ckptman.store.pins import PINNED
 from ckptman.store.place import FolderPlace
 from ckptman.store.regular import read_regular
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_ATTEMPTS = 3
-_LITTLE_BYTES = 1024 * 1024
-"""A draft with less than this in it is not worth keeping."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _known_dead: set[str] = set()
 """Runs that were watched once and found to be gone: of another host that takes half a minute."""
 
@@ -87,38 +81,35 @@ def copy_to_folder(original: Original, place: FolderPlace, means: Means) -> Copi
         place.make()
         draft = place.root / f"{facts.name}.tmp-copy-{facts.tag}"
         with lease(place.root, [draft.name, facts.name], what="copy", disk=means.disk) as nonce:
+            if (copied := _already(original, place, means)) is None:
+                _refuse_live_run(place.root)
+                copied = _copy_alone(original, place, draft, means, nonce)
+            if facts.manifest is None:
+                clear_left(draft, facts.name, place, means.disk)
+            return copied
+
+
+def _copy_alone(original: Original, place: FolderPlace, draft: Path, means: Means, nonce: str) -> Copied:
+    with claimed(draft, place, means.disk) as held:
+        try:
+            # Another copy may have ended while this one waited for nothing.
             if (found := _already(original, place, means)) is not None:
+                means.disk.remove_tree(draft)
                 return found
-            _refuse_live_run(place.root)
-            with _claimed(draft, place, means.disk):
-                try:
-                    # Another copy may have ended while this one waited for nothing.
-                    if (found := _already(original, place, means)) is not None:
-                        means.disk.remove_tree(draft)
-                        return found
-                    if facts.manifest is None:  # of a checkpoint of ours, a prune knows its name
-                        _clear_older(draft, facts.name, means.disk)
-                    return _copy(original, place, draft, means, nonce)
-                except ExistsError:
-                    place.abandon(str(draft))
-                    raise
+            if original.facts.manifest is None:  # to make room
+                clear_left(draft, original.facts.name, place, means.disk)
+            return _copy(original, place, draft, means, held, nonce)
+        except ExistsError:
+            place.abandon(str(draft))
+            raise
 
 
-def _clear_older(draft: Path, name: str, disk: Disk) -> None:
-    """Remove drafts of what the same folder held before it was saved over, once nobody works on them."""
-    for other in draft.parent.iterdir():
-        if other != draft and other.name.startswith(f"{name}.tmp-copy-") and not other.is_symlink():
-            owner = read_owner(other)
-            if owner is not None and process_lives(owner) is False:
-                disk.remove_tree(other)
-
-
-def _copy(original: Original, place: FolderPlace, draft: Path, means: Means, nonce: str) -> Copied:
+def _copy(original: Original, place: FolderPlace, draft: Path, means: Means, held: Claim, nonce: str) -> Copied:
     facts, disk, meter = original.facts, means.disk, means.meter or Meter()
     begun = time.monotonic()
     try:
-        there = _tidy(draft, facts, means, meter)
-        _check_room(draft, facts, place)
+        there = tidy(draft, facts, means, meter)
+        check_room(draft, facts, place)
         moved = move(original, draft, there, disk=disk, meter=meter, limit=means.limit, threads=means.threads)
         copied = time.monotonic()
         proof = facts.manifest or manifest_of(facts, moved.digests)
@@ -140,6 +131,7 @@ def _copy(original: Original, place: FolderPlace, draft: Path, means: Means, non
     _refuse_live_run(place.root)
     # Before it can be the newest there.
     hand_on(facts.rollbacks, place.root, disk)
+    check_claim(held, place)
     tag = f"copy-{os.urandom(4).hex()}"
     final = place.publish(draft, facts.name, tag, replace=means.overwrite, nonce=nonce)
     disk.remove_tree(final / DOT)
@@ -174,7 +166,7 @@ def _already(original: Original, place: FolderPlace, means: Means) -> Copied | N
     if not problem and facts.manifest is None:
         problem = difference_in_bytes(facts, final, means)
     elif not problem and facts.manifest is not None and not is_proved(final, facts.manifest):
-        drop_all(final, facts.sizes)
+        drop_all(final, facts.sizes, means.disk)
         report = verify(final, facts.manifest, means, means.meter or Meter())
         if report.good:
             note(final, facts, means.disk)
@@ -186,7 +178,8 @@ def _already(original: Original, place: FolderPlace, means: Means) -> Copied | N
             return None
         raise ExistsError(f"{final} {problem}: {remedy}")
     # Who made it visible may have been killed before that was durable, and now the original may go.
-    means.disk.sync_folder(place.root)
+    for folder in (final, place.root):
+        means.disk.sync_folder(folder)
     if (final / DOT).is_dir():  # a copy was killed when it had nothing left to do but this
         means.disk.remove_tree(final / DOT)
     if facts.pinned is not None and not os.path.lexists(final / PINNED):
@@ -238,29 +231,6 @@ def _difference(final: Path, facts: Facts) -> str:
     return f"is there, and is not complete: {problem}" if problem else ""
 
 
-@contextmanager
-def _claimed(draft: Path, place: FolderPlace, disk: Disk) -> Iterator[None]:
-    """The draft is ours alone: made if there is none. Raises: BusyError."""
-    if draft.is_symlink():  # through it, what lies elsewhere would be tidied up
-        disk.remove_file(draft)
-    for attempt in range(_ATTEMPTS):
-        with contextlib.suppress(FileExistsError):
-            place.begin(*draft.name.split(".tmp-", 1))
-        try:
-            held = claim(draft, "copy", os.environ.get("SLURM_JOB_ID"), disk=disk)
-            break
-        except BusyError as error:
-            raise BusyCopyingError(str(place.root), error.host, error.pid, error.job_id) from None
-        except RootError as error:
-            # The draft was made visible, or cleared, this very moment?
-            if draft.exists() or attempt == _ATTEMPTS - 1:
-                raise error.__cause__ or error from None
-    try:
-        yield
-    finally:
-        held.release()
-
-
 def _seal(draft: Path, facts: Facts, disk: Disk) -> None:
     """What is beside the files, the manifest, and the note of what was proved: the last things that are written."""
     written = {}
@@ -290,31 +260,16 @@ def _told(root: Path, facts: Facts) -> Iterator[None]:
         raise _root_error(root, facts, error) from error
 
 
-def _check_room(draft: Path, facts: Facts, place: FolderPlace) -> None:
-    """A disk that would be full half way is left as it is, for whoever saves to it. Raises: OSError."""
-    with os.scandir(draft) as items:
-        taken = sum(item.stat(follow_symlinks=False).st_blocks * 512 for item in items)
-    system = os.statvfs(draft)
-    if facts.bytes - taken <= system.f_bavail * system.f_frsize:
-        return
-    if taken < _LITTLE_BYTES:
-        place.abandon(str(draft))
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(draft))
-
-
 def _root_error(root: Path, facts: Facts, error: OSError) -> RootError:
-    why = error.strerror or str(error)
-    again = "what was copied stays; copy again, and it goes on from there"
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return RootError(
             error.errno,
-            f"{root} has no room for {facts.name} ({why}; it needs {facts.bytes:,} bytes{_free(root, error.errno)}): "
-            f"free some with ckptman prune, or raise the quota. Until then {again} "
+            f"{root} has no room for {facts.name} ({error.strerror or error}; it needs {facts.bytes:,} "
+            f"bytes{_free(root, error.errno)}): free some with ckptman prune, or raise the quota. Until then {AGAIN} "
             f"({'ckptman prune --leftovers clears it' if facts.manifest else 'or remove it by hand'})",
         )
-    where = str(error.filename or root)
-    kind = SourceError if Path(facts.where) in Path(where).parents else RootError
-    return kind(error.errno or errno.EIO, f"{plain(where)}: {why}: check the mount and its permissions; {again}")
+    is_of_source = Path(facts.where) in Path(str(error.filename or root)).parents
+    return refused(SourceError if is_of_source else RootError, error, root)
 
 
 def _free(root: Path, code: int | None) -> str:
@@ -341,48 +296,3 @@ def _live_run(root: Path) -> Owner | None:
         return owner
     _known_dead.add(owner.nonce)
     return None
-
-
-def _tidy(draft: Path, facts: Facts, means: Means, meter: Meter) -> dict[str, bytes]:
-    """Clear a draft of what has no place in it, and digest what an attempt before left in the files that have."""
-    sizes: dict[str, int] = {}
-    with os.scandir(draft) as items:
-        for item in list(items):
-            status = item.stat(follow_symlinks=False)
-            if item.name in facts.sizes and is_regular(status):
-                sizes[item.name] = min(status.st_size, facts.sizes[item.name])
-            elif item.is_dir(follow_symlinks=False):
-                if item.name != DOT:
-                    means.disk.remove_tree(Path(item.path))
-            else:
-                means.disk.remove_file(Path(item.path))
-    there: dict[str, bytes] = {}
-
-    def finish(found: Scanned) -> None:
-        lost = min(found.unreadable, default=None)
-        if found.refused is None and lost is None:
-            there[found.name] = bytes(found.blocks)
-
-    if sizes:
-        meter.begin("looking", sum(sizes.values()), 0)
-        scan(
-            draft,
-            list(sizes.items()),
-            facts.block_bytes,
-            finish=finish,
-            threads=means.threads,
-            done=partial(means.passed, meter),
-        )
-    return there
-
-
-class BusyCopyingError(BusyError):
-    """Another copy of the same checkpoint to the same root is at work."""
-
-    def __init__(self, root: str, host: str, pid: int, job_id: str | None) -> None:
-        super().__init__(root, host, pid, job_id)
-        job = f", job {job_id}" if job_id else ""
-        self.args = (
-            f"another copy of the same checkpoint to {root} is at work (host {host}, pid {pid}{job}): let it end, "
-            f"then there is nothing left to do",
-        )

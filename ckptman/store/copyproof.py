@@ -62,8 +62,11 @@ def verify(folder: Path, proof: Manifest, means: Means, meter: Meter) -> FileRep
     return verify_folder(folder, proof, threads=means.threads, done=partial(means.passed, meter))
 
 
-def drop_all(folder: Path, sizes: dict[str, int]) -> bool:
-    """Take files out of the page cache of this host; whether some of one may have stayed in it."""
+def drop_all(folder: Path, sizes: dict[str, int], flush: Disk | None = None) -> bool:
+    """Take files out of the page cache of this host; whether some of one may have stayed in it.
+
+    `flush`: before that, as who brought them may not have done it. Raises: OSError, where that fails.
+    """
     stayed = False
     for name, size in sizes.items():
         if not size:
@@ -73,6 +76,8 @@ def drop_all(folder: Path, sizes: dict[str, int]) -> bool:
         except OSError:
             continue  # the verification will tell
         try:
+            if flush is not None:
+                flush.sync_file(fd)
             # Where one stays, all may: then none is waited for.
             stayed = not drop(fd, size, 1 if stayed else ATTEMPTS) or stayed
         finally:
@@ -88,6 +93,7 @@ def is_proved(folder: Path, manifest: Manifest) -> bool:
 
 def difference_in_bytes(facts: Facts, final: Path, means: Means) -> str:
     """Why a folder with files of these sizes is no copy of what has no digests; "" where it is."""
+    drop_all(final, facts.sizes, means.disk)
     found = list[dict[str, bytes]]()
     for folder in (Path(facts.where), final):
         digests: dict[str, bytes] = {}

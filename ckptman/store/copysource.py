@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -16,14 +17,15 @@ from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundErro
 from ckptman.store.abandoned import Rollback, read_rollbacks
 from ckptman.store.digest import BLOCK_BYTES, Digests
 from ckptman.store.index import read_digests
-from ckptman.store.manifest import MOST_BYTES, Manifest, is_plain_name, read_manifest
-from ckptman.store.names import MANIFEST, blocks_name, parse_half_written, rank_of, step_folder
+from ckptman.store.manifest import MOST_BYTES, Manifest, is_plain_name, parse_manifest
+from ckptman.store.names import MANIFEST, digests_name, parse_half_written, step_folder
 from ckptman.store.parallel import ALIGN_BYTES
 from ckptman.store.pins import PINNED
 from ckptman.store.ranges import DIRECT_BYTES
 from ckptman.store.regular import open_regular, read_regular
 from ckptman.store.verified import VERIFIED, Verified, read_verified
 
+AGAIN = "what was copied stays; copy again, and it goes on from there"
 _MOST_PIN_BYTES = 1024 * 1024
 
 
@@ -33,6 +35,25 @@ class GoneError(NotFoundError):
 
 class SourceError(RootError):
     """What is to be copied cannot be read: that says nothing about other checkpoints. Not where the destination is."""
+
+
+@contextlib.contextmanager
+def of_source(where: Path | str) -> Iterator[None]:
+    """What the system refuses of an original is an error of ours, which says that it is about that."""
+    try:
+        yield
+    except CkptmanError:
+        raise
+    except OSError as error:
+        raise refused(SourceError, error, where) from error
+
+
+def refused(kind: type[RootError], error: OSError, where: Path | str) -> RootError:
+    """An error of a file system as one of ours. `where`: in case that it does not say."""
+    return kind(
+        error.errno or errno.EIO,
+        f"{plain(error.filename or where)}: {error.strerror or error}: check the mount and its permissions; {AGAIN}",
+    )
 
 
 class Reading(Protocol):
@@ -91,47 +112,24 @@ class Original(Protocol):
 class FolderOriginal:
     """A checkpoint of ours in a folder. `manifest`: as it was when it was chosen.
 
-    Raises: CorruptError, NotFoundError (it was deleted meanwhile, or another one is there now).
+    Raises: CorruptError, NotFoundError (it was deleted meanwhile, or another one is there now), SourceError.
     """
 
     readers = 0
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
-        data = _manifest_bytes(folder)
-        if data is None or read_manifest(folder).to_json() != manifest.to_json():  # NaN is not equal to itself
-            raise _gone(folder)
-        note = read_verified(folder, manifest)
-        if note is not None and note.damaged:
-            raise CorruptError(
-                f"{folder} is damaged, as was found before: {note.damaged}. A copy would be, too: copy another "
-                f"checkpoint, or run `ckptman verify {folder}` again if this one was repaired"
-            )
-        beside = {MANIFEST, VERIFIED, PINNED, *manifest.files}
-        names = sorted(os.listdir(folder))  # noqa: PTH208 names alone are wanted
-        unknown = [name for name in names if name not in beside and parse_half_written(name) is None]
-        self.facts = Facts(
-            where=str(folder),
-            name=step_folder(manifest.step),
-            manifest=manifest,
-            sizes={name: record.bytes for name, record in manifest.files.items()},
-            data=data,
-            tag=xxh3_128_hexdigest(data)[:16],
-            block_bytes=manifest.block_bytes,
-            pinned=_pinned(folder),
-            proved=note,
-            remarks=tuple(f"{plain(name)} is not in the manifest: it was not copied" for name in unknown),
-            rollbacks=tuple(read_rollbacks(folder.parent).values()),
-        )
+        with of_source(folder):
+            self.facts = _facts(folder, manifest)
 
     def open(self, name: str) -> Reading:
         return FolderReading(self._folder / name, self.facts.sizes[name])
 
     def digests(self, name: str) -> Digests | None:
-        manifest, rank = self.facts.manifest, rank_of(name)
-        if manifest is None or rank is None or name == blocks_name(rank) or blocks_name(rank) not in manifest.files:
+        manifest = self.facts.manifest
+        if manifest is None or digests_name(name) not in manifest.files:
             return None
-        return read_digests(self._folder, name, manifest) if name.endswith(".distcp") else None
+        return read_digests(self._folder, name, manifest)
 
     def lost(self) -> CkptmanError | None:
         try:
@@ -245,6 +243,35 @@ class FolderReading:
         return error
 
 
+def _facts(folder: Path, manifest: Manifest) -> Facts:
+    data = _manifest_bytes(folder)
+    # As bytes: NaN is not equal to itself.
+    if data is None or parse_manifest(folder / MANIFEST, data).to_json() != manifest.to_json():
+        raise _gone(folder)
+    note = read_verified(folder, manifest)
+    if note is not None and note.damaged:
+        raise CorruptError(
+            f"{folder} is damaged, as was found before: {note.damaged}. A copy would be, too: copy another "
+            f"checkpoint, or run `ckptman verify {folder}` again if this one was repaired"
+        )
+    beside = {MANIFEST, VERIFIED, PINNED, *manifest.files}
+    names = sorted(os.listdir(folder))  # noqa: PTH208 names alone are wanted
+    unknown = [name for name in names if name not in beside and parse_half_written(name) is None]
+    return Facts(
+        where=str(folder),
+        name=step_folder(manifest.step),
+        manifest=manifest,
+        sizes={name: record.bytes for name, record in manifest.files.items()},
+        data=data,
+        tag=xxh3_128_hexdigest(data)[:16],
+        block_bytes=manifest.block_bytes,
+        pinned=_pinned(folder),
+        proved=note,
+        remarks=tuple(f"{plain(name)} is not in the manifest: it was not copied" for name in unknown),
+        rollbacks=tuple(read_rollbacks(folder.resolve().parent).values()),
+    )
+
+
 def _manifest_bytes(folder: Path) -> bytes | None:
     try:
         return read_regular(folder / MANIFEST, MOST_BYTES)
@@ -259,7 +286,7 @@ def _pinned(folder: Path) -> bytes | None:
         return None
     except (CorruptError, OSError) as error:
         # A copy that has lost its pin would be deleted one day.
-        raise RootError(
+        raise SourceError(
             getattr(error, "errno", None) or errno.EIO,
             f"{folder / PINNED} cannot be read ({getattr(error, 'strerror', None) or error}): it says why this "
             f"checkpoint is kept, and has to travel with it; check its permissions, or remove it",
