@@ -70,7 +70,7 @@ def drain(
         if dry_run:
             _tell_plan(root, plan, as_json)
             break
-        prepare(root, plan)
+        plan = prepare(root, plan)
         for each in carry_out(root, plan, means):
             done.append(each)
             if not as_json:
@@ -183,4 +183,4 @@ def _raise_worst(done: list[Drained], plan: DrainPlan) -> None:
             raise error
     if plan.troubles:
         first = plan.troubles[0]
-        raise RootError(0, f"{first.tier} cannot be looked at: {first.trouble}")
+        raise RootError(0, f"{first.tier} cannot be looked at, or written to: {first.trouble}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,25 +19,26 @@ from ckptman.policy.retention import plan
 from ckptman.policy.rules import Record
 from ckptman.policy.slips import keeps_any, slip
 from ckptman.policy.tiers import Tier, due
-from ckptman.store.abandoned import abandoned_by, hand_on, read_rollbacks
+from ckptman.store.abandoned import Rollback, abandoned_by, hand_on, read_rollbacks
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.copy import copy_checkpoint
-from ckptman.store.copyfolder import Copied
+from ckptman.store.copyfolder import FULL, Copied
 from ckptman.store.copyproof import Means
 from ckptman.store.lease import lease
-from ckptman.store.names import MANIFEST
-from ckptman.store.objects import ObjectEntry, ObjectPlace
+from ckptman.store.names import MANIFEST, drained_path
+from ckptman.store.objects import REMOVING, ObjectEntry, ObjectPlace
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import execute, plan_prune
 from ckptman.store.tiers import (
     Holding,
+    check_there,
     entries_of,
     hand_on_to,
     holding_of,
     open_tier,
     read_drained,
     record_of,
-    rollbacks_of,
+    trouble_of,
     write_drained,
 )
 from ckptman.store.verified import remember_damage
@@ -103,19 +104,39 @@ def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = No
     return DrainPlan(tasks, holdings)
 
 
-def prepare(root: Path, plan: DrainPlan) -> None:
+def prepare(root: Path, plan: DrainPlan) -> DrainPlan:
     """Before anything is copied: all places learn of all rollbacks, and prunes of the root of what the tiers hold.
 
-    Raises: CkptmanError, OSError.
+    What is left of the plan: without a tier to which nothing can be written. Raises: CkptmanError, OSError.
     """
     every = [*read_rollbacks(root).values(), *(rollback for each in plan.holdings for rollback in each.rollbacks)]
-    if every:
-        hand_on(every, root)
-        for each in plan.holdings:
-            if not each.trouble:
-                hand_on_to(open_tier(each.tier), every, each.rollbacks)
-    held = {str(each.tier): list(each.records) for each in plan.holdings if not each.trouble}
-    write_drained(root, {**read_drained(root), **held})
+    hand_on(every, root)
+    holdings = [_told(each, every) for each in plan.holdings]
+    _tell_prunes(root, holdings)
+    good = {each.tier for each in holdings if not each.trouble}
+    return DrainPlan([task for task in plan.tasks if task.tier in good], holdings)
+
+
+def _told(holding: Holding, rollbacks: Sequence[Rollback]) -> Holding:
+    """A tier that was told of rollbacks, or why that cannot be."""
+    try:
+        if rollbacks and not holding.trouble:
+            hand_on_to(open_tier(holding.tier), rollbacks, holding.rollbacks)
+    except (CkptmanError, OSError) as error:
+        return replace(holding, trouble=trouble_of(error))
+    return holding
+
+
+def _tell_prunes(root: Path, holdings: Iterable[Holding]) -> None:
+    """Note in the root what the tiers hold. Where that cannot be, as it is full, it needs the copies all the more."""
+    held = {str(each.tier): list(each.records) for each in holdings if not each.trouble}
+    try:
+        write_drained(root, {**read_drained(root), **held})
+    except OSError as error:
+        warn(
+            f"{drained_path(root)} cannot be written ({error.strerror}), so the run does not know what may go: make "
+            f"room with ckptman prune, which looks at the tiers itself"
+        )
 
 
 def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractContextManager[Means]]) -> Iterator[Drained]:
@@ -128,11 +149,15 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
         try:
             with means(task) as how:
                 over = replace(how, overwrite=how.overwrite or task.over)
-                yield Drained(task, copy_checkpoint(task.entry, open_tier(task.tier, how.disk), over))
+                place = open_tier(task.tier, how.disk)
+                check_there(place)  # again: it may be hours since that was planned
+                yield Drained(task, copy_checkpoint(task.entry, place, over))
             fuller[task.tier] = task
         except CkptmanError as error:
             if isinstance(error, CorruptError):
                 _note_damaged(task.entry)
+            if getattr(error, "errno", None) in FULL:  # perhaps of what a drain was killed before it could prune
+                fuller[task.tier] = task
             yield Drained(task, error=error, busy=isinstance(error, BusyError))
     for tier, task in fuller.items():
         try:
@@ -140,9 +165,8 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
         except (CkptmanError, OSError) as error:
             yield Drained(task, error=error if isinstance(error, CkptmanError) else _as_ours(tier, error))
     if fuller:
-        held = {str(tier): holding_of(tier, abandoned_by(read_rollbacks(root).values())) for tier in fuller}
-        known = {tier: list(each.records) for tier, each in held.items() if not each.trouble}
-        write_drained(root, {**read_drained(root), **known})
+        left = abandoned_by(read_rollbacks(root).values())
+        _tell_prunes(root, [holding_of(tier, left) for tier in fuller])
 
 
 def prune_tier(tier: Tier, place: FolderPlace | ObjectPlace) -> None:
@@ -155,16 +179,19 @@ def prune_tier(tier: Tier, place: FolderPlace | ObjectPlace) -> None:
             if _is_meant(tier, [each.record for each in found.verdicts]):
                 execute(place.root, found, tag=nonce or f"drain{os.urandom(4).hex()}")
         return
-    entries = [entry for entry in entries_of(place) if entry.complete]
-    left = abandoned_by(rollbacks_of(place))
+    there = [entry for entry in entries_of(place) if isinstance(entry, ObjectEntry)]
+    for entry in there:
+        if REMOVING in entry.sizes and MANIFEST not in entry.sizes:  # by a drain that was killed
+            place.delete(entry)
+    entries = [entry for entry in there if entry.complete]
+    left = abandoned_by(place.rollbacks())
     # Of two that share a number each gets a verdict.
     records = [replace(record_of(entry, left), sequence=number) for number, entry in enumerate(entries, 1)]
     if not _is_meant(tier, records):
         return
     for verdict in plan(records, tier.retention, now_seconds=time.time()):
-        entry = entries[verdict.record.sequence - 1]
-        if not verdict.keep and isinstance(entry, ObjectEntry):
-            _remove(place, entry)
+        if not verdict.keep:
+            place.delete(entries[verdict.record.sequence - 1])
 
 
 def _is_meant(tier: Tier, records: Sequence[Record]) -> bool:
@@ -190,9 +217,3 @@ def _as_ours(tier: Tier, error: OSError) -> RootError:
         error.errno or errno.EIO,
         f"{tier}: {error.filename or 'a checkpoint'} cannot be removed ({error.strerror}): check its permissions",
     )
-
-
-def _remove(place: ObjectPlace, entry: ObjectEntry) -> None:
-    place.remove(f"{entry.name}/{MANIFEST}")  # first: from then on it is no checkpoint
-    for name in sorted(entry.sizes.keys() - {MANIFEST}):
-        place.remove(f"{entry.name}/{name}")

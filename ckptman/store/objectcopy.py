@@ -8,22 +8,24 @@ and harm nothing.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.errors import BusyError, CkptmanError, ConfigError, CorruptError, ExistsError, NotFoundError, plain
 from ckptman.store.copyfolder import Copied
-from ckptman.store.copyproof import Means, NotReadBackError
-from ckptman.store.copysource import Facts, GoneError, Original, Reading
+from ckptman.store.copyproof import Means, NotReadBackError, verify
+from ckptman.store.copysource import Facts, GoneError, Original, Reading, SourceError, of_source
 from ckptman.store.digest import DIGEST_BYTES, Digests, digest_of_blocks, digests_bytes
-from ckptman.store.meter import Meter
+from ckptman.store.meter import Meter, Phase
 from ckptman.store.names import MANIFEST, digests_name
 from ckptman.store.objectput import THREADS, put_files
 from ckptman.store.objects import ObjectEntry, ObjectPlace
@@ -121,6 +123,8 @@ def copy_to_objects(original: Original, place: ObjectPlace, means: Means) -> Cop
     there = place.listing(facts.name)
     found = _already(original, place, there, means)
     if found is None:
+        if MANIFEST in there:
+            _check_original(facts, place, there, means, meter)
         _claim(place, facts, there, means.overwrite)
         before, there = there, place.listing(facts.name)
         if MANIFEST in there and MANIFEST not in before:  # another copy ended before this one had its note there
@@ -235,11 +239,30 @@ def _claim(place: ObjectPlace, facts: Facts, there: Mapping[str, int], overwrite
         )
 
 
+def _check_original(facts: Facts, place: ObjectPlace, there: Mapping[str, int], means: Means, meter: Meter) -> None:
+    """Another checkpoint goes before what takes its place is there, so that has to be whole before it goes.
+
+    Raises: CorruptError, SourceError.
+    """
+    if _has_manifest(place, facts, there):  # what is right of it stays
+        return
+    assert facts.manifest is not None
+    with of_source(facts.where):
+        report = verify(Path(facts.where), facts.manifest, means, meter)
+    if report.good:
+        return
+    why = f"{facts.where} is not what was saved ({'; '.join((*report.problems, *report.unread)[:3])})"
+    text = f"{why}, so it replaces nothing: copy another checkpoint"
+    raise CorruptError(text) if report.damage else SourceError(errno.EIO, text)
+
+
 def _check_ours(place: ObjectPlace, facts: Facts) -> None:
     """What was proved here is still what this copy put: the last look before the manifest. Raises: BusyError."""
     there = place.listing(facts.name)
     note = _note(place, facts, there)
-    if note.get("tag") == facts.tag or _has_manifest(place, facts, there):  # the latter: by another copy of the same
+    if all(there.get(name) == size for name, size in facts.sizes.items()) and (
+        note.get("tag") == facts.tag or _has_manifest(place, facts, there)  # the latter: by another copy of the same
+    ):
         return
     raise _TakenError(f"{place.url}/{facts.name}", str(note.get("host", "")), note.get("pid", 0))
 
@@ -284,13 +307,15 @@ def _read_beside(place: ObjectPlace, folder: str, name: str, sizes: Mapping[str,
     return place.read(f"{folder}/{name}", 0, sizes[name])
 
 
-def _right(place: ObjectPlace, facts: Facts, names: Sequence[str], means: Means, meter: Meter, phase: str) -> set[str]:
+def _right(
+    place: ObjectPlace, facts: Facts, names: Sequence[str], means: Means, meter: Meter, phase: Phase
+) -> set[str]:
     """Those of the files whose objects were read and are what was saved. Raises: RootError."""
     assert facts.manifest is not None
     blocks = {name: bytearray(-(-facts.sizes[name] // facts.block_bytes) * DIGEST_BYTES) for name in names}
     stride = stride_of(facts.block_bytes, 4 * STRIDE_BYTES)
     pieces = [(name, low) for name in names for low in range(0, facts.sizes[name], stride)]
-    meter.begin("looking" if phase == "looking" else "verifying", sum(facts.sizes[name] for name in names), 0)
+    meter.begin(phase, sum(facts.sizes[name] for name in names), 0)
 
     def read(number: int, scratch: memoryview) -> None:
         name, low = pieces[number]

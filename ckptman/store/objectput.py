@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptman.errors import CkptmanError, NotFoundError
 from ckptman.store.copydigest import OnTheWay
-from ckptman.store.copysource import Original, Reading
+from ckptman.store.copysource import Original, Reading, of_source
 from ckptman.store.meter import Limit, Meter
 from ckptman.store.objects import ObjectPlace
 from ckptman.store.parallel import STRIDE_BYTES, share_out, stride_of
@@ -113,10 +113,11 @@ class _Upload:
             if self._reading is not None:
                 return
             begun = time.perf_counter()
-            self._passing.begin()
-            if self.parts > 1:
-                self._upload = self._ask("create_multipart_upload")["UploadId"]
-            self._reading = self._original.open(self._name)
+            with of_source(self._original.facts.where):
+                self._passing.begin()
+                if self.parts > 1:
+                    self._upload = self._ask("create_multipart_upload")["UploadId"]
+                self._reading = self._original.open(self._name)
             self._seconds += time.perf_counter() - begun
 
     def _end(self) -> None:
@@ -139,7 +140,8 @@ class _Upload:
             count = min(stride, low + size - at)
             if self._limit is not None:
                 self._limit.take(count)
-            data = self._reading.read(at, count, scratch)
+            with of_source(self._original.facts.where):
+                data = self._reading.read(at, count, scratch)
             self._passing.check(at, data)
             pieces.append(bytes(data))
         self._meter.moved(0, time.perf_counter() - begun)

@@ -23,6 +23,8 @@ from ckptman.store.parallel import share_out
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://?(?P<rest>[^/].*)", re.ASCII)
 _MEANT = re.compile(r"[a-z][\w+.-]+:/{2,}|s3:", re.ASCII | re.IGNORECASE)
+REMOVING = "removing.json"
+"""In a checkpoint that is being removed: what is left without a manifest is nobody's."""
 _THREADS = 16
 _FINAL = (FileExistsError, PermissionError, IsADirectoryError, NotImplementedError, ValueError)
 """What is no better a moment later."""
@@ -252,6 +254,13 @@ class ObjectPlace:
             self.ask("removed", lambda: self.fs.rm_file(f"{self.prefix}/{name}"), name)
         except NotFoundError:
             pass
+
+    def delete(self, entry: ObjectEntry) -> None:
+        """Remove a checkpoint, or what is left of one that was being removed. Raises: RootError."""
+        self.write(f"{entry.name}/{REMOVING}", b"{}\n")
+        # The manifest first, from then on it is no checkpoint; and what tells that last.
+        for name in (MANIFEST, *sorted(entry.sizes.keys() - {MANIFEST, REMOVING}), REMOVING):
+            self.remove(f"{entry.name}/{name}")
 
     def ask(self, done: str, call: Callable[[], T], name: str) -> T:
         """Ask the store for something, again where it is busy or away. Raises: NotFoundError, RootError."""

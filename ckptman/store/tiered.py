@@ -83,7 +83,10 @@ class TieredPlace(FolderPlace):
         found = [
             each
             for each in found
-            if each.complete or each.newer_format is not None or each.path.parent == own or each.step not in whole
+            if each.complete
+            or each.newer_format is not None
+            or (each.path.parent == own and not isinstance(each, Remote))
+            or each.step not in whole
         ]
         return [entry for entry in found if abandoned or not entry.abandoned]
 
@@ -106,8 +109,10 @@ class TieredPlace(FolderPlace):
         """
         store, found = self._objects[entry.url]
         here = next((each for each in super().list(abandoned=True) if each.path == entry.path), None)
-        same = here is None or here.manifest is None or here.manifest.identity == entry.identity
-        copy_objects(found, store, FolderPlace(self.root, self._disk), Means(meter=meter, overwrite=same))
+        another = here is not None and (
+            here.newer_format is not None or (here.manifest is not None and here.manifest.identity != entry.identity)
+        )
+        copy_objects(found, store, FolderPlace(self.root, self._disk), Means(meter=meter, overwrite=not another))
 
     def _entry(self, place: FolderPlace | ObjectPlace, entry: Entry | ObjectEntry) -> Entry:
         if isinstance(entry, Entry):

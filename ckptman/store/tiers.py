@@ -69,7 +69,7 @@ class _Drained(BaseModel):
 @dataclass(frozen=True)
 class Holding:
     """What a tier holds, and the rollbacks that are written down there. `trouble`: why nobody can say; "": all is
-    well. `entries` and `records` go together. `taken`: the steps whose name something has that is or was a checkpoint.
+    well. `entries` and `records` go together. `taken`: the steps whose name something has that may be replaced.
     """
 
     tier: Tier
@@ -201,15 +201,20 @@ def entries_of(place: FolderPlace | ObjectPlace) -> list[Entry | ObjectEntry]:
     if isinstance(place, FolderPlace):
         if not answers(place.root):
             raise _silence(place.root)
-        if not run_folder(place.root).is_dir():
-            raise NotFoundError(
-                f"{place.root} is not there, or is not the tier that was made there (it has no {DOT}): check the mount"
-            )
+        check_there(place)
         return list(Catalogue(place.root).scan(abandoned=True))
     try:
         return list(place.look(abandoned=True))
     except NotFoundError:  # nothing below a prefix: it is made by what is put there
         return []
+
+
+def check_there(place: FolderPlace | ObjectPlace) -> None:
+    """Raises: NotFoundError where a mount is away, and a copy would be made below where it was."""
+    if isinstance(place, FolderPlace) and not os.path.lexists(run_folder(place.root)):
+        raise NotFoundError(
+            f"{place.root} is not there, or is not the tier that was made there (it has no {DOT}): check the mount"
+        )
 
 
 def rollbacks_of(place: FolderPlace | ObjectPlace) -> list[Rollback]:
@@ -240,12 +245,26 @@ def holding_of(tier: Tier, left: Mapping[str, str] | None = None) -> Holding:
             DISK.sync_folder(place.root)
         rollbacks = rollbacks_of(place)
     except (CkptmanError, OSError) as error:
-        return Holding(tier, trouble=getattr(error, "strerror", None) or str(error))
+        return Holding(tier, trouble=trouble_of(error))
     left = {**(left or {}), **abandoned_by(rollbacks)}
     records = [record_of(entry, left) for entry in entries]
-    # Objects without a manifest may be of anybody; a folder of that name is what a crash or a person left of one.
-    taken = frozenset(entry.step for entry in found if isinstance(entry, Entry) or entry.data)
+    taken = frozenset(entry.step for entry in found if _may_go(entry))
     return Holding(tier, tuple(entries), tuple(records), tuple(rollbacks), taken=taken)
+
+
+def trouble_of(error: Exception) -> str:
+    """What is wrong with a tier, in words."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _may_go(entry: Entry | ObjectEntry) -> bool:
+    """Whether what counts for nothing in a tier may be replaced by what has its name: it is or was a checkpoint."""
+    if entry.newer_format is not None:
+        return False
+    if isinstance(entry, Entry):  # by a crash or a person; what is pinned stays under another name
+        return True
+    # Objects without a manifest may be of anybody.
+    return bool(entry.data) and not (entry.complete and PINNED in entry.sizes)
 
 
 def record_of(entry: Entry | ObjectEntry, left: Mapping[str, str]) -> Record:

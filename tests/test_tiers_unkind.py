@@ -1,0 +1,154 @@
+"""Drains where disks are full, mounts go away and permissions are lost: what can be copied is, and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptman.cli.app import main
+from ckptman.errors import ExistsError, NotFoundError, RootError
+from ckptman.policy.rules import KeepLast
+from ckptman.policy.tiers import Tier
+from ckptman.store import copyfolder, copysource
+from ckptman.store import drain as draining
+from ckptman.store.catalogue import Catalogue
+from ckptman.store.copy import copy_checkpoint
+from ckptman.store.copyproof import Means
+from ckptman.store.drain import carry_out, plan_drain
+from ckptman.store.durable import Disk
+from ckptman.store.objects import ObjectPlace
+from ckptman.store.place import FolderPlace
+from ckptman.store.regular import read_regular
+from ckptman.store.tiered import TieredPlace
+from ckptman.store.tiers import hand_on_to, write_tiers
+from tests.fake_checkpoint import commit
+from tests.faulty_disk import rewrite
+from tests.test_tiers import drain, root, steps
+
+__all__ = ["root"]
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_root_that_is_full_is_drained_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drain is what makes room there."""
+    far = Tier(root.parent / "far")
+    write_tiers(root, [far])
+    replace_file = Disk.replace_file
+
+    def full(self: Disk, path: Path, data: bytes) -> None:
+        if root in path.parents:
+            raise FULL
+        replace_file(self, path, data)
+
+    monkeypatch.setattr(Disk, "replace_file", full)
+    with pytest.warns(RuntimeWarning, match=r"drained\.json cannot be written \(No space left"):
+        assert main(["drain", str(root)]) == 0
+    assert len(steps(root.parent / "far")) == 8
+
+
+def test_a_tier_that_takes_no_rollback_keeps_no_other_from_being_filled(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    near, far = root.parent / "near", root.parent / "far"
+    write_tiers(root, [Tier(near), Tier(far)])
+    assert main(["rollback", str(root), "--to-step", "70"]) == 0
+    for each in (near, far):
+        shutil.rmtree(each / ".ckptman")
+        (each / ".ckptman").mkdir()
+
+    def refused(place: FolderPlace, *arguments: object) -> None:
+        if place.root == near:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(near))
+        hand_on_to(place, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(draining, "hand_on_to", refused)
+    assert main(["drain", str(root)]) == 10
+    assert f"{near} cannot be looked at, or written to: Permission denied" in capsys.readouterr().err
+    assert steps(near) == []
+    assert len(steps(far)) == 7
+
+
+def test_what_cannot_be_read_in_the_root_keeps_nothing_else_from_being_copied(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(path: Path, most_bytes: int) -> bytes:
+        if path.parent.name == "step-0000000070":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read_regular(path, most_bytes)
+
+    monkeypatch.setattr(copysource, "read_regular", closed)
+    done = drain(root, Tier(root.parent / "far"))
+    assert [each.task.entry.step for each in done if isinstance(each.error, RootError)] == [70]
+    assert steps(root.parent / "far") == [10, 20, 30, 40, 50, 60, 80]
+
+
+def test_what_a_newer_ckptman_wrote_to_a_tier_is_not_replaced(root: Path) -> None:
+    far = Tier(root.parent / "far", every=8)
+    drain(root, far)
+    there = root.parent / "far" / "step-0000000080"
+    rewrite(there, format_version=2)
+    before = (there / "manifest.json").read_bytes()
+    assert [type(each.error) for each in drain(root, far)] == [ExistsError]
+    assert (there / "manifest.json").read_bytes() == before
+
+
+def test_a_mount_that_fails_is_a_tier_that_cannot_be_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = Tier(root.parent / "far")
+    drain(root, far)
+    place = TieredPlace(root, [far])
+    for name in ("stat", "lstat"):
+
+        def stale(path: object, *arguments: object, ask: object = getattr(os, name), **named: object) -> object:
+            if str(path).startswith(str(far)):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return ask(path, *arguments, **named)  # type: ignore[operator]
+
+        monkeypatch.setattr(os, name, stale)
+    with pytest.warns(RuntimeWarning, match="cannot be looked at"):
+        assert len(place.list()) == 8
+
+
+def test_a_tier_whose_mount_goes_away_is_not_made_anew_below_it(root: Path) -> None:
+    far = Tier(root.parent / "far")
+    write_tiers(root, [far])
+    plan = plan_drain(root, [far])
+    shutil.rmtree(root.parent / "far")
+    done = list(carry_out(root, plan, lambda task: contextlib.nullcontext(Means())))
+    assert {type(each.error) for each in done} == {NotFoundError}
+    assert not (root.parent / "far").exists()
+
+
+def test_a_tier_that_is_full_of_what_its_rules_no_longer_keep_gets_room(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drain was killed before it had pruned there."""
+    far = Tier(root.parent / "far", retention=KeepLast(2))
+    write_tiers(root, [far])
+    for entry in Catalogue(root).complete()[:3]:
+        copy_checkpoint(entry, FolderPlace(root.parent / "far"))
+
+    def no_room(*arguments: object) -> None:
+        if len(steps(root.parent / "far")) > 2:
+            raise FULL
+
+    monkeypatch.setattr(copyfolder, "check_room", no_room)
+    assert {isinstance(each.error, RootError) for each in drain(root, far)} == {True}
+    assert steps(root.parent / "far") == [20, 30]
+    assert drain(root, far)[0].copied is not None
+
+
+def test_what_is_on_its_way_to_a_store_is_no_checkpoint_that_a_restore_misses(root: Path) -> None:
+    tier = Tier("memory://unkind/on-its-way")
+    place = ObjectPlace(str(tier))
+    place.fs.store.clear()
+    place.write("step-0000000080/__0_0.distcp", b"half")
+    assert [each.complete for each in TieredPlace(root, [tier]).list()] == [True] * 8
+    shutil.rmtree(root / "step-0000000080")
+    assert [each.step for each in TieredPlace(root, [tier]).list() if not each.complete] == [80]
+    commit(root, 80)
