@@ -224,11 +224,12 @@ def test_a_model_whose_names_begin_at_the_top_is_found(tmp_path: Path) -> None:
 
 
 def test_what_has_no_form_in_json_is_exported_all_the_same(tmp_path: Path) -> None:
-    saved = {"model": {"w": torch.ones(2)}, "x": {"a": torch.zeros(1), "b": slice(1)}}
+    saved = {"model": {"w": torch.ones(2), "extra": slice(1)}, "x": {"a": torch.zeros(1), "b": slice(1)}}
     save_as(saved, tmp_path / "saved", "StorageWriter")
     with pytest.raises(ckptman.CorruptError, match="slice"):
         export(tmp_path / "saved", tmp_path / "out", "dcp", everything=True)
-    export(tmp_path / "saved", tmp_path / "out")
+    told = export(tmp_path / "saved", tmp_path / "out").remarks
+    assert told == ["safetensors holds tensors alone: 1 plain values were left out"]
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"w"}
 
 

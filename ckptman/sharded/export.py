@@ -99,7 +99,7 @@ def export(
             excluding(exclude),
             renaming(strip, rename),
             _cast_to(dtype),
-            full_names=format == "dcp",
+            format,
         )
         extra: list[FilePlan] = []
         if config is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ckptman.errors import ConfigError, CorruptError, plain
+from ckptman.sharded.export_target import Format
 from ckptman.sharded.reading import read_bytes
 from ckptman.sharded.saved import Lazy, SavedState, resolve
 from ckptman.store.plain import TensorRef
@@ -45,7 +46,8 @@ class Item:
 @dataclass(frozen=True)
 class Choice:
     """What is exported: `tree`, nested as it was saved, with each tensor as a `TensorRef`, from `prefix` of the state
-    on; its tensors, and its plain values by name. `renamed`: names are not those of the tree."""
+    on; its tensors, and its plain values by name, which are not read for safetensors. `renamed`: names are not those of
+    the tree."""
 
     tree: Any
     prefix: Keys
@@ -61,10 +63,10 @@ def choose(
     exclude: Sequence[re.Pattern[str]],
     rename: Callable[[str], str],
     dtype: torch.dtype | None,
-    full_names: bool,
+    format: Format,
 ) -> Choice:
     """The part of a checkpoint that is wanted: `everything`, the entry `only`, or the model; without what has a name
-    that `exclude` finds. `full_names`: names begin at the top of the state, not below the entry.
+    that `exclude` finds. For plain DCP names begin at the top of the state, for others below the entry.
 
     Raises: ConfigError (no such entry; two of one name; what has no dtype to be exported in), CorruptError.
     """
@@ -72,12 +74,13 @@ def choose(
     tree, prefix = _part(saved, state, only, everything)
 
     def named(path: Keys) -> str:
-        return ".".join(map(str, (*prefix, *path) if full_names or not path else path))
+        return ".".join(map(str, (*prefix, *path) if format == "dcp" or not path else path))
 
     if exclude:
         tree = _without(tree, (), lambda path: any(pattern.search(named(path)) for pattern in exclude))
         tree = {} if tree is _NOTHING else tree
-    tree = resolve(tree)
+    if format != "safetensors":  # which has no place for plain values: then it does not matter if they can be read
+        tree = resolve(tree)
     items: list[Item] = []
     values: dict[str, Any] = {}
     seen: dict[str, str] = {}
