@@ -24,7 +24,7 @@ from ckptman.store.catalogue import Catalogue
 from ckptman.store.durable import Disk
 from tests import unprivileged
 from tests.fake_checkpoint import commit
-from tests.faulty_disk import Death, FaultyDisk, faults, holds
+from tests.faulty_disk import Death, Fault, FaultyDisk, faults, holds
 from tests.ranks import run_ranks
 from tests.test_engine_values import blank, differing
 
@@ -235,7 +235,10 @@ def test_where_it_belongs_is_decided_when_it_gets_its_name(tmp_path: Path) -> No
     for step in (100, 200, 300):
         commit(tmp_path, step)
     adopt(save(tmp_path / "step-1000", files=1), keep_name=True)
-    adopt(tmp_path / "step-1000")
+    with pytest.raises(Death):
+        adopt(tmp_path / "step-1000", disk=FaultyDisk(Fault(1)))  # the new manifest is written, and has no name yet
+    done = adopt(tmp_path / "step-1000")
+    assert not [name for name in files(done.path) if ".tmp-" in name]
     assert [entry.step for entry in Catalogue(tmp_path).complete()] == [100, 200, 300, 1000]
     assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
     assert holds(tmp_path).keys() == {1000}

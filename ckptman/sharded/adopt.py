@@ -102,10 +102,12 @@ def adopt(
             _check_free(folder, step, final)  # that took long, and a run may have saved this step
             _put_beside(folder, described, disk)
             manifest = described.manifest
-        elif (now := placed(manifest, folder, final)) != manifest:
+        else:
+            _clear_drafts(folder, disk)
             # Under its old name it was none among others, or was for long: they may be others by now.
-            manifest = now
-            disk.replace_file(folder / MANIFEST, manifest.to_json())
+            if (now := placed(manifest, folder, final)) != manifest:
+                manifest = now
+                disk.replace_file(folder / MANIFEST, manifest.to_json())
         if final != folder:
             disk.rename(folder, final)
             disk.sync_folder(final.parent)
@@ -234,10 +236,7 @@ def _examine(folder: Path, done: Callable[[int], None] | None) -> ForeignReport:
 
 def _put_beside(folder: Path, described: Digested, disk: Disk) -> None:
     """Write what ckptman needs, and the manifest last. Raises: ExistsError, OSError; then nothing is left of it."""
-    for name in os.listdir(folder):  # noqa: PTH208 names alone are wanted
-        # Of an attempt that was killed: there is no other now.
-        if parse_half_written(name) is not None and _OURS.match(name):
-            disk.remove_file(folder / name)
+    _clear_drafts(folder, disk)
     missing = [name for name, data in described.files.items() if not _is_there(folder / name, data)]
     written: list[Path] = []
     try:
@@ -254,6 +253,13 @@ def _put_beside(folder: Path, described: Digested, disk: Disk) -> None:
                 with contextlib.suppress(OSError):
                     disk.remove_file(path)
         raise
+
+
+def _clear_drafts(folder: Path, disk: Disk) -> None:
+    """Remove what an attempt that was killed had half written: there is no other now."""
+    for name in os.listdir(folder):  # noqa: PTH208 names alone are wanted
+        if parse_half_written(name) is not None and _OURS.match(name):
+            disk.remove_file(folder / name)
 
 
 def _is_there(path: Path, data: bytes) -> bool:
