@@ -273,12 +273,16 @@ def test_a_folder_of_many_is_adopted_and_what_is_damaged_is_told(
         save(root / f"step-{step}", files=1)
     (root / "step-20" / "__0_0.distcp").unlink()
     (root / "other").mkdir()
+    for kind in ("tmp", "trash"):  # of a save that runs, of a prune
+        shutil.copytree(root / "step-3", root / f"step-0000000004.{kind}-0a1b2c3d-1")
     assert [each.name for each in candidates(root)] == ["step-3", "step-20", "step-100"]
     assert main(["adopt", str(root)]) == 4
     told = capsys.readouterr()
     assert [line.partition(" -> ")[0] for line in told.out.splitlines()] == [f"{root}/step-3", f"{root}/step-100"]
     assert f"{root}/step-20 was not adopted: " in told.err
     assert [entry.sequence for entry in Catalogue(root).complete()] == [1, 2]
+    with pytest.raises(ckptman.ConfigError, match="to what is no checkpoint yet, or no more: rename it first"):
+        adopt(root / "step-0000000004.tmp-0a1b2c3d-1")
     assert main(["adopt", str(root), "--json"]) == 4
     assert json.loads(capsys.readouterr().out) == {
         "adopted": [],

@@ -141,7 +141,8 @@ def _is_theirs(folder: Path) -> bool:
     try:
         if folder.is_symlink() or not (folder / METADATA).exists():
             return False
-        return parse_step(folder.name) is None or not (folder / MANIFEST).exists()
+        ours = parse_step(folder.name)
+        return ours is None or (ours.kind == "step" and not (folder / MANIFEST).exists())
     except OSError:
         return step_in(folder.name) is not None
 
@@ -159,7 +160,8 @@ def _step_of(folder: Path, step: int | None) -> int:
     named = step_in(folder.name)
     ours = parse_step(folder.name)
     if ours is not None and (ours.kind != "step" or step not in (None, named)):
-        raise ConfigError(f"{folder.name} is a name that ckptman gives, and not that of step {step}: rename it first")
+        what = f"not that of step {step}" if ours.kind == "step" else "to what is no checkpoint yet, or no more"
+        raise ConfigError(f"{folder.name} is a name that ckptman gives, {what}: rename it first")
     if step is None and named is None:
         raise ConfigError(f"{folder}: its name tells no step, as step-1000 would: say which it is (--step)")
     found = step if step is not None else named

@@ -15,7 +15,7 @@ from ckptman.store.names import MANIFEST, METADATA
 
 
 class Opened:
-    """How the files of a checkpoint were before the first look at them."""
+    """How the files of a checkpoint were before they were read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
