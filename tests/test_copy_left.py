@@ -11,10 +11,12 @@ import pytest
 
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, RootError
-from ckptman.store import copysource
+from ckptman.store import copysource, index
 from ckptman.store.catalogue import Catalogue
-from ckptman.store.copy import Means, copy_foreign
+from ckptman.store.copy import Means, copy_checkpoint, copy_foreign
+from ckptman.store.copysource import SourceError
 from ckptman.store.durable import Disk
+from ckptman.store.meter import Meter
 from ckptman.store.names import DOT, MANIFEST, owner_path
 from ckptman.store.owner import this_process
 from ckptman.store.pins import PINNED
@@ -45,6 +47,20 @@ def test_a_draft_that_another_copy_took_over_is_not_published(source: Path, tmp_
     with pytest.raises(BusyError, match="another copy of the same checkpoint"):
         copy(source, tmp_path / "root", disk=Suspended())
     assert not (tmp_path / "root" / STEP).exists()
+
+
+@pytest.mark.parametrize("of_others", [False, True])
+def test_a_mount_that_goes_away_is_no_original_that_is_gone(of_others: bool, source: Path, tmp_path: Path) -> None:
+    folder = plain(source / "outputs", b"one")
+
+    def go_away(meter: Meter) -> None:
+        if meter.phase == "copying" and source.exists():
+            source.rename(tmp_path / "away")
+
+    means, place = Means(meter=Meter(go_away), threads=1), FolderPlace(tmp_path / "root")
+    with pytest.raises(SourceError, match=r"No such file.*check the mount"):
+        copy_foreign(folder, place, means) if of_others else copy_checkpoint(Catalogue(source).entry(200), place, means)
+    assert len(names(place.root)) == 1
 
 
 def test_what_was_copied_by_hand_is_flushed_before_it_counts(source: Path, tmp_path: Path) -> None:
@@ -111,7 +127,7 @@ def test_a_rollback_goes_along_with_what_is_named_by_a_link(source: Path, tmp_pa
     assert steps_of(Catalogue(tmp_path / "root").scan(abandoned=True)) == [200]
 
 
-@pytest.mark.parametrize("name", [MANIFEST, PINNED])
+@pytest.mark.parametrize("name", [MANIFEST, PINNED, "blocks-00000.bin"])
 def test_with_all_what_is_beside_the_files_and_cannot_be_read_keeps_no_other_checkpoint(
     name: str, source: Path, tmp_path: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +136,8 @@ def test_with_all_what_is_beside_the_files_and_cannot_be_read_keeps_no_other_che
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return read_regular(path, most_bytes)
 
-    monkeypatch.setattr(copysource, "read_regular", closed)
+    for module in (copysource, index):
+        monkeypatch.setattr(module, "read_regular", closed)
     assert main(["copy", "source", "root", "--all"]) == 10
     assert "step 100: not copied: " in capsys.readouterr().out
     assert steps_of(Catalogue(tmp_path / "root").complete()) == [200]

@@ -14,13 +14,14 @@ from ckptman.cli.app import main
 from ckptman.errors import ExistsError, NotFoundError, RootError
 from ckptman.policy.rules import KeepLast
 from ckptman.policy.tiers import Tier
-from ckptman.store import copyfolder, copysource
+from ckptman.store import catalogue, copyfolder, copysource
 from ckptman.store import drain as draining
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.copy import copy_checkpoint
 from ckptman.store.copyproof import Means
 from ckptman.store.drain import carry_out, plan_drain
 from ckptman.store.durable import Disk
+from ckptman.store.manifest import Manifest, read_manifest
 from ckptman.store.objects import ObjectPlace
 from ckptman.store.place import FolderPlace
 from ckptman.store.regular import read_regular
@@ -85,6 +86,22 @@ def test_what_cannot_be_read_in_the_root_keeps_nothing_else_from_being_copied(
     monkeypatch.setattr(copysource, "read_regular", closed)
     done = drain(root, Tier(root.parent / "far"))
     assert [each.task.entry.step for each in done if isinstance(each.error, RootError)] == [70]
+    assert steps(root.parent / "far") == [10, 20, 30, 40, 50, 60, 80]
+
+
+def test_a_checkpoint_that_may_not_be_looked_at_keeps_no_other_from_being_copied(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed(folder: Path) -> Manifest:
+        if folder == root / "step-0000000070":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return read_manifest(folder)
+
+    write_tiers(root, [Tier(root.parent / "far")])
+    monkeypatch.setattr(catalogue, "read_manifest", closed)
+    for _ in range(2):
+        assert main(["drain", str(root)]) == 10
+        assert f"{root / 'step-0000000070'} cannot be read" in capsys.readouterr().err
     assert steps(root.parent / "far") == [10, 20, 30, 40, 50, 60, 80]
 
 

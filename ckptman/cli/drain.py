@@ -181,6 +181,8 @@ def _raise_worst(done: list[Drained], plan: DrainPlan) -> None:
     for error in errors:
         if not isinstance(error, GoneError):  # deleted since it was listed: the next drain knows
             raise error
+    for unreadable in plan.unreadable:
+        raise unreadable
     if plan.troubles:
         first = plan.troubles[0]
         raise RootError(0, f"{first.tier} cannot be looked at, or written to: {first.trouble}")

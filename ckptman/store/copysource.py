@@ -129,11 +129,16 @@ class FolderOriginal:
         manifest = self.facts.manifest
         if manifest is None or digests_name(name) not in manifest.files:
             return None
-        return read_digests(self._folder, name, manifest)
+        try:
+            return read_digests(self._folder, name, manifest)
+        except CorruptError as error:
+            if isinstance(error.__cause__, OSError):  # what cannot be read need not be damaged
+                raise error.__cause__ from None
+            raise
 
     def lost(self) -> CkptmanError | None:
         try:
-            return None if _manifest_bytes(self._folder) == self.facts.data else _gone(self._folder)
+            return None if _manifest_bytes(self._folder) == self.facts.data else _gone_or_away(self._folder)
         except (OSError, CorruptError):
             return None
 
@@ -173,7 +178,7 @@ class ForeignOriginal:
             same = False
         except (OSError, ConfigError):
             return None
-        return None if same else _gone(self._folder)
+        return None if same else _gone_or_away(self._folder)
 
     def _look(self) -> dict[str, tuple[int, int, int]]:
         found = {}
@@ -297,6 +302,11 @@ def _gone(folder: Path) -> GoneError:
     return GoneError(
         f"{folder} was deleted, or saved again, since it was looked at: nothing of it was copied; copy again"
     )
+
+
+def _gone_or_away(folder: Path) -> GoneError | None:
+    """None where what it was in is not there either: a mount that is away has lost nothing."""
+    return _gone(folder) if os.path.lexists(folder.parent) else None
 
 
 def is_regular(status: os.stat_result) -> bool:

@@ -67,10 +67,12 @@ class Drained:
 
 @dataclass(frozen=True)
 class DrainPlan:
-    """What is still to be done: `tasks`, tier by tier, the newest first; and the tiers nobody can look at."""
+    """What is still to be done: `tasks`, tier by tier, the newest first; the tiers, of which nobody can look at some;
+    and why some of the root cannot be looked at, which may be due."""
 
     tasks: list[Task]
     holdings: list[Holding]
+    unreadable: tuple[RootError, ...] = ()
 
     @property
     def troubles(self) -> list[Holding]:
@@ -80,28 +82,29 @@ class DrainPlan:
 def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = None, *, new: bool = False) -> DrainPlan:
     """What the tiers of a root have still to get. `new`: one that is not there holds nothing.
 
-    Raises: as `Catalogue.scan`.
+    Raises: as `Catalogue.look`.
     """
     now_seconds = time.time() if now_seconds is None else now_seconds
     holdings = [Holding(tier) if new and not os.path.lexists(str(tier)) else holding_of(tier) for tier in tiers]
     every = [*read_rollbacks(root).values(), *(rollback for each in holdings for rollback in each.rollbacks)]
     left = abandoned_by(every)
-    entries = Catalogue(root).complete()
+    there = Catalogue(root).look()
+    entries = [entry for entry in there if entry.complete]
     records = [record_of(entry, left) for entry in entries]
     tasks: list[Task] = []
     for number, holding in enumerate(holdings):
         if holding.trouble:
             continue
-        there = [record_of(entry, left) for entry in holding.entries]
-        holdings[number] = replace(holding, records=tuple(there))
-        good = {record.step for record in there if not record.abandoned and not record.damaged}
-        wanted = due(records, there, holding.tier, now_seconds)
+        has = [record_of(entry, left) for entry in holding.entries]
+        holdings[number] = replace(holding, records=tuple(has))
+        good = {record.step for record in has if not record.abandoned and not record.damaged}
+        wanted = due(records, has, holding.tier, now_seconds)
         for place in sorted(wanted, reverse=True):
             entry = entries[place]
             # Nothing that comes there from now on is replaced.
             over = entry.step in holding.taken and entry.step not in good
             tasks.append(Task(holding.tier, entry, wanted[place], over))
-    return DrainPlan(tasks, holdings)
+    return DrainPlan(tasks, holdings, tuple(entry.unreadable for entry in there if entry.unreadable is not None))
 
 
 def prepare(root: Path, plan: DrainPlan) -> DrainPlan:
@@ -114,7 +117,7 @@ def prepare(root: Path, plan: DrainPlan) -> DrainPlan:
     holdings = [_told(each, every) for each in plan.holdings]
     _tell_prunes(root, holdings)
     good = {each.tier for each in holdings if not each.trouble}
-    return DrainPlan([task for task in plan.tasks if task.tier in good], holdings)
+    return replace(plan, tasks=[task for task in plan.tasks if task.tier in good], holdings=holdings)
 
 
 def _told(holding: Holding, rollbacks: Sequence[Rollback]) -> Holding:
