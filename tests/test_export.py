@@ -185,6 +185,14 @@ def test_a_cast_is_torchs_own_and_leaves_what_is_no_float(folder: Path, tmp_path
     assert torch.equal(fresh["model"]["w"], saved["w"].double())
 
 
+def test_the_default_device_of_a_script_does_not_matter(tmp_path: Path) -> None:
+    weight = torch.randn(30, 4)
+    ckptman.save({"model": {"w": weight, "same": weight.clone()}}, tmp_path / "saved")
+    with torch.device("meta"):
+        export(tmp_path / "saved", tmp_path / "out", dtype="bfloat16", tied=[("same", "w")])
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], weight.bfloat16())
+
+
 def test_a_number_that_a_cast_cannot_hold_is_refused(tmp_path: Path) -> None:
     ckptman.save({"model": {"w": torch.tensor([1.0, 70_000.0]), "inf": torch.tensor(torch.inf)}}, tmp_path / "saved")
     with pytest.raises(ckptman.ConfigError, match=r"model.w holds numbers that float16 cannot .* bfloat16"):

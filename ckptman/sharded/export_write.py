@@ -153,7 +153,7 @@ def _cast(item: Item, data: torch.Tensor) -> torch.Tensor:
     if item.dtype == item.as_dtype:
         return data
     before = data.view(item.dtype)
-    after = torch.empty(len(before), dtype=item.as_dtype)
+    after = torch.empty(len(before), dtype=item.as_dtype, device="cpu")
     # In steps, so that what is computed on the way takes little memory.
     for low in range(0, len(before), _CAST_ELEMENTS):
         mine, other = (each[low : low + _CAST_ELEMENTS] for each in (before, after))
@@ -193,4 +193,6 @@ def _batches(reader: Reader, parts: Iterable[Part]) -> Iterator[list[tuple[Part,
 
 
 def _memories() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(PIECE_BYTES, dtype=torch.uint8), torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    # On the CPU whatever the default device is.
+    one, other = (torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2))
+    return one, other
