@@ -410,6 +410,10 @@ def test_a_save_of_the_same_step_is_never_covered_up(folder: Path, tmp_path: Pat
     before = files(folder)
     with pytest.raises(ckptman.ExistsError, match=r"\.old-0a1b2c3d exists already, so step-1000 cannot be that step"):
         adopt(folder)
+    shutil.copytree(folder, final)
+    with pytest.raises(ckptman.ExistsError, match=r"\.old-0a1b2c3d exists already"):
+        adopt(final)
+    shutil.rmtree(final)
     aside.rename(tmp_path / "aside")
 
     def run_saves(count: int) -> None:

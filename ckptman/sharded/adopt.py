@@ -185,9 +185,9 @@ def _manifest_in(folder: Path, step: int, final: Path) -> Manifest | None:
 
 def _check_free(folder: Path, step: int, final: Path) -> None:
     """Raises: ExistsError where there is a checkpoint of the step, under its name or standing aside for it; OSError."""
-    for name in os.listdir(final.parent) if final != folder else ():  # noqa: PTH208 names alone are wanted
+    for name in os.listdir(final.parent) if parse_step(final.name) else ():  # noqa: PTH208 names alone are wanted
         other = parse_step(name)
-        if other is not None and other.step == step and other.kind in ("step", "old"):
+        if name != folder.name and other is not None and other.step == step and other.kind in ("step", "old"):
             there = final.with_name(name)
             raise ExistsError(f"{there} exists already, so {folder.name} cannot be that step: give another --step")
 
