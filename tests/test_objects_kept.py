@@ -21,7 +21,7 @@ from ckptman.store.objectcopy import _right
 from ckptman.store.objects import ObjectPlace
 from tests.fake_checkpoint import commit, flip_byte
 from tests.faulty_disk import Death, rewrite
-from tests.test_objects_hard import DATA, FOLDER, MANIFEST, Told, other, place, root, upload
+from tests.test_objects_hard import DATA, FOLDER, MANIFEST, NOTE, Told, other, place, root, upload
 from tests.test_tiers import drain
 
 __all__ = ["other", "place", "root"]
@@ -59,6 +59,13 @@ def test_a_damaged_original_replaces_no_other_checkpoint(root: Path, other: Path
     flip_byte(root / DATA)
     upload(root, place, overwrite=True)
     assert whole(place) == [True]
+
+
+def test_who_has_nothing_to_copy_leaves_the_note_of_a_copy_that_replaces_it(root: Path, place: ObjectPlace) -> None:
+    upload(root, place)
+    place.write(NOTE, b'{"tag": "0123", "host": "elsewhere", "pid": 7}')
+    assert upload(root, place).already
+    assert NOTE in place.listing()
 
 
 @pytest.mark.parametrize("version", [None, 2])

@@ -203,7 +203,7 @@ def _already(original: Original, place: ObjectPlace, there: dict[str, int], mean
         )
     if facts.pinned is not None and PINNED not in there:
         _put(place, facts, PINNED, facts.pinned)
-    if COPYING in there:
+    if _note(place, facts, there).get("tag") == facts.tag:  # that of another checkpoint is about to replace this one
         place.remove(f"{facts.name}/{COPYING}")
     return Copied(
         source=facts.where,
