@@ -322,7 +322,8 @@ def test_only_what_is_of_the_dead_is_cleared(saved: Path, tmp_path: Path) -> Non
         *(left_by(me.pid, me.start_ticks, out), left_by(0, 0, out)),
         left_by(me.pid, me.start_ticks + 2, out, old=True),
     ]
-    told = export(saved, out).remarks
+    out.mkdir()  # as scripts do first: nothing is in it that could replace the old one
+    told = export(saved, out, overwrite=True).remarks
     assert not dead.exists()
     assert all((each / "model.safetensors").exists() for each in kept)
     assert f"{dead.name}, which an export left that was killed, was removed" in told

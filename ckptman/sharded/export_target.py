@@ -83,7 +83,7 @@ def clear_leftovers(target: Path, disk: Disk) -> list[str]:
         path, tag = target.with_name(name), _TAG.fullmatch(name.removeprefix(f"{target.name}.tmp-"))
         if tag is None or not _is_dead(tag):
             told.append(f"{path} is of another export: remove it, unless that still runs")
-        elif tag["old"] and not os.path.lexists(target):
+        elif tag["old"] and not (target.is_dir() and any(target.iterdir())):
             told.append(f"{path} is what {target.name} was before an export that was killed: remove it")
         else:
             try:
