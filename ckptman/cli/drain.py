@@ -145,7 +145,8 @@ def _lines(drained: Drained) -> list[str]:
         return [f"{tier}: {first} ({text.plain(drained.task.reason)})", *more]
     if drained.busy:
         return [f"{tier}: step {drained.task.entry.step}: another process is at work there"]
-    return [f"{tier}: step {drained.task.entry.step}: {text.paint('trouble', 'red')}: {drained.error}"]
+    why = text.message(drained.error) if drained.error is not None else ""
+    return [f"{tier}: step {drained.task.entry.step}: {text.paint('trouble', 'red')}: {why}"]
 
 
 def _summary(done: list[Drained], tiers: tuple[Tier, ...]) -> str:
@@ -169,7 +170,7 @@ def _as_dict(drained: Drained) -> dict[str, Any]:
         "reason": task.reason,
         "copied": None if copied is None else {**vars(copied), "remarks": list(copied.remarks)},
         "busy": drained.busy,
-        "error": None if drained.error is None else str(drained.error),
+        "error": None if drained.error is None else text.message(drained.error),
     }
 
 
@@ -181,8 +182,8 @@ def _raise_worst(done: list[Drained], plan: DrainPlan) -> None:
     for error in errors:
         if not isinstance(error, GoneError):  # deleted since it was listed: the next drain knows
             raise error
-    for unreadable in plan.unreadable:
-        raise unreadable
+    for root_error in plan.root_errors:
+        raise root_error
     if plan.troubles:
         first = plan.troubles[0]
         raise RootError(0, f"{first.tier} cannot be looked at, or written to: {first.trouble}")

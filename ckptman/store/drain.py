@@ -68,11 +68,11 @@ class Drained:
 @dataclass(frozen=True)
 class DrainPlan:
     """What is still to be done: `tasks`, tier by tier, the newest first; the tiers, of which nobody can look at some;
-    and why some of the root cannot be looked at, which may be due."""
+    and what is wrong in the root, which keeps nothing else from being copied."""
 
     tasks: list[Task]
     holdings: list[Holding]
-    unreadable: tuple[RootError, ...] = ()
+    root_errors: tuple[RootError, ...] = ()
 
     @property
     def troubles(self) -> list[Holding]:
@@ -115,9 +115,8 @@ def prepare(root: Path, plan: DrainPlan) -> DrainPlan:
     every = [*read_rollbacks(root).values(), *(rollback for each in plan.holdings for rollback in each.rollbacks)]
     hand_on(every, root)
     holdings = [_told(each, every) for each in plan.holdings]
-    _tell_prunes(root, holdings)
-    good = {each.tier for each in holdings if not each.trouble}
-    return replace(plan, tasks=[task for task in plan.tasks if task.tier in good], holdings=holdings)
+    tasks = [task for task in plan.tasks if not any(each.trouble for each in holdings if each.tier == task.tier)]
+    return DrainPlan(tasks, holdings, (*plan.root_errors, *_tell_prunes(root, holdings)))
 
 
 def _told(holding: Holding, rollbacks: Sequence[Rollback]) -> Holding:
@@ -130,16 +129,20 @@ def _told(holding: Holding, rollbacks: Sequence[Rollback]) -> Holding:
     return holding
 
 
-def _tell_prunes(root: Path, holdings: Iterable[Holding]) -> None:
-    """Note in the root what the tiers hold. Where that cannot be, as it is full, it needs the copies all the more."""
+def _tell_prunes(root: Path, holdings: Iterable[Holding]) -> tuple[RootError, ...]:
+    """Note in the root what the tiers hold, or why that cannot be: a root that is full needs copies all the more."""
     held = {str(each.tier): list(each.records) for each in holdings if not each.trouble}
     try:
         write_drained(root, {**read_drained(root), **held})
     except OSError as error:
-        warn(
-            f"{drained_path(root)} cannot be written ({error.strerror}), so the run does not know what may go: make "
-            f"room with ckptman prune, which looks at the tiers itself"
+        return (
+            RootError(
+                error.errno or errno.EIO,
+                f"{drained_path(root)} cannot be written ({error.strerror}), so the run does not know what may go: "
+                f"check its permissions, or make room with ckptman prune, which looks at the tiers itself",
+            ),
         )
+    return ()
 
 
 def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractContextManager[Means]]) -> Iterator[Drained]:
@@ -169,7 +172,7 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
             yield Drained(task, error=error if isinstance(error, CkptmanError) else _as_ours(tier, error))
     if fuller:
         left = abandoned_by(read_rollbacks(root).values())
-        _tell_prunes(root, [holding_of(tier, left) for tier in fuller])
+        _tell_prunes(root, [holding_of(tier, left) for tier in fuller])  # where that cannot be, the next one says so
 
 
 def prune_tier(tier: Tier, place: FolderPlace | ObjectPlace) -> None:
