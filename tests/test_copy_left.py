@@ -109,14 +109,14 @@ def test_of_what_was_replaced_nothing_is_left_after_a_kill_either(where: str, tm
 
     folder, root = plain(tmp_path / "outputs", b"one"), tmp_path / "root"
     copy_foreign(folder, FolderPlace(root))
-    (root / "outputs.old-copy-of-mine").mkdir()
+    (root / "outputs.old-copy-20261122").mkdir()
     plain(folder, b"three")
     disk = Killed()
     with pytest.raises(Death):
         copy_foreign(folder, FolderPlace(root, disk), Means(disk=disk, overwrite=True))
     assert len(names(root)) == 3
     copy_foreign(folder, FolderPlace(root), Means(overwrite=True))
-    assert names(root) == ["outputs", "outputs.old-copy-of-mine"]
+    assert names(root) == ["outputs", "outputs.old-copy-20261122"]
 
 
 def test_a_rollback_goes_along_with_what_is_named_by_a_link(source: Path, tmp_path: Path) -> None:

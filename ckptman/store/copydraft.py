@@ -28,7 +28,10 @@ from ckptman.store.place import FolderPlace
 _ATTEMPTS = 3
 _LITTLE_BYTES = 1024 * 1024
 """A draft with less than this in it is not worth keeping."""
-_LEFT = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old|trash)-copy-([0-9a-f]{8}|[0-9a-f]{16})", re.ASCII | re.DOTALL)
+# With a letter: what people add, such as `.old-copy-20261122`, is none of ours.
+_LEFT = re.compile(
+    r"(?P<name>.+)\.(?P<kind>tmp|old|trash)-copy-(?=[0-9]*[a-f])([0-9a-f]{8}|[0-9a-f]{16})", re.ASCII | re.DOTALL
+)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from ckptman.store.durable import Disk
 from ckptman.store.lease import lease
 from ckptman.store.manifest import missing_file, read_manifest
 from ckptman.store.meter import Meter
-from ckptman.store.names import DOT, MANIFEST, METADATA, parse_step
+from ckptman.store.names import DOT, MANIFEST, METADATA, new_nonce, parse_step
 from ckptman.store.owner import Claim, Owner, is_alive, is_this_process, read_owner
 from ckptman.store.pins import PINNED
 from ckptman.store.place import FolderPlace
@@ -132,8 +132,7 @@ def _copy(original: Original, place: FolderPlace, draft: Path, means: Means, hel
     # Before it can be the newest there.
     hand_on(facts.rollbacks, place.root, disk)
     check_claim(held, place)
-    tag = f"copy-{os.urandom(4).hex()}"
-    final = place.publish(draft, facts.name, tag, replace=means.overwrite, nonce=nonce)
+    final = place.publish(draft, facts.name, f"copy-{new_nonce()}", replace=means.overwrite, nonce=nonce)
     disk.remove_tree(final / DOT)
     return Copied(
         source=facts.where,
