@@ -88,7 +88,7 @@ def test_one_that_cannot_be_pruned_keeps_the_others_from_nothing(
     monkeypatch.setattr(os, "listdir", refuse)
     assert main(["prune", *map(str, roots), "--keep-last", "1"]) == 10
     captured = capsys.readouterr()
-    assert f"{roots[1]}: the checkpoint root {roots[1]} cannot be read (Permission denied)" in captured.err
+    assert f"Error: the checkpoint root {roots[1]} cannot be read (Permission denied)" in captured.err
     assert "1 could not be pruned, see above" in captured.out
     assert main(["prune", *map(str, roots), "--keep-last", "1", "--json"]) == 10
     first, second, third = json.loads(capsys.readouterr().out)
@@ -268,6 +268,9 @@ def test_what_is_stored_is_written_where_it_changed(tmp_path: Path) -> None:
         (["--keep-last", "0"], "0 never means all"),
         (["--keep-within", "0s"], "a time above 0"),
         (["--keep-within", "soon"], "--keep-within: a time"),
+        (["--keep-within", "7"], "7 has no unit: say it in min, h, d or w"),
+        (["--keep-within", "6M"], "6M may be minutes or months"),
+        (["--keep-within", "1d 12m"], "1d 12m may be minutes or months"),
         (["--keep-steps", "1,x"], "--keep-steps: steps with commas"),
         (["--keep-steps", ""], "--keep-steps: steps with commas"),
         (["--max-bytes", "70"], "has no unit"),

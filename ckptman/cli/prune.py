@@ -153,7 +153,8 @@ def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
         if failed is not None:
             codes.append(failed.exit_code if isinstance(failed, CkptmanError) else RootError.exit_code)
             data |= {"error": text.message(failed), "exit_code": codes[-1]}
-            text.complain(f"{path}: {text.message(failed)}")
+            said = text.message(failed)
+            text.complain(said if str(path) in said else f"{path}: {said}")
         told.append(data)
         if not wishes.as_json:
             text.say()

@@ -15,16 +15,25 @@ _LARGEST = 1e12
 """Seconds, and parameters times 1,000: what is more was a slip."""
 
 
-def parse_seconds(option: str, written: str) -> float:
-    """Seconds of `90`, `90s`, `20min`, `1h30min`, `4d`, `2w`. Raises: ConfigError: it is no time, or none above 0."""
-    seconds, at = 0.0, 0
+def parse_seconds(option: str, written: str, *, needs_unit: bool = False) -> float:
+    """Seconds of `90`, `90s`, `20min`, `1h30min`, `4d`, `2w`.
+
+    `needs_unit`: a bare number is refused, and `m`, where days or months may be meant and seconds or minutes delete.
+    Raises: ConfigError where it is no time, or none above 0.
+    """
+    seconds, at, units = 0.0, 0, set[str]()
     while at < len(written) and (part := _PART.match(written, at)) is not None:
         if not part[2] and (at or part.end() < len(written)):
             break  # a bare number means seconds only where it stands alone
-        seconds += float(part[1]) * _UNITS[part[2].lower() or "s"]
+        unit = part[2].lower()
+        seconds += float(part[1]) * _UNITS[unit or "s"]
+        units.add(unit)
         at = part.end()
     if at < len(written.rstrip()) or not 0 < seconds <= _LARGEST:
         raise ConfigError(f"{option}: a time above 0 such as 90s, 20min, 1h30min or 4d, not {written!r}")
+    if needs_unit and not units.isdisjoint(("", "m")):
+        unclear = "has no unit" if "" in units else "may be minutes or months"
+        raise ConfigError(f"{option}: {written.strip()} {unclear}: say it in min, h, d or w, such as 7d")
     return seconds
 
 

@@ -91,7 +91,7 @@ class Rules:
             rules.append(KeepEvery(self.every))
         rules += [parse_keep_best(each) for each in self.best]
         if self.within is not None:
-            rules.append(KeepWithin(parse_seconds("--keep-within", self.within)))
+            rules.append(KeepWithin(parse_seconds("--keep-within", self.within, needs_unit=True)))
         rules += [periods[name](count) for name, count in self.by_period.items() if count is not None]
         if self.steps is not None:
             rules.append(parse_steps(self.steps))
