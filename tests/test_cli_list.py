@@ -38,6 +38,16 @@ def test_an_empty_root_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == f"{tmp_path}: no complete checkpoint.\n"
 
 
+@pytest.mark.parametrize("verb", ["list", "drain --to tier", "rollback --to-step 7"])
+def test_one_checkpoint_is_no_empty_root(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    folder = commit(tmp_path, 7).path
+    before = set(folder.iterdir())
+    name, *options = verb.split()
+    assert main([name, str(folder), *options]) == 2
+    assert f"{folder} is one checkpoint, and no root of several" in capsys.readouterr().err
+    assert set(folder.iterdir()) == before
+
+
 def test_json_is_strict_and_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commit(tmp_path, 7, metrics={"loss": float("nan"), "gain": float("-inf")}, restored_from=5)
     (tmp_path / "step-0000000008").mkdir()

@@ -12,6 +12,7 @@ import typer
 
 from ckptman.cli import text
 from ckptman.cli.objects import check_is_folder
+from ckptman.cli.roots import check_is_no_checkpoint
 
 if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
@@ -22,6 +23,7 @@ SIZES_SHOWN = 4
 
 def _folder(root: Path) -> Path:
     check_is_folder(root)
+    check_is_no_checkpoint(root)
     return root
 
 
@@ -56,7 +58,8 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
     if (url := find_url(root)) is not None:
         list_objects(url, as_json)
         return
-    catalogue = Catalogue(folder := Path(root))
+    check_is_no_checkpoint(folder := Path(root))
+    catalogue = Catalogue(folder)
     entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
     notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
     if as_json:

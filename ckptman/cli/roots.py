@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from ckptman.cli.objects import check_is_folder
@@ -34,6 +35,13 @@ def roots_of(written: list[str]) -> tuple[list[Path], bool]:
     return list(found.values()), several
 
 
+def check_is_no_checkpoint(root: Path) -> None:
+    """Raises: ConfigError where a root is meant and one checkpoint is named, which would look like an empty root."""
+    with suppress(PermissionError):  # whoever reads the root says more
+        if is_checkpoint(root):
+            raise ConfigError(f"{root} is one checkpoint, and no root of several: name the folder that it is in")
+
+
 def check_is_root(root: Path) -> None:
     """A mistyped path is never emptied: a root holds a run's own files, or a checkpoint at least.
 
@@ -42,8 +50,7 @@ def check_is_root(root: Path) -> None:
     from ckptman.store.catalogue import Catalogue
     from ckptman.store.names import MANIFEST, METADATA, parse_step, run_folder
 
-    if is_checkpoint(root):
-        raise ConfigError(f"{root} is one checkpoint, and no root of several: name the folder that it is in")
+    check_is_no_checkpoint(root)
     catalogue = Catalogue(root)
     names = catalogue.names()
     if any(parse_step(name) is not None for name in names) or run_folder(root).is_dir():
