@@ -15,7 +15,7 @@ from ckptman.policy.tiers import Tier
 from ckptman.store import objectcopy
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.copy import copy_checkpoint
-from ckptman.store.copysource import FolderReading
+from ckptman.store.copysource import Facts, FolderReading
 from ckptman.store.drain import prune_tier
 from ckptman.store.objectcopy import _right
 from ckptman.store.objects import ObjectPlace
@@ -46,6 +46,23 @@ def test_objects_that_vanish_after_they_were_read_back_are_no_copy(
     with pytest.raises(BusyError, match="removed or replaced"):
         upload(root, place)
     assert MANIFEST not in place.listing()
+
+
+def test_with_all_one_that_was_taken_over_keeps_no_other(
+    root: Path, place: ObjectPlace, monkeypatch: pytest.MonkeyPatch, capsys: Told
+) -> None:
+    commit(root, 200)
+    check_ours = objectcopy._check_ours
+
+    def check(place: ObjectPlace, facts: Facts) -> None:
+        if facts.name == FOLDER:
+            place.remove(NOTE)
+        check_ours(place, facts)
+
+    monkeypatch.setattr(objectcopy, "_check_ours", check)
+    assert main(["copy", str(root), place.url, "--all"]) == 11
+    assert "step 100: not copied: " in capsys.readouterr().out
+    assert [entry.step for entry in place.look() if entry.complete] == [200]
 
 
 def test_a_damaged_original_replaces_no_other_checkpoint(root: Path, other: Path, place: ObjectPlace) -> None:

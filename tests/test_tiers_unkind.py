@@ -29,6 +29,7 @@ from ckptman.store.tiered import TieredPlace
 from ckptman.store.tiers import hand_on_to, write_tiers
 from tests.fake_checkpoint import commit
 from tests.faulty_disk import rewrite
+from tests.test_copy_hard import a_copy_of, a_run_in
 from tests.test_tiers import drain, root, steps
 
 __all__ = ["root"]
@@ -133,6 +134,19 @@ def test_a_mount_that_fails_is_a_tier_that_cannot_be_looked_at(root: Path, monke
         monkeypatch.setattr(os, name, stale)
     with pytest.warns(RuntimeWarning, match="cannot be looked at"):
         assert len(place.list()) == 8
+
+
+def test_a_run_in_a_tier_is_an_error_and_another_drain_is_none(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is only busy is done by whoever is at it; a run that was started there is at it for weeks."""
+    near, far = root.parent / "near", root.parent / "far"
+    write_tiers(root, [Tier(near), Tier(far, every=8)])
+    with a_run_in(near), a_copy_of(root, 80, far):
+        assert main(["drain", str(root)]) == 11
+    told = capsys.readouterr()
+    assert f"Error: {near} is being written to by another run" in told.err
+    assert f"{far}: step 80: another process is at work there" in told.out
 
 
 def test_a_tier_whose_mount_goes_away_is_not_made_anew_below_it(root: Path) -> None:

@@ -129,7 +129,7 @@ def clear_left(draft: Path, name: str, place: FolderPlace, disk: Disk) -> None:
 
 
 class BusyCopyingError(BusyError):
-    """Another copy of the same checkpoint to the same root is at work."""
+    """Another copy to the same place is at work. That says nothing about other checkpoints."""
 
     def __init__(self, root: str, host: str, pid: int, job_id: str | None) -> None:
         super().__init__(root, host, pid, job_id)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptman.errors import BusyError, CkptmanError, CorruptError, RootError, warn
+from ckptman.errors import CkptmanError, CorruptError, RootError, warn
 from ckptman.policy.retention import plan
 from ckptman.policy.rules import Record
 from ckptman.policy.slips import keeps_any, slip
@@ -22,6 +22,7 @@ from ckptman.policy.tiers import Tier, due
 from ckptman.store.abandoned import Rollback, abandoned_by, hand_on, read_rollbacks
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.copy import copy_checkpoint
+from ckptman.store.copydraft import BusyCopyingError
 from ckptman.store.copyfolder import FULL, Copied
 from ckptman.store.copyproof import Means
 from ckptman.store.lease import lease
@@ -164,7 +165,7 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
                 _note_damaged(task.entry)
             if getattr(error, "errno", None) in FULL:  # perhaps of what a drain was killed before it could prune
                 fuller[task.tier] = task
-            yield Drained(task, error=error, busy=isinstance(error, BusyError))
+            yield Drained(task, error=error, busy=isinstance(error, BusyCopyingError))
     for tier, task in fuller.items():
         try:
             prune_tier(tier, open_tier(tier))

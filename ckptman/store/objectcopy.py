@@ -20,7 +20,8 @@ from typing import Any
 
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from ckptman.errors import BusyError, CkptmanError, ConfigError, CorruptError, ExistsError, NotFoundError, plain
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, ExistsError, NotFoundError, plain
+from ckptman.store.copydraft import BusyCopyingError
 from ckptman.store.copyfolder import Copied
 from ckptman.store.copyproof import Means, NotReadBackError, verify
 from ckptman.store.copysource import Facts, GoneError, Original, Reading, SourceError, of_source
@@ -334,7 +335,7 @@ def _right(
     return {name for name in names if digest_of_blocks([bytes(blocks[name])]) == manifest.files[name].digest}
 
 
-class _TakenError(BusyError):
+class _TakenError(BusyCopyingError):
     def __init__(self, root: str, host: str, pid: int, job_id: str | None = None) -> None:
         super().__init__(root, host, pid, job_id)
         by = f", by a copy of another checkpoint (host {host}, pid {pid})" if host else ""
