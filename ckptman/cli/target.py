@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +32,9 @@ def is_foreign(path: Path) -> bool:
     """Whether plain DCP, or what builds on it, wrote this folder: torch's metadata, no manifest, no name of ours."""
     from ckptman.store.names import MANIFEST, METADATA, parse_step
 
-    return parse_step(path.name) is None and not (path / MANIFEST).exists() and (path / METADATA).exists()
+    if parse_step(path.name) is not None or os.path.lexists(path / MANIFEST):  # False where it may not be looked at
+        return False
+    return os.path.lexists(path / METADATA)
 
 
 def is_checkpoint(path: Path) -> bool:
