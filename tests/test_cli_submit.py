@@ -42,6 +42,12 @@ def test_a_crash_loop_ends_with_the_reason(tmp_path: Path, capsys: pytest.Captur
     assert told.startswith("Error: the chain ends: 2 attempts in a row crashed")
 
 
+def test_a_loop_of_stops_ends_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _submit(tmp_path, "75", "--stall-limit", "2") == (8, 2)
+    told = capsys.readouterr().err
+    assert told.startswith("Error: the chain ends: 2 attempts in a row ended with no new checkpoint")
+
+
 def test_no_more_attempts_than_were_allowed(tmp_path: Path) -> None:
     assert _submit(tmp_path, "75", "--max-attempts", "2") == (75, 2)
 

@@ -121,7 +121,7 @@ def submit(
         }
         if given := [name for name, value in unknown.items() if value]:
             raise ConfigError(f"{', '.join(given)}: for Slurm alone; leave it out with --scheduler local")
-        raise typer.Exit(_run_here(command, max_attempts, crash_limit, chain_dir))
+        raise typer.Exit(_run_here(command, max_attempts, crash_limit, stall_limit, chain_dir))
     if scheduler != "slurm":
         raise ConfigError(f"there is no scheduler {scheduler!r}; known: slurm, local")
     if requeue and upfront:
@@ -169,13 +169,21 @@ def _with_what_is_left(error: SchedulerError | OSError, left: Sequence[Prepared]
     return SchedulerError(f"{error}. Not submitted: --array={tasks}") if tasks else error
 
 
-def _run_here(command: list[str], max_attempts: int | None, crash_limit: int, chain_dir: Path | None) -> int:
+def _run_here(
+    command: list[str], max_attempts: int | None, crash_limit: int, stall_limit: int, chain_dir: Path | None
+) -> int:
     from ckptman.scheduler.chain import new_chain_dir, run_chain
     from ckptman.scheduler.local import LocalScheduler
 
     folder = chain_dir or new_chain_dir(Path.cwd(), time.localtime(), os.getpid())
     return run_chain(
-        LocalScheduler(_tell), command, folder, say=_tell, crash_limit=crash_limit, max_attempts=max_attempts
+        LocalScheduler(_tell),
+        command,
+        folder,
+        say=_tell,
+        crash_limit=crash_limit,
+        max_attempts=max_attempts,
+        stall_limit=stall_limit,
     )
 
 

@@ -27,6 +27,7 @@ def run_chain(
     say: Say,
     crash_limit: int = 3,
     max_attempts: int | None = None,
+    stall_limit: int | None = None,
     progress: Callable[[str], int] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> int:
@@ -36,9 +37,9 @@ def run_chain(
     `progress` tells the newest commit sequence under a root, 0 if this chain committed nothing there (default:
     `newest_sequence` since now). `say` hears one line per attempt. `environ` defaults to that of this process.
 
-    Raises: SchedulerError (`crash_limit` attempts in a row crashed with no new checkpoint, the last of `max_attempts`
-    crashed, the checkpoints are gone, or the command cannot be started), ExistsError (`chain_dir` belongs to an earlier
-    chain).
+    Raises: SchedulerError (`crash_limit` attempts in a row crashed with no new checkpoint, or `stall_limit` ended so in
+    whatever way, the last of `max_attempts` crashed, the checkpoints are gone, or the command cannot be started),
+    ExistsError (`chain_dir` belongs to an earlier chain).
     Called by `ckptman submit --scheduler local`.
     """
     tell = patient(say)
@@ -58,13 +59,13 @@ def run_chain(
             root_before, root = root, outcome.root if outcome else root
             before = attempts[-1].committed_sequence if attempts else 0
             attempts.append(Attempt(number, ending, reason, _progress(progress, root, before, tell)))
-            following = decide(attempts, crash_limit, max_attempts)
+            following = decide(attempts, crash_limit, max_attempts, stall_limit=stall_limit)
             tell(following.reason)
             if ending == "finished":
                 return EXIT_OK
             if before and root == root_before and not attempts[-1].committed_sequence and not newest_sequence(root):
                 raise SchedulerError(f"the chain ends: {gone_text(root)}")
-            if not following.again and ending == "stopped":
+            if ending == "stopped" and number == max_attempts:
                 return EXIT_AGAIN
             if not following.again and scheduler.stop_asked() is None:
                 raise SchedulerError(f"the chain ends: {following.reason}. Remove the cause and submit again")
