@@ -89,6 +89,29 @@ def test_a_step_that_is_a_link_does_not_count_and_is_left_alone(outside: Path) -
     assert (outside.parent / "other" / STEP / "manifest.json").exists()
 
 
+def test_no_pin_and_no_tier_is_read_through_a_link(
+    outside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, opened, real = outside.parent / "root", [], os.open
+
+    def note(path: Any, *flags: Any, **options: Any) -> int:
+        opened.append(os.path.realpath(path))
+        return real(path, *flags, **options)
+
+    for step in (2, 3):
+        commit(root, step)
+    (root / STEP).symlink_to(outside)
+    (root / "step-0000000009.trash-deadbeef").symlink_to(outside)
+    monkeypatch.setattr(os, "open", note)
+    assert main(["list", str(root), "--json"]) == 0
+    assert main(["prune", str(root), "--keep-last", "1"]) == 0
+    run_folder(root).symlink_to(outside)
+    assert main(["prune", str(root), "--keep-last", "1"]) == 10
+    assert "is a link" in capsys.readouterr().err
+    assert opened
+    assert not [path for path in opened if path.startswith(f"{outside}/")]
+
+
 def test_what_a_leftover_link_points_to_is_not_even_looked_at(tmp_path: Path) -> None:
     """A link to / would have every file of the machine counted."""
     commit(tmp_path / "elsewhere", 1)

@@ -226,7 +226,7 @@ def _stayed(before: os.stat_result, after: os.stat_result, complete: bool) -> bo
 def _look(path: Path, step: int, before: os.stat_result | None) -> Entry:
     try:
         if before is not None and stat.S_ISLNK(before.st_mode):
-            return Entry(step, path, None, "it is a link, not a folder")
+            return Entry(step, path, None, "it is a link, not a folder", beside=frozenset())
         manifest = read_manifest(path)
         if manifest.step != step:
             return Entry(step, path, manifest, f"its manifest is of step {manifest.step}")

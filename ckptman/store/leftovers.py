@@ -86,7 +86,7 @@ def find_strays(root: Path, leases: Leases, among: Collection[Path]) -> list[Lef
     for path, parsed in Catalogue(root).leftovers():
         if parsed.kind != "trash" or path not in among or _tagger(parsed) in (alive, *leases.nonces):
             continue
-        reason = leases.holder(step_folder(parsed.step)) or ("it is pinned" if read_pin(path) is not None else "")
+        reason = leases.holder(step_folder(parsed.step)) or ("it is pinned" if _is_pinned(path) else "")
         if reason and _is_whole(path):
             strays.append(Leftover(path, parsed.step, f"{reason}, and the prune that took it was killed", 0))
     return strays
@@ -127,12 +127,16 @@ def _is_held(path: Path, parsed: StepName, leases: Leases) -> bool:
     # See `find_strays`.
     if parsed.kind in ("old", "trash") and leases.holder(step_folder(parsed.step)):
         return True
-    return parsed.kind in ("old", "trash") and read_pin(path) is not None and _is_whole(path)
+    return parsed.kind in ("old", "trash") and _is_pinned(path) and _is_whole(path)
 
 
 def _tagger(parsed: StepName) -> str:
     """The nonce of who gave a folder its name: of a claim, or of a lease."""
     return parsed.tag.partition("-")[0]
+
+
+def _is_pinned(path: Path) -> bool:
+    return not path.is_symlink() and read_pin(path) is not None
 
 
 def _is_whole(path: Path) -> bool:

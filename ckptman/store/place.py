@@ -75,7 +75,14 @@ class FolderPlace:
 
     def begin(self, name: str, tag: str) -> str:
         draft = self.root / f"{name}.tmp-{tag}"
-        self._disk.make_folder(draft)
+        try:
+            self._disk.make_folder(draft)
+        except FileExistsError:
+            raise
+        except OSError:  # a server may have made it all the same
+            with contextlib.suppress(OSError):
+                self._disk.remove_empty_folder(draft)
+            raise
         return str(draft)
 
     def commit(self, draft: str, manifest: Manifest) -> Entry:

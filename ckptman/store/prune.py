@@ -119,7 +119,7 @@ def plan_prune(
     if coming is not None:
         coming = replace(coming, sequence=number + 1)
     now_seconds = time.time() if now_seconds is None else now_seconds
-    waiting = awaited(root, records, now_seconds, look=wait)
+    waiting = awaited(root, records, now_seconds, look=wait) if policy is not None else {}
     for place, each in enumerate(records):
         if place in waiting or numbers[place] != each.sequence:
             in_use = each.in_use or waiting.get(place, "")

@@ -339,6 +339,9 @@ def _known(root: Path) -> tuple[Tier, ...]:
 
 
 def _read(path: Path) -> bytes | None:
+    if path.parent.is_symlink():
+        why = "is a link, and what lies elsewhere is none of this root's, so nobody can tell which tiers it has"
+        raise RootError(errno.ELOOP, f"{path.parent} {why}: remove it, or put the folder there")
     try:
         return read_regular(path, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
