@@ -194,3 +194,20 @@ def test_what_another_run_saved_until_the_root_was_ours_counts(tmp_path: Path, m
     with pytest.raises(ckptman.ConfigError, match=r"restore\(\) was not called"):
         one_step(tmp_path)
     assert one_step(tmp_path, {"path": tmp_path / "nowhere"}, 2) == 1
+
+
+def test_the_default_device_of_a_script_is_of_no_consequence(tmp_path: Path) -> None:
+    """Scripts begin with torch.set_default_device("cuda"), and what ckptman makes for itself is on the CPU."""
+    held = {"w": torch.arange(6.0), "n": torch.tensor(5)}
+    root = tmp_path / "root"
+    with torch.device("meta"):
+        with ckptman.Checkpointer(root, {"x": held}, save_policy=ckptman.EverySteps(1), deadline=None) as checkpointer:
+            for step in range(checkpointer.restore() + 1, 4):
+                checkpointer.step(step, {"loss": 1.0})
+                assert not checkpointer.should_stop()
+        assert main(["verify", str(root), "--world-size", "1,2"]) == 0
+        assert main(["diff", str(root / "step-0000000002"), str(root / "step-0000000003")]) == 0
+        held["w"].zero_()
+        with ckptman.Checkpointer(root, {"x": held}, deadline=None) as checkpointer:
+            assert checkpointer.restore() == 3
+    assert held["w"].equal(torch.arange(6.0))

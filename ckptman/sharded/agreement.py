@@ -106,7 +106,7 @@ class Exchange:
 
     def __init__(self, channel: Channel, size: int) -> None:
         self._channel = channel
-        self._buffer = torch.zeros(size, dtype=torch.int64)
+        self._buffer = torch.zeros(size, dtype=torch.int64, device="cpu")
         self._flags = self._buffer.numpy()  # the same memory: setting elements of a tensor costs microseconds each
         self._work: Any = None
         self.flying = False

@@ -181,7 +181,7 @@ def _by_bytes(a: SavedState, b: SavedState, tensor: TensorDiff, refused: Refused
 
 
 def _memory() -> torch.Tensor:
-    return torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    return torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def _up(size: int) -> int:

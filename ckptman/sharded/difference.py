@@ -122,7 +122,7 @@ def comparable(before: torch.dtype, after: torch.dtype) -> bool:
 def has_values(dtype: torch.dtype) -> bool:
     """Whether there is arithmetic for a dtype. There are some that can be stored and nothing else."""
     try:
-        _values(torch.zeros(dtype.itemsize, dtype=torch.uint8), dtype)
+        _values(torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu"), dtype)
     except (NotImplementedError, RuntimeError, TypeError):
         return False
     return True

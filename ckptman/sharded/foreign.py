@@ -145,9 +145,12 @@ def read_foreign_object(folder: Path, metadata: Metadata, name: str) -> Any:
     if info is None or min(info.offset, info.length) < 0:
         raise CorruptError(f"{folder}: the value {name} is described and lies nowhere: restore another checkpoint")
     path = folder / info.relative_path
-    with open(open_regular(path, follow=True), "rb") as file:
-        file.seek(info.offset)
-        data = file.read(min(info.length, os.fstat(file.fileno()).st_size))
+    try:
+        with open(open_regular(path, follow=True), "rb") as file:
+            file.seek(info.offset)
+            data = file.read(min(info.length, os.fstat(file.fileno()).st_size))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptError(f"{path} is missing, and the value {name} is in it: restore another checkpoint") from error
     return load_plain(io.BytesIO(data), f"{folder}: the value {name}")
 
 

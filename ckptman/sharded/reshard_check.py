@@ -192,7 +192,7 @@ def check_rank(job: Job, rank: int, tell: Tell) -> list[str]:
     os.environ.setdefault(THREADS_ENV, str(min(io_threads(), job.threads)))  # the ranks share the cores
     # The watching parent is to be the first to lose patience: it knows which ranks are silent.
     channel = Channel(2 * job.silence_seconds + 60) if dist.is_initialized() else None
-    ranks = torch.arange(math.prod(job.layout)).view(job.layout)
+    ranks = torch.arange(math.prod(job.layout), device="cpu").view(job.layout)
     mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
     on_disk = Tensors(job.state)
     witness, containers = Witness(on_disk, job.threads), Containers(on_disk)
@@ -255,7 +255,7 @@ def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: _Arena) -> dict[st
         if end > start:
             local = arena.tensor[start:end].view(saved.dtype).view(shape)
         else:
-            local = torch.empty(shape, dtype=saved.dtype)
+            local = torch.empty(shape, dtype=saved.dtype, device="cpu")
         found[saved.name] = _Target(
             _sharded(local, saved, mesh, placements), LoadedRows(saved, first, last, arena.data[start:end])
         )
