@@ -178,6 +178,16 @@ def test_a_tier_that_is_full_of_what_its_rules_no_longer_keep_gets_room(
     assert drain(root, far)[0].copied is not None
 
 
+def test_what_crashes_left_in_a_tier_that_keeps_everything_is_cleared(root: Path) -> None:
+    far = Tier(root.parent / "far")
+    write_tiers(root, [far])
+    for left in ("tmp-copy-0123456789abcdef", "trash-drain01234567-0"):
+        shutil.copytree(root / "step-0000000010", root.parent / "far" / f"step-0000000010.{left}")
+    drain(root, far)
+    assert {path.name for path in (root.parent / "far").iterdir() if "." in path.name} == {".ckptman"}
+    assert len(steps(root.parent / "far")) == 8
+
+
 def test_what_is_on_its_way_to_a_store_is_no_checkpoint_that_a_restore_misses(root: Path) -> None:
     tier = Tier("memory://unkind/on-its-way")
     place = ObjectPlace(str(tier))

@@ -177,14 +177,14 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
 
 
 def prune_tier(tier: Tier, place: FolderPlace | ObjectPlace) -> None:
-    """Delete in a tier what its own retention no longer keeps. Raises: CkptmanError, OSError."""
-    if tier.retention is None:
-        return
+    """Delete in a tier what its own retention no longer keeps, and what crashes left. Raises: CkptmanError, OSError."""
     if isinstance(place, FolderPlace):
         with lease(place.root, [], what="prune") as nonce:
             found = plan_prune(place.root, tier.retention)
             if _is_meant(tier, [each.record for each in found.verdicts]):
                 execute(place.root, found, tag=nonce or f"drain{os.urandom(4).hex()}")
+        return
+    if tier.retention is None:
         return
     there = [entry for entry in entries_of(place) if isinstance(entry, ObjectEntry)]
     for entry in there:
