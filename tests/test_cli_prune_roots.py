@@ -486,6 +486,16 @@ def test_pins_of_a_root_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["pin", str(tmp_path / "nowhere"), "--why", "x"]) == 3
 
 
+def test_what_is_known_to_be_damaged_is_not_pinned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = make(tmp_path / "root", 100, 200)
+    file = next((root / step_folder(200)).glob("*.distcp"))
+    file.write_bytes(b"\xff" + file.read_bytes()[1:])
+    assert main(["verify", str(root)]) == 4
+    assert main(["pin", str(root), "--why", "the paper"]) == 4
+    assert "pin another step" in capsys.readouterr().err
+    assert read_pin(file.parent) is None
+
+
 @pytest.mark.parametrize("rubbish", [b"", b"{}", b"\xff", b'{"why": ""}', b"[" * 100_000])
 def test_a_pin_that_cannot_be_read_pins(tmp_path: Path, rubbish: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     root = make(tmp_path / "root", 100, 200)

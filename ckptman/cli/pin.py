@@ -13,7 +13,7 @@ import typer
 
 from ckptman.cli import text
 from ckptman.cli.target import PathOrRoot, Step, choose
-from ckptman.errors import NotFoundError, RootError
+from ckptman.errors import CorruptError, NotFoundError, RootError
 
 if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
@@ -29,8 +29,12 @@ def pin(path: PathOrRoot, why: Why, step: Step = None) -> None:
     """
     from ckptman.store import pins
     from ckptman.store.durable import DISK
+    from ckptman.store.verified import read_verified
 
     entry = _entry(path, step)
+    note = read_verified(entry.path, entry.require_manifest())
+    if note is not None and note.damaged:  # no rule deletes it, but whoever pins it counts on it
+        raise CorruptError(f"{entry.path} is damaged ({note.damaged}): pin another step")
     try:
         pins.pin(entry.path, why, by=_who(), time_seconds=time.time(), disk=DISK)
     except OSError as error:
