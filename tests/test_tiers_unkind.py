@@ -22,10 +22,11 @@ from ckptman.store.copyproof import Means
 from ckptman.store.drain import carry_out, plan_drain
 from ckptman.store.durable import Disk
 from ckptman.store.manifest import Manifest, read_manifest
+from ckptman.store.meter import Meter
 from ckptman.store.objects import ObjectPlace
 from ckptman.store.place import FolderPlace
 from ckptman.store.regular import read_regular
-from ckptman.store.tiered import TieredPlace
+from ckptman.store.tiered import Remote, TieredPlace
 from ckptman.store.tiers import hand_on_to, write_tiers
 from tests.fake_checkpoint import commit
 from tests.faulty_disk import rewrite
@@ -118,6 +119,20 @@ def test_what_a_newer_ckptman_wrote_to_a_tier_is_not_replaced(root: Path) -> Non
     before = (there / "manifest.json").read_bytes()
     assert [type(each.error) for each in drain(root, far)] == [ExistsError]
     assert (there / "manifest.json").read_bytes() == before
+
+
+def test_what_a_newer_ckptman_wrote_to_the_root_is_not_replaced_by_what_a_store_has(root: Path) -> None:
+    tier = Tier("memory://unkind/older")
+    ObjectPlace(str(tier)).fs.store.clear()
+    drain(root, tier)
+    here = root / "step-0000000080"
+    rewrite(here, format_version=2)
+    before = (here / "manifest.json").read_bytes()
+    place = TieredPlace(root, [tier])
+    (remote,) = (each for each in place.list() if isinstance(each, Remote) and each.step == 80)
+    with pytest.raises(ExistsError):
+        place.fetch(remote, Meter())
+    assert (here / "manifest.json").read_bytes() == before
 
 
 def test_a_mount_that_fails_is_a_tier_that_cannot_be_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
