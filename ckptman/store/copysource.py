@@ -133,7 +133,7 @@ class FolderOriginal:
             return read_digests(self._folder, name, manifest)
         except CorruptError as error:
             if isinstance(error.__cause__, OSError):  # what cannot be read need not be damaged
-                raise error.__cause__ from None
+                raise refused(SourceError, error.__cause__, self._folder) from None
             raise
 
     def lost(self) -> CkptmanError | None:
