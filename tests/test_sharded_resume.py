@@ -211,3 +211,15 @@ def test_the_default_device_of_a_script_is_of_no_consequence(tmp_path: Path) -> 
         with ckptman.Checkpointer(root, {"x": held}, deadline=None) as checkpointer:
             assert checkpointer.restore() == 3
     assert held["w"].equal(torch.arange(6.0))
+
+
+@pytest.mark.parametrize("root", ["~/runs", "~"])
+def test_no_folder_is_named_by_a_tilde_that_no_shell_expanded(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ckptman.ConfigError, match="write the path out"):
+        ckptman.Checkpointer(root, {"x": {"w": torch.zeros(1)}}, deadline=None).restore()
+    with pytest.raises(ckptman.ConfigError, match="write the path out"):
+        ckptman.save({"w": torch.zeros(1)}, Path(root) / "step-0000000001")
+    assert not list(tmp_path.iterdir())

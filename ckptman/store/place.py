@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from ckptman.errors import CkptmanError, ExistsError, RootError
+from ckptman.errors import CkptmanError, ConfigError, ExistsError, RootError
 from ckptman.store.abandoned import read_abandoned
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
@@ -57,7 +57,15 @@ class FolderPlace:
         self._disk = disk
 
     def make(self) -> None:
-        """Make the root where it is missing. Raises: RootError (a file is in the way, or it is not ours to write)."""
+        """Make the root where it is missing.
+
+        Raises: RootError (a file is in the way, or it is not ours to write), ConfigError (a `~` not expanded).
+        """
+        if self.root.parts[:1] and self.root.parts[0].startswith("~") and not os.path.lexists(self.root):
+            raise ConfigError(
+                f"{self.root} would be a folder named {self.root.parts[0]} in this one: write the path out, or give it "
+                f"to os.path.expanduser first"
+            )
         try:
             self._disk.make_folders(self.root)
             # Who made it may have been killed before its name was durable: then all that is in it would go with it.
