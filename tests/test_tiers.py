@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.cli.app import main
+from ckptman.cli.drain import STUCK_SECONDS
 from ckptman.errors import ConfigError, CorruptError, IntervalError, NotFoundError, RootError
 from ckptman.lifecycle.outcome import Outcome, write_outcome
 from ckptman.policy.retention import AtMost, KeepBest, KeepEvery, KeepLast, Record, RetentionPolicy
@@ -281,26 +282,46 @@ def test_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "far" in capsys.readouterr().err
 
 
+def tell(root: Path, state: str) -> None:
+    """As a run does of itself."""
+    outcome = Outcome(
+        state=state, step=1, reason="", exit_code=0, root=str(root), attempt=1, time_seconds=1.0, pid=1, host="h"
+    )
+    write_outcome(outcome_path(root), outcome)
+
+
 def test_it_follows_a_run_until_that_is_finished(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     far = root.parent / "far"
     write_tiers(root, [Tier(far)])
     looks: list[int] = []
-
-    def state(name: str) -> None:
-        outcome = Outcome(
-            state=name, step=1, reason="", exit_code=0, root=str(root), attempt=1, time_seconds=1.0, pid=1, host="h"
-        )
-        write_outcome(outcome_path(root), outcome)
 
     def wait(seconds: float) -> None:
         looks.append(len(steps(far)))
         if len(looks) == 1:
             commit(root, 90)
         elif len(looks) == 2:
-            state("finished")
+            tell(root, "finished")
 
-    state("running")
+    tell(root, "running")
     monkeypatch.setattr("time.sleep", wait)
     assert main(["drain", str(root), "--follow", "--poll", "5"]) == 0
     assert looks[:2] == [8, 9]
     assert steps(far)[-1] == 90
+
+
+def test_it_waits_for_a_tier_no_longer_than_that_makes_sense(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the run is finished, and no earlier: until then a tier may well come back."""
+    far, clock, waited = root.parent / "far", [0.0], []
+    write_tiers(root, [Tier(far)])
+    shutil.rmtree(far)
+
+    def wait(seconds: float) -> None:
+        waited.append(clock[0])
+        clock[0] += seconds
+        if len(waited) == 20:
+            tell(root, "finished")
+
+    monkeypatch.setattr("time.sleep", wait)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    assert main(["drain", str(root), "--follow", "--poll", "60"]) == 10
+    assert clock[0] == 60 * 19 + STUCK_SECONDS, "after the last look at which it was not finished"

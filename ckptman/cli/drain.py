@@ -30,6 +30,8 @@ Every = Annotated[int, typer.Option("--every", metavar="N", help="With --to: eac
 Follow = Annotated[bool, typer.Option("--follow", help="Go on until the run is finished.")]
 Poll = Annotated[float, typer.Option("--poll", metavar="SECONDS", help="With --follow: look this often.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be copied, and why.")]
+STUCK_SECONDS = 600.0
+"""How long a drain that follows a run may copy nothing once that is finished."""
 
 
 def drain(
@@ -65,7 +67,9 @@ def drain(
         with copy_progress(f"step {task.entry.step}") as meter:
             yield Means(threads=threads, limit=Limit(min(rates)) if rates else None, meter=meter)
 
+    progress = time.monotonic()
     while True:
+        finished = _is_finished(root)  # asked first: then all that it has committed is seen below
         plan = plan_drain(root, tiers, new=dry_run and to is not None)
         if dry_run:
             _tell_plan(root, plan, as_json)
@@ -75,7 +79,12 @@ def drain(
             done.append(each)
             if not as_json:
                 text.say("\n".join(_lines(each)))
-        if not follow or (_is_finished(root) and not plan.tasks and not plan.troubles):
+            if each.copied is not None and not each.copied.already:
+                progress = time.monotonic()
+        if not finished:
+            progress = time.monotonic()
+        is_stuck = time.monotonic() - progress >= STUCK_SECONDS
+        if not follow or (finished and (is_stuck or not (plan.tasks or plan.troubles))):
             break
         done = [each for each in done if each.copied is not None]
         time.sleep(poll)
