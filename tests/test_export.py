@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckptman
 from ckptman.sharded import export_formats, export_write
 from ckptman.sharded.export import export
+from ckptman.sharded.export_target import Format
 from ckptman.store.durable import Disk
 from ckptman.store.safetensors import DTYPES
 from tests.faulty_disk import Death, Fault, FaultyDisk, faults
@@ -380,6 +381,13 @@ def test_out_is_whole_or_not_there_wherever_it_ends(
         if not disk.struck:
             break
     assert reached > 10
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_no_folder_is_named_like_a_file(folder: Path, tmp_path: Path, format: Format) -> None:
+    with pytest.raises(ckptman.ConfigError, match="say --format torch, or name a folder"):
+        export(folder, tmp_path / "out.pt", format=format)
+    assert not (tmp_path / "out.pt").exists()
 
 
 def test_what_a_killed_export_left_is_named(folder: Path, tmp_path: Path) -> None:

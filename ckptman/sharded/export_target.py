@@ -33,6 +33,11 @@ def check_target(folder: Path, target: Path, format: Format, *, overwrite: bool,
     if parse_step(target.name):
         raise ConfigError(f"{target.name} is the name of a checkpoint of ckptman, which an export is not: name another")
     if not os.path.lexists(target):
+        if format != "torch" and target.suffix in (".pt", ".pth"):
+            raise ConfigError(
+                f"{target} is named like a file, and --format {format} writes a folder: say --format torch, or name a "
+                f"folder"
+            )
         return
     if not overwrite:
         raise ExistsError(f"{target} exists already: name another path, or say --overwrite (overwrite=True)")
