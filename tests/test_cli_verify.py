@@ -624,6 +624,26 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(
     assert "step 100: it was deleted while it was verified" in capsys.readouterr().err
 
 
+def test_what_cannot_be_looked_at_any_more_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ckptman.store import verified
+
+    commit(tmp_path, 100)
+    real = verify_checks._check_coverage
+
+    def away(*rest: Any) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def late(*rest: Any) -> None:
+        real(*rest)
+        monkeypatch.setattr(verified, "identify", away)
+
+    monkeypatch.setattr(verify_checks, "_check_coverage", late)
+    assert main(["verify", str(tmp_path)]) == 10
+    assert "step 100: not checked, its manifest cannot be read any more (Stale file handle)" in capsys.readouterr().out
+
+
 def test_a_step_that_is_saved_again_meanwhile_is_not_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -217,6 +217,7 @@ def see_whether_it_stayed(report: Report) -> None:
 
     if report.manifest is None or report.gone is not None:
         return
+    unread: list[str] = []
     try:
         if identify(report.path, report.manifest) != report.identity:
             report.gone = "its files changed while it was verified: verify it once more"
@@ -224,8 +225,9 @@ def see_whether_it_stayed(report: Report) -> None:
         report.gone = "it was deleted while it was verified"
     except OSError as error:
         report.gone = f"its manifest cannot be read any more ({error.strerror or error}): check the mount"
+        unread = [report.gone]  # it need not be gone, and the exit code must not say so
     if report.gone is not None:
-        report.damage, report.problems, report.unread, report.levels = [], [], [], []
+        report.damage, report.problems, report.unread, report.levels = [], [], unread, []
         report.loads, report.plans, report.not_tried = {}, [], []
 
 

@@ -69,6 +69,8 @@ def judge_read(tally: Tally, end: Ended) -> None:
         tally.refuse(end.error)
     elif isinstance(end.value, str):
         code, _, text = end.value.partition(" ")
+        nothing = code == str(ckptman.NotFoundError.exit_code) or text.endswith(": no complete checkpoint.\n")
+        tally.check(not nothing, "wrong", f"what cannot be read is not there: {text}")
         if code == "0":
             tally.survive()
         else:
