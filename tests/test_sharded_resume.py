@@ -223,3 +223,6 @@ def test_no_folder_is_named_by_a_tilde_that_no_shell_expanded(
     with pytest.raises(ckptman.ConfigError, match="write the path out"):
         ckptman.save({"w": torch.zeros(1)}, Path(root) / "step-0000000001")
     assert not list(tmp_path.iterdir())
+    with pytest.raises(ckptman.ConfigError, match="write the path out"):
+        ckptman.Checkpointer("run", {"x": {"w": torch.zeros(1)}}, tiers=[ckptman.Tier(root)], deadline=None).restore()
+    assert not list(tmp_path.glob("~*"))

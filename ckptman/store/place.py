@@ -49,6 +49,15 @@ class Place(Protocol):
         """Make an entry invisible at once, then remove it."""
 
 
+def check_expanded(path: Path) -> None:
+    """Refuse a `~` that no shell expanded: a folder of that name invites `rm -r ~`. Raises: ConfigError."""
+    if path.parts and path.parts[0].startswith("~") and not os.path.lexists(path):
+        raise ConfigError(
+            f"{path} would be a folder named {path.parts[0]} in this one: write the path out, or give it to "
+            f"os.path.expanduser first"
+        )
+
+
 class FolderPlace:
     """Checkpoints in a folder of a local or parallel file system."""
 
@@ -61,11 +70,7 @@ class FolderPlace:
 
         Raises: RootError (a file is in the way, or it is not ours to write), ConfigError (a `~` not expanded).
         """
-        if self.root.parts[:1] and self.root.parts[0].startswith("~") and not os.path.lexists(self.root):
-            raise ConfigError(
-                f"{self.root} would be a folder named {self.root.parts[0]} in this one: write the path out, or give it "
-                f"to os.path.expanduser first"
-            )
+        check_expanded(self.root)
         try:
             self._disk.make_folders(self.root)
             # Who made it may have been killed before its name was durable: then all that is in it would go with it.

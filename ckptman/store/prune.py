@@ -92,8 +92,8 @@ def plan_prune(
 
     Nor do those that were found damaged, by a verify or by the run that has their sequences in `damaged`: what no
     restore takes must not push out a good one. `wait`: watch readers of other hosts until it is clear whether they
-    live, instead of taking it for granted; and look at the tiers, instead of believing the last drain. `coming`: the
-    save for which there is no room (see `retention.plan`).
+    live, instead of taking it for granted; and look at the tiers, instead of believing the last drain, where a policy
+    may delete something. `coming`: the save for which there is no room (see `retention.plan`).
     """
     there = {path for path, _ in Catalogue(root).leftovers()}
     leases, before = look(root, wait=wait), frozenset(rollback_numbers(root))

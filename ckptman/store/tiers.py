@@ -33,7 +33,7 @@ from ckptman.store.manifest import FORMAT_VERSION, parse_versioned
 from ckptman.store.names import DOT, drained_path, run_folder, tiers_path
 from ckptman.store.objects import ObjectEntry, ObjectPlace, find_url
 from ckptman.store.pins import PINNED
-from ckptman.store.place import FolderPlace
+from ckptman.store.place import FolderPlace, check_expanded
 from ckptman.store.regular import read_regular
 
 _MOST_BYTES = 64 * 1024 * 1024
@@ -160,8 +160,11 @@ def check_tiers(root: Path, tiers: Sequence[Tier]) -> None:
 
 
 def absolute(tier: Tier) -> Tier:
-    """The same tier for a process that works in another folder."""
-    return tier if find_url(str(tier)) else replace(tier, path=Path(str(tier)).absolute())
+    """The same tier for a process that works in another folder. Raises: ConfigError (a `~` not expanded)."""
+    if find_url(str(tier)):
+        return tier
+    check_expanded(Path(str(tier)))
+    return replace(tier, path=Path(str(tier)).absolute())
 
 
 def open_tier(tier: Tier, disk: Disk = DISK) -> FolderPlace | ObjectPlace:
