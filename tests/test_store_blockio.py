@@ -715,6 +715,28 @@ def test_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             io_threads()
 
 
+@pytest.mark.parametrize(("cores", "expected"), [(1, 2), (3, 3), (64, 6)])
+def test_no_more_threads_than_cores_read_what_is_in_the_page_cache(
+    cores: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+
+    def share_out(*arguments: Any, threads: int, **options: Any) -> None:
+        used.append(threads)
+        parallel.share_out(*arguments, threads=threads, **options)
+
+    monkeypatch.setattr(ranges, "cores", lambda: cores)
+    monkeypatch.setattr(ranges, "share_out", share_out)
+    data = bytearray(4 * MIB)
+    (tmp_path / "x").write_bytes(random_bytes(4 * MIB))
+    wanted = [Wanted("x", 0, 4 * MIB, into=memoryview(data))]
+    read_wanted(tmp_path, wanted, None, threads=6)
+    monkeypatch.setattr(ranges._File, "is_cold", lambda *_: None)  # it may come from the other end of a network
+    read_wanted(tmp_path, wanted, None, threads=6)
+    assert used == [expected, 6]
+    assert data == (tmp_path / "x").read_bytes()
+
+
 def test_scratch_is_used_again_and_bounded(tmp_path: Path) -> None:
     for number in range(12):
         data = bytes(8 * STRIDE_BYTES)

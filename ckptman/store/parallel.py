@@ -35,7 +35,8 @@ _free: deque[memoryview] = deque()
 
 def io_threads() -> int:
     """How many threads move the bytes of a save or a load: `CKPTMAN_IO_THREADS`, or 4, whatever the number of cores:
-    they wait for storage more than they compute. In a `relay` there are a few more, who compute.
+    they wait for storage more than they compute. In a `relay` there are a few more, who compute; where all is in the
+    page cache, there are no more than cores.
 
     Raises: ConfigError where the variable is no whole number from 1 on.
     """

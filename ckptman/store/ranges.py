@@ -32,6 +32,7 @@ from ckptman.store.parallel import (
     COLD_STRIDE_BYTES,
     STRIDE_BYTES,
     computing_threads,
+    cores,
     io_threads,
     relay,
     share_out,
@@ -93,7 +94,9 @@ def read_wanted(
 
 
 def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, gap_bytes: int) -> None:
-    cold = threads > 1 and _begins_cold(chosen)
+    cold = _begins_cold(chosen) if threads > 1 else None
+    if cold is False:  # nothing is waited for: more threads than cores would only take turns
+        threads = min(threads, max(2, cores()))
     spans: list[tuple[_File, Span]] = []
     for file, ranges in chosen.items():
         stride = stride_of(file.unit_bytes, COLD_STRIDE_BYTES if cold else STRIDE_BYTES)
@@ -129,14 +132,14 @@ def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, gap_byt
         )
 
 
-def _begins_cold(chosen: Mapping[_File, Sequence[Wanted]]) -> bool:
-    """Whether the longest range has to come from a disk."""
+def _begins_cold(chosen: Mapping[_File, Sequence[Wanted]]) -> bool | None:
+    """Whether the longest range has to come from a disk; None where that cannot be told."""
     ranges = ((each, file) for file, ranges in chosen.items() for each in ranges)
     longest, file = max(ranges, key=lambda found: found[0].bytes, default=(None, None))
     if longest is None or file is None:
-        return False
+        return None
     stride = stride_of(file.block_bytes, longest.bytes)
-    return any(map(file.is_cold, plan([longest], file.block_bytes, file.size_bytes, 0, stride)[:1]))
+    return next(map(file.is_cold, plan([longest], file.block_bytes, file.size_bytes, 0, stride)), None)
 
 
 class _File:
@@ -177,17 +180,17 @@ class _File:
                 f"{_of([each])}; {self._remedy}"
             )
 
-    def is_cold(self, span: Span) -> bool:
-        """Whether a large span begins with what is not in the page cache, on a file system that can say so."""
+    def is_cold(self, span: Span) -> bool | None:
+        """Whether a large span begins with what is not in the page cache; None where the file system cannot say so."""
         if not self._takes_direct or span.bytes < DIRECT_BYTES:
-            return False
+            return None
         try:
             return not os.preadv(self._open(span), [bytearray(1)], span.low, os.RWF_NOWAIT)
         except BlockingIOError:
             return True
         except OSError:  # it cannot say; an error of the disk comes again with the read itself
             self._takes_direct = False
-            return False
+            return None
 
     def fetch(self, span: Span, scratch: memoryview) -> int | None:
         """Read a span to scratch memory if it has to come from a disk. Returns how much of it was; None: it has not."""
