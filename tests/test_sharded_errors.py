@@ -24,6 +24,7 @@ from ckptman.sharded.writing import Content, Writing
 from ckptman.store.durable import Disk
 from tests.apps import App
 from tests.ranks import run_ranks, say, start_ranks
+from tests.test_engine_values import save
 
 
 def open_run(root: Path | str, app: App, **options: Any) -> ckptman.Checkpointer:
@@ -139,6 +140,39 @@ def test_when_nothing_is_good_the_run_does_not_start_afresh(tmp_path: Path) -> N
         open_run(tmp_path, App(seed=3)) as checkpointer,
     ):
         checkpointer.restore()
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ESTALE, os.strerror(errno.ESTALE)), MemoryError("no room")])
+def test_a_load_that_ends_in_the_middle_says_that_what_it_filled_is_not_usable(
+    tmp_path: Path, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckptman.save({"x": torch.ones(2**21)}, tmp_path / "x")
+    state, real = {"x": torch.zeros(2**21)}, os.preadv
+
+    def preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if offset >= 2**22 and not flags:
+            raise failure
+        return real(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setenv("CKPTMAN_IO_THREADS", "1")
+    with pytest.raises(ckptman.CkptmanError, match=r"(Stale file handle|no room).*filled is not usable") as caught:
+        ckptman.load(state, tmp_path / "x")
+    assert isinstance(caught.value, ckptman.CorruptError) == isinstance(failure, OSError)
+    assert state["x"].any()
+
+
+def test_a_value_of_plain_dcp_that_cannot_be_read_is_found_before_a_tensor_is_filled(tmp_path: Path) -> None:
+    save({"x": torch.ones(1000), "values": {"seen": {1, 2}}}, tmp_path / "plain", "dcp")
+    at = SavedState.read(tmp_path / "plain").object("values.seen")
+    with (tmp_path / "plain" / at.file).open("r+b") as file:
+        file.seek(at.offset)
+        file.write(bytes(at.bytes))
+    state = {"x": torch.zeros(1000), "values": {"seen": set()}}
+    with ckptman.Checkpointer(tmp_path / "run", state, deadline=None) as checkpointer:
+        with pytest.raises(ckptman.CorruptError, match=r"the value values\.seen was refused"):
+            checkpointer.restore(path=tmp_path / "plain")
+        assert not state["x"].any()
 
 
 def test_a_step_that_does_not_exist(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ckptman.store.plain import TensorRef
 
 T = TypeVar("T")
 State = MutableMapping[str, Any]
+_NOT_USABLE = "What was to be filled is not usable: it may hold old and new bytes. Load something else into it"
 
 
 def load(channel: Channel, state: State, folder: Path) -> None:
@@ -62,13 +63,19 @@ def fill(
 
     Raises on every rank alike: CorruptError, and then no target is usable.
     """
-    with corrupt_on_all(folder):
-        return read_together(channel, saved, targets, verify=verify)
+    try:
+        with corrupt_on_all(folder):
+            return read_together(channel, saved, targets, verify=verify)
+    except CkptmanError as error:
+        # Others were raised before anything was read, or say it already.
+        if type(error) not in (CkptmanError, CorruptError) or "is not usable" in str(error):
+            raise
+        raise type(error)(f"{error}. {_NOT_USABLE}") from error
 
 
 def _hand_over(state: State, fit: _Fit, names: list[str], rank: int) -> None:
     for name in names:
-        fit.values[name] = replace_refs(resolve(fit.values[name]), lambda ref: fit.targets[ref.name])
+        fit.values[name] = replace_refs(fit.values[name], lambda ref: fit.targets[ref.name])
         put_back(state, name, fit.values[name], rank, name in fit.from_other_rank, fit.not_started.get(name, set()))
 
 
@@ -145,6 +152,9 @@ def _take_measure(state: State, live: dict[str, Any], folder: Path, rank: int, o
             fit.strictly_saved |= {f"{name}.{entry}" for entry in named}
         else:
             fit.strictly_saved.add(name)
+    if not report.missing and not report.mismatched:
+        # Now: what plain DCP pickled may turn out to be damaged, and nothing has been filled yet.
+        fit.values = {name: resolve(value) for name, value in fit.values.items()}
     out.append(fit)
     return report
 
