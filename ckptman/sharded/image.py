@@ -6,6 +6,7 @@ storage without another copy; then small ones; then what has to be pickled, plai
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import math
@@ -23,6 +24,7 @@ from ckptman.store.blockio import ALIGN_BYTES
 _CPU = torch.device("cpu")
 _LARGE_BYTES = 1024 * 1024
 _SMALL_ALIGN_BYTES = 64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,11 @@ def copy_range(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
     """Copy elements of a tensor, in row-major order from number `start` on, into a flat one, and nothing else."""
     count = out.numel()
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        as_bytes(out).copy_(as_bytes(tensor.view(-1)[start : start + count]))
+        item = tensor.dtype.itemsize
+        as_bytes(out).copy_(as_bytes(tensor)[start * item : (start + count) * item])
         return
     if tensor.dim() < 2:
-        out.copy_(tensor.reshape(-1)[start : start + count])
+        put(out, tensor.reshape(-1)[start : start + count])
         return
     row = math.prod(tensor.shape[1:])
     done = 0
@@ -131,7 +134,7 @@ def copy_range(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
         whole = (count - done) // row if inside == 0 else 0
         if whole:
             size = whole * row
-            out[done : done + size].view(whole, *tensor.shape[1:]).copy_(tensor[number : number + whole])
+            put(out[done : done + size].view(whole, *tensor.shape[1:]), tensor[number : number + whole])
         else:
             size = min(row - inside, count - done)
             copy_range(tensor[number], inside, out[done : done + size])
@@ -139,20 +142,22 @@ def copy_range(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
 
 
 def put(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copy, also between dtypes, and also for dtypes that can be stored and not copied."""
-    try:
-        target.copy_(source, non_blocking=non_blocking)
-    except NotImplementedError:
-        if target.is_contiguous() and source.is_contiguous():
-            as_bytes(target).copy_(as_bytes(source), non_blocking=non_blocking)
-        elif target.dim() and len(target):
-            for row, each in zip(target.unbind(), source.unbind()):
-                put(row, each, non_blocking=non_blocking)
+    """Copy, also between dtypes, also for dtypes that can be stored and not copied, and on any thread."""
+    # Whether tensors may be changed that were made in inference mode is for each thread to say.
+    with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
+        try:
+            target.copy_(source, non_blocking=non_blocking)
+        except NotImplementedError:
+            if target.dtype != source.dtype or target.dtype.itemsize not in _INTEGERS:
+                raise
+            integers = _INTEGERS[target.dtype.itemsize]
+            target.view(integers).copy_(source.view(integers), non_blocking=non_blocking)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as flat bytes: there are dtypes that can be stored and not copied."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # A single element is contiguous whatever its strides are, and flattened it would keep them.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def flat(memory: memoryview, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -188,6 +193,9 @@ def _pickled_plain(kind: str, text: str, value: Any) -> bytes:
 
 
 def _pickled(value: Any) -> bytes:
+    # Of a view, torch.save writes all that lies in its storage.
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        value = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()

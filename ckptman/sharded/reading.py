@@ -12,8 +12,9 @@ import torch
 
 from ckptman.errors import CorruptError
 from ckptman.sharded.boxes import local_parts
+from ckptman.sharded.container import is_plain
 from ckptman.sharded.foreign import load_plain
-from ckptman.sharded.image import flat, view_of
+from ckptman.sharded.image import address_of, flat, put, view_of
 from ckptman.sharded.saved import ChunkPlace, SavedState
 from ckptman.sharded.upload import Uploads
 from ckptman.store.blockio import Digests, ReadReport, Wanted, read_wanted
@@ -49,7 +50,8 @@ def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: 
         for dim, (low, size) in enumerate(zip(offsets, sizes)):
             begin = max(low, chunk.offsets[dim])
             end = min(low + size, chunk.offsets[dim] + chunk.sizes[dim])
-            region = region.narrow(dim, begin - low, end - begin)
+            if end - begin != size:
+                region = region.narrow(dim, begin - low, end - begin)
             start.append(begin - chunk.offsets[dim])
         found += region.numel()
         yield Fill(name, chunk, tuple(start), region)
@@ -69,7 +71,8 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
         if not fill.target.numel():
             continue
         dtype = saved.dtype(fill.name)
-        payload = saved.payload(fill.name, fill.chunk)
+        # A tensor of a class of its own has memory that only its own copy_ knows.
+        payload = saved.payload(fill.name, fill.chunk) if is_plain(fill.target) else None
         if payload is None:
             container = memoryview(bytearray(fill.chunk.bytes))
             wanted.append(Wanted(fill.chunk.file, fill.chunk.offset, len(container), into=container, label=fill.name))
@@ -141,6 +144,9 @@ class _Cut:
         return (self._strides[dim] - inner) * self._dtype.itemsize >= BLOCK_BYTES
 
     def _deliver(self, target: torch.Tensor, data: memoryview, _: int) -> None:
+        # Plain DCP puts elements anywhere; torch takes it that they begin at a multiple of their size.
+        if address_of(data) % self._dtype.itemsize:
+            data = memoryview(bytearray(data))
         self._put(target, flat(data, self._dtype).as_strided(target.shape, self._strides))
 
 
@@ -156,4 +162,4 @@ def _unpack(saved: SavedState, fill: Fill, container: memoryview) -> None:
         raise CorruptError(f"{where} is not a tensor of the shape {list(fill.chunk.sizes)}, as it should be")
     for dim, (start, size) in enumerate(zip(fill.start, fill.target.shape)):
         tensor = tensor.narrow(dim, start, size)
-    fill.target.copy_(tensor)
+    put(fill.target, tensor)

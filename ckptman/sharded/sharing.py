@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from xxhash import xxh3_128_hexdigest
 
+from ckptman.errors import ConfigError
 from ckptman.sharded.boxes import local_parts
 from ckptman.sharded.container import is_plain
 from ckptman.sharded.image import as_bytes, put
@@ -139,6 +140,10 @@ def _common(
     name: str, tensor: torch.Tensor, everyone: tuple[int, ...], rank: int
 ) -> tuple[tuple[int, ...], Common] | None:
     parts = local_parts(tensor, name)
+    if any(memory.is_meta for _, memory in parts):
+        raise ConfigError(
+            f"{name} is on the meta device, where nothing can be loaded: materialise it first (to_empty())"
+        )
     if len(everyone) == 1 or len(parts) != 1 or not tensor.dim():
         return None
     box, memory = parts[0]
