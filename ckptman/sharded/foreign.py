@@ -169,6 +169,12 @@ def load_plain(data: io.BytesIO, what: str) -> Any:
     except MemoryError:
         raise
     except Exception as error:
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if asked:
+            raise CorruptError(
+                f"{what} was refused: it asks for {asked[1]}, which is no plain value; nothing of it was run. If you "
+                f"trust whoever wrote it, allow that by torch.serialization.add_safe_globals; or leave the value out"
+            ) from error
         raise CorruptError(f"{what} was refused: {_reason(error)}; {_REMEDY}") from error
 
 
@@ -265,6 +271,7 @@ _STAND_INS: tuple[tuple[Any, str], ...] = (
     *((_reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
     (_no_bytes, "builtins.bytes"),
+    (frozenset, "builtins.frozenset"),
 )
 _NAMES = {name for _, name in _STAND_INS}
 _ONE_AT_A_TIME = threading.Lock()
@@ -329,9 +336,6 @@ def _settled(value: Any) -> Any:
 def _reason(error: Exception) -> str:
     """Why a value was refused, without torch's advice to load it unrestricted."""
     text = str(error)
-    asked = re.search(r"GLOBAL ([\w.]+)", text)
-    if asked:
-        return f"it asks for {asked[1]}, which is no plain value"
     told = re.search(r"WeightsUnpickler error: (.+)", text)
     lines = (told[1] if told else text).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from ckptman.store.plain import TensorRef, decode
 from ckptman.store.regular import open_regular
 from ckptman.store.zips import PartOfFile
 
+Keys = tuple[str | int, ...]
 MAX_LIST = 1_000_000
 """The longest list of a foreign checkpoint that is believed."""
 
@@ -173,7 +174,8 @@ class SavedState:
         for name, at in self.index.objects.items():
             described[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = _StorageInfo(at.file, at.offset, at.bytes)
-        return Metadata(state_dict_metadata=described, storage_data=places)
+        paths = {name: (name,) for name in described} | dict(_paths(self.values, (), described))
+        return Metadata(state_dict_metadata=described, planner_data=paths, storage_data=places)
 
     def chunk(self, index: MetadataIndex) -> ChunkPlace:
         """The chunk that DCP names by its offset. Raises: CorruptError."""
@@ -243,6 +245,16 @@ def _values_of(index: Index, folder: Path) -> dict[str, Any]:
                 f"{folder}: the value {unit.state[:100]!r} cannot be read: {error}; restore an older checkpoint"
             ) from error
     return values
+
+
+def _paths(value: Any, path: Keys, names: Container[str]) -> Iterator[tuple[str, Keys]]:
+    """Where in the state each of these flat names is, as DCP says it: keys of dicts are texts."""
+    name = ".".join(map(str, path))
+    if name in names:
+        yield name, path
+    elif isinstance(value, (dict, list)):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _paths(each, (*path, str(key) if isinstance(value, dict) else key), names)
 
 
 def _index_of(folder: Path, metadata: Metadata) -> tuple[Index, ChunkTable]:
