@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
+from ckptman.store.durable import Disk
 from tests.ranks import run_ranks
 
 
@@ -48,6 +51,63 @@ def test_a_path_like_object_will_do(tmp_path: Path) -> None:
     fresh = state(0.0)
     ckptman.load(fresh, Here())
     assert fresh["step"] == 1
+
+
+class Going(Disk):
+    """Takes the process to another folder while a save is being written."""
+
+    def __init__(self, to: Path) -> None:
+        self._to = to
+
+    def sync_file(self, fd: int) -> None:
+        os.chdir(self._to)
+        super().sync_file(fd)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("way", ["Checkpointer", "StorageWriter"])
+def test_a_process_that_goes_to_another_folder_saves_where_it_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    disk, here = Going(tmp_path / "there"), tmp_path / "here"
+    if way == "StorageWriter":
+        dcp.save(state(), storage_writer=ckptman.StorageWriter("x", disk=disk))
+    else:
+        with ckptman.Checkpointer("x", state(), deadline=None, disk=disk) as run:
+            for step in (1, 2):
+                run.save(step)
+                run.wait()
+        assert all((here / "x" / f"step-000000000{step}").is_dir() for step in (1, 2))
+    assert list((tmp_path / "there").iterdir()) == []
+    assert [each.name for each in here.iterdir()] == ["x"]
+
+
+_FORKS = """
+import atexit, os, sys
+import torch
+import torch.distributed.checkpoint as dcp
+import ckptman
+from ckptman.store.durable import Disk
+
+class Forks(Disk):
+    def sync_file(self, fd):
+        child = os.fork()
+        if not child:
+            atexit._run_exitfuncs()  # as sys.exit does
+            os._exit(0)
+        os.waitpid(child, 0)
+        super().sync_file(fd)
+
+dcp.save({"x": torch.ones(3)}, storage_writer=ckptman.StorageWriter(sys.argv[1], disk=Forks()), no_dist=True)
+"""
+
+
+def test_a_process_forked_during_a_save_takes_nothing_of_it_away(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS, str(tmp_path / "x")], check=True, timeout=60)
+    ckptman.load({"x": torch.zeros(3)}, tmp_path / "x")
 
 
 def test_a_checkpoint_is_replaced_only_if_asked_for(tmp_path: Path) -> None:

@@ -179,6 +179,43 @@ def test_errors_of_the_disk_at_any_write(tmp_path: Path, way: str) -> None:
         assert left == [ONE]
 
 
+class FullDisk(Disk):
+    """While it is `full`, it takes no byte, and gives none back either."""
+
+    full = False
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        if self.full:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return super().write_at(fd, data, offset)
+
+    def remove_tree(self, path: Path) -> None:
+        if self.full:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().remove_tree(path)
+
+
+def fail_where_warnings_are_errors(root: str, options: dict[str, Any]) -> list[Any]:
+    warnings.simplefilter("error", RuntimeWarning)
+    disk, state, failures = FullDisk(), State(), []
+    set_step(state, 1)
+    with open_run(root, state, **options, disk=disk) as checkpointer:
+        for step in (1, 2, 3):
+            set_step(state, step)
+            disk.full = step == 2
+            failures.append(attempt(checkpointer, step))
+    return failures
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_a_warning_that_is_an_error_parts_no_ranks(tmp_path: Path, way: str) -> None:
+    """The leader cannot remove what it wrote, and says so, where the others wait to hear whether there is more room."""
+    first, second = run_ranks(2, fail_where_warnings_are_errors, str(tmp_path), WAYS[way])
+    assert first == second
+    assert (first[0], first[2]) == (None, None)
+    assert "quota" in first[1][1]
+
+
 def fail_alone(folder: str, writer: str) -> list[str]:
     """`ckptman.save` and `dcp.save` with no Checkpointer around them."""
     texts = []

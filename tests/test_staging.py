@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -401,6 +403,30 @@ def _free_all(checkpointer: ckptman.Checkpointer) -> None:
 
 def test_a_save_that_fails_after_its_copy_frees_its_slot(tmp_path: Path) -> None:
     save_with_errors(tmp_path, 2)
+
+
+_ENDS = """
+import atexit, sys
+import torch
+import ckptman
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+never = ckptman.EverySteps(1000)
+state = {"model": model, "optimizer": optimizer}
+checkpointer = ckptman.Checkpointer(sys.argv[1], state, save_policy=never, overlap=True, deadline=None)
+atexit.register(checkpointer.close)
+for step in (1, 2):
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    checkpointer.step(step)
+"""
+
+
+def test_a_run_that_is_closed_while_the_interpreter_leaves_saves_its_end(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _ENDS, str(tmp_path)], capture_output=True, timeout=60, check=True)
+    assert b"Traceback" not in done.stderr
+    assert (tmp_path / "step-0000000002").is_dir()
 
 
 # ---- too little memory -----------------------------------------------------------------------------------------------

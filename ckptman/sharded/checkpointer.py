@@ -98,7 +98,7 @@ class Checkpointer:
         check_arguments(root, state, self._policy, retention, on_full, deadline, timeout_seconds, watchdog)
         self.root, self.state = Path(root), state
         self._talk = Channel(timeout_seconds)
-        self._place = place_of(self.root, tiers, disk)
+        self._place = place_of(self.root.absolute(), tiers, disk)  # the process may go to another folder
         with failing_as_one():
             self._attempt = Attempt.open(self._talk, self._place, run_id, disk)
             end = self._talk.ask_leader(

@@ -61,7 +61,7 @@ class Draft:
     ) -> None:
         self.final = final
         self._info, self._overwrite, self._on_commit = info, overwrite, on_commit
-        self._place = place or FolderPlace(final.parent, disk)
+        self._place = place or FolderPlace(final.parent.absolute(), disk)
         self._tag = tag or new_nonce()
         self._folder: str | None = None
         # A run's claim on its root says that it is alive; whoever saves without one says so of this save.

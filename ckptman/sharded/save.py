@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 import warnings
 from collections import deque
@@ -147,7 +148,7 @@ class Saver:
         self._note("save_begun", step=info.step, reason=info.reason)
         if self._running:
             self._note("save_queued", step=info.step)
-        if self._pool is None or self._stager is None or not self._asynchronous:
+        if self._pool is None or self._stager is None or not self._asynchronous or _is_leaving():
             content_or_error: Content | Exception
             try:
                 content_or_error = Content.of(snapshot, file, file.memory(snapshot), watch)
@@ -345,6 +346,11 @@ class Saver:
     def _note(self, event: str, *, sync: bool = False, **fields: object) -> None:
         if self._journal is not None:
             self._journal.record(event, sync=sync, **fields)
+
+
+def _is_leaving() -> bool:
+    """Whether the interpreter is past its last statement: it does no more work in the background then."""
+    return not threading.main_thread().is_alive()
 
 
 def _too_little(needs: Sequence[tuple[str, int, int]]) -> str | None:

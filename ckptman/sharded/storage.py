@@ -78,14 +78,14 @@ class StorageWriter(FileSystemWriter):
     def _begin_draft(self, final: Path) -> None:
         self._draft = Draft(final, None, overwrite=self._overwriting, disk=self._disk)
         # DCP tells nobody that another rank has failed: the draft goes when the leader's writer is used again, or goes.
-        self._abandon = weakref.finalize(self, self._draft.abandon)
+        self._abandon = weakref.finalize(self, _abandon, self._draft, os.getpid())
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_abandon"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._abandon = weakref.finalize(self, self._draft.abandon)
+        self._abandon = weakref.finalize(self, _abandon, self._draft, os.getpid())
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -212,6 +212,12 @@ class _Assignment(_StoragePrefix):
 
     rank: int
     draft: str
+
+
+def _abandon(draft: Draft, pid: int) -> None:
+    # A process that was forked meanwhile has the writer too, and the save is not its own.
+    if os.getpid() == pid:
+        draft.abandon()
 
 
 def _is_object(item: WriteItem) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import warnings
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from ckptman.errors import CkptmanError, ConfigError, ExistsError, RootError
+from ckptman.errors import CkptmanError, ConfigError, ExistsError, RootError, warn
 from ckptman.store.abandoned import read_abandoned
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
@@ -51,9 +50,12 @@ class Place(Protocol):
 
 def check_expanded(path: Path) -> None:
     """Refuse a `~` that no shell expanded: a folder of that name invites `rm -r ~`. Raises: ConfigError."""
-    if path.parts and path.parts[0].startswith("~") and not os.path.lexists(path):
+    if not any(part.startswith("~") for part in path.parts) or os.path.lexists(path):
+        return
+    given = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path  # made absolute meanwhile
+    if given.parts[0].startswith("~"):
         raise ConfigError(
-            f"{path} would be a folder named {path.parts[0]} in this one: write the path out, or give it to "
+            f"{given} would be a folder named {given.parts[0]} in this one: write the path out, or give it to "
             f"os.path.expanduser first"
         )
 
@@ -141,7 +143,7 @@ class FolderPlace:
         try:
             self._disk.remove_tree(Path(draft))
         except OSError as error:
-            warnings.warn(f"{draft} could not be removed ({error}); ckptman prune will", RuntimeWarning, stacklevel=2)
+            _warn_of_left(draft, error)
 
     def list(self, *, abandoned: bool = False) -> list[Entry]:
         return Catalogue(self.root).scan(abandoned=abandoned)
@@ -203,7 +205,13 @@ class FolderPlace:
         try:
             self.remove(aside, name, tag)
         except OSError as error:
-            warnings.warn(f"{aside} could not be removed ({error}); ckptman prune will", RuntimeWarning, stacklevel=3)
+            _warn_of_left(aside, error)
+
+
+def _warn_of_left(path: object, error: OSError) -> None:
+    # A warning that is an error must not keep the leader from the other ranks, nor fail a save that is committed.
+    with contextlib.suppress(Warning):
+        warn(f"{path} could not be removed ({error}); ckptman prune will")
 
 
 def _taken(final: Path) -> ExistsError:
