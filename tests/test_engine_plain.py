@@ -169,6 +169,17 @@ def test_nothing_can_be_loaded_on_the_meta_device(tmp_path: Path, writer: str) -
     assert not state["bias"].any()
 
 
+@pytest.mark.parametrize("value", [10**5000, (1, -(10**5000))], ids=["alone", "in a tuple"])
+@pytest.mark.parametrize("reader", ["dcp", "ckptman.load"])
+def test_an_integer_that_python_does_not_write(tmp_path: Path, reader: str, value: Any) -> None:
+    save({"x": value}, tmp_path / "x", "ckptman.save")
+    state: State = {"x": None}
+    load(state, tmp_path / "x", reader)
+    assert state["x"] == value
+    with pytest.raises(dcp.api.CheckpointException, match="the value x was refused: Unsupported operand"):
+        load(state, tmp_path / "x", "StorageReader")
+
+
 @in_all_ways
 def test_a_value_of_a_class_that_is_allowed(tmp_path: Path, way: Way) -> None:
     value = datetime(2026, 11, 22, tzinfo=timezone.utc)

@@ -336,7 +336,7 @@ def _settled(value: Any) -> Any:
 def _reason(error: Exception) -> str:
     """Why a value was refused, without torch's advice to load it unrestricted."""
     text = str(error)
-    told = re.search(r"WeightsUnpickler error: (.+)", text)
+    told = re.search(r"WeightsUnpickler error:\s*(.+)", text)
     lines = (told[1] if told else text).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
 

@@ -181,9 +181,14 @@ _PLAIN = (int, float, str, bool, type(None))
 
 def pickled(value: Any) -> bytes:
     """What `torch.save` makes of a value: for readers other than ckptman. The same few numbers come again and again."""
-    if type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value)):
+    if all(map(_has_short_text, value if type(value) is tuple else (value,))):
         return _pickled_plain(type(value).__name__, repr(value), value)
     return _pickled(value)
+
+
+def _has_short_text(value: Any) -> bool:
+    # Python refuses to write integers of thousands of digits.
+    return type(value) in _PLAIN and (type(value) is not int or value.bit_length() <= 64)
 
 
 @lru_cache(maxsize=4096)
