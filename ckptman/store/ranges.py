@@ -45,6 +45,8 @@ _CHECKED_BYTES = 512 * 1024
 """What is read, checked and copied at a time where there are digests: all while it lies in the cache of the core."""
 DIRECT_BYTES = 1024 * 1024
 """Spans of less than this are read through the page cache: the next ones lie near, and it reads ahead."""
+_LOOKS = 8
+"""At how many places of a range it is seen whether all of it is in the page cache."""
 _IOV_MAX = 1024
 UNREADABLE = (errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ)
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -133,13 +135,15 @@ def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, gap_byt
 
 
 def _begins_cold(chosen: Mapping[_File, Sequence[Wanted]]) -> bool | None:
-    """Whether the longest range has to come from a disk; None where that cannot be told."""
+    """Whether the longest range has to come from a disk; None where that cannot be told, or is so in part."""
     ranges = ((each, file) for file, ranges in chosen.items() for each in ranges)
     longest, file = max(ranges, key=lambda found: found[0].bytes, default=(None, None))
     if longest is None or file is None:
         return None
-    stride = stride_of(file.block_bytes, longest.bytes)
-    return next(map(file.is_cold, plan([longest], file.block_bytes, file.size_bytes, 0, stride)), None)
+    stride = stride_of(file.block_bytes, max(longest.bytes // _LOOKS, DIRECT_BYTES))
+    looks = map(file.is_cold, plan([longest], file.block_bytes, file.size_bytes, 0, stride))
+    first = next(looks, None)
+    return None if first is False and any(looks) else first
 
 
 class _File:
