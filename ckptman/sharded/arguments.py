@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
-import warnings
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 
-from ckptman.errors import ConfigError
+from ckptman.errors import ConfigError, warn
 from ckptman.policy.retention import RetentionPolicy
 from ckptman.policy.saving import SavePolicy
 from ckptman.sharded.watch import Setting, patience_of
@@ -65,5 +65,6 @@ def metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         try:
             numbers[str(name)] = float(value.detach() if isinstance(value, torch.Tensor) else value)
         except (TypeError, ValueError, RuntimeError) as error:
-            warnings.warn(f"the metric {name!r} is not a number and is left out: {error}", RuntimeWarning, stacklevel=2)
+            with contextlib.suppress(Warning):  # also where warnings are errors: the other ranks go on to save
+                warn(f"the metric {name!r} is not a number and is left out: {error}")
     return numbers

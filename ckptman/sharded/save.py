@@ -115,16 +115,27 @@ class Saver:
             self._prepare_slot(talk, file, snapshot, _too_little(needs))
 
     def _prepare_slot(self, talk: Channel, file: RankFile, snapshot: Snapshot, refusal: str | None) -> None:
-        stager = self._stager
+        stager, pool = self._stager, self._pool
         assert stager is not None
+        assert pool is not None
+
+        def take() -> None:
+            stager.prepare(file, file.memory(snapshot))
+            # Starts the thread. A save that found none would stay in the queue, and be written when its slot holds
+            # another.
+            pool.submit(_nothing)
+
         self._asynchronous = True
         if refusal is not None:
             self._refuse(refusal)
             return
         try:
-            talk.everywhere(lambda: stager.prepare(file, file.memory(snapshot)))
+            talk.everywhere(take)
         except RankFailed as failed:  # out of memory comes in many classes
-            self._refuse(f"rank {failed.failure.rank} could not take memory for a private copy: {failed.failure.text}")
+            self._refuse(
+                f"rank {failed.failure.rank} could not take memory for a private copy, or start a thread to write it: "
+                f"{failed.failure.text}"
+            )
 
     def save(
         self,
@@ -164,18 +175,19 @@ class Saver:
             later = {number for number, piece in enumerate(file.pieces) if piece.name in overlapped}
             staged = self._stager.stage(file, file.memory(snapshot), later)
             content_or_error = Content.of(snapshot, file, staged, watch)
-        except Exception as error:  # noqa: BLE001
-            content_or_error = error
+            self._staged += [staged] if later else []
+        except BaseException as error:
             if staged is not None:
                 staged.release()
-        else:
-            self._staged += [staged] if later else []
+            if not isinstance(error, Exception):  # Ctrl-C, after which somebody may go on
+                raise
+            content_or_error = error
         stall_seconds = time.monotonic() - begun
         self._note("save_staged", step=info.step, seconds=stall_seconds)
         try:
             work = (number, content_or_error, info, moment, begun, stall_seconds)
             self._running.append(self._pool.submit(self._write, *work))
-        except BaseException:
+        except RuntimeError:  # closed; after anything else the save may run, and the slot is its own
             if staged is not None:
                 staged.release()
             raise
@@ -341,11 +353,16 @@ class Saver:
     def _warn_once(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _note(self, event: str, *, sync: bool = False, **fields: object) -> None:
         if self._journal is not None:
             self._journal.record(event, sync=sync, **fields)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _is_leaving() -> bool:
