@@ -98,6 +98,8 @@ def plain_values() -> State:
         "nested": {"deeper": {"lr": [0.1, 0.2], "name": "x"}, "tensor": torch.arange(3), "number": 3},
         "mixed": [torch.arange(2), 5, {"a": torch.ones(1), "b": None}],
         "ordered": OrderedDict(b=1, a=2),
+        "lists": [[0.9, 0.95], [0.8, [0.7]]],
+        "optimizer without state": {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
         "a.name.with.dots": torch.ones(2),
         "a/name\nwith ünï": torch.ones(1),
     }
@@ -107,7 +109,7 @@ def emptied(value: Any) -> Any:
     """The same containers with other things in them."""
     if isinstance(value, dict):
         return type(value)((key, emptied(each)) for key, each in value.items())
-    if isinstance(value, list) and any(isinstance(each, torch.Tensor | dict) for each in value):
+    if isinstance(value, list) and any(isinstance(each, torch.Tensor | dict | list) for each in value):
         return [emptied(each) for each in value]
     return blank(value) if isinstance(value, torch.Tensor) else "not loaded"
 

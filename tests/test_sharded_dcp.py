@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -181,4 +183,51 @@ def save_with_unlike_tensors(path: str) -> str:
 def test_ranks_that_do_not_mean_the_same_tensor_are_told(tmp_path: Path) -> None:
     texts = run_ranks(2, save_with_unlike_tensors, str(tmp_path / "x"))
     assert all("float32" in text and "int32" in text for text in texts), texts
+    assert list(tmp_path.iterdir()) == []
+
+
+class Casting(DefaultSavePlanner):
+    """Casts what is written, and leaves the plan as it was."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        made = super().transform_object(write_item, object)
+        return made.to(self.dtype) if isinstance(made, torch.Tensor) else made
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_a_planner_casts_on_its_way_is_what_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.arange(24.0).reshape(4, 6)
+    dcp.save({"x": values}, storage_writer=ckptman.StorageWriter(tmp_path / "x"), planner=Casting(dtype))
+    for reader in (ckptman.StorageReader(tmp_path / "x"), FileSystemReader(tmp_path / "x")):
+        state = {"x": torch.zeros(4, 6)}
+        dcp.load(state, storage_reader=reader)
+        assert torch.equal(state["x"], values)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_reader_sees_what_took_the_place_of_what_it_read(tmp_path: Path) -> None:
+    reader, state = ckptman.StorageReader(tmp_path / "x"), {"x": torch.zeros(5), "step": 0}
+    for step in (1, 2):
+        writer = ckptman.StorageWriter(tmp_path / "x", overwrite=True)
+        dcp.save({"x": torch.full((5,), float(step)), "step": step}, storage_writer=writer)
+        dcp.load(state, storage_reader=reader)
+        assert (state["step"], state["x"].tolist()) == (step, [step] * 5)
+
+
+def save_without_collectives(path: str) -> str:
+    try:
+        dcp.save({f"x {dist.get_rank()}": 1}, storage_writer=ckptman.StorageWriter(path), use_collectives=False)
+    except ckptman.ConfigError as error:
+        return str(error)
+    return "saved"
+
+
+def test_one_checkpoint_is_not_written_by_ranks_that_do_not_speak(tmp_path: Path) -> None:
+    texts = run_ranks(2, save_without_collectives, str(tmp_path / "x"))
+    assert all("use_collectives=False" in text for text in texts), texts
     assert list(tmp_path.iterdir()) == []

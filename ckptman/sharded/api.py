@@ -22,7 +22,17 @@ from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.reading import read_bytes
 from ckptman.sharded.saved import SavedState, resolve
-from ckptman.sharded.state import Snapshot, is_named, is_stateful, nested, put_back, rank_key, refs_in, snapshot
+from ckptman.sharded.state import (
+    Snapshot,
+    is_leaf,
+    is_named,
+    is_stateful,
+    nested,
+    put_back,
+    rank_key,
+    refs_in,
+    snapshot,
+)
 from ckptman.sharded.writing import Content, Writing
 from ckptman.store.durable import DISK
 from ckptman.store.lease import reading
@@ -149,7 +159,7 @@ class _Found:
         elif isinstance(value, MutableMapping) and value:
             for key, each in value.items():
                 self.look(each, (*path, key), partial(operator.setitem, value, key))
-        elif isinstance(value, list) and any(isinstance(each, (torch.Tensor, Mapping, list)) for each in value):
+        elif isinstance(value, list) and not is_leaf(value):
             for number, each in enumerate(value):
                 self.look(each, (*path, number), partial(operator.setitem, value, number))
         else:
@@ -157,7 +167,8 @@ class _Found:
             if not known and name in self.saved.index.objects:
                 self.pickled.append((name, assign))
             elif not known:
-                self.missing.append(name)
+                # DCP saves nothing of an empty mapping.
+                self.missing += [] if isinstance(value, Mapping) else [name]
             elif any(refs_in(there)):
                 self.mismatched.append(f"{name}: checkpoint a tensor, this run a plain value")
             else:

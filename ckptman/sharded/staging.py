@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ckptman.sharded.image import as_bytes, flat, view_of
+from ckptman.sharded.image import flat, put, view_of
 from ckptman.sharded.rankfile import RankFile
 from ckptman.store.parallel import aligned_memory
 
@@ -45,10 +45,7 @@ class Slot:
         for number in numbers:
             # A lazy conjugation would be made up for on the host, before a copy that is not waited for has arrived.
             source, target = memory[number].resolve_conj().resolve_neg(), self._targets[number]
-            try:
-                target.copy_(source, non_blocking=True)
-            except NotImplementedError:  # a dtype that can be stored and not copied
-                as_bytes(target).copy_(as_bytes(source.contiguous()), non_blocking=True)
+            put(target, source, non_blocking=True)
 
 
 class Staged:

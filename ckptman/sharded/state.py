@@ -241,7 +241,7 @@ def _collect(value: Any, path: tuple[str | int, ...], result: Snapshot, names: l
         for key, each in value.items():
             _collect(each, (*path, str(key)), result, names)
         return
-    if isinstance(value, list) and not _is_leaf(value):
+    if isinstance(value, list) and not is_leaf(value):
         for i, each in enumerate(value):
             _collect(each, (*path, i), result, names)
         return
@@ -258,9 +258,9 @@ def _collect(value: Any, path: tuple[str | int, ...], result: Snapshot, names: l
     (result.tensors if isinstance(value, torch.Tensor) else result.objects)[name] = value
 
 
-def _is_leaf(value: list[Any]) -> bool:
+def is_leaf(value: list[Any]) -> bool:
     return not any(
-        isinstance(each, (Mapping, torch.Tensor)) or (isinstance(each, list) and not _is_leaf(each)) for each in value
+        isinstance(each, (Mapping, torch.Tensor)) or (isinstance(each, list) and not is_leaf(each)) for each in value
     )
 
 

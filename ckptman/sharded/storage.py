@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
@@ -86,6 +87,13 @@ class StorageWriter(FileSystemWriter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._abandon = weakref.finalize(self, _abandon, self._draft, os.getpid())
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                "use_collectives=False leaves each rank a checkpoint of its own: StorageWriter writes one"
+            )
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -172,6 +180,7 @@ class StorageReader(FileSystemReader):
             self._saved = None
 
     def read_metadata(self) -> Metadata:  # with `kwargs`, DCP would ask the ranks one by one
+        self._saved = None  # by which each load begins: another checkpoint may have taken the place of the last one
         return self.saved.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -224,6 +233,12 @@ def _is_object(item: WriteItem) -> bool:
     return item.type == WriteItemType.BYTE_IO or item.tensor_data is None
 
 
+def _is_as_described(item: WriteItem, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what the plan says: a planner may cast it on its way to storage, and not say so."""
+    data = item.tensor_data
+    return data is not None and (data.properties.dtype, data.chunk.sizes) == (tensor.dtype, tensor.shape)
+
+
 def _lay_out(plan: SavePlan, planner: SavePlanner) -> tuple[Image, list[tuple[WriteItem, Placed]]]:
     plain: list[tuple[WriteItem, torch.Tensor]] = []
     others: list[tuple[WriteItem, bytes]] = []
@@ -235,10 +250,10 @@ def _lay_out(plan: SavePlan, planner: SavePlanner) -> tuple[Image, list[tuple[Wr
             raise ConfigError(
                 f"{item.index.fqn} is on the meta device: it has a shape and no values. Materialise it first"
             )
-        elif is_plain(data):
-            plain.append((item, data.detach()))
+        elif is_plain(tensor := data.detach()) and _is_as_described(item, tensor):
+            plain.append((item, tensor))
         else:
-            others.append((item, pickled(data.detach())))
+            others.append((item, pickled(tensor)))
     layout = Layout()
     placed, payloads = [], []
     for number in in_order([(each.dtype, tuple(each.shape)) for _, each in plain]):
