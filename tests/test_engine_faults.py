@@ -326,3 +326,29 @@ def test_a_run_goes_back_to_the_checkpoint_before(tmp_path: Path, damage: str) -
         run.restore(step=2)
     assert file.get(damage, DATA) in str(caught.value)
     assert not any(tensor.any() for tensor in fresh["x"].values()) or "is not usable" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_who_loads_what_has_lost_its_manifest_is_told_that_nothing_was_checked(tmp_path: Path) -> None:
+    ckptman.save({"x": torch.arange(5.0)}, tmp_path / "x")
+    (tmp_path / "x" / "manifest.json").unlink()
+    state = {"x": torch.zeros(5)}
+    with pytest.warns(RuntimeWarning, match="no byte can be checked"):
+        ckptman.load(state, tmp_path / "x")
+    assert state["x"].tolist() == [0, 1, 2, 3, 4]
+    with pytest.warns(RuntimeWarning, match="no byte can be checked"):
+        dcp.load(state, storage_reader=ckptman.StorageReader(tmp_path / "x"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_mount_that_goes_away_under_a_reader_of_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckptman.save({"x": torch.arange(5.0)}, tmp_path / "x")
+
+    def gone(*_: object) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "preadv", gone)
+    with pytest.raises(dcp.api.CheckpointException) as raised:
+        dcp.load({"x": torch.zeros(5)}, storage_reader=ckptman.StorageReader(tmp_path / "x"))
+    assert "Stale file handle" in str(raised.value)
+    assert "not usable" in str(raised.value)

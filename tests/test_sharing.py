@@ -180,6 +180,20 @@ def test_tensors_that_only_some_ranks_have(tmp_path: Path) -> None:
     assert run_ranks(4, load_what_some_have, str(tmp_path / "x")) == [[]] * 4
 
 
+def load_whole_on_one(path: str) -> list[str]:
+    """One rank wants all of a tensor of which the others want columns."""
+    mesh = init_device_mesh("cpu", (2,))
+    expected = lay_out(odd(), None if dist.get_rank() == 0 else mesh, (Shard(1),))
+    fresh = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    ckptman.load(fresh, path)
+    return wrong(fresh, expected)
+
+
+def test_ranks_that_want_different_parts_of_the_same_rows(tmp_path: Path) -> None:
+    ckptman.save(odd(), tmp_path / "x")
+    assert run_ranks(2, load_whole_on_one, str(tmp_path / "x"), limit=30) == [[], []]
+
+
 def load_again_and_again(path: str) -> list[str]:
     api_module.TIMEOUT_SECONDS = 2
     mesh = init_device_mesh("cpu", (2, 2))

@@ -21,7 +21,7 @@ from ckptman.sharded.plan import make_plan
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.reading import read_bytes
-from ckptman.sharded.saved import SavedState, resolve
+from ckptman.sharded.saved import SavedState, read_to_load, resolve
 from ckptman.sharded.state import (
     Snapshot,
     is_leaf,
@@ -92,7 +92,7 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
     found: list[_Found] = []
 
     def look() -> _Found:
-        found.append(_Found(SavedState.read(folder, channel.rank)))
+        found.append(_Found(read_to_load(folder, channel.rank)))
         for name, value in live[0].items():
             if isinstance(state_dict[name], torch.optim.Optimizer):
                 found[0].leave_out(name, value)
@@ -110,8 +110,9 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
         if missing or mismatched:
             raise MismatchError(str(folder), missing, (), mismatched)
         assert found[0].saved is not None
+        all_or_corrupt(channel, partial(found[0].read_values, verify), folder)
         fill(channel, found[0].saved, found[0].targets, folder, verify=verify)
-        all_or_corrupt(channel, partial(found[0].set_values, verify), folder)
+        found[0].set_values()
         channel.everywhere(lambda: _hand_over(state_dict, live[0], channel.rank, found[0]))
     except RankFailed as failed:
         raise failed.as_ckptman_error() from failed
@@ -126,7 +127,7 @@ class _Found:
 
     saved: SavedState | None
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
-    settings: list[Callable[[], None]] = field(default_factory=list)
+    plain: list[tuple[Any, Callable[[Any], None]]] = field(default_factory=list)
     pickled: list[tuple[str, Callable[[Any], None]]] = field(default_factory=list)
     not_started: dict[str, set[str]] = field(default_factory=dict)
     left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -172,16 +173,19 @@ class _Found:
             elif any(refs_in(there)):
                 self.mismatched.append(f"{name}: checkpoint a tensor, this run a plain value")
             else:
-                self.settings.append(lambda: assign(resolve(there)))
+                self.plain.append((there, assign))
 
-    def set_values(self, verify: bool) -> None:
-        """Set the plain values."""
+    def read_values(self, verify: bool) -> None:
+        """Read the plain values: what is damaged there is found before a tensor is filled."""
         assert self.saved is not None
-        saved = self.saved
         for name, assign in self.pickled:
-            assign(saved.pickled(name, read_bytes(saved, name, verify=verify)))
-        for setting in self.settings:
-            setting()
+            self.plain.append((self.saved.pickled(name, read_bytes(self.saved, name, verify=verify)), assign))
+        self.plain = [(resolve(value), assign) for value, assign in self.plain]
+
+    def set_values(self) -> None:
+        """Set the plain values."""
+        for value, assign in self.plain:
+            assign(value)
 
 
 def _at(values: Any, path: tuple[str | int, ...]) -> tuple[Any, bool]:

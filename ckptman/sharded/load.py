@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ckptman.errors import CkptmanError, CorruptError, MismatchError
 from ckptman.sharded.optimizer import parameter_of
 from ckptman.sharded.ranks import Channel, RankFailed
-from ckptman.sharded.saved import SavedState, resolve
+from ckptman.sharded.saved import SavedState, read_to_load, resolve
 from ckptman.sharded.sharing import read_together
 from ckptman.sharded.state import is_named, nested, put_back, rank_key, refs_in, replace_refs, snapshot_of
 from ckptman.store.plain import TensorRef
@@ -134,7 +134,7 @@ class _Fit:
 
 
 def _take_measure(state: State, live: dict[str, Any], folder: Path, rank: int, out: list[_Fit]) -> _Report:
-    saved = SavedState.read(folder, rank)
+    saved = read_to_load(folder, rank)
     fit, report = _Fit(saved), _Report()
     for name, target in state.items():
         report.wanted.add(name)

@@ -22,6 +22,8 @@ from ckptman.store.digest import BLOCK_BYTES
 
 PIECE_BYTES = 4 * 1024 * 1024
 """What cannot go straight to its place passes through memory of this size."""
+CONTAINERS_BYTES = 32 * 1024 * 1024
+"""Containers that only torch can read are in memory as a whole: so much of them at a time, or one that is larger."""
 
 
 @dataclass(frozen=True)
@@ -66,32 +68,48 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
     """Read. Raises: CorruptError; the targets may be partly filled then, and its text says so."""
     uploads = Uploads()
     wanted: list[Wanted] = []
-    special: list[tuple[Fill, memoryview]] = []
+    special: list[list[Fill]] = []
+    room = 0
     for fill in fills:
         if not fill.target.numel():
             continue
         dtype = saved.dtype(fill.name)
         # A tensor of a class of its own has memory that only its own copy_ knows.
         payload = saved.payload(fill.name, fill.chunk) if is_plain(fill.target) else None
-        if payload is None:
-            container = memoryview(bytearray(fill.chunk.bytes))
-            wanted.append(Wanted(fill.chunk.file, fill.chunk.offset, len(container), into=container, label=fill.name))
-            special.append((fill, container))
-        else:
+        if payload is not None:
             wanted += _Cut(fill, dtype, uploads.to(fill.target.device)).from_payload(payload)
-    digests = _digests(saved, wanted) if verify else None
+            continue
+        if fill.chunk.bytes > room:
+            special.append([])
+            room = CONTAINERS_BYTES
+        special[-1].append(fill)
+        room -= fill.chunk.bytes
     try:
         try:
-            report = read_wanted(saved.folder, wanted, digests)
+            report = _read(saved, wanted, verify)
         finally:
             uploads.finish()
-        for fill, container in special:
-            _unpack(saved, fill, container)
+        for batch in special:
+            containers = [memoryview(bytearray(fill.chunk.bytes)) for fill in batch]
+            whole = [
+                Wanted(fill.chunk.file, fill.chunk.offset, len(container), into=container, label=fill.name)
+                for fill, container in zip(batch, containers)
+            ]
+            found = _read(saved, whole, verify)
+            report.wanted_bytes += found.wanted_bytes
+            report.read_bytes += found.read_bytes
+            report.calls += found.calls
+            for fill, container in zip(batch, containers):
+                _unpack(saved, fill, container)
     except CorruptError as error:
         raise CorruptError(
             f"{error}. What was to be filled is not usable: it holds old and new bytes. Load something else into it"
         ) from error
     return report
+
+
+def _read(saved: SavedState, wanted: Sequence[Wanted], verify: bool) -> ReadReport:
+    return read_wanted(saved.folder, wanted, _digests(saved, wanted) if verify else None)
 
 
 def read_bytes(saved: SavedState, name: str, *, verify: bool = True) -> bytes:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptman.errors import CorruptError, NotFoundError
+from ckptman.errors import CorruptError, NotFoundError, warn
 from ckptman.sharded.container import payload_of
 from ckptman.sharded.foreign import load_plain, read_foreign_metadata, read_foreign_object
 from ckptman.store.assembly import assemble
@@ -29,7 +29,7 @@ from ckptman.store.blockio import Digests
 from ckptman.store.chunks import ChunkTable, Rows, TensorRecord
 from ckptman.store.index import Index, Location, data_files, open_table, ranks_with_values, read_digests, read_index
 from ckptman.store.manifest import Manifest, read_manifest
-from ckptman.store.names import MANIFEST, METADATA, parse_step
+from ckptman.store.names import INDEX, MANIFEST, METADATA, parse_step
 from ckptman.store.plain import TensorRef, decode
 from ckptman.store.regular import open_regular
 from ckptman.store.zips import PartOfFile
@@ -230,6 +230,18 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return -1
+
+
+def read_to_load(folder: Path, rank: int | None = None) -> SavedState:
+    """As `SavedState.read`; who is about to load what nobody can check, though ckptman wrote it, is told so."""
+    saved = SavedState.read(folder, rank)
+    if saved.manifest is None and (folder / INDEX).exists() and not rank:
+        warn(
+            f"{folder} has lost its {MANIFEST}, or never got one: a copy or an adoption of it was stopped. It is "
+            f"loaded as a checkpoint of plain DCP, of which no byte can be checked. Load another copy if there is one, "
+            f"or end what was stopped"
+        )
+    return saved
 
 
 def _values_of(index: Index, folder: Path) -> dict[str, Any]:

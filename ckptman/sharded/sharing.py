@@ -122,7 +122,7 @@ def _families(
                 own.append(name)
             else:
                 families.setdefault(found[0], []).append(found[1])
-        return {_digest(ranks): _digest(each[:3] for each in line) for ranks, line in families.items()}
+        return {_digest(ranks): _digest(each[:4] for each in line) for ranks, line in families.items()}
 
     # Together only if all members know it: ranks of another pipeline stage have other tensors.
     digests = channel.everywhere(find)

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckptman.errors import ConfigError
+from ckptman.errors import ConfigError, CorruptError
 from ckptman.sharded.commit import Draft
 from ckptman.sharded.container import is_plain
 from ckptman.sharded.describe import Describer, Part, write_part
@@ -40,7 +40,7 @@ from ckptman.sharded.image import Image, Layout, Placed, in_order, pickled
 from ckptman.sharded.plan import Described
 from ckptman.sharded.rankfile import make_rows
 from ckptman.sharded.reading import Fill, read_bytes, read_fills
-from ckptman.sharded.saved import SavedState
+from ckptman.sharded.saved import SavedState, read_to_load
 from ckptman.sharded.state import Snapshot, snapshot_of
 from ckptman.store.assembly import pack
 from ckptman.store.digest import digest_bytes
@@ -171,7 +171,7 @@ class StorageReader(FileSystemReader):
     def saved(self) -> SavedState:
         """What the checkpoint holds: read once."""
         if self._saved is None:
-            self._saved = SavedState.read(Path(self.path))
+            self._saved = read_to_load(Path(self.path))
         return self._saved
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -195,11 +195,19 @@ class StorageReader(FileSystemReader):
             chunk = self.saved.chunk(item.storage_index)
             fills.append(Fill(item.storage_index.fqn, chunk, tuple(item.storage_offsets), target))
             tensors.append((item, target))
-        read_fills(self.saved, fills, verify=self._verify)
+        # Values first: what is damaged there is found before a tensor is touched.
+        loaded = [(item, self._value(item)) for item in values]
+        try:
+            read_fills(self.saved, fills, verify=self._verify)
+        except OSError as error:
+            raise CorruptError(
+                f"{self.path} cannot be read: {error}. What was to be filled is not usable; check the mount and its "
+                f"permissions, or load another checkpoint"
+            ) from error
         for item, target in tensors:
             planner.commit_tensor(item, target)
-        for item in values:
-            planner.load_bytes(item, self._value(item))
+        for item, value in loaded:
+            planner.load_bytes(item, value)
         future: Future[None] = Future()
         future.set_result(None)
         return future
