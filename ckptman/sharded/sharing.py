@@ -117,6 +117,10 @@ def _families(
 
     def find() -> dict[str, str]:
         for name, tensor in sorted(targets.items()):
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"{name} is on the meta device, where nothing can be loaded: materialise it first (to_empty())"
+                )
             found = _common(name, tensor, everyone, channel.rank)
             if found is None:
                 own.append(name)
@@ -140,10 +144,6 @@ def _common(
     name: str, tensor: torch.Tensor, everyone: tuple[int, ...], rank: int
 ) -> tuple[tuple[int, ...], Common] | None:
     parts = local_parts(tensor, name)
-    if any(memory.is_meta for _, memory in parts):
-        raise ConfigError(
-            f"{name} is on the meta device, where nothing can be loaded: materialise it first (to_empty())"
-        )
     if len(everyone) == 1 or len(parts) != 1 or not tensor.dim():
         return None
     box, memory = parts[0]
