@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ckptman.errors import CkptmanError, CorruptError, MismatchError
 from ckptman.sharded.optimizer import parameter_of
 from ckptman.sharded.ranks import Channel, RankFailed
+from ckptman.sharded.reading import NOT_USABLE
 from ckptman.sharded.saved import SavedState, read_to_load, resolve
 from ckptman.sharded.sharing import read_together
 from ckptman.sharded.state import is_named, nested, put_back, rank_key, refs_in, replace_refs, snapshot_of
@@ -22,7 +23,6 @@ from ckptman.store.plain import TensorRef
 
 T = TypeVar("T")
 State = MutableMapping[str, Any]
-_NOT_USABLE = "What was to be filled is not usable: it may hold old and new bytes. Load something else into it"
 
 
 def load(channel: Channel, state: State, folder: Path) -> None:
@@ -70,7 +70,7 @@ def fill(
         # Others were raised before anything was read, or say it already.
         if type(error) not in (CkptmanError, CorruptError) or "is not usable" in str(error):
             raise
-        raise type(error)(f"{error}. {_NOT_USABLE}") from error
+        raise type(error)(f"{error}. {NOT_USABLE}") from error
 
 
 def _hand_over(state: State, fit: _Fit, names: list[str], rank: int) -> None:

@@ -24,6 +24,7 @@ PIECE_BYTES = 4 * 1024 * 1024
 """What cannot go straight to its place passes through memory of this size."""
 CONTAINERS_BYTES = 32 * 1024 * 1024
 """Containers that only torch can read are in memory as a whole: so much of them at a time, or one that is larger."""
+NOT_USABLE = "What was to be filled is not usable: it may hold old and new bytes. Load something else into it"
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,7 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
             for fill, container in zip(batch, containers):
                 _unpack(saved, fill, container)
     except CorruptError as error:
-        raise CorruptError(
-            f"{error}. What was to be filled is not usable: it holds old and new bytes. Load something else into it"
-        ) from error
+        raise CorruptError(f"{error}. {NOT_USABLE}") from error
     return report
 
 

@@ -39,7 +39,7 @@ from ckptman.sharded.foreign import load_plain
 from ckptman.sharded.image import Image, Layout, Placed, in_order, pickled
 from ckptman.sharded.plan import Described
 from ckptman.sharded.rankfile import make_rows
-from ckptman.sharded.reading import Fill, read_bytes, read_fills
+from ckptman.sharded.reading import NOT_USABLE, Fill, read_bytes, read_fills
 from ckptman.sharded.saved import SavedState, read_to_load
 from ckptman.sharded.state import Snapshot, snapshot_of
 from ckptman.store.assembly import pack
@@ -201,8 +201,7 @@ class StorageReader(FileSystemReader):
             read_fills(self.saved, fills, verify=self._verify)
         except OSError as error:
             raise CorruptError(
-                f"{self.path} cannot be read: {error}. What was to be filled is not usable; check the mount and its "
-                f"permissions, or load another checkpoint"
+                f"{self.path} cannot be read: {error}. Check the mount and its permissions. {NOT_USABLE}"
             ) from error
         for item, target in tensors:
             planner.commit_tensor(item, target)
