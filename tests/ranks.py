@@ -50,6 +50,9 @@ class World:
         """Wait until a rank has called `say(text)`."""
         while ("said", text) not in self._messages[rank]:
             self._read(rank)
+            kind, value = self._messages[rank][-1]
+            if kind == "error":
+                raise RankError(f"rank {rank}:\n{value}")
 
     def join(self) -> list[int | None]:
         """Wait until all have ended, however; their exit codes."""

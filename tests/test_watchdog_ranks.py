@@ -128,6 +128,7 @@ def train_over_a_store_of_rank_0(root: str, port: int) -> None:
 
     watch.PART_SECONDS = 2.0  # the bound of a part of the end: several of them hang here
     rank = dist.get_rank()
+    dist.barrier()  # one that leaves before the other is connected breaks its connecting
     dist.destroy_process_group()
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     store = meet(Launch(rank, 2, rank, 2, alone=False), environ, 60)
