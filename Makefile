@@ -6,7 +6,8 @@ STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.installed-bench
 QUIET  := --quiet --disable-pip-version-check
 SOURCE := ckptman tests examples benchmarks
-JOBS   ?= 2
+# Tests wait for one another's processes more than they compute: three fill two cores.
+JOBS   ?= 3
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test check format campaign faults bench clean
