@@ -8,6 +8,7 @@ import json
 import os
 import threading
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,8 @@ from ckptman.store.durable import Disk
 from tests.apps import App
 from tests.ranks import run_ranks, say, start_ranks
 from tests.test_engine_values import save
+
+REAL_OPEN = os.open
 
 
 def open_run(root: Path | str, app: App, **options: Any) -> ckptman.Checkpointer:
@@ -160,6 +163,46 @@ def test_a_load_that_ends_in_the_middle_says_that_what_it_filled_is_not_usable(
         ckptman.load(state, tmp_path / "x")
     assert isinstance(caught.value, ckptman.CorruptError) == isinstance(failure, OSError)
     assert state["x"].any()
+
+
+def with_average(app: App) -> App:
+    app.state["average"] = {"weight": torch.zeros(3, 5)}
+    return app
+
+
+def no_descriptor_left(path: Path | str, *args: Any, **kwargs: Any) -> int:
+    if str(path).endswith(("chunks.bin", "index.json", ".distcp")):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+    return REAL_OPEN(path, *args, **kwargs)
+
+
+def no_memory_left(*_: object, **__: object) -> torch.Tensor:
+    return torch.zeros(1).new_empty(2**60)  # what torch raises has no class of its own
+
+
+@pytest.mark.parametrize(
+    ("what", "shortage"),
+    [
+        ("os.open", no_descriptor_left),
+        ("torch.empty", no_memory_left),
+        ("ckptman.store.parallel.aligned_memory", OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))),
+    ],
+)
+def test_a_rank_that_runs_short_of_something_does_not_blame_the_checkpoint(
+    tmp_path: Path, what: str, shortage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, 2, with_average(App()))
+    monkeypatch.setattr("ckptman.store.parallel._free", deque())
+    with (
+        open_run(tmp_path, with_average(App(seed=3))) as checkpointer,
+        mock.patch(what, side_effect=shortage),
+        pytest.raises(ckptman.CkptmanError, match="has not enough memory or open files") as caught,
+    ):
+        checkpointer.restore()
+    assert not isinstance(caught.value, ckptman.CorruptError)
+    assert not list(tmp_path.glob("step-*/verified.json"))
+    with open_run(tmp_path, with_average(App(seed=3))) as checkpointer:
+        assert checkpointer.restore() == 2
 
 
 def test_a_value_of_plain_dcp_that_cannot_be_read_is_found_before_a_tensor_is_filled(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from ckptman.errors import CkptmanError, CorruptError, MismatchError
 from ckptman.sharded.optimizer import parameter_of
-from ckptman.sharded.ranks import Channel, RankFailed
+from ckptman.sharded.ranks import Channel, Failure, RankFailed
 from ckptman.sharded.reading import NOT_USABLE
 from ckptman.sharded.saved import SavedState, read_to_load, resolve
 from ckptman.sharded.sharing import read_together
 from ckptman.sharded.state import is_named, nested, put_back, rank_key, refs_in, replace_refs, snapshot_of
 from ckptman.store.plain import TensorRef
+from ckptman.store.regular import SHORTAGE
 
 T = TypeVar("T")
 State = MutableMapping[str, Any]
@@ -31,13 +32,15 @@ def load(channel: Channel, state: State, folder: Path) -> None:
     Raises on every rank alike: MismatchError before anything is copied; CorruptError if a rank cannot read it, or
     reads other bytes than were saved: then what its text says is not usable.
     """
+    saved: list[SavedState] = []
     live: list[dict[str, Any]] = []
     fits: list[_Fit] = []
+    all_or_corrupt(channel, lambda: saved.append(read_for(state, folder, channel.rank)), folder)
     try:
-        channel.everywhere(lambda: live.append(nested(state, channel.rank, create=True)))
+        channel.everywhere(lambda: live.append(nested(state, channel.rank, saved[0].values)))
     except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
         raise failed.as_ckptman_error() from failed
-    reports = all_or_corrupt(channel, lambda: _take_measure(state, live[0], folder, channel.rank, fits), folder)
+    reports = all_or_corrupt(channel, lambda: _take_measure(state, live[0], saved[0], channel.rank, fits), folder)
     fit = fits[0]
     wanted = {name for report in reports for name in report.wanted}
     missing = sorted({name for report in reports for name in report.missing})
@@ -76,7 +79,16 @@ def fill(
 def _hand_over(state: State, fit: _Fit, names: list[str], rank: int) -> None:
     for name in names:
         fit.values[name] = replace_refs(fit.values[name], lambda ref: fit.targets[ref.name])
-        put_back(state, name, fit.values[name], rank, name in fit.from_other_rank, fit.not_started.get(name, set()))
+        put_back(state, name, fit.values[name], rank, name in fit.from_other_rank)
+
+
+def read_for(state: Mapping[str, Any], folder: Path, rank: int) -> SavedState:
+    """Read what a checkpoint holds; of the optimizers of this state, under flat names."""
+    saved = read_to_load(folder, rank)
+    for name, target in state.items():
+        if isinstance(target, torch.optim.Optimizer) and name in saved.values:
+            saved.values[name] = flat_optimizer(saved.values[name])
+    return saved
 
 
 def all_or_corrupt(channel: Channel, work: Callable[[], T], folder: Path) -> list[T]:
@@ -93,15 +105,23 @@ def corrupt_on_all(folder: Path) -> Iterator[None]:
     except RankFailed as failed:
         if failed.failure.error is not None:
             raise failed.failure.error from failed
-        if failed.failure.text.startswith(("MemoryError", "torch.OutOfMemoryError")):
+        if _is_shortage(failed.failure):
             raise CkptmanError(
-                f"{folder}: rank {failed.failure.rank} has not enough memory to load it ({failed.failure.text}): load "
-                f"it on more ranks, or ask for more memory; `ckptman verify {folder}` tells if it is what was saved"
+                f"{folder}: rank {failed.failure.rank} has not enough memory or open files to load it "
+                f"({failed.failure.text}): load it on more ranks, ask for more memory, or allow more open files "
+                f"(ulimit -n); `ckptman verify {folder}` tells if it is what was saved"
             ) from failed
         raise CorruptError(
             f"{folder} cannot be read on rank {failed.failure.rank}: {failed.failure.text}; check the mount and its "
             f"permissions there, or restore an older checkpoint"
         ) from failed
+
+
+def _is_shortage(failure: Failure) -> bool:
+    """Whether a rank ran out of something: that says nothing about the checkpoint. What torch's allocator on the CPU
+    raises has no class of its own."""
+    of_memory = failure.text.startswith(("MemoryError", "torch.OutOfMemoryError"))
+    return of_memory or failure.errno in SHORTAGE or "DefaultCPUAllocator: can't allocate memory" in failure.text
 
 
 @dataclass
@@ -125,7 +145,6 @@ class _Fit:
     values: dict[str, Any] = field(default_factory=dict)
     strictly_saved: set[str] = field(default_factory=set)
     from_other_rank: set[str] = field(default_factory=set)
-    not_started: dict[str, set[str]] = field(default_factory=dict)
 
     def tensors_of(self, names: list[str]) -> dict[str, torch.Tensor]:
         """The tensors to fill for these objects."""
@@ -133,8 +152,7 @@ class _Fit:
         return {name: tensor for name, tensor in self.targets.items() if name in wanted}
 
 
-def _take_measure(state: State, live: dict[str, Any], folder: Path, rank: int, out: list[_Fit]) -> _Report:
-    saved = read_to_load(folder, rank)
+def _take_measure(state: State, live: dict[str, Any], saved: SavedState, rank: int, out: list[_Fit]) -> _Report:
     fit, report = _Fit(saved), _Report()
     for name, target in state.items():
         report.wanted.add(name)
@@ -148,8 +166,7 @@ def _take_measure(state: State, live: dict[str, Any], folder: Path, rank: int, o
             _measure_free(name, saved.values[name], live[name], fit)
     for name, values in saved.values.items():
         if is_named(state.get(name)):
-            named = flat_optimizer(values) if isinstance(state[name], torch.optim.Optimizer) else values
-            fit.strictly_saved |= {f"{name}.{entry}" for entry in named}
+            fit.strictly_saved |= {f"{name}.{entry}" for entry in values}
         else:
             fit.strictly_saved.add(name)
     if not report.missing and not report.mismatched:
@@ -163,12 +180,9 @@ def _measure_named(name: str, target: object, live: dict[str, Any], fit: _Fit, r
     """Modules and optimizers: exactly the names, shapes and dtypes that were saved."""
     saved = fit.saved.values[name]
     if isinstance(target, torch.optim.Optimizer):
-        saved = flat_optimizer(saved)
-        fit.not_started[name] = not_started(live, saved)
+        live = started(live, saved)
     fit.values[name] = {entry: saved.get(entry, value) for entry, value in live.items()}
     for entry, value in live.items():
-        if parameter_of(entry) in fit.not_started.get(name, ()):
-            continue
         full = f"{name}.{entry}"
         report.wanted.add(full)
         if entry not in saved:
@@ -210,10 +224,10 @@ def _measure_free(name: str, saved: Any, live: Any, fit: _Fit) -> None:
     fit.values[name] = saved
 
 
-def not_started(live: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
-    """The parameters of an optimizer that had no state yet when it was saved: they will have none again."""
-    started = {parameter_of(entry) for entry in saved}
-    return {each for entry in live if (each := parameter_of(entry)) and each not in started}
+def started(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state without that of parameters that had none yet when it was saved: they will have none again."""
+    known = {parameter_of(entry) for entry in saved}
+    return {entry: value for entry, value in live.items() if not (each := parameter_of(entry)) or each in known}
 
 
 def flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:

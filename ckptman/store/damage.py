@@ -89,7 +89,7 @@ def located(damage: Sequence[Damage], folder: Path, manifest: Manifest) -> list[
     try:
         index = read_index(folder, manifest, ranks=())
         table = open_table(folder, manifest, index)
-    except CorruptError:
+    except (CorruptError, OSError):
         return list(damage)
     numbers = {name: number for number, name in enumerate(index.files)}
     places = [at for at, each in enumerate(damage) if each.bytes and each.file in numbers][:LOCATED]

@@ -16,6 +16,8 @@ from ckptman.errors import CorruptError
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _NO_FILE = (errno.ELOOP, errno.ENXIO)
 """A link; a socket."""
+SHORTAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""This process or its host has no memory or no descriptor left: that says nothing about what was to be read."""
 
 
 def open_regular(path: Path | str, *, follow: bool = False, direct: bool = False) -> int:
