@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from pathlib import Path
@@ -307,3 +308,22 @@ def test_what_is_still_being_copied_is_held_for_although_the_next_copy_failed(
         checkpointer.save(3)
     assert differing(saved_values(tmp_path / ONE), expected) == []
     assert not (tmp_path / "step-0000000002").exists()
+
+
+def test_a_ctrl_c_while_a_step_waits_does_not_let_the_next_one_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook: somebody interrupts, and goes on."""
+    run, held = Run(), HeldUp(monkeypatch)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        expected = run.values()
+        checkpointer.save(1)
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+        threading.Timer(0.3, held.go.set).start()
+        run.step()
+        assert held.copied.is_set()
+    assert differing(saved_values(tmp_path / ONE), expected) == []

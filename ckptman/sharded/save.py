@@ -196,7 +196,8 @@ class Saver:
     def hold(self) -> None:
         """Before the state changes: wait until what is being copied is copied."""
         while self._staged:
-            self._staged.pop().hold()
+            self._staged[-1].hold()
+            self._staged.pop()  # only now: after a Ctrl-C the next one waits again
 
     def wait(self) -> tuple[list[SaveReport], CommitError | None]:
         """Wait for the saves in the background: the reports of those that succeeded, and the error of the first that
