@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -103,6 +104,44 @@ def test_an_interrupt_ends_both_halves() -> None:
     with pytest.raises(KeyboardInterrupt):
         relay(1000, lambda number, scratch: None, finish, first_threads=3, then_threads=1, scratch_bytes=1)
     assert not threads_of_ours()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupt_while_threads_start_leaves_none_at_work(
+    at: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they write to a file that is closed: to whatever has its descriptor by then."""
+    started, start, worked = [], threading.Thread.start, list[int]()
+
+    def interrupted(self: threading.Thread) -> None:
+        started.append(self)
+        if len(started) != at:
+            start(self)
+            return
+        if not late:
+            start(self)
+        raise KeyboardInterrupt
+
+    def work(number: int, scratch: memoryview, *_: object) -> None:
+        time.sleep(0.001)
+        worked.append(number)
+
+    def by_halves() -> None:
+        relay(1000, work, work, first_threads=3, then_threads=2, scratch_bytes=1)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    for run in (by_halves, lambda: share_out(1000, work, threads=4, scratch_bytes=1)):
+        started.clear()
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        assert not threads_of_ours()
+        done = len(worked)
+        if late:
+            start(started[-1])
+            started[-1].join(60)
+        assert not started[-1].is_alive()
+        assert len(worked) == done
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2])

@@ -87,9 +87,12 @@ def share_out(count: int, work: Callable[[int, memoryview], None], *, threads: i
         if (scratch := _borrow_if_any(scratch_bytes)) is not None:
             run(scratch)
 
+    def lead() -> None:
+        job.start(help, min(threads, count) - 1)
+        run(mine)
+
     mine = _borrow(scratch_bytes)
-    job.start(help, min(threads, count) - 1)
-    job.end(lambda: run(mine))
+    job.lead(lead)
 
 
 def relay(
@@ -125,7 +128,7 @@ def relay(
             halfway.put((number, scratch, first(number, scratch)))
 
     def run_then() -> None:
-        while (piece := halfway.get()) is not None and job.error is None:
+        while (piece := halfway.get()) is not None and not job.is_over:
             then(*piece)
             free.put(piece[1])
             if next(done) == count:
@@ -134,6 +137,18 @@ def relay(
     def stop() -> None:
         leave()
         on_error()
+
+    def run_both() -> None:
+        scratch = buffers[0]
+        while (number := job.take()) is not None:
+            then(number, scratch, first(number, scratch))
+
+    def lead() -> None:
+        if job.start(run_first, first_threads):
+            job.start(run_then, then_threads - 1)
+            run_then()
+        else:
+            run_both()
 
     job = _Job(count, stop)
     buffers = [_borrow(scratch_bytes)]
@@ -144,26 +159,19 @@ def relay(
             buffers.append(scratch)
         for scratch in buffers:
             free.put(scratch)
-        if job.start(run_first, first_threads):
-            job.start(run_then, then_threads - 1)
-            job.end(run_then)
-            return
+        job.lead(lead)
     finally:
         for scratch in buffers:
             _give_back(scratch)
-    share_out(
-        count,
-        lambda number, scratch: then(number, scratch, first(number, scratch)),
-        threads=1,
-        scratch_bytes=scratch_bytes,
-    )
 
 
 class _Job:
     """Numbers that threads take until there are no more, or one of them has failed."""
 
     def __init__(self, count: int, on_stop: Callable[[], None] = lambda: None) -> None:
-        self.error: BaseException | None = None
+        self.is_over = False
+        """One has failed: what is left of it is not to be done."""
+        self._error: BaseException | None = None
         self._numbers = iter(range(count))
         self._on_stop = on_stop
         self._threads: list[threading.Thread] = []
@@ -171,26 +179,30 @@ class _Job:
 
     def take(self) -> int | None:
         with self._lock:
-            return None if self.error is not None else next(self._numbers, None)
+            return None if self.is_over else next(self._numbers, None)
 
     def start(self, run: Callable[[], None], threads: int) -> int:
-        """Call `run` in so many threads. Returns in how many it could be."""
+        """Call `run` in so many threads. Returns in how many it could be. To be called within `lead`."""
         for started in range(threads):
             thread = threading.Thread(target=self._run, args=(run,), name="ckptman-io", daemon=True)
+            self._threads.append(thread)  # first: Ctrl-C may come while it starts
             try:
                 thread.start()
             except RuntimeError:  # no more threads for this user, or the interpreter is leaving: slower, not wrong
+                self._threads.pop()
                 return started
-            self._threads.append(thread)
         return threads
 
-    def end(self, run: Callable[[], None]) -> None:
-        """Call `run` here too, wait for the threads, and raise the first error."""
+    def lead(self, run: Callable[[], None]) -> None:
+        """Call `run` here, wait for the threads that it started, and raise the first error.
+
+        A thread that Ctrl-C kept from being known as started finds that all is over.
+        """
         self._run(run)
         for thread in self._threads:
             while thread.is_alive():
                 self._run(thread.join)
-        first, self.error = self.error, None
+        first, self._error = self._error, None
         if first is not None:
             try:
                 raise first
@@ -202,7 +214,7 @@ class _Job:
             run()
         except BaseException as error:  # noqa: BLE001  (raised again by `end`)
             with self._lock:
-                self.error = self.error or error
+                self.is_over, self._error = True, self._error or error
             self._on_stop()
 
 
