@@ -310,6 +310,12 @@ def test_what_is_still_being_copied_is_held_for_although_the_next_copy_failed(
     assert not (tmp_path / "step-0000000002").exists()
 
 
+def interrupt_soon() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
+
+
 def test_a_ctrl_c_while_a_step_waits_does_not_let_the_next_one_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,12 +324,24 @@ def test_a_ctrl_c_while_a_step_waits_does_not_let_the_next_one_pass(
     with open_run(tmp_path, run.state, overlap=True) as checkpointer:
         expected = run.values()
         checkpointer.save(1)
-        main = threading.main_thread().ident
-        assert main is not None
-        threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
+        interrupt_soon()
         with pytest.raises(KeyboardInterrupt):
             run.step()
         threading.Timer(0.3, held.go.set).start()
         run.step()
         assert held.copied.is_set()
     assert differing(saved_values(tmp_path / ONE), expected) == []
+
+
+def test_a_ctrl_c_while_a_save_is_waited_for_does_not_make_it_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, held = Run(), HeldUp(monkeypatch)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        checkpointer.save(1)
+        interrupt_soon()
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.wait()
+        threading.Timer(0.3, held.go.set).start()
+        checkpointer.wait()
+        assert (tmp_path / ONE / "manifest.json").exists()

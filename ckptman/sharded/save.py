@@ -10,6 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -205,6 +206,7 @@ class Saver:
         reports: list[SaveReport] = []
         failure: CommitError | None = None
         while self._running:
+            wait_for([self._running[0]])  # still there after a Ctrl-C, for who waits again
             try:
                 reports.append(self._running.popleft().result())
             except CommitError as error:
