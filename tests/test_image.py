@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from ckptman.sharded import image
 from ckptman.sharded.container import frame_of, is_plain, payload_of
 from ckptman.sharded.image import Image, Layout, copy_range, in_order, pickled
 from tests.test_engine_values import DTYPES, NOT_SAVED_BY_DCP, QUANTIZED, Named, bits, name_of, noise
@@ -163,6 +164,14 @@ def test_values_that_are_equal_and_not_the_same_have_pickles_of_their_own(one: o
     for value in (0, 1, True, False, 1.0, 0.0, -0.0, (1,), (True,), (1.0,), (0.0,), (-0.0,), one):
         found = torch.load(io.BytesIO(pickled(value)), weights_only=True)
         assert repr(found) == repr(value)
+
+
+@pytest.mark.parametrize("value", ["x" * 100_000, (1.5,) * 100_000, ("x" * 100_000, 1)], ids=["text", "tuple", "both"])
+def test_what_is_long_is_not_kept_when_it_is_pickled(value: object) -> None:
+    """A text that grows from save to save, such as a log, would be kept as often as it is saved."""
+    kept = image._pickled_plain.cache_info().currsize
+    assert torch.load(io.BytesIO(pickled(value)), weights_only=True) == value
+    assert image._pickled_plain.cache_info().currsize == kept
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------

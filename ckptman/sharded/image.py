@@ -177,18 +177,22 @@ def address_of(memory: memoryview) -> int:
 
 
 _PLAIN = (int, float, str, bool, type(None))
+_SHORT = 64
+"""The most bits of a number, characters of a text, or parts of a tuple, of which the pickle is kept."""
 
 
 def pickled(value: Any) -> bytes:
     """What `torch.save` makes of a value: for readers other than ckptman. The same few numbers come again and again."""
-    if all(map(_has_short_text, value if type(value) is tuple else (value,))):
+    parts = value if type(value) is tuple else (value,)
+    if len(parts) <= _SHORT and all(map(_is_short, parts)):
         return _pickled_plain(type(value).__name__, repr(value), value)
     return _pickled(value)
 
 
-def _has_short_text(value: Any) -> bool:
-    # Python refuses to write integers of thousands of digits.
-    return type(value) in _PLAIN and (type(value) is not int or value.bit_length() <= 64)
+def _is_short(value: Any) -> bool:
+    if type(value) is str:
+        return len(value) <= _SHORT
+    return type(value) in _PLAIN and (type(value) is not int or value.bit_length() <= _SHORT)
 
 
 @lru_cache(maxsize=4096)

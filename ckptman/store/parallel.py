@@ -212,7 +212,7 @@ class _Job:
     def _run(self, run: Callable[[], None]) -> None:
         try:
             run()
-        except BaseException as error:  # noqa: BLE001  (raised again by `end`)
+        except BaseException as error:  # noqa: BLE001  (raised again by `lead`)
             with self._lock:
                 self.is_over, self._error = True, self._error or error
             self._on_stop()
