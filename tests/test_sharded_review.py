@@ -186,6 +186,40 @@ def test_parameters_that_never_had_a_gradient_and_empty_groups(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SparseAdam])
+@pytest.mark.parametrize("left_by", ["a gradient", "a freeze"])
+@pytest.mark.parametrize("way", ["restore", "load"])
+def test_an_optimizer_gets_its_state_whatever_its_parameters_look_like(
+    tmp_path: Path, way: str, left_by: str, kind: Any
+) -> None:
+    def make() -> dict[str, Any]:
+        model = nn.ModuleList(nn.Embedding(5, 3, sparse=kind is torch.optim.SparseAdam) for _ in range(2))
+        return {"model": model, "optimizer": kind(model.parameters())}
+
+    def use(model: nn.ModuleList, number: int) -> None:
+        model[number](torch.tensor([1, 3])).sum().backward()
+
+    saved, fresh = make(), make()
+    use(saved["model"], 0)
+    saved["optimizer"].step()
+    with open_run(tmp_path, saved) as checkpointer:
+        checkpointer.save(1)
+    if left_by == "a gradient":
+        use(fresh["model"], 1)  # to see whether it runs at all
+    else:
+        fresh["model"].requires_grad_(False)  # its layers are unfrozen one by one, when their steps come
+    before = [(each.requires_grad, each.grad) for each in fresh["model"].parameters()]
+    if way == "load":
+        ckptman.load(fresh, tmp_path / "step-0000000001")
+    else:
+        with open_run(tmp_path, fresh) as checkpointer:
+            checkpointer.restore()
+    ours, theirs = (each["optimizer"].state_dict()["state"] for each in (fresh, saved))
+    assert [*ours] == [*theirs] == [0]
+    assert all(torch.equal(torch.as_tensor(ours[0][key]), torch.as_tensor(theirs[0][key])) for key in theirs[0])
+    assert [(each.requires_grad, each.grad) for each in fresh["model"].parameters()] == before
+
+
 def test_an_object_that_was_empty_when_saved(tmp_path: Path) -> None:
     with open_run(tmp_path, {"callback": {}, "epoch": 1}) as checkpointer:
         checkpointer.save(1)

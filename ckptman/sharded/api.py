@@ -15,13 +15,12 @@ import torch
 
 from ckptman.errors import CommitError, MismatchError
 from ckptman.sharded.commit import Draft, SaveInfo
-from ckptman.sharded.load import all_or_corrupt, fill, flat_optimizer, not_started
-from ckptman.sharded.optimizer import parameter_of
+from ckptman.sharded.load import all_or_corrupt, fill, read_for, started
 from ckptman.sharded.plan import make_plan
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.reading import read_bytes
-from ckptman.sharded.saved import SavedState, read_to_load, resolve
+from ckptman.sharded.saved import SavedState, resolve
 from ckptman.sharded.state import (
     Snapshot,
     is_leaf,
@@ -88,32 +87,33 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
     """
     folder = Path(path)
     channel = Channel(TIMEOUT_SECONDS)
+    saved: list[SavedState] = []
     live: list[dict[str, Any]] = []
     found: list[_Found] = []
 
     def look() -> _Found:
-        found.append(_Found(read_to_load(folder, channel.rank)))
-        for name, value in live[0].items():
+        found.append(_Found(saved[0]))
+        for name, value in list(live[0].items()):
             if isinstance(state_dict[name], torch.optim.Optimizer):
-                found[0].leave_out(name, value)
-            found[0].look(value, (name,), partial(operator.setitem, live[0], name))
+                live[0][name] = started(value, saved[0].values.get(name, {}))
+            found[0].look(live[0][name], (name,), partial(operator.setitem, live[0], name))
         return _Found(None, missing=found[0].missing, mismatched=found[0].mismatched)
 
     held = contextlib.ExitStack()
     if channel.is_leader:
         held.enter_context(reading(folder, what="load"))
     try:
-        channel.everywhere(lambda: live.append(nested(state_dict, channel.rank, create=True)))
+        all_or_corrupt(channel, lambda: saved.append(read_for(state_dict, folder, channel.rank)), folder)
+        channel.everywhere(lambda: live.append(nested(state_dict, channel.rank, saved[0].values)))
         reports = all_or_corrupt(channel, look, folder)
         missing = sorted({name for each in reports for name in each.missing})
         mismatched = sorted({line for each in reports for line in each.mismatched})
         if missing or mismatched:
             raise MismatchError(str(folder), missing, (), mismatched)
-        assert found[0].saved is not None
         all_or_corrupt(channel, partial(found[0].read_values, verify), folder)
-        fill(channel, found[0].saved, found[0].targets, folder, verify=verify)
+        fill(channel, saved[0], found[0].targets, folder, verify=verify)
         found[0].set_values()
-        channel.everywhere(lambda: _hand_over(state_dict, live[0], channel.rank, found[0]))
+        channel.everywhere(lambda: _hand_over(state_dict, live[0], channel.rank))
     except RankFailed as failed:
         raise failed.as_ckptman_error() from failed
     finally:
@@ -129,19 +129,8 @@ class _Found:
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     plain: list[tuple[Any, Callable[[Any], None]]] = field(default_factory=list)
     pickled: list[tuple[str, Callable[[Any], None]]] = field(default_factory=list)
-    not_started: dict[str, set[str]] = field(default_factory=dict)
-    left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
-
-    def leave_out(self, name: str, live: dict[str, Any]) -> None:
-        """Take out of an optimizer's state what it did not have yet when it was saved."""
-        assert self.saved is not None
-        saved = flat_optimizer(self.saved.values.get(name, {}))
-        self.saved.values[name] = saved
-        absent = not_started(live, saved)
-        self.not_started[name] = absent
-        self.left_out[name] = {entry: live.pop(entry) for entry in list(live) if parameter_of(entry) in absent}
 
     def look(self, value: Any, path: tuple[str | int, ...], assign: Callable[[Any], None]) -> None:
         """Look for a value and everything below it. `assign` puts another plain value in its place."""
@@ -200,13 +189,11 @@ def _at(values: Any, path: tuple[str | int, ...]) -> tuple[Any, bool]:
     return values, True
 
 
-def _hand_over(state_dict: MutableMapping[str, Any], values: Mapping[str, Any], rank: int, found: _Found) -> None:
+def _hand_over(state_dict: MutableMapping[str, Any], values: Mapping[str, Any], rank: int) -> None:
     for name, value in values.items():
         target = state_dict[name]
         if is_named(target) or is_stateful(target):
             mine = value[rank_key(rank)] if getattr(target, "per_rank", False) else value
-            if name in found.left_out:
-                mine = mine | found.left_out[name]
-            put_back(state_dict, name, mine, rank, False, found.not_started.get(name, set()))
+            put_back(state_dict, name, mine, rank, False)
         elif value is not target:
             state_dict[name] = value

@@ -225,7 +225,7 @@ def _measure_free(name: str, saved: Any, live: Any, fit: _Fit) -> None:
 
 
 def started(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state without that of parameters that had none yet when it was saved: they will have none again."""
+    """An optimizer's state, without what parameters have of it that had none yet when it was saved."""
     known = {parameter_of(entry) for entry in saved}
     return {entry: value for entry, value in live.items() if not (each := parameter_of(entry)) or each in known}
 

@@ -1,12 +1,13 @@
 """The state of an optimizer by the names of its parameters, so that it reshards.
 
 torch's functions do the naming. What they do besides is undone here: they let an optimizer that has no state yet make
-one by a step on zero gradients, which counts as a step afterwards; and they stumble over empty parameter groups.
+one by a step on zero gradients, which counts as a step afterwards; they make none where there is any gradient; they
+load none for a parameter that is frozen at the time; and they stumble over empty parameter groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,35 +36,89 @@ def model_of(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> torc
     )
 
 
-def get_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, create: bool = False) -> dict[str, Any]:
+def get_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """`state.<parameter>.<name>` and `param_groups.<parameter>.<name>`, with the live tensors.
 
-    An optimizer that has not stepped yet has no `state`, and stays so, unless `create`.
+    An optimizer that has not stepped yet has no `state`, and stays so.
     """
     untouched = not optimizer.state
     with _without_empty_groups(optimizer):
         values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
-    if untouched and not create:
+    if untouched:
         optimizer.state.clear()
         return {name: value for name, value in values.items() if not name.startswith("state.")}
     return values
 
 
-def set_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any], not_started: set[str]
-) -> None:
-    """Give an optimizer what was saved; `not_started` names parameters that had no state when it was saved."""
-    with _without_empty_groups(optimizer):
+def get_state_to_fill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Iterable[str]) -> dict[str, Any]:
+    """As `get_state`, of an optimizer that has made its state for every parameter of which `saved` names an entry."""
+    parameters = _with_state(model, optimizer, saved)
+    with _without_empty_groups(optimizer), _training_only(optimizer, parameters):
+        _make_state(optimizer, [each for each in parameters if not optimizer.state.get(each)])
+        return dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+
+
+def set_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+    """Give an optimizer what was saved. Parameters that had no state then have none again."""
+    with _without_empty_groups(optimizer), _training_only(optimizer, _with_state(model, optimizer, values)):
         set_optimizer_state_dict(model, optimizer, values, options=_FLAT)
-    if not_started:
-        for name, parameter in model.named_parameters():
-            if not_started & _get_fqns(model, name):
-                optimizer.state.pop(parameter, None)
 
 
 def parameter_of(entry: str) -> str | None:
     """The parameter that an entry `state.<parameter>.<name>` belongs to; None for other entries."""
     return entry.removeprefix("state.").rpartition(".")[0] if entry.startswith("state.") else None
+
+
+def _with_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, entries: Iterable[str]
+) -> list[torch.nn.Parameter]:
+    """The parameters of an optimizer that have state among these entries."""
+    names = set()
+    for entry in entries:
+        parameter = parameter_of(entry)
+        while parameter and parameter not in names:  # of nested state, `<parameter>.<key>` is a name too
+            names.add(parameter)
+            parameter = parameter.rpartition(".")[0]
+    own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    found = model.named_parameters(remove_duplicate=False)
+    return list({each: None for name, each in found if id(each) in own and names & _get_fqns(model, name)})
+
+
+def _make_state(optimizer: torch.optim.Optimizer, parameters: Collection[torch.nn.Parameter]) -> None:
+    """Make the state of parameters, to be filled: by a step on zero gradients, at a learning rate of 0."""
+    if not parameters:
+        return
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    for parameter in parameters:
+        zeros = torch.zeros_like(parameter)
+        parameter.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
+    try:
+        for group, rate in rates:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for group, rate in rates:
+            group["lr"] = rate
+        for parameter in parameters:
+            parameter.grad = None
+
+
+@contextmanager
+def _training_only(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Inside, the other parameters of an optimizer are frozen, these are not, and none has a gradient."""
+    chosen = {id(each) for each in parameters}
+    before = [(each, each.requires_grad, each.grad) for group in optimizer.param_groups for each in group["params"]]
+    try:
+        for each, requires_grad, _ in before:
+            each.grad = None
+            if requires_grad != (id(each) in chosen):
+                each.requires_grad_(not requires_grad)
+        yield
+    finally:
+        for each, requires_grad, gradient in before:
+            if each.requires_grad != requires_grad:
+                each.requires_grad_(requires_grad)
+            each.grad = gradient
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import ConfigError
 from ckptman.sharded.boxes import is_dense
-from ckptman.sharded.optimizer import get_state, model_of, set_state
+from ckptman.sharded.optimizer import get_state, get_state_to_fill, model_of, set_state
 from ckptman.store.manifest import Mesh
 from ckptman.store.plain import TensorRef, encode, tensor_ref
 
@@ -109,17 +109,19 @@ def snapshot_of(values: Mapping[str, Any], *, strict: bool = True) -> Snapshot:
     return result
 
 
-def nested(state: Mapping[str, Any], rank: int, *, create: bool = False) -> dict[str, Any]:
+def nested(state: Mapping[str, Any], rank: int, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The state dicts of all objects: flat ones for modules and optimizers, what they give for all others.
 
-    `create`: optimizers that have no state yet make it, to be filled.
+    `saved`: the values of a checkpoint; optimizers make the state that it has of them, to be filled.
     """
     result: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, torch.nn.Module):
             result[name] = get_model_state_dict(value)
         elif isinstance(value, torch.optim.Optimizer):
-            result[name] = get_state(model_of(value, state), value, create=create)
+            model = model_of(value, state)
+            entries = saved.get(name, ()) if saved is not None else None
+            result[name] = get_state(model, value) if entries is None else get_state_to_fill(model, value, entries)
         elif getattr(value, "per_rank", False):
             result[name] = {rank_key(rank): value.state_dict()}
         elif is_stateful(value):
@@ -176,15 +178,13 @@ def value_digests(shot: Snapshot, state: Mapping[str, Any]) -> dict[str, str]:
     return {name: xxh3_128_hexdigest("\n".join(each).encode()) for name, each in texts.items()}
 
 
-def put_back(
-    state: MutableMapping[str, Any], name: str, values: Any, rank: int, from_other_rank: bool, not_started: set[str]
-) -> None:
+def put_back(state: MutableMapping[str, Any], name: str, values: Any, rank: int, from_other_rank: bool) -> None:
     """Give one object of the application the values that were restored for it."""
     target = state[name]
     if isinstance(target, torch.nn.Module):
         set_model_state_dict(target, values)
     elif isinstance(target, torch.optim.Optimizer):
-        set_state(model_of(target, state), target, values, not_started)
+        set_state(model_of(target, state), target, values)
     elif from_other_rank:
         if not hasattr(target, "load_from_other_rank"):
             raise ConfigError(
