@@ -16,7 +16,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.ranks import run_ranks
-from tests.test_engine_values import MAIN_WAYS, READERS, WRITERS, State, bits, load, noise, save
+from tests.test_engine_values import MAIN_WAYS, READERS, WAYS, WRITERS, State, Way, bits, load, noise, save
 
 SHAPE = (3, 6, 2, 5, 4)
 """Divides by 4 in one dimension only; over 4 ranks, 3 and 2 leave some of them nothing."""
@@ -160,6 +160,34 @@ def load_other_kinds(root: str) -> list[str]:
 def test_other_kinds_of_shards_that_dcp_knows(tmp_path: Path) -> None:
     run_ranks(3, save_other_kinds, str(tmp_path))
     assert run_ranks(2, load_other_kinds, str(tmp_path)) == [[], []]
+
+
+def legacy_shards(blank: bool) -> State:
+    """As FSDP1 has them: a tensor that is smaller than the number of ranks leaves the last without a shard."""
+    from torch.distributed._shard.sharded_tensor import Shard as LegacyShard
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+
+    rank, whole = dist.get_rank(), noise(torch.int32, 1, 6) * (not blank)
+    mine = [LegacyShard.from_tensor_and_offsets(whole.clone(), [0, 0], rank)] if rank == 0 else []
+    return {"x": init_from_local_shards(mine, [1, 6])}
+
+
+def legacy_shards_come_back(root: str) -> list[Way]:
+    """The ways in which they do not."""
+    warnings.simplefilter("default")  # torch warns of its own use of sharded tensors
+    wrong, expected = [], legacy_shards(blank=False)
+    for writer in WRITERS:
+        save(legacy_shards(blank=False), f"{root}/{writer}", writer)
+    for writer, reader in WAYS:
+        fresh = legacy_shards(blank=True)
+        load(fresh, f"{root}/{writer}", reader)
+        if not all(map(torch.equal, parts(fresh["x"]), parts(expected["x"]))):
+            wrong.append((writer, reader))
+    return wrong
+
+
+def test_a_rank_without_a_shard_of_a_legacy_tensor(tmp_path: Path) -> None:
+    assert run_ranks(2, legacy_shards_come_back, str(tmp_path)) == [[], []]
 
 
 def save_what_differs(root: str) -> None:

@@ -8,11 +8,11 @@ after each band the members exchange what the others need. So nobody reads colum
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +36,8 @@ MEMBERS = 32
 """The most ranks in a family: of more that need the same, every so many make one of their own."""
 SHARED_BYTES = 4096
 """Tensors of less than this are read by every rank: asking others for them would take longer."""
+
+T = TypeVar("T")
 
 
 class Member(NamedTuple):
@@ -117,7 +119,7 @@ def _families(
 
     def find() -> dict[str, str]:
         for name, tensor in sorted(targets.items()):
-            if tensor.is_meta:
+            if any(part.is_meta for _, part in local_parts(tensor, name)):
                 raise ConfigError(
                     f"{name} is on the meta device, where nothing can be loaded: materialise it first (to_empty())"
                 )
@@ -205,12 +207,13 @@ class _Exchange:
         rounds = max(len(bands) for bands in self._bands)
         read_bytes = 0
         with ThreadPoolExecutor(1, thread_name_prefix="ckptman-read") as reader:
-            ahead = reader.submit(self._read, 0)
+            begin = reader.submit if _has_thread(reader) else _at_once
+            ahead = begin(self._read, 0)
             for number in range(rounds):
                 pieces, count = ahead.result()
                 read_bytes += count
                 if number + 1 < rounds:
-                    ahead = reader.submit(self._read, number + 1)
+                    ahead = begin(self._read, number + 1)
                 if self._exchange(number, pieces):
                     ahead.result()
                     break
@@ -301,6 +304,20 @@ class _Exchange:
     def _band(self, member: int, number: int) -> list[Band]:
         bands = self._bands[member]
         return bands[number] if number < len(bands) else []
+
+
+def _has_thread(pool: ThreadPoolExecutor) -> bool:
+    try:
+        pool.submit(int)  # starts it
+    except RuntimeError:  # no more threads for this user: slower, not wrong
+        return False
+    return True
+
+
+def _at_once(work: Callable[[int], T], number: int) -> Future[T]:
+    done: Future[T] = Future()
+    done.set_result(work(number))
+    return done
 
 
 def _bands(line: Sequence[Common], member: int, members: int) -> Iterator[list[Band]]:

@@ -7,6 +7,7 @@ A flat name is the path joined by dots, exactly as torch's DCP flattens a nested
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -80,7 +81,8 @@ def snapshot(state: Mapping[str, Any], rank: int, *, strict: bool = True) -> Sna
         elif isinstance(value, torch.optim.Optimizer):
             alike |= {each for each in result.tensors if each.startswith(f"{name}.")}
     if not strict:  # as DCP: whoever has a tensor writes it; small ones still come from one rank
-        alike |= {name for name, each in result.tensors.items() if each.nbytes >= SHARED_BYTES}
+        sizes = {name: math.prod(each.shape) * each.dtype.itemsize for name, each in result.tensors.items()}
+        alike |= {name for name, size in sizes.items() if size >= SHARED_BYTES}
     result.from_lowest = set(result.paths) - alike
     result.own = {name for name, value in state.items() if getattr(value, "per_rank", False)}
     return result
