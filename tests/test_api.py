@@ -110,6 +110,30 @@ def test_a_process_forked_during_a_save_takes_nothing_of_it_away(tmp_path: Path)
     ckptman.load({"x": torch.zeros(3)}, tmp_path / "x")
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupt_while_a_checkpoint_is_replaced_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, when: str
+) -> None:
+    """On a parallel file system a rename takes long enough for Ctrl-C."""
+    ckptman.save(state(1.0), tmp_path / "x")
+    renames, rename = list[str](), Disk.rename
+
+    def interrupted(self: Disk, source: Path, target: Path) -> None:
+        renames.append(target.name)
+        if len(renames) != at or when == "after":
+            rename(self, source, target)
+        if len(renames) == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Disk, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ckptman.save(state(2.0), tmp_path / "x", overwrite=True)
+    fresh = state(0.0)
+    ckptman.load(fresh, tmp_path / "x")
+    assert fresh["step"] in (1, 2)
+
+
 def test_a_checkpoint_is_replaced_only_if_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "x"
     ckptman.save(state(1.0), path)

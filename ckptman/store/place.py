@@ -120,14 +120,16 @@ class FolderPlace:
             stays = self.is_abandoned(final)
             if not stays and not replace:
                 raise _taken(final)
-            # An earlier save of this step stands aside under a name that still counts until the new one is there.
             aside = self.root / f"{name}.{'abandoned' if stays else 'old'}-{tag}"
-            self._disk.rename(final, aside)
         try:
+            if aside is not None:
+                # An earlier save of this step stands aside under a name that still counts until the new one is there.
+                self._disk.rename(final, aside)
             self._disk.rename(source, final)
-        except OSError as error:
+        except BaseException as error:  # Ctrl-C too
             # A folder with something in it is never replaced by a rename: somebody made it this very moment.
-            if aside is None and error.errno in (errno.ENOTEMPTY, errno.EEXIST) and not replace:
+            is_taken = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+            if aside is None and is_taken and not replace:
                 raise _taken(final) from error
             if aside is not None:
                 # Where it cannot go back it still counts. What failed first is what has to be told.
