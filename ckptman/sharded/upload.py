@@ -22,7 +22,6 @@ class Uploader:
     """Copies host memory into tensors of one device, from several threads at a time, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         # What was done to the targets before must be over before they are written.
