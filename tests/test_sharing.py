@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -209,6 +212,23 @@ def load_again_and_again(path: str) -> list[str]:
 def test_one_load_after_the_other(tmp_path: Path) -> None:
     ckptman.save(odd(), tmp_path / "x")
     assert run_ranks(4, load_again_and_again, str(tmp_path / "x"), limit=30) == [[]] * 4
+
+
+def load_without_threads(path: str) -> list[str]:
+    api_module.TIMEOUT_SECONDS = 5
+    mesh = init_device_mesh("cpu", (2, 2))
+    fresh = lay_out({key: torch.zeros_like(each) for key, each in odd().items()}, mesh, (Replicate(), Shard(0)))
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() % 2 == 0:
+            refusal = RuntimeError("can't start new thread")
+            stack.enter_context(mock.patch.object(threading.Thread, "start", side_effect=refusal))
+        ckptman.load(fresh, path)
+    return wrong(fresh, lay_out(odd(), mesh, (Replicate(), Shard(0))))
+
+
+def test_ranks_that_can_start_no_thread_read_all_the_same(tmp_path: Path) -> None:
+    ckptman.save(odd(), tmp_path / "step-0000000001")
+    assert run_ranks(4, load_without_threads, str(tmp_path / "step-0000000001"), limit=30) == [[]] * 4
 
 
 def load_with_a_group_of_one(path: str) -> list[str]:

@@ -96,12 +96,14 @@ def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> 
         _let_prunes_pass(root, names)
     done = threading.Event()
     thread = threading.Thread(target=_beat, args=(path, text, done, disk), name="ckptman-lease", daemon=True)
-    thread.start()
+    with contextlib.suppress(RuntimeError):  # no more threads for this user: the process itself says that it is alive
+        thread.start()
     try:
         yield path.stem.removeprefix("lease-")
     finally:
         done.set()
-        thread.join(_END_SECONDS)
+        if thread.ident is not None:
+            thread.join(_END_SECONDS)
         if not thread.is_alive():  # else it waits for a file system that hangs, and nobody else is to
             with contextlib.suppress(OSError):
                 disk.remove_file(path)
