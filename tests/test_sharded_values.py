@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckptman
@@ -100,6 +101,40 @@ class StalledDisk(Disk):
         if threading.current_thread().name.startswith("ckptman-save"):
             self.gate.wait()
         super().sync_file(fd)
+
+
+class Counting(nn.Module):
+    """Keeps more than parameters and buffers, and not always as much, as layers that scale their numbers do."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.filterwarnings("ignore:.*in a single process")
+@pytest.mark.parametrize("way", ["restore", "load", "of plain DCP"])
+def test_what_a_module_keeps_besides_is_for_it_to_check(tmp_path: Path, way: str) -> None:
+    saved = [torch.arange(5), {"scale": torch.ones(2), "history": [torch.zeros(3), 7], "n": 1}]
+    fresh = [torch.empty(0), None]
+    model, other = (nn.ModuleList(map(Counting, each)) for each in (saved, fresh))
+    if way == "of plain DCP":
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "step-0000000001", no_dist=True)
+    else:
+        with ckptman.Checkpointer(tmp_path, {"model": model}) as checkpointer:
+            checkpointer.save(1)
+    if way == "restore":
+        with ckptman.Checkpointer(tmp_path, {"model": other}) as checkpointer:
+            checkpointer.restore()
+    else:
+        ckptman.load({"model": other}, tmp_path / "step-0000000001")
+    assert torch.equal(other[0].extra, torch.arange(5))
+    assert repr(other[1].extra) == repr(saved[1])
 
 
 def test_training_goes_on_while_the_private_copy_is_written(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from ckptman.errors import CommitError, MismatchError
 from ckptman.sharded.commit import Draft, SaveInfo
-from ckptman.sharded.load import all_or_corrupt, fill, read_for, started
+from ckptman.sharded.load import all_or_corrupt, fill, is_extra_state, own_tensors, read_for, started
 from ckptman.sharded.plan import make_plan
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
@@ -30,6 +30,7 @@ from ckptman.sharded.state import (
     put_back,
     rank_key,
     refs_in,
+    replace_refs,
     snapshot,
 )
 from ckptman.sharded.writing import Content, Writing
@@ -92,7 +93,9 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
     found: list[_Found] = []
 
     def look() -> _Found:
-        found.append(_Found(saved[0]))
+        modules = [name for name, value in state_dict.items() if isinstance(value, torch.nn.Module)]
+        extra = {f"{name}.{entry}" for name in modules for entry in live[0][name] if is_extra_state(entry)}
+        found.append(_Found(saved[0], extra))
         for name, value in list(live[0].items()):
             if isinstance(state_dict[name], torch.optim.Optimizer):
                 live[0][name] = started(value, saved[0].values.get(name, {}))
@@ -123,9 +126,13 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
 
 @dataclass
 class _Found:
-    """What was found in a checkpoint for a state: tensors to fill by flat name, and how to set each plain value."""
+    """What was found in a checkpoint for a state: tensors to fill by flat name, and how to set each plain value.
+
+    `extra`: names of what modules check themselves, whatever it looks like.
+    """
 
     saved: SavedState | None
+    extra: set[str] = field(default_factory=set)
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     plain: list[tuple[Any, Callable[[Any], None]]] = field(default_factory=list)
     pickled: list[tuple[str, Callable[[Any], None]]] = field(default_factory=list)
@@ -136,7 +143,12 @@ class _Found:
         """Look for a value and everything below it. `assign` puts another plain value in its place."""
         assert self.saved is not None
         name = ".".join(map(str, path))
-        if isinstance(value, torch.Tensor):
+        if name in self.extra and _at(self.saved.values, path)[1]:
+            there, _ = _at(self.saved.values, path)
+            tensors = own_tensors(self.saved, name, there, value)
+            self.targets |= tensors
+            self.plain.append((there, lambda found: assign(replace_refs(found, lambda ref: tensors[ref.name]))))
+        elif isinstance(value, torch.Tensor):
             record = self.saved.index.tensors.get(name)
             here = (str(value.dtype).removeprefix("torch."), tuple(value.shape))
             if record is None:

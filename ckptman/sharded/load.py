@@ -177,7 +177,7 @@ def _take_measure(state: State, live: dict[str, Any], saved: SavedState, rank: i
 
 
 def _measure_named(name: str, target: object, live: dict[str, Any], fit: _Fit, report: _Report) -> None:
-    """Modules and optimizers: exactly the names, shapes and dtypes that were saved."""
+    """Modules and optimizers: exactly the names, and for tensors the shapes and dtypes, that were saved."""
     saved = fit.saved.values[name]
     if isinstance(target, torch.optim.Optimizer):
         live = started(live, saved)
@@ -187,6 +187,8 @@ def _measure_named(name: str, target: object, live: dict[str, Any], fit: _Fit, r
         report.wanted.add(full)
         if entry not in saved:
             report.missing.append(full)
+        elif is_extra_state(entry):
+            fit.targets |= own_tensors(fit.saved, full, saved[entry], value)
         elif isinstance(value, torch.Tensor) != isinstance(saved[entry], TensorRef):
             kinds = ["a plain value", "a tensor"]
             here, other = reversed(kinds) if isinstance(value, torch.Tensor) else kinds
@@ -209,19 +211,28 @@ def _measure_per_rank(name: str, rank: int, fit: _Fit) -> None:
 
 
 def _measure_free(name: str, saved: Any, live: Any, fit: _Fit) -> None:
-    """Stateful objects, dicts and values decide themselves what fits.
+    """Stateful objects, dicts and values decide themselves what fits."""
+    fit.targets |= own_tensors(fit.saved, name, saved, live)
+    fit.values[name] = saved
 
-    They get tensors of their own, sharded as theirs are: a live one may well be a parameter of the model.
-    """
+
+def is_extra_state(entry: str) -> bool:
+    """Whether an entry of a module's state dict is what its `get_extra_state` gave, and `set_extra_state` checks."""
+    return entry.rpartition(".")[2] == "_extra_state"
+
+
+def own_tensors(saved: SavedState, name: str, value: Any, live: Any) -> dict[str, torch.Tensor]:
+    """New tensors for those in a saved value, sharded as the live ones are: one of these may well be a parameter."""
     there = snapshot_of({name: live}).tensors
-    for ref in refs_in(saved):
-        size, dtype = torch.Size(fit.saved.tensor(ref.name).shape), fit.saved.dtype(ref.name)
+    found: dict[str, torch.Tensor] = {}
+    for ref in refs_in(value):
+        size, dtype = torch.Size(saved.tensor(ref.name).shape), saved.dtype(ref.name)
         like = there.get(ref.name)
         if isinstance(like, DTensor) and (like.size(), like.dtype) == (size, dtype):
-            fit.targets[ref.name] = torch.empty_like(like)
+            found[ref.name] = torch.empty_like(like)
         else:
-            fit.targets[ref.name] = torch.empty(size, dtype=dtype, device=like.device if like is not None else None)
-    fit.values[name] = saved
+            found[ref.name] = torch.empty(size, dtype=dtype, device=like.device if like is not None else None)
+    return found
 
 
 def started(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
