@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -128,6 +129,17 @@ def test_writer_and_reader_stand_alone_in_dcp_save_and_load(tmp_path: Path) -> N
 class Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return sys.exit, (99,)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_and_ckptman_lay_out_a_data_file_alike(tmp_path: Path) -> None:
+    state = {"large": torch.ones(600, 600), "small": torch.ones(3), "epoch": 3, "name": "x"}
+    ckptman.save(state, tmp_path / "ours")
+    dcp.save(state, storage_writer=ckptman.StorageWriter(tmp_path / "dcp"))
+    ours, theirs = (json.loads((tmp_path / name / "index.json").read_text())["objects"] for name in ("ours", "dcp"))
+    assert ours == theirs
+    assert min(each["offset"] for each in ours.values()) % 4096 == 0
+    assert (tmp_path / "ours" / "chunks.bin").read_bytes() == (tmp_path / "dcp" / "chunks.bin").read_bytes()
 
 
 def test_a_hostile_value_is_refused_by_the_reader_with_torchs_own_planner(tmp_path: Path) -> None:

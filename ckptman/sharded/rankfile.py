@@ -59,8 +59,7 @@ def make_rank_file(snapshot: Snapshot, plan: WritePlan) -> RankFile:
     """Lay out what a plan gives this rank to write. Raises: ConfigError (a tensor without memory)."""
     memory = memory_of(plan.pieces, snapshot.tensors)
     for piece, each in zip(plan.pieces, memory):
-        if each.is_meta:
-            raise ConfigError(f"{piece.name} is on the meta device: it has a shape and no values. Materialise it first")
+        refuse_meta(each, piece.name)
     plain = [number for number, each in enumerate(memory) if is_plain(each)]
     order, places, literals, end = lay_out([(memory[number].dtype, plan.pieces[number].sizes) for number in plain])
     return RankFile(
@@ -71,6 +70,12 @@ def make_rank_file(snapshot: Snapshot, plan: WritePlan) -> RankFile:
         literals,
         end,
     )
+
+
+def refuse_meta(tensor: torch.Tensor, name: str) -> None:
+    """Raises: ConfigError where a tensor has no values that could be saved."""
+    if tensor.is_meta:
+        raise ConfigError(f"{name} is on the meta device: it has a shape and no values. Materialise it first")
 
 
 def lay_out(

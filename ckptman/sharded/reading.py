@@ -115,8 +115,7 @@ def read_bytes(saved: SavedState, name: str, *, verify: bool = True) -> bytes:
     """The pickle of a plain value. Raises: CorruptError."""
     at = saved.object(name)
     data = bytearray(at.bytes)
-    wanted = [Wanted(at.file, at.offset, at.bytes, into=memoryview(data), label=name)]
-    read_wanted(saved.folder, wanted, _digests(saved, wanted) if verify else None)
+    _read(saved, [Wanted(at.file, at.offset, at.bytes, into=memoryview(data), label=name)], verify)
     return bytes(data)
 
 

@@ -36,9 +36,9 @@ from ckptman.sharded.commit import Draft
 from ckptman.sharded.container import is_plain
 from ckptman.sharded.describe import Describer, Part, write_part
 from ckptman.sharded.foreign import load_plain
-from ckptman.sharded.image import Image, Layout, Placed, in_order, pickled
+from ckptman.sharded.image import Image, Layout, Placed, pickled
 from ckptman.sharded.plan import Described
-from ckptman.sharded.rankfile import make_rows
+from ckptman.sharded.rankfile import lay_out, make_rows, refuse_meta
 from ckptman.sharded.reading import NOT_USABLE, Fill, read_bytes, read_fills
 from ckptman.sharded.saved import SavedState, read_to_load
 from ckptman.sharded.state import Snapshot, snapshot_of
@@ -253,23 +253,18 @@ def _lay_out(plan: SavePlan, planner: SavePlanner) -> tuple[Image, list[tuple[Wr
         data = planner.resolve_data(item)
         if isinstance(data, io.BytesIO):
             others.append((item, data.getvalue()))
-        elif data.is_meta:
-            raise ConfigError(
-                f"{item.index.fqn} is on the meta device: it has a shape and no values. Materialise it first"
-            )
-        elif is_plain(tensor := data.detach()) and _is_as_described(item, tensor):
+            continue
+        refuse_meta(data, item.index.fqn)
+        if is_plain(tensor := data.detach()) and _is_as_described(item, tensor):
             plain.append((item, tensor))
         else:
             others.append((item, pickled(tensor)))
-    layout = Layout()
-    placed, payloads = [], []
-    for number in in_order([(each.dtype, tuple(each.shape)) for _, each in plain]):
-        item, tensor = plain[number]
-        at = layout.add_tensor(tensor.dtype, tuple(tensor.shape))
-        placed.append((item, at))
-        payloads.append((at.payload, tensor))
+    order, places, literals, end = lay_out([(each.dtype, tuple(each.shape)) for _, each in plain])
+    layout = Layout(end)
+    placed = [(plain[number][0], at) for number, at in zip(order, places)]
+    payloads = [(at.payload, plain[number][1]) for number, at in zip(order, places)]
     placed += [(item, layout.add_bytes(data)) for item, data in others]
-    return Image([*layout.literals, *payloads]), placed
+    return Image([*literals, *layout.literals, *payloads]), placed
 
 
 def _describe(placed: list[tuple[WriteItem, Placed]]) -> tuple[tuple[Described, ...], bytes]:
