@@ -308,6 +308,18 @@ def test_a_claim_whose_files_were_removed_is_made_again(tmp_path: Path) -> None:
     assert not run_folder(tmp_path).exists()
 
 
+def test_a_root_whose_file_system_is_gone_is_not_claimed_on_the_one_below(tmp_path: Path) -> None:
+    """What is saved there would be hidden as soon as it is mounted again."""
+    held = claim(tmp_path, "run", None)
+    held._device += 1
+    held.check()  # mounted again, a file system may have another number
+    DISK.remove_tree(run_folder(tmp_path))
+    with pytest.raises(RootError, match="see whether it is still mounted"):
+        held.check()
+    assert not run_folder(tmp_path).exists()
+    held.release()
+
+
 def test_whoever_looked_too_early_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS may show an old listing: a claim of a number that others have passed is taken back."""
     held = claim(tmp_path, "run", None)

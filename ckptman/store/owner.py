@@ -90,6 +90,7 @@ class Claim:
     def __init__(self, root: Path, owner: Owner, number: int, disk: Disk = DISK) -> None:
         self.root, self.owner = root, owner
         self._number, self._disk = number, disk
+        self._device = root.stat().st_dev
         self._counter = itertools.count(1)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="ckptman-owner", daemon=True)
@@ -100,8 +101,15 @@ class Claim:
         return f"{self.owner.nonce}-{next(self._counter)}"
 
     def check(self) -> None:
-        """Raises: BusyError if another run took the root over (this process was silent for too long), OSError."""
+        """Raises: BusyError if another run took the root over (this process was silent for too long), RootError where
+        something else lies there now, OSError."""
         mark = _newest(self.root)
+        if mark is None and self.root.stat().st_dev != self._device:
+            raise RootError(
+                errno.ENODEV,
+                f"{self.root} is not on the file system that this run began on, so what is saved there would be hidden "
+                f"once that is back: see whether it is still mounted",
+            )
         if mark is None:
             # Somebody removed the run's own files: claimed again, or the next run would come in unhindered.
             self._disk.make_folders(run_folder(self.root))
