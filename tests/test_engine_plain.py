@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import ckptman
 from tests.test_engine_values import (
     READERS,
+    WAYS,
     WRITERS,
     Named,
     State,
@@ -67,6 +68,52 @@ def test_tensor_subclasses(tmp_path: Path, way: Way) -> None:
         fresh = {name: blank(tensor) for name, tensor in plain.items()}
         load(fresh, tmp_path / "x", way[1])
     assert differing(fresh, plain) == []
+
+
+class Quantized(Doubled):
+    """Can be detached and copied, and nothing else: no cutting, no cloning. So is the state of some optimizers."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Quantized:
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], cls):
+            args[0].inner.copy_(args[1].inner)
+            return args[0]
+        if func is torch.ops.aten.is_pinned.default:
+            return False
+        raise NotImplementedError(f"{func} of a tensor that is quantized")
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("x", Quantized(values))
+
+
+@pytest.mark.parametrize("way", [*WAYS, ("Checkpointer", "restore")], ids=" to ".join)
+def test_tensors_that_can_only_be_copied(tmp_path: Path, way: Way) -> None:
+    values = noise(torch.int16, 4, 6)
+    fresh = {"x": Quantized(torch.zeros_like(values))}
+    with torch.serialization.safe_globals([Quantized]):
+        if way == ("Checkpointer", "restore"):
+            with ckptman.Checkpointer(tmp_path, {"layer": Layer(values)}) as checkpointer:
+                checkpointer.save(1)
+            layer = Layer(torch.zeros_like(values))
+            with ckptman.Checkpointer(tmp_path, {"layer": layer}) as checkpointer:
+                checkpointer.restore()
+            fresh["x"] = layer.x
+        else:
+            save({"x": Quantized(values)}, tmp_path / "x", way[0])
+            load(fresh, tmp_path / "x", way[1])
+    assert torch.equal(fresh["x"].inner, values)
 
 
 @pytest.mark.parametrize("sizes", [(4, 6), (1100, 1200)], ids=["small", "large"])

@@ -177,5 +177,6 @@ def _unpack(saved: SavedState, fill: Fill, container: memoryview) -> None:
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != fill.chunk.sizes:
         raise CorruptError(f"{where} is not a tensor of the shape {list(fill.chunk.sizes)}, as it should be")
     for dim, (start, size) in enumerate(zip(fill.start, fill.target.shape)):
-        tensor = tensor.narrow(dim, start, size)
+        if size != tensor.shape[dim]:  # not every class of tensors can be cut
+            tensor = tensor.narrow(dim, start, size)
     put(fill.target, tensor)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from ckptman.sharded.commit import Draft
 from ckptman.sharded.describe import Describer, Part, write_part
@@ -52,7 +53,7 @@ class Content:
         return cls(
             file,
             tensors,
-            [each.clone() if private else each for each in special],
+            [_cloned(each) if private else each for each in special],
             {name: _copied(each) if private else each for name, each in objects.items()},
             [snapshot.units[number].as_unit() for number in file.plan.units],
             [snapshot.units[number].as_unit() for number in file.plan.own_units],
@@ -152,3 +153,10 @@ def _image(content: Content) -> tuple[Image, list[Placed], dict[str, tuple[int, 
 
 def _copied(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool, bytes, type(None))) else copy.deepcopy(value)
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy. A tensor that is made of others may not know how to clone itself: they do."""
+    if is_traceable_wrapper_subclass(tensor):
+        return transform_subclass(tensor, lambda _, inner: _cloned(inner))
+    return tensor.clone()
