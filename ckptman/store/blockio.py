@@ -2,7 +2,7 @@
 
 Writing is in this file and uses direct I/O where the file system takes it; reading is in `ckptman.store.ranges`.
 Digests and blocks are those of `ckptman.store.digest`. Torch-free. Memory beyond sources and destinations: scratch of
-one stride a thread (up to three where ranges are wanted whole), used again by later calls.
+one stride a thread (up to three where ranges are wanted whole), used again by later calls unless it is large.
 """
 
 from __future__ import annotations
