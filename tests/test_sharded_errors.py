@@ -176,27 +176,32 @@ def no_descriptor_left(path: Path | str, *args: Any, **kwargs: Any) -> int:
     return REAL_OPEN(path, *args, **kwargs)
 
 
+def no_server(*_: Any) -> int:
+    raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+
 def no_memory_left(*_: object, **__: object) -> torch.Tensor:
     return torch.zeros(1).new_empty(2**60)  # what torch raises has no class of its own
 
 
 @pytest.mark.parametrize(
-    ("what", "shortage"),
+    ("what", "fault", "told"),
     [
-        ("os.open", no_descriptor_left),
-        ("torch.empty", no_memory_left),
-        ("ckptman.store.parallel.aligned_memory", OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))),
+        ("os.open", no_descriptor_left, "not enough memory or open files"),
+        ("torch.empty", no_memory_left, "not enough memory or open files"),
+        ("ckptman.store.parallel.aligned_memory", OSError(errno.ENOMEM, "none left"), "not enough memory"),
+        ("os.preadv", no_server, "file system does not answer on rank 0 .*not connected.* is not usable"),
     ],
 )
-def test_a_rank_that_runs_short_of_something_does_not_blame_the_checkpoint(
-    tmp_path: Path, what: str, shortage: Any, monkeypatch: pytest.MonkeyPatch
+def test_what_is_no_fault_of_the_checkpoint_is_not_laid_to_it(
+    tmp_path: Path, what: str, fault: Any, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_steps(tmp_path, 2, with_average(App()))
     monkeypatch.setattr("ckptman.store.parallel._free", deque())
     with (
         open_run(tmp_path, with_average(App(seed=3))) as checkpointer,
-        mock.patch(what, side_effect=shortage),
-        pytest.raises(ckptman.CkptmanError, match="has not enough memory or open files") as caught,
+        mock.patch(what, side_effect=fault),
+        pytest.raises(ckptman.CkptmanError, match=told) as caught,
     ):
         checkpointer.restore()
     assert not isinstance(caught.value, ckptman.CorruptError)

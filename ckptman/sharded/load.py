@@ -20,7 +20,7 @@ from ckptman.sharded.saved import SavedState, read_to_load, resolve
 from ckptman.sharded.sharing import read_together
 from ckptman.sharded.state import is_named, nested, put_back, rank_key, refs_in, replace_refs, snapshot_of
 from ckptman.store.plain import TensorRef
-from ckptman.store.regular import SHORTAGE
+from ckptman.store.regular import AWAY, SHORTAGE
 
 T = TypeVar("T")
 State = MutableMapping[str, Any]
@@ -110,6 +110,11 @@ def corrupt_on_all(folder: Path) -> Iterator[None]:
                 f"{folder}: rank {failed.failure.rank} has not enough memory or open files to load it "
                 f"({failed.failure.text}): load it on more ranks, ask for more memory, or allow more open files "
                 f"(ulimit -n); `ckptman verify {folder}` tells if it is what was saved"
+            ) from failed
+        if failed.failure.errno in AWAY:
+            raise CkptmanError(
+                f"{folder}: the file system does not answer on rank {failed.failure.rank} ({failed.failure.text}): "
+                f"check the mount there, and start again; `ckptman verify {folder}` tells if it is what was saved"
             ) from failed
         raise CorruptError(
             f"{folder} cannot be read on rank {failed.failure.rank}: {failed.failure.text}; check the mount and its "

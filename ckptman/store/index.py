@@ -20,7 +20,7 @@ from ckptman.store.chunks import ChunkTable, TensorRecord
 from ckptman.store.digest import Digests, digest_bytes, digest_file, digest_of_blocks, digests_bytes, group_bytes
 from ckptman.store.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_versioned
 from ckptman.store.names import CHUNKS, INDEX, digests_name, rank_of, values_name
-from ckptman.store.regular import SHORTAGE, read_regular
+from ckptman.store.regular import ELSEWHERE, read_regular
 
 
 class Location(BaseModel):
@@ -93,13 +93,13 @@ def ranks_with_values(manifest: Manifest) -> list[int]:
 
 
 def open_table(folder: Path, manifest: Manifest, index: Index) -> ChunkTable:
-    """The chunk table of a checkpoint, checked against its digest. Raises: CorruptError; OSError (a `SHORTAGE`)."""
+    """The chunk table of a checkpoint, checked against its digest. Raises: CorruptError; OSError (`ELSEWHERE`)."""
     path, record = folder / CHUNKS, _record(folder, CHUNKS, manifest)
     try:
         table = ChunkTable.open(path, index.tensors, record.bytes)
         size, blocks = digest_file(path, manifest.block_bytes)
     except OSError as error:
-        if error.errno in SHORTAGE:
+        if error.errno in ELSEWHERE:
             raise
         raise CorruptError(f"{path} cannot be read: {error.strerror or error}; {_remedy(folder)}") from error
     if size != record.bytes or digest_of_blocks(blocks) != record.digest:
@@ -113,13 +113,13 @@ def data_files(manifest: Manifest, index: Index) -> list[tuple[str, int]]:
 
 
 def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
-    """A whole file of a checkpoint, checked against its digest. Raises: CorruptError; OSError (a `SHORTAGE`)."""
+    """A whole file of a checkpoint, checked against its digest. Raises: CorruptError; OSError (`ELSEWHERE`)."""
     path, record = folder / name, _record(folder, name, manifest)
     try:
         # A byte more, to see whether it has grown.
         data = read_regular(path, record.bytes + 1)
     except OSError as error:
-        if error.errno in SHORTAGE:
+        if error.errno in ELSEWHERE:
             raise
         raise CorruptError(f"{path} cannot be read: {error.strerror or error}; {_remedy(folder)}") from error
     if len(data) != record.bytes:
