@@ -217,6 +217,28 @@ def test_an_optimizer_without_its_module_is_refused(tmp_path: Path) -> None:
         checkpointer.save(1)
 
 
+class Whole:
+    """An optimizer that is saved as it is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+
+@pytest.mark.parametrize("value", [None, [torch.ones(2)]])
+def test_an_optimizer_with_a_state_of_its_own_kind_is_refused_with_a_remedy(tmp_path: Path, value: Any) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    optimizer.state[model.weight]["history"] = value
+    with pytest.raises(ckptman.ConfigError, match=r"SGD cannot be saved by the names .*: put an object"):
+        ckptman.save({"model": model, "optimizer": optimizer}, tmp_path / "x")
+    other, fresh = make()
+    round_trip(tmp_path, {"model": model, "whole": Whole(optimizer)}, {"model": other, "whole": Whole(fresh)})
+    assert repr(fresh.state_dict()) == repr(optimizer.state_dict())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -43,7 +43,7 @@ def get_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """
     untouched = not optimizer.state
     with _without_empty_groups(optimizer):
-        values: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+        values = _by_name(model, optimizer)
     if untouched:
         optimizer.state.clear()
         return {name: value for name, value in values.items() if not name.startswith("state.")}
@@ -55,7 +55,7 @@ def get_state_to_fill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
     parameters = _with_state(model, optimizer, saved)
     with _without_empty_groups(optimizer), _training_only(optimizer, parameters):
         _make_state(optimizer, [each for each in parameters if not optimizer.state.get(each)])
-        return dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+        return _by_name(model, optimizer)
 
 
 def set_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
@@ -67,6 +67,17 @@ def set_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: 
 def parameter_of(entry: str) -> str | None:
     """The parameter that an entry `state.<parameter>.<name>` belongs to; None for other entries."""
     return entry.removeprefix("state.").rpartition(".")[0] if entry.startswith("state.") else None
+
+
+def _by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    try:
+        return dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+    except (NotImplementedError, KeyError) as error:
+        raise ConfigError(
+            f"the state of {type(optimizer).__name__} cannot be saved by the names of its parameters ({error!r}): put "
+            f"an object into the state whose state_dict and load_state_dict are those of the optimizer. It is saved as "
+            f"it is then, and does not reshard"
+        ) from error
 
 
 def _with_state(
