@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
@@ -95,8 +96,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--chart", type=Path, help="the chart (performance.svg in --out)")
     parser.add_argument("--only", nargs="+", choices=[*PARTS, *OTHERS], help="these parts alone")
     options = parser.parse_args()
-    options.size_gib = options.size_gib or (0.0625 if options.quick else FULL_BYTES / GIB)
-    options.repeat = options.repeat or (2 if options.quick else FULL_REPEAT)
+    if options.size_gib is None:
+        options.size_gib = 0.0625 if options.quick else FULL_BYTES / GIB
+    if options.repeat is None:
+        options.repeat = 2 if options.quick else FULL_REPEAT
+    if not 0 < options.size_gib < math.inf or options.repeat < 1:
+        parser.error("--size-gib must be more than 0, and --repeat at least 1")
     return options
 
 

@@ -22,7 +22,7 @@ def draw(sections: Mapping[str, Section], path: Path) -> bool:
     parts: list[str] = []
     y = 16.0
     for key, heading in (
-        ("load_cached", "Load, page cache, digests checked: GB/s (more is better)"),
+        ("load_cached", "Load, page cache: GB/s (more is better); ckptman checks its digests"),
         ("load_cold", "Load, cold disk: GB/s (more is better)"),
         ("save_durable", "Save until durable: GB/s (more is better)"),
     ):
@@ -69,8 +69,14 @@ def _panel(parts: list[str], y: float, heading: str, rows: Mapping[str, list[flo
             f'<text x="{LABEL - 8}" y="{centre + 4:.1f}" text-anchor="end" fill="{INK}">{escape(row)}</text>',
             f'<rect x="{LABEL}" y="{y + 4:.1f}" width="{scale(middle) - LABEL:.1f}" height="{PITCH - 8}" rx="2" '
             f'fill="{colour}"/>',
-            f'<path d="M{scale(low):.1f} {centre:.1f}H{scale(high):.1f}" stroke="{INK}" stroke-width="1.2"/>',
+            _whisker(scale(low), scale(high), centre),
             f'<text x="{scale(high) + 6:.1f}" y="{centre + 4:.1f}" fill="{FAINT}">{middle:.2f}</text>',
         ]
         y += PITCH
     return y + 18
+
+
+def _whisker(low: float, high: float, centre: float) -> str:
+    """From minimum to maximum, with ends, and light around it: it has to be seen on bars of any colour."""
+    path = f'<path d="M{low:.1f} {centre - 4:.1f}v8m0 -4H{high:.1f}m0 -4v8" fill="none"'
+    return f'{path} stroke="#ffffff" stroke-width="3"/>{path} stroke="{INK}"/>'
