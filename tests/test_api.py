@@ -218,6 +218,20 @@ def test_what_has_no_shards_is_refused_by_name(tmp_path: Path, kind: str) -> Non
     assert not (tmp_path / "x").exists()
 
 
+def test_who_saves_what_load_refuses_is_told(tmp_path: Path) -> None:
+    refused = r"not be loaded: the value hook was refused: .*getcwd.*leave the value out"
+    with pytest.warns(RuntimeWarning, match=refused):
+        ckptman.save({"hook": os.getcwd, "x": torch.ones(2), "log": {"step": 3}}, tmp_path / "a")
+    with pytest.raises(ckptman.CorruptError, match="value hook"):
+        ckptman.load({"hook": None, "x": torch.zeros(2)}, tmp_path / "a")
+    ckptman.save({"hook": os.getcwd}, tmp_path / "b")  # a warning is an error here, and fails no save
+
+    ckptman.save({"kinds": frozenset({1})}, tmp_path / "c")  # pickled too, and no reason to warn
+    state = {"kinds": None}
+    ckptman.load(state, tmp_path / "c")
+    assert state == {"kinds": frozenset({1})}
+
+
 def test_nothing_to_load_from(tmp_path: Path) -> None:
     with pytest.raises(ckptman.NotFoundError, match="is no checkpoint"):
         ckptman.load(state(), tmp_path / "none")

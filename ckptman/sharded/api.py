@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import operator
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 
-from ckptman.errors import CommitError, MismatchError
+from ckptman.errors import CommitError, CorruptError, MismatchError, warn
 from ckptman.sharded.commit import Draft, SaveInfo
-from ckptman.sharded.load import all_or_corrupt, fill, is_extra_state, own_tensors, read_for, started
+from ckptman.sharded.foreign import load_plain
+from ckptman.sharded.image import pickled
+from ckptman.sharded.load import all_or_corrupt, fill, is_extra_state, own_tensors, read_on_all, started
 from ckptman.sharded.plan import make_plan
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
@@ -50,8 +53,10 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
         path: the folder that appears when, and only when, the save is complete.
         overwrite: replace the checkpoint that `path` is; it stays until the new one takes its place.
 
-    Every rank calls it. Raises on every rank alike: ExistsError, ConfigError (a value that cannot be saved),
-    CommitError (disk full, quota, an I/O error on any rank: nothing is left of the save, and older ones are untouched).
+    Every rank calls it. A value that `load` will refuse is told by a RuntimeWarning.
+
+    Raises on every rank alike: ExistsError, ConfigError (a value that cannot be saved), CommitError (disk full, quota,
+    an I/O error on any rank: nothing is left of the save, and older ones are untouched).
     """
     final = Path(path)
     channel = Channel(TIMEOUT_SECONDS)
@@ -65,6 +70,7 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
         channel.everywhere(lambda: shots.append(snapshot(state_dict, channel.rank, strict=False)))
         plan = make_plan(shots[0], channel)
         channel.everywhere(lambda: files.append(make_rank_file(shots[0], plan)))
+        _warn_of_refused(shots[0], plan.objects)
         Writing(DISK).save(channel, draft, Content.of(shots[0], files[0], files[0].memory(shots[0])))
     except RankFailed as failed:
         if failed.failure.error is not None:
@@ -73,6 +79,19 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
     finally:
         draft.abandon()
         channel.close()
+
+
+def _warn_of_refused(shot: Snapshot, names: Iterable[str]) -> None:
+    """Tell of what this rank pickles because it is no plain value, and `load` refuses for the same reason."""
+    encoded = {name for unit in shot.units for name in unit.names}
+    for name in names:
+        if name in encoded:
+            continue
+        with contextlib.suppress(Exception):  # also a warning that is an error; what cannot be pickled fails the save
+            try:
+                load_plain(io.BytesIO(pickled(shot.objects[name])), f"the value {name}")
+            except CorruptError as error:
+                warn(f"what is saved now will not be loaded: {error}")
 
 
 def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, verify: bool = True) -> None:
@@ -106,7 +125,7 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
     if channel.is_leader:
         held.enter_context(reading(folder, what="load"))
     try:
-        all_or_corrupt(channel, lambda: saved.append(read_for(state_dict, folder, channel.rank)), folder)
+        saved.append(read_on_all(channel, state_dict, folder))
         channel.everywhere(lambda: live.append(nested(state_dict, channel.rank, saved[0].values)))
         reports = all_or_corrupt(channel, look, folder)
         missing = sorted({name for each in reports for name in each.missing})
