@@ -220,6 +220,38 @@ def test_an_optimizer_gets_its_state_whatever_its_parameters_look_like(
     assert [(each.requires_grad, each.grad) for each in fresh["model"].parameters()] == before
 
 
+class Adaptive(torch.optim.SGD):
+    """Learns a rate of its own, and keeps it among the settings from its first step on with a gradient."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            if sum(each.grad.abs().sum() for each in group["params"] if each.grad is not None):
+                group["estimate"] = group.get("estimate", 1.0) / 2
+
+
+def test_a_setting_that_an_optimizer_adds_in_its_first_step(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}]
+        return {"model": model, "optimizer": Adaptive(groups, lr=0.1, momentum=0.9)}
+
+    saved, fresh = make(), make()
+    saved["model"](torch.ones(2)).sum().backward()
+    saved["optimizer"].step()
+    with open_run(tmp_path, saved) as checkpointer:
+        checkpointer.save(1)
+    with open_run(tmp_path, fresh) as checkpointer:
+        checkpointer.restore()
+    assert [each["estimate"] for each in fresh["optimizer"].param_groups] == [0.5, 0.5]
+    assert [each["lr"] for each in fresh["optimizer"].param_groups] == [0.1, 0.5]
+    with (
+        pytest.raises(ckptman.MismatchError, match=r"optimizer\.param_groups\.bias\.lr"),  # it updates other parameters
+        open_run(tmp_path, {"model": fresh["model"], "optimizer": Adaptive([fresh["model"].weight])}) as checkpointer,
+    ):
+        checkpointer.restore()
+
+
 def test_an_object_that_was_empty_when_saved(tmp_path: Path) -> None:
     with open_run(tmp_path, {"callback": {}, "epoch": 1}) as checkpointer:
         checkpointer.save(1)

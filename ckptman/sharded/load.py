@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptman.errors import CkptmanError, CorruptError, MismatchError
-from ckptman.sharded.optimizer import parameter_of
+from ckptman.sharded.optimizer import GROUPS, parameter_of
 from ckptman.sharded.ranks import Channel, Failure, RankFailed
 from ckptman.sharded.reading import NOT_USABLE
 from ckptman.sharded.saved import SavedState, read_to_load, resolve
@@ -32,15 +32,14 @@ def load(channel: Channel, state: State, folder: Path) -> None:
     Raises on every rank alike: MismatchError before anything is copied; CorruptError if a rank cannot read it, or
     reads other bytes than were saved: then what its text says is not usable.
     """
-    saved: list[SavedState] = []
     live: list[dict[str, Any]] = []
     fits: list[_Fit] = []
-    all_or_corrupt(channel, lambda: saved.append(read_for(state, folder, channel.rank)), folder)
+    saved = read_on_all(channel, state, folder)
     try:
-        channel.everywhere(lambda: live.append(nested(state, channel.rank, saved[0].values)))
+        channel.everywhere(lambda: live.append(nested(state, channel.rank, saved.values)))
     except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
         raise failed.as_ckptman_error() from failed
-    reports = all_or_corrupt(channel, lambda: _take_measure(state, live[0], saved[0], channel.rank, fits), folder)
+    reports = all_or_corrupt(channel, lambda: _take_measure(state, live[0], saved, channel.rank, fits), folder)
     fit = fits[0]
     wanted = {name for report in reports for name in report.wanted}
     missing = sorted({name for report in reports for name in report.missing})
@@ -80,6 +79,21 @@ def _hand_over(state: State, fit: _Fit, names: list[str], rank: int) -> None:
     for name in names:
         fit.values[name] = replace_refs(fit.values[name], lambda ref: fit.targets[ref.name])
         put_back(state, name, fit.values[name], rank, name in fit.from_other_rank)
+
+
+def read_on_all(channel: Channel, state: Mapping[str, Any], folder: Path) -> SavedState:
+    """What a checkpoint holds, of which every rank sees the same. Raises on every rank alike: CorruptError;
+    CkptmanError where they see different ones under its name."""
+    saved: list[SavedState] = []
+
+    def read() -> str:
+        saved.append(read_for(state, folder, channel.rank))
+        manifest = saved[0].manifest
+        return manifest.identity if manifest is not None else ""
+
+    if len(set(all_or_corrupt(channel, read, folder))) > 1:
+        raise CkptmanError(f"{folder}: the ranks see different checkpoints, as it was replaced just now: load it again")
+    return saved[0]
 
 
 def read_for(state: Mapping[str, Any], folder: Path, rank: int) -> SavedState:
@@ -187,6 +201,10 @@ def _measure_named(name: str, target: object, live: dict[str, Any], fit: _Fit, r
     if isinstance(target, torch.optim.Optimizer):
         live = started(live, saved)
     fit.values[name] = {entry: saved.get(entry, value) for entry, value in live.items()}
+    if isinstance(target, torch.optim.Optimizer):
+        later = settings_made_later(live, saved)
+        report.wanted |= {f"{name}.{entry}" for entry in later}
+        fit.values[name] |= later
     for entry, value in live.items():
         full = f"{name}.{entry}"
         report.wanted.add(full)
@@ -244,6 +262,16 @@ def started(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]
     """An optimizer's state, without what parameters have of it that had none yet when it was saved."""
     known = {parameter_of(entry) for entry in saved}
     return {entry: value for entry, value in live.items() if not (each := parameter_of(entry)) or each in known}
+
+
+def settings_made_later(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint has of parameter groups that an optimizer, or its schedule, adds to them in its first steps."""
+    known = {entry.rpartition(".")[0] for entry in live if entry.startswith(GROUPS)}
+    return {
+        entry: value
+        for entry, value in saved.items()
+        if entry not in live and entry.rpartition(".")[0] in known and not any(refs_in(value))
+    }
 
 
 def flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ckptman.errors import ConfigError
 
+GROUPS = "param_groups."
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -60,6 +61,13 @@ def get_state_to_fill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
 
 def set_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
     """Give an optimizer what was saved. Parameters that had no state then have none again."""
+    group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+    found = [(name, group_of.get(id(each), {})) for name, each in model.named_parameters(remove_duplicate=False)]
+    groups = {each: group for name, group in found for each in _get_fqns(model, name)}
+    for entry, value in values.items():
+        if entry.startswith(GROUPS):  # torch gives a group the settings that it has already, and no others
+            parameter, _, key = entry.removeprefix(GROUPS).rpartition(".")
+            groups.get(parameter, {}).setdefault(key, value)
     with _without_empty_groups(optimizer), _training_only(optimizer, _with_state(model, optimizer, values)):
         set_optimizer_state_dict(model, optimizer, values, options=_FLAT)
 
