@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import ckptman
 import ckptman.sharded.api as api_module
+import ckptman.sharded.load as load_module
 import ckptman.sharded.sharing as sharing_module
 from ckptman.sharded.ranks import Channel
 from ckptman.sharded.saved import SavedState
@@ -212,6 +213,28 @@ def load_again_and_again(path: str) -> list[str]:
 def test_one_load_after_the_other(tmp_path: Path) -> None:
     ckptman.save(odd(), tmp_path / "x")
     assert run_ranks(4, load_again_and_again, str(tmp_path / "x"), limit=30) == [[]] * 4
+
+
+def load_while_it_is_replaced(path: str) -> str:
+    """The other rank is late: it sees what was saved meanwhile."""
+    api_module.TIMEOUT_SECONDS = 5
+    state, read, root = {"position": 0}, load_module.read_to_load, Path(path).parent
+    late = root / ("after" if dist.get_rank() else "before")
+    with mock.patch.object(load_module, "read_to_load", lambda _, rank: read(late, rank)):
+        try:
+            ckptman.load(state, path)
+        except ckptman.CkptmanError as error:
+            return f"{type(error).__name__}: {error} {state}"
+    return f"loaded {state}"
+
+
+def test_ranks_that_see_different_checkpoints_load_none_of_them(tmp_path: Path) -> None:
+    for position, name in enumerate(("before", "after", "x")):
+        ckptman.save({"position": 1 + position}, tmp_path / name)
+    for told in run_ranks(2, load_while_it_is_replaced, str(tmp_path / "x"), limit=30):
+        assert "CkptmanError" in told
+        assert "see different checkpoints" in told
+        assert "'position': 0" in told
 
 
 def load_without_threads(path: str) -> list[str]:
