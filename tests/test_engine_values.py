@@ -386,3 +386,19 @@ def test_what_a_checkpointer_stages_is_what_everybody_reads(tmp_path: Path, opti
     with ckptman.Checkpointer(tmp_path, fresh, deadline=None) as checkpointer:
         assert checkpointer.restore(step=2) == 2
         assert differing(fresh["x"], copies[1]) == []
+
+
+def test_what_shares_memory_with_itself_is_refused_and_the_checkpoint_not_blamed(tmp_path: Path) -> None:
+    layer = nn.Module()
+    layer.register_buffer("mask", torch.ones(1, 3).expand(2, 3))
+    with ckptman.Checkpointer(tmp_path, {"layer": layer}) as checkpointer:
+        checkpointer.save(1)
+    with (
+        pytest.raises(ckptman.ConfigError, match=r"layer\.mask is expanded: .*clone\(\)"),
+        ckptman.Checkpointer(tmp_path, {"layer": layer}) as checkpointer,
+    ):
+        checkpointer.restore()
+    layer.mask = layer.mask.clone().zero_()
+    with ckptman.Checkpointer(tmp_path, {"layer": layer}) as checkpointer:
+        assert checkpointer.restore() == 1
+    assert torch.equal(layer.mask, torch.ones(2, 3))

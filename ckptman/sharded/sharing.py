@@ -119,7 +119,13 @@ def _families(
 
     def find() -> dict[str, str]:
         for name, tensor in sorted(targets.items()):
-            if any(part.is_meta for _, part in local_parts(tensor, name)):
+            parts = [part for _, part in local_parts(tensor, name)]
+            if any(map(_is_overlapping, parts)):
+                raise ConfigError(
+                    f"{name} is expanded: elements of it share memory, and nothing can be loaded into it. Make it one "
+                    f"of its own (clone())"
+                )
+            if any(part.is_meta for part in parts):
                 raise ConfigError(
                     f"{name} is on the meta device, where nothing can be loaded: materialise it first (to_empty())"
                 )
@@ -136,6 +142,11 @@ def _families(
         if len({digests[rank].get(_digest(ranks)) for rank in ranks}) > 1:
             own += [each.name for each in families.pop(ranks)]
     return families, own
+
+
+def _is_overlapping(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor certainly share memory."""
+    return is_plain(tensor) and not tensor.is_meta and bool(torch._debug_has_internal_overlap(tensor) == 1)
 
 
 def _digest(what: Iterable[object]) -> str:
