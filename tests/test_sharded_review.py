@@ -245,11 +245,39 @@ def test_a_setting_that_an_optimizer_adds_in_its_first_step(tmp_path: Path) -> N
         checkpointer.restore()
     assert [each["estimate"] for each in fresh["optimizer"].param_groups] == [0.5, 0.5]
     assert [each["lr"] for each in fresh["optimizer"].param_groups] == [0.1, 0.5]
+    ckptman.load(loaded := make(), tmp_path / "step-0000000001")
+    assert [each["estimate"] for each in loaded["optimizer"].param_groups] == [0.5, 0.5]
     with (
         pytest.raises(ckptman.MismatchError, match=r"optimizer\.param_groups\.bias\.lr"),  # it updates other parameters
         open_run(tmp_path, {"model": fresh["model"], "optimizer": Adaptive([fresh["model"].weight])}) as checkpointer,
     ):
         checkpointer.restore()
+
+
+def test_a_setting_that_a_newer_torch_has_and_the_checkpoint_has_not(tmp_path: Path) -> None:
+    def make(kind: type[torch.optim.Optimizer], **settings: Any) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        return {"model": model, "optimizer": kind(model.parameters(), **settings)}
+
+    saved = make(torch.optim.Adam, lr=0.25)
+    saved["model"](torch.ones(2)).sum().backward()
+    saved["optimizer"].step()
+    for group in saved["optimizer"].param_groups:
+        del group["decoupled_weight_decay"], group["amsgrad"]
+    with open_run(tmp_path, saved) as checkpointer:
+        checkpointer.save(1)
+    told = r"without {.*'amsgrad': True.*} in its groups: optimizer keeps them"
+    fresh, loaded = (make(torch.optim.Adam, lr=0.5, amsgrad=each) for each in (False, True))
+    with open_run(tmp_path, fresh) as checkpointer, pytest.warns(RuntimeWarning, match="'amsgrad': False"):
+        checkpointer.restore()
+    with pytest.raises(ckptman.MismatchError, match="max_exp_avg_sq"), pytest.warns(RuntimeWarning, match=told):
+        ckptman.load(loaded, tmp_path / "step-0000000001")
+    (group,) = fresh["optimizer"].param_groups
+    assert (group["lr"], group["amsgrad"], group["decoupled_weight_decay"]) == (0.25, False, False)
+
+    ckptman.save(make(torch.optim.Adam), tmp_path / "unused")
+    with pytest.raises(ckptman.MismatchError, match="momentum"):  # another kind of optimizer, though it has no state
+        ckptman.load(make(torch.optim.SGD), tmp_path / "unused")
 
 
 def test_an_object_that_was_empty_when_saved(tmp_path: Path) -> None:

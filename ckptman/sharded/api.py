@@ -18,7 +18,16 @@ from ckptman.errors import CommitError, CorruptError, MismatchError, warn
 from ckptman.sharded.commit import Draft, SaveInfo
 from ckptman.sharded.foreign import load_plain
 from ckptman.sharded.image import pickled
-from ckptman.sharded.load import all_or_corrupt, fill, is_extra_state, own_tensors, read_on_all, started
+from ckptman.sharded.load import (
+    all_or_corrupt,
+    fill,
+    is_extra_state,
+    live_values,
+    own_tensors,
+    read_on_all,
+    settings_made_later,
+    started,
+)
 from ckptman.sharded.plan import make_plan
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
@@ -29,7 +38,6 @@ from ckptman.sharded.state import (
     is_leaf,
     is_named,
     is_stateful,
-    nested,
     put_back,
     rank_key,
     refs_in,
@@ -117,7 +125,8 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
         found.append(_Found(saved[0], extra))
         for name, value in list(live[0].items()):
             if isinstance(state_dict[name], torch.optim.Optimizer):
-                live[0][name] = started(value, saved[0].values.get(name, {}))
+                there = saved[0].values.get(name, {})
+                live[0][name] = started(value, there) | settings_made_later(value, there)
             found[0].look(live[0][name], (name,), partial(operator.setitem, live[0], name))
         return _Found(None, missing=found[0].missing, mismatched=found[0].mismatched)
 
@@ -126,7 +135,7 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
         held.enter_context(reading(folder, what="load"))
     try:
         saved.append(read_on_all(channel, state_dict, folder))
-        channel.everywhere(lambda: live.append(nested(state_dict, channel.rank, saved[0].values)))
+        channel.everywhere(lambda: live.append(live_values(state_dict, channel.rank, saved[0])))
         reports = all_or_corrupt(channel, look, folder)
         missing = sorted({name for each in reports for name in each.missing})
         mismatched = sorted({line for each in reports for line in each.mismatched})

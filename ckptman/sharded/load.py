@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptman.errors import CkptmanError, CorruptError, MismatchError
+from ckptman.errors import CkptmanError, CorruptError, MismatchError, warn
 from ckptman.sharded.optimizer import GROUPS, parameter_of
 from ckptman.sharded.ranks import Channel, Failure, RankFailed
 from ckptman.sharded.reading import NOT_USABLE
@@ -36,7 +36,7 @@ def load(channel: Channel, state: State, folder: Path) -> None:
     fits: list[_Fit] = []
     saved = read_on_all(channel, state, folder)
     try:
-        channel.everywhere(lambda: live.append(nested(state, channel.rank, saved.values)))
+        channel.everywhere(lambda: live.append(live_values(state, channel.rank, saved)))
     except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
         raise failed.as_ckptman_error() from failed
     reports = all_or_corrupt(channel, lambda: _take_measure(state, live[0], saved, channel.rank, fits), folder)
@@ -103,6 +103,15 @@ def read_for(state: Mapping[str, Any], folder: Path, rank: int) -> SavedState:
         if isinstance(target, torch.optim.Optimizer) and name in saved.values:
             saved.values[name] = flat_optimizer(saved.values[name])
     return saved
+
+
+def live_values(state: Mapping[str, Any], rank: int, saved: SavedState) -> dict[str, Any]:
+    """The state dicts of all objects, to be filled. What `saved` cannot say of parameter groups it says as they do."""
+    live = nested(state, rank, saved.values)
+    for name, target in state.items():
+        if isinstance(target, torch.optim.Optimizer) and name in saved.values:
+            saved.values[name] |= _settings_of_a_newer_torch(live[name], saved.values[name], name, warns=not rank)
+    return live
 
 
 def all_or_corrupt(channel: Channel, work: Callable[[], T], folder: Path) -> list[T]:
@@ -272,6 +281,26 @@ def settings_made_later(live: Mapping[str, Any], saved: Mapping[str, Any]) -> di
         for entry, value in saved.items()
         if entry not in live and entry.rpartition(".")[0] in known and not any(refs_in(value))
     }
+
+
+def _settings_of_a_newer_torch(
+    live: Mapping[str, Any], saved: Mapping[str, Any], name: str, *, warns: bool
+) -> dict[str, Any]:
+    """What an optimizer has of parameter groups that a checkpoint lacks, which has all else of them: it stays as it is.
+    Where the checkpoint has what this one lacks, it is of another kind of optimizer."""
+    known = {entry.rpartition(".")[0] for entry in saved if entry.startswith(GROUPS)}
+    kept = {
+        entry: value
+        for entry, value in live.items()
+        if entry not in saved and entry.rpartition(".")[0] in known and not isinstance(value, torch.Tensor)
+    }
+    if not kept or settings_made_later(live, saved):
+        return {}
+    if warns:
+        settings = {entry.rpartition(".")[2]: value for entry, value in kept.items()}
+        with suppress(Warning):  # one that is an error must not keep a rank from the others
+            warn(f"the checkpoint was saved by an optimizer without {settings} in its groups: {name} keeps them")
+    return kept
 
 
 def flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:
