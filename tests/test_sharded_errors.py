@@ -317,6 +317,21 @@ def hold_root(root: str) -> None:
             dist.barrier()
 
 
+def test_an_object_that_cannot_give_its_state_is_not_taken_for_the_disk(tmp_path: Path) -> None:
+    class Unready:
+        def state_dict(self) -> dict[str, Any]:
+            raise ValueError("not yet")
+
+        def load_state_dict(self, values: dict[str, Any]) -> None:
+            pass
+
+    with (
+        pytest.raises(ckptman.CkptmanError, match=r"rank 0 failed: ValueError: not yet\. Its own traceback"),
+        ckptman.Checkpointer(tmp_path, {"data": Unready()}, deadline=None) as checkpointer,
+    ):
+        checkpointer.save(1)
+
+
 def test_a_second_run_on_one_root_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
     with start_ranks(1, hold_root, str(tmp_path)) as world:
         world.await_message(0, "mine")

@@ -45,10 +45,12 @@ class RankFailed(Exception):
 
     def as_ckptman_error(self) -> CkptmanError:
         """The error of the rank that failed if it is one of ours, else one that names rank and cause."""
-        return self.failure.error or CkptmanError(
-            f"rank {self.failure.rank} failed: {self.failure.text}. If it is the disk: check the mount, its "
-            f"permissions and its quota on that rank"
-        )
+        told = f"rank {self.failure.rank} failed: {self.failure.text}"
+        if self.failure.errno is None:  # of the code that was asked for its state, as a rule
+            remedy = "Its own traceback, above this one, says where"
+        else:
+            remedy = "If it is the disk: check the mount, its permissions and its quota on that rank"
+        return self.failure.error or CkptmanError(f"{told}. {remedy}")
 
 
 @contextmanager
