@@ -220,6 +220,48 @@ def test_an_optimizer_gets_its_state_whatever_its_parameters_look_like(
     assert [(each.requires_grad, each.grad) for each in fresh["model"].parameters()] == before
 
 
+@pytest.mark.parametrize("way", ["restore", "load"])
+def test_a_checkpoint_that_does_not_fit_leaves_the_optimizer_as_it_was(tmp_path: Path, way: str) -> None:
+    def make(outputs: int) -> dict[str, Any]:
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, outputs)])
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+
+    saved, fresh, running = make(3), make(4), make(4)
+    for layer in saved["model"]:
+        layer(torch.ones(2)).sum().backward()
+    saved["optimizer"].step()
+    running["model"][0](torch.ones(2)).sum().backward()
+    running["optimizer"].step()
+    with open_run(tmp_path, saved) as checkpointer:
+        checkpointer.save(1)
+    for state in (fresh, running):
+        before = copy.deepcopy(state["optimizer"].state_dict())
+        with pytest.raises(ckptman.MismatchError):
+            if way == "load":
+                ckptman.load(state, tmp_path / "step-0000000001")
+            else:
+                with open_run(tmp_path, state) as checkpointer:
+                    checkpointer.restore()
+        assert repr(state["optimizer"].state_dict()) == repr(before)
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+@pytest.mark.parametrize("way", ["restore", "load"])
+def test_a_value_where_there_is_an_object_now_does_not_fit_and_is_not_damaged(
+    tmp_path: Path, way: str, name: str
+) -> None:
+    model = nn.Linear(2, 2)
+    state = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    with open_run(tmp_path, {name: "adam"}) as checkpointer:
+        checkpointer.save(1)
+    with pytest.raises(ckptman.MismatchError, match=rf"{name}\."):
+        if way == "load":
+            ckptman.load(state, tmp_path / "step-0000000001")
+        else:
+            with open_run(tmp_path, state) as checkpointer:
+                checkpointer.restore()
+
+
 class Adaptive(torch.optim.SGD):
     """Learns a rate of its own, and keeps it among the settings from its first step on with a gradient."""
 

@@ -28,6 +28,7 @@ from ckptman.sharded.load import (
     settings_made_later,
     started,
 )
+from ckptman.sharded.optimizer import as_before_on_error
 from ckptman.sharded.plan import make_plan
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
@@ -135,13 +136,14 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
         held.enter_context(reading(folder, what="load"))
     try:
         saved.append(read_on_all(channel, state_dict, folder))
-        channel.everywhere(lambda: live.append(live_values(state_dict, channel.rank, saved[0])))
-        reports = all_or_corrupt(channel, look, folder)
-        missing = sorted({name for each in reports for name in each.missing})
-        mismatched = sorted({line for each in reports for line in each.mismatched})
-        if missing or mismatched:
-            raise MismatchError(str(folder), missing, (), mismatched)
-        all_or_corrupt(channel, partial(found[0].read_values, verify), folder)
+        with as_before_on_error(state_dict.values()):
+            channel.everywhere(lambda: live.append(live_values(state_dict, channel.rank, saved[0])))
+            reports = all_or_corrupt(channel, look, folder)
+            missing = sorted({name for each in reports for name in each.missing})
+            mismatched = sorted({line for each in reports for line in each.mismatched})
+            if missing or mismatched:
+                raise MismatchError(str(folder), missing, (), mismatched)
+            all_or_corrupt(channel, partial(found[0].read_values, verify), folder)
         fill(channel, saved[0], found[0].targets, folder, verify=verify)
         found[0].set_values()
         channel.everywhere(lambda: _hand_over(state_dict, live[0], channel.rank))

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptman.errors import CkptmanError, CorruptError, MismatchError, warn
-from ckptman.sharded.optimizer import GROUPS, parameter_of
+from ckptman.sharded.optimizer import GROUPS, as_before_on_error, parameter_of
 from ckptman.sharded.ranks import Channel, Failure, RankFailed
 from ckptman.sharded.reading import NOT_USABLE
 from ckptman.sharded.saved import SavedState, read_to_load, resolve
@@ -35,18 +35,19 @@ def load(channel: Channel, state: State, folder: Path) -> None:
     live: list[dict[str, Any]] = []
     fits: list[_Fit] = []
     saved = read_on_all(channel, state, folder)
-    try:
-        channel.everywhere(lambda: live.append(live_values(state, channel.rank, saved)))
-    except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
-        raise failed.as_ckptman_error() from failed
-    reports = all_or_corrupt(channel, lambda: _take_measure(state, live[0], saved, channel.rank, fits), folder)
-    fit = fits[0]
-    wanted = {name for report in reports for name in report.wanted}
-    missing = sorted({name for report in reports for name in report.missing})
-    mismatched = sorted({line for report in reports for line in report.mismatched})
-    unexpected = sorted(fit.strictly_saved - wanted)
-    if missing or mismatched or unexpected:
-        raise MismatchError(str(folder), missing, unexpected, mismatched)
+    with as_before_on_error(state.values()):
+        try:
+            channel.everywhere(lambda: live.append(live_values(state, channel.rank, saved)))
+        except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
+            raise failed.as_ckptman_error() from failed
+        reports = all_or_corrupt(channel, lambda: _take_measure(state, live[0], saved, channel.rank, fits), folder)
+        fit = fits[0]
+        wanted = {name for report in reports for name in report.wanted}
+        missing = sorted({name for report in reports for name in report.missing})
+        mismatched = sorted({line for report in reports for line in report.mismatched})
+        unexpected = sorted(fit.strictly_saved - wanted)
+        if missing or mismatched or unexpected:
+            raise MismatchError(str(folder), missing, unexpected, mismatched)
 
     # Objects that may refuse what they are given come first: then the model is as it was when one does.
     for named in (False, True):
@@ -99,8 +100,10 @@ def read_on_all(channel: Channel, state: Mapping[str, Any], folder: Path) -> Sav
 def read_for(state: Mapping[str, Any], folder: Path, rank: int) -> SavedState:
     """Read what a checkpoint holds; of the optimizers of this state, under flat names."""
     saved = read_to_load(folder, rank)
-    for name, target in state.items():
-        if isinstance(target, torch.optim.Optimizer) and name in saved.values:
+    for name in [each for each in saved.values if is_named(state.get(each))]:
+        if not isinstance(saved.values[name], dict):
+            saved.values[name] = {}  # another object had this name: all of this one is missing
+        elif isinstance(state[name], torch.optim.Optimizer):
             saved.values[name] = flat_optimizer(saved.values[name])
     return saved
 

@@ -72,6 +72,24 @@ def set_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: 
         set_optimizer_state_dict(model, optimizer, values, options=_FLAT)
 
 
+@contextmanager
+def as_before_on_error(values: Iterable[object]) -> Iterator[None]:
+    """Whatever fails inside, the optimizers among `values` have the state and settings of before, and no others."""
+    optimizers = [each for each in values if isinstance(each, torch.optim.Optimizer)]
+    before = [(each.state, set(map(id, each.state))) for each in optimizers]
+    settings = [(group, dict(group)) for each in optimizers for group in each.param_groups]
+    try:
+        yield
+    except BaseException:
+        for state, known in before:
+            for parameter in [each for each in state if id(each) not in known]:
+                del state[parameter]
+        for group, had in settings:
+            group.clear()
+            group.update(had)
+        raise
+
+
 def parameter_of(entry: str) -> str | None:
     """The parameter that an entry `state.<parameter>.<name>` belongs to; None for other entries."""
     return entry.removeprefix("state.").rpartition(".")[0] if entry.startswith("state.") else None
