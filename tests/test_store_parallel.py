@@ -106,6 +106,26 @@ def test_an_interrupt_ends_both_halves() -> None:
     assert not threads_of_ours()
 
 
+@pytest.mark.parametrize("interrupts", [1, 3])
+def test_an_interrupt_while_the_last_piece_is_waited_for(interrupts: int) -> None:
+    """Whoever is at it may write to a file that is closed then."""
+    main, ended = threading.get_ident(), list[int]()
+
+    def work(number: int, scratch: memoryview) -> None:
+        if threading.get_ident() == main:
+            time.sleep(0.1)  # the other piece is another thread's
+            return
+        time.sleep(0.2)
+        for _ in range(interrupts):
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.05)
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        share_out(2, work, threads=2, scratch_bytes=1)
+    assert len(ended) == 1
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_an_interrupt_while_threads_start_leaves_none_at_work(

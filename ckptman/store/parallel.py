@@ -8,8 +8,10 @@ import itertools
 import mmap
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -26,6 +28,7 @@ _THREADS = 4
 _HUGE_BYTES = 2 * 1024 * 1024
 _KEPT_BUFFERS = 8
 _KEPT_BYTES = 2 * STRIDE_BYTES
+_LOOK_SECONDS = 0.01
 
 T = TypeVar("T")
 
@@ -175,6 +178,7 @@ class _Job:
         self._numbers = iter(range(count))
         self._on_stop = on_stop
         self._threads: list[threading.Thread] = []
+        self._at_work: set[int] = set()
         self._lock = threading.Lock()
 
     def take(self) -> int | None:
@@ -184,7 +188,7 @@ class _Job:
     def start(self, run: Callable[[], None], threads: int) -> int:
         """Call `run` in so many threads. Returns in how many it could be. To be called within `lead`."""
         for started in range(threads):
-            thread = threading.Thread(target=self._run, args=(run,), name="ckptman-io", daemon=True)
+            thread = threading.Thread(target=self._help, args=(run,), name="ckptman-io", daemon=True)
             self._threads.append(thread)  # first: Ctrl-C may come while it starts
             try:
                 thread.start()
@@ -202,12 +206,22 @@ class _Job:
         for thread in self._threads:
             while thread.is_alive():
                 self._run(thread.join)
+        while self._at_work:  # before Python 3.13, a join that Ctrl-C ends takes the thread for ended
+            self._run(partial(time.sleep, _LOOK_SECONDS))
         first, self._error = self._error, None
         if first is not None:
             try:
                 raise first
             finally:
                 del first  # its traceback holds this frame
+
+    def _help(self, run: Callable[[], None]) -> None:
+        me = threading.get_ident()
+        self._at_work.add(me)
+        try:
+            self._run(run)
+        finally:
+            self._at_work.discard(me)
 
     def _run(self, run: Callable[[], None]) -> None:
         try:
