@@ -22,7 +22,9 @@ from ckptman.policy.saving import Decision, Facts
 from ckptman.sharded.keeping import Keeper
 from ckptman.sharded.saved import SavedState
 from ckptman.sharded.writing import Content, Writing
+from ckptman.store.catalogue import Entry
 from ckptman.store.durable import Disk
+from ckptman.store.place import FolderPlace
 from tests.apps import App
 from tests.ranks import run_ranks, say, start_ranks
 from tests.test_engine_values import save
@@ -143,6 +145,42 @@ def test_when_nothing_is_good_the_run_does_not_start_afresh(tmp_path: Path) -> N
         open_run(tmp_path, App(seed=3)) as checkpointer,
     ):
         checkpointer.restore()
+
+
+def test_a_root_whose_checkpoints_are_gone_when_they_are_to_be_loaded_is_not_started_afresh(tmp_path: Path) -> None:
+    save_steps(tmp_path / "run", 1)
+    with (
+        pytest.raises(ckptman.RootError, match=r"holds none now: nothing is started at 0.*mounted"),
+        open_run(tmp_path / "run", App(seed=3)) as checkpointer,
+    ):
+        (tmp_path / "run" / "step-0000000001").rename(tmp_path / "away")  # as where a mount goes
+        checkpointer.restore()
+
+
+@pytest.mark.parametrize("kept", [1, 0])
+def test_a_checkpoint_that_goes_after_it_was_listed_is_not_the_end(
+    tmp_path: Path, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, real = App(seed=3), FolderPlace.list
+    checkpointer = open_run(tmp_path / "run", app)
+    saved = save_steps(tmp_path / "other", 2).digests()
+    for step in range(2 - kept, 3):
+        (tmp_path / "other" / f"step-000000000{step}").rename(tmp_path / "run" / f"step-000000000{step}")
+
+    def list_and_lose(self: FolderPlace, **options: Any) -> list[Entry]:
+        entries = real(self, **options)
+        with contextlib.suppress(FileNotFoundError):
+            (tmp_path / "run" / "step-0000000002").rename(tmp_path / "away")
+        return entries
+
+    monkeypatch.setattr(FolderPlace, "list", list_and_lose)
+    if kept:
+        assert checkpointer.restore() == 1
+    else:
+        with pytest.raises(ckptman.RootError, match="nothing is started at 0"):
+            checkpointer.restore()
+    assert app.digests() != saved
+    checkpointer.__exit__(RuntimeError, RuntimeError("the end"), None)
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ESTALE, os.strerror(errno.ESTALE)), MemoryError("no room")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from ckptman.errors import CkptmanError, CorruptError, NotFoundError, SuspectError, plain, warn
+from ckptman.errors import CkptmanError, CorruptError, NotFoundError, RootError, SuspectError, plain, warn
 from ckptman.monitor.journal import read_journal
 from ckptman.policy.suspicion import crashes_of, suspects
 from ckptman.sharded.attempt import Attempt, refuse_other_checkpoints
@@ -83,7 +84,7 @@ class Restorer:
                 continue
             try:
                 self._load(state, entry.path)
-            except CorruptError as error:
+            except (CorruptError, NotFoundError) as error:
                 if looks < _LOOKS and not self._talk.ask_leader(partial(os.path.lexists, entry.path)):
                     # Pruned since it was listed. Whoever did that left the newest: what there is now is looked at anew.
                     left = list(self._talk.ask_leader(lambda: self._candidates(step, allow_suspect)))
@@ -102,6 +103,12 @@ class Restorer:
             return entry.step
         if refused:
             raise CorruptError(f"{self._place.root}: no checkpoint is good. " + " ".join(refused))
+        if looks > 1 or self._attempt.finds_checkpoints:  # a mount that went meanwhile left an empty folder
+            raise RootError(
+                errno.ENOENT,
+                f"{self._place.root} held checkpoints when this run began, and holds none now: nothing is started at 0 "
+                f"over them. See whether it is still mounted, or who removed them, and start again",
+            )
         return None
 
     def at(self, state: State, folder: Path) -> int:
