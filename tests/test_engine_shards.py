@@ -190,6 +190,47 @@ def test_a_rank_without_a_shard_of_a_legacy_tensor(tmp_path: Path) -> None:
     assert run_ranks(2, legacy_shards_come_back, str(tmp_path)) == [[], []]
 
 
+def on_rows(blank: bool) -> State:
+    """On a mesh of two axes, what is sharded over one of them: the ranks along the other hold replicas of it."""
+    grid = meshes()["grid"]
+    return {
+        f"{axis} {name}": distribute_tensor(
+            torch.zeros_like(whole) if blank else whole, grid[axis], [Shard(0)], src_data_rank=None
+        )
+        for axis in ("outer", "inner")
+        for name, whole in rows().items()
+    }
+
+
+def rows() -> State:
+    return {name: whole for name, whole in wholes().items() if whole.dim() in (1, 2)}
+
+
+def rows_come_back(root: str) -> list[Any]:
+    """Those that do not."""
+    expected, wrong = on_rows(blank=False), []
+    for writer in WRITERS:
+        save(on_rows(blank=False), f"{root}/{writer}", writer)
+    for writer, reader in MAIN_WAYS:
+        fresh = on_rows(blank=True)
+        load(fresh, f"{root}/{writer}", reader)
+        wrong += [
+            f"{writer} to {reader}: {name}"
+            for name, tensor in expected.items()
+            if not torch.equal(bits(local(fresh[name])), bits(local(tensor)))
+        ]
+    return wrong
+
+
+def test_tensors_on_one_axis_of_a_mesh(tmp_path: Path) -> None:
+    """As tensor parallelism has them where the replicas are the business of DistributedDataParallel."""
+    assert run_ranks(4, rows_come_back, str(tmp_path)) == [[]] * 4
+    for writer in WRITERS:
+        fresh = {f"inner {name}": torch.zeros_like(whole) for name, whole in rows().items()}
+        load(fresh, tmp_path / writer, "ckptman.load")
+        assert all(torch.equal(bits(fresh[f"inner {name}"]), bits(whole)) for name, whole in rows().items())
+
+
 def save_what_differs(root: str) -> None:
     """DCP saves a name that only one rank has; of one that all have, it takes one rank's."""
     rank = dist.get_rank()

@@ -71,6 +71,16 @@ def layout_of(tensor: torch.Tensor) -> Hashable:
     return type(tensor)
 
 
+def first_of_mesh(tensor: torch.Tensor) -> int | None:
+    """The lowest rank of the mesh that a tensor is sharded over; None: it belongs to none."""
+    return _lowest(tensor.device_mesh) if isinstance(tensor, DTensor) else None
+
+
+@lru_cache(maxsize=1024)
+def _lowest(mesh: DeviceMesh) -> int:
+    return int(mesh.mesh.min())
+
+
 @lru_cache(maxsize=8192)
 def _dtensor_box(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: tuple[int, ...]

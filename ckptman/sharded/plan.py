@@ -15,7 +15,7 @@ import torch
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import ConfigError
-from ckptman.sharded.boxes import Box, layout_of, local_parts
+from ckptman.sharded.boxes import Box, first_of_mesh, layout_of, local_parts
 from ckptman.sharded.container import is_plain
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.state import Snapshot
@@ -79,6 +79,8 @@ class _Table:
     """The names that a rank has and others may have too. Equal tables have equal digests."""
 
     tensors: tuple[Described, ...]
+    meshes: tuple[int | None, ...]
+    """Of each of these tensors, the lowest rank of its mesh."""
     loose: frozenset[str]
     """Names of tensors that belong to no mesh, of plain values, and of units."""
     paths: tuple[tuple[str, Path], ...]
@@ -97,7 +99,7 @@ def signature_of(snapshot: Snapshot) -> int:
 def make_plan(snapshot: Snapshot, channel: Channel) -> WritePlan:
     """Agree with the other ranks who writes what. Every rank calls it. Raises: ConfigError, on every rank alike."""
     table = _table_of(snapshot)
-    digest = xxh3_128_hexdigest(repr((table.tensors, sorted(table.loose), table.paths)).encode())
+    digest = xxh3_128_hexdigest(repr((table.tensors, table.meshes, sorted(table.loose), table.paths)).encode())
     digests = channel.gather(digest)
     firsts = {each: rank for rank, each in reversed(list(enumerate(digests)))}
     if len(firsts) == 1:
@@ -118,8 +120,11 @@ def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> WritePl
     """The plan of one rank, given the names that each rank has."""
     tensors = _all_tensors(tables)
     holders = _Holders(tables)
+    writers = _meshes_that_write(tables)
     held = []
     for name, tensor in snapshot.tensors.items():
+        if writers.get(name) != first_of_mesh(tensor) and not snapshot.is_own(name):
+            continue
         for part, (box, memory) in enumerate(local_parts(tensor, name)):
             ranks = (rank,) if snapshot.is_own(name) else holders.among(box.holders, name)
             whole = name in snapshot.from_lowest and box.holders is None
@@ -203,10 +208,11 @@ class _Holders:
 
 
 def _table_of(snapshot: Snapshot) -> _Table:
-    shared = {name: each for name, each in snapshot.tensors.items() if not snapshot.is_own(name)}
+    shared = {name: each for name, each in sorted(snapshot.tensors.items()) if not snapshot.is_own(name)}
     units = (_unit_name(snapshot, each) for each in range(len(snapshot.units)))
     return _Table(
-        tuple(sorted(_described(name, each) for name, each in shared.items())),
+        tuple(_described(name, each) for name, each in shared.items()),
+        tuple(map(first_of_mesh, shared.values())),
         frozenset([*shared, *snapshot.objects, *units]),
         tuple((name, snapshot.paths[name]) for name in sorted(snapshot.paths) if not snapshot.is_own(name)),
     )
@@ -223,6 +229,16 @@ def _all_tensors(tables: Sequence[_Table]) -> tuple[Described, ...]:
                     f"another: what ranks do not share needs names of its own, or an object with per_rank = True"
                 )
     return tuple(known[name] for name in sorted(known))
+
+
+def _meshes_that_write(tables: Sequence[_Table]) -> dict[str, int | None]:
+    """Of each tensor the mesh, by its lowest rank, whose ranks write it. Ranks that have it on other meshes, such as
+    those of other replicas of a model that is sharded over `mesh["tp"]`, have the very same."""
+    found: dict[str, int | None] = {}
+    for table in {id(each): each for each in tables}.values():
+        for (name, _, _), mesh in zip(table.tensors, table.meshes):
+            found.setdefault(name, mesh)
+    return found
 
 
 def _described(name: str, tensor: torch.Tensor) -> Described:
