@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, _version
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -149,6 +149,7 @@ def plain_values() -> State:
         "optimizer without state": {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
         "a.name.with.dots": torch.ones(2),
         "a/name\nwith ünï": torch.ones(1),
+        "ckptman": {"part": torch.ones(1)},
     }
 
 
@@ -283,6 +284,31 @@ def test_a_name_that_was_not_saved_is_told_and_one_that_is_not_wanted_is_left(tm
         load(state, tmp_path / "x", "ckptman.load")
     assert not state["a"].any()
     assert not state["b"].any()
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_two_tensors_of_one_name_are_not_both_loaded(tmp_path: Path, reader: str) -> None:
+    save({"a": {"b": torch.ones(3)}}, tmp_path / "x", "ckptman.save")
+    state = {"a.b": torch.zeros(3), "a": {"b": torch.zeros(3)}}
+    with pytest.raises((Exception, dcp.api.CheckpointException), match=r"flat\w* \w+ a\.b"):
+        load(state, tmp_path / "x", reader)
+    assert not state["a.b"].any()
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_torch_2_3_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+    """It flattened no dict in which there is no tensor."""
+    saved: State = {
+        "model": {"w": torch.ones(6)},
+        "schedule": {"last_epoch": 4, "deeper": {"lrs": [0.1]}},
+        "optimizer": {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+    }
+    with monkeypatch.context() as patched:
+        patched.setattr(_version, "_derived_version", "2_3")
+        save(saved, tmp_path / "x", "dcp")
+    state = emptied(saved)
+    load(state, tmp_path / "x", reader)
+    assert [name for name in saved if not alike(state[name], saved[name])] == []
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckptman.errors import CommitError, CorruptError, MismatchError, warn
+from ckptman.errors import CommitError, ConfigError, CorruptError, MismatchError, warn
 from ckptman.sharded.commit import Draft, SaveInfo
 from ckptman.sharded.foreign import load_plain
 from ckptman.sharded.image import pickled
@@ -32,8 +32,8 @@ from ckptman.sharded.optimizer import as_before_on_error
 from ckptman.sharded.plan import make_plan
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
-from ckptman.sharded.reading import read_bytes
-from ckptman.sharded.saved import SavedState, resolve
+from ckptman.sharded.reading import NOT_USABLE, read_bytes
+from ckptman.sharded.saved import Lazy, SavedState, resolve
 from ckptman.sharded.state import (
     Snapshot,
     is_leaf,
@@ -119,6 +119,7 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
     saved: list[SavedState] = []
     live: list[dict[str, Any]] = []
     found: list[_Found] = []
+    left = ""
 
     def look() -> _Found:
         modules = [name for name, value in state_dict.items() if isinstance(value, torch.nn.Module)]
@@ -144,11 +145,12 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
             if missing or mismatched:
                 raise MismatchError(str(folder), missing, (), mismatched)
             all_or_corrupt(channel, partial(found[0].read_values, verify), folder)
-        fill(channel, saved[0], found[0].targets, folder, verify=verify)
-        found[0].set_values()
-        channel.everywhere(lambda: _hand_over(state_dict, live[0], channel.rank))
+            fill(channel, saved[0], found[0].targets, folder, verify=verify)
+            left = NOT_USABLE
+            found[0].set_values()
+            channel.everywhere(lambda: _hand_over(state_dict, live[0], channel.rank))
     except RankFailed as failed:
-        raise failed.as_ckptman_error() from failed
+        raise failed.as_ckptman_error(left) from failed
     finally:
         held.close()
         channel.close()
@@ -183,6 +185,8 @@ class _Found:
             here = (str(value.dtype).removeprefix("torch."), tuple(value.shape))
             if record is None:
                 self.missing.append(name)
+            elif name in self.targets:
+                raise ConfigError(f"two values of the state have the flat name {name}: rename one of them")
             elif (record.dtype, record.shape) != here:
                 there = f"{list(record.shape)} {record.dtype}"
                 self.mismatched.append(f"{name}: checkpoint {there}, this run {list(value.shape)} {here[0]}")
@@ -222,6 +226,7 @@ class _Found:
 def _at(values: Any, path: tuple[str | int, ...]) -> tuple[Any, bool]:
     """The saved value at a path, and whether there is one. Plain DCP saves all keys as texts."""
     for key in path:
+        values = values.read() if isinstance(values, Lazy) else values  # until torch 2.3, a dict without tensors
         if isinstance(values, dict) and (key in values or str(key) in values):
             values = values[key] if key in values else values[str(key)]
         elif isinstance(values, list) and isinstance(key, int) and key < len(values):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -327,10 +327,10 @@ def _foreign_values(folder: Path, metadata: Metadata) -> dict[str, Any]:
 
 
 class Lazy:
-    """A plain value of a foreign checkpoint, read when it is wanted."""
+    """A plain value of a foreign checkpoint, read once, when it is wanted."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
-        self.read = read
+        self.read = cache(read)
 
 
 def resolve(value: Any) -> Any:

@@ -140,7 +140,7 @@ class StorageWriter(FileSystemWriter):
         parts: list[Part] = []
         metadata.storage_data = {}
         for result in (each for rank in results for each in rank):
-            if result.index.fqn == _PART:
+            if isinstance(result.storage_data, Part):
                 parts.append(result.storage_data)
             else:
                 metadata.storage_data[result.index] = result.storage_data
