@@ -162,6 +162,24 @@ def test_a_line_cut_short_by_a_full_disk_does_not_garble_the_next(
     assert ([event["event"] for event in events], torn) == (["finished"], 1)
 
 
+def test_what_a_server_says_only_when_the_file_is_closed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.record("finished")
+    real = os.close
+
+    def close(fd: int) -> None:
+        real(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "close", close)
+    with pytest.warns(RuntimeWarning, match=r"quota exceeded.*the run goes on"):
+        journal.close()
+    monkeypatch.undo()
+    journal.close()
+
+
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     journal = Journal(tmp_path / "file" / "journal.jsonl")

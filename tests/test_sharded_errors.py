@@ -229,6 +229,7 @@ def no_memory_left(*_: object, **__: object) -> torch.Tensor:
         ("torch.empty", no_memory_left, "not enough memory or open files"),
         ("ckptman.store.parallel.aligned_memory", OSError(errno.ENOMEM, "none left"), "not enough memory"),
         ("os.preadv", no_server, "file system does not answer on rank 0 .*not connected.* is not usable"),
+        ("os.pread", no_server, "file system does not answer on rank 0 .*not connected"),  # the chunk table
     ],
 )
 def test_what_is_no_fault_of_the_checkpoint_is_not_laid_to_it(

@@ -63,8 +63,11 @@ class Journal:
         """Close the file. A later event opens it again."""
         with self._lock:
             fd, self._fd = self._fd, None
-            if fd is not None:
-                os.close(fd)
+            try:
+                if fd is not None:
+                    os.close(fd)
+            except OSError as error:  # where a server is told only now what was written
+                self._warn(error)
 
     def _append(self, line: bytes, sync: bool) -> None:
         fd = self._open()

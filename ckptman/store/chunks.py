@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from ckptman.errors import CorruptError
-from ckptman.store.regular import open_regular
+from ckptman.store.regular import ELSEWHERE, open_regular
 
 Ints = NDArray[np.int64]
 Rows = dict[int, Ints]
@@ -166,6 +166,8 @@ class RowFile:
         try:
             data = os.pread(self._fd, size, which.start * LITTLE.itemsize)
         except OSError as error:
+            if error.errno in ELSEWHERE:
+                raise
             raise CorruptError(f"{self._path} cannot be read: {error.strerror or error}; {_REMEDY}") from error
         if len(data) != size:
             raise CorruptError(f"{self._path} ends early: it has changed since it was opened; {_REMEDY}")

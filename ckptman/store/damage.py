@@ -101,7 +101,7 @@ def located(damage: Sequence[Damage], folder: Path, manifest: Manifest) -> list[
     for name in index.tensors if places else ():
         try:
             chunks = table.chunks(name)
-        except CorruptError:  # the check of the table tells
+        except (CorruptError, OSError):  # the check of the table tells
             continue
         for number in by_file.keys() & set(np.unique(chunks.file).tolist()):
             mine = chunks.file == number
