@@ -236,6 +236,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_optimizer_as_it_was(tmp_path:
         checkpointer.save(1)
     for state in (fresh, running):
         before = copy.deepcopy(state["optimizer"].state_dict())
+        assert not any(state["optimizer"].state[each] for each in state["model"][1].parameters())  # which makes it {}
         with pytest.raises(ckptman.MismatchError):
             if way == "load":
                 ckptman.load(state, tmp_path / "step-0000000001")
@@ -243,6 +244,123 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_optimizer_as_it_was(tmp_path:
                 with open_run(tmp_path, state) as checkpointer:
                     checkpointer.restore()
         assert repr(state["optimizer"].state_dict()) == repr(before)
+
+
+class Refusing(torch.optim.Adam):
+    """Does not take what it is given."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise ZeroDivisionError("not this")
+
+
+class Unwilling:
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise ZeroDivisionError("not this")
+
+
+def test_a_load_that_fails_later_leaves_the_optimizer_as_it_was_or_says_that_it_is_not_usable(tmp_path: Path) -> None:
+    def make(kind: type[torch.optim.Optimizer] = torch.optim.Adam, **others: Any) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        return {"model": model, "optimizer": kind(model.parameters()), **others}
+
+    saved = make(other=Unwilling())
+    saved["model"](torch.ones(2)).sum().backward()
+    saved["optimizer"].step()
+    with open_run(tmp_path, saved) as checkpointer:
+        checkpointer.save(1)
+    fresh, refusing = make(other=Unwilling()), make(Refusing, other={})
+    before = copy.deepcopy(fresh["model"].state_dict())
+    with pytest.raises(ckptman.CkptmanError, match="not this") as caught, open_run(tmp_path, fresh) as checkpointer:
+        checkpointer.restore()
+    assert "not usable" not in str(caught.value)
+    assert not fresh["optimizer"].state
+    assert repr(fresh["model"].state_dict()) == repr(before)
+    for way in ("restore", "load"):
+        with pytest.raises(ckptman.CkptmanError, match=r"not this.* is not usable"):
+            if way == "load":
+                ckptman.load(refusing, tmp_path / "step-0000000001")
+            else:
+                with open_run(tmp_path, refusing) as checkpointer:
+                    checkpointer.restore()
+
+
+class Single(torch.optim.Optimizer):
+    """Keeps its state in float32, and counts in integers, whatever its parameters are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state |= {"master": {"of": parameter.float()}, "seen": torch.zeros((), dtype=torch.int64)}
+            state["master"]["of"] -= self.param_groups[0]["lr"] * parameter.grad.float()
+            state["seen"] += 1
+            parameter.copy_(state["master"]["of"])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, Single])
+@pytest.mark.parametrize("way", ["restore", "load"])
+def test_state_of_another_dtype_than_its_parameter_keeps_it(tmp_path: Path, way: str, kind: Any) -> None:
+    """torch casts it. Then the run is another one, and an attempt later none of its checkpoints fits the optimizer."""
+
+    def make() -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2, dtype=torch.bfloat16)
+        return {"model": model, "optimizer": kind(model.parameters())}
+
+    def train(state: dict[str, Any], step: int) -> None:
+        state["optimizer"].zero_grad()
+        state["model"](torch.full((3,), 1 / step, dtype=torch.bfloat16)).square().sum().backward()
+        state["optimizer"].step()
+
+    whole = state = make()
+    for step in range(1, 4):
+        train(whole, step)
+    for step in range(1, 4):
+        state = make()
+        if step > 1 and way == "load":
+            ckptman.load(state, tmp_path / str(step - 1))
+        elif step > 1:
+            with open_run(tmp_path / "run", state) as checkpointer:
+                checkpointer.restore(path=tmp_path / str(step - 1))
+        train(state, step)
+        ckptman.save(state, tmp_path / str(step))
+    for name in whole:
+        assert repr(state[name].state_dict()) == repr(whole[name].state_dict())
+
+
+class Closing(torch.optim.Adam):
+    """Makes no step without a closure."""
+
+    def step(self, closure: Any) -> Any:
+        return super().step(lambda: closure())
+
+
+def test_an_optimizer_that_makes_no_step_without_a_closure(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        return {"model": model, "optimizer": Closing(model.parameters(), lr=0.25)}
+
+    def loss() -> torch.Tensor:
+        (total := saved["model"](torch.ones(2)).sum()).backward()
+        return total
+
+    saved, fresh = make(), make()
+    ckptman.save(saved, tmp_path / "unused")
+    assert saved["optimizer"].param_groups[0]["lr"] == 0.25
+    assert all(each.grad is None for each in saved["model"].parameters())
+    saved["optimizer"].step(loss)
+    with open_run(tmp_path, saved) as checkpointer:
+        checkpointer.save(1)
+    with open_run(tmp_path, fresh) as checkpointer:
+        checkpointer.restore()
+    assert repr(fresh["optimizer"].state_dict()) == repr(saved["optimizer"].state_dict())
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer"])

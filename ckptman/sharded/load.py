@@ -32,31 +32,35 @@ def load(channel: Channel, state: State, folder: Path) -> None:
     Raises on every rank alike: MismatchError before anything is copied; CorruptError if a rank cannot read it, or
     reads other bytes than were saved: then what its text says is not usable.
     """
-    live: list[dict[str, Any]] = []
-    fits: list[_Fit] = []
     saved = read_on_all(channel, state, folder)
     with as_before_on_error(state.values()):
-        try:
-            channel.everywhere(lambda: live.append(live_values(state, channel.rank, saved)))
-        except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
-            raise failed.as_ckptman_error() from failed
-        reports = all_or_corrupt(channel, lambda: _take_measure(state, live[0], saved, channel.rank, fits), folder)
-        fit = fits[0]
-        wanted = {name for report in reports for name in report.wanted}
-        missing = sorted({name for report in reports for name in report.missing})
-        mismatched = sorted({line for report in reports for line in report.mismatched})
-        unexpected = sorted(fit.strictly_saved - wanted)
-        if missing or mismatched or unexpected:
-            raise MismatchError(str(folder), missing, unexpected, mismatched)
+        fit = _measure(channel, state, saved, folder)
+        # Objects that may refuse what they are given come first: then the model is as it was when one does.
+        for named in (False, True):
+            names = [name for name in fit.values if is_named(state[name]) == named]
+            fill(channel, fit.saved, fit.tensors_of(names), folder)
+            try:
+                channel.everywhere(partial(_hand_over, state, fit, names, channel.rank))
+            except RankFailed as failed:  # an object refused its state: no older checkpoint would help
+                raise failed.as_ckptman_error(NOT_USABLE if named else "") from failed
 
-    # Objects that may refuse what they are given come first: then the model is as it was when one does.
-    for named in (False, True):
-        names = [name for name in fit.values if is_named(state[name]) == named]
-        fill(channel, fit.saved, fit.tensors_of(names), folder)
-        try:
-            channel.everywhere(partial(_hand_over, state, fit, names, channel.rank))
-        except RankFailed as failed:  # an object refused its state: no older checkpoint would help
-            raise failed.as_ckptman_error() from failed
+
+def _measure(channel: Channel, state: State, saved: SavedState, folder: Path) -> _Fit:
+    """See on all ranks whether a checkpoint fits. Raises on every rank alike: MismatchError, CorruptError."""
+    live: list[dict[str, Any]] = []
+    fits: list[_Fit] = []
+    try:
+        channel.everywhere(lambda: live.append(live_values(state, channel.rank, saved)))
+    except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
+        raise failed.as_ckptman_error() from failed
+    reports = all_or_corrupt(channel, lambda: _take_measure(state, live[0], saved, channel.rank, fits), folder)
+    wanted = {name for report in reports for name in report.wanted}
+    missing = sorted({name for report in reports for name in report.missing})
+    mismatched = sorted({line for report in reports for line in report.mismatched})
+    unexpected = sorted(fits[0].strictly_saved - wanted)
+    if missing or mismatched or unexpected:
+        raise MismatchError(str(folder), missing, unexpected, mismatched)
+    return fits[0]
 
 
 def fill(

@@ -1,8 +1,9 @@
 """The state of an optimizer by the names of its parameters, so that it reshards.
 
-torch's functions do the naming. What they do besides is undone here: they let an optimizer that has no state yet make
-one by a step on zero gradients, which counts as a step afterwards; they make none where there is any gradient; they
-load none for a parameter that is frozen at the time; and they stumble over empty parameter groups.
+torch's functions do the naming. What they do besides is prevented or undone here: they let an optimizer that has no
+state yet make one by a step on zero gradients, which counts as a step afterwards, and leaves learning rates at 0 where
+it fails; they load none for a parameter that is frozen at the time; they cast what they load to the dtype of its
+parameter; and they stumble over empty parameter groups.
 """
 
 from __future__ import annotations
@@ -42,13 +43,8 @@ def get_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
     An optimizer that has not stepped yet has no `state`, and stays so.
     """
-    untouched = not optimizer.state
     with _without_empty_groups(optimizer):
-        values = _by_name(model, optimizer)
-    if untouched:
-        optimizer.state.clear()
-        return {name: value for name, value in values.items() if not name.startswith("state.")}
-    return values
+        return _by_name(model, optimizer)
 
 
 def get_state_to_fill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Iterable[str]) -> dict[str, Any]:
@@ -62,21 +58,24 @@ def get_state_to_fill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
 def set_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
     """Give an optimizer what was saved. Parameters that had no state then have none again."""
     group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
-    found = [(name, group_of.get(id(each), {})) for name, each in model.named_parameters(remove_duplicate=False)]
-    groups = {each: group for name, group in found for each in _get_fqns(model, name)}
+    found = [(name, each) for name, each in model.named_parameters(remove_duplicate=False) if id(each) in group_of]
+    parameters = {fqn: each for name, each in found for fqn in _get_fqns(model, name)}
     for entry, value in values.items():
         if entry.startswith(GROUPS):  # torch gives a group the settings that it has already, and no others
-            parameter, _, key = entry.removeprefix(GROUPS).rpartition(".")
-            groups.get(parameter, {}).setdefault(key, value)
-    with _without_empty_groups(optimizer), _training_only(optimizer, _with_state(model, optimizer, values)):
+            name, _, key = entry.removeprefix(GROUPS).rpartition(".")
+            group_of.get(id(parameters.get(name)), {}).setdefault(key, value)
+    chosen = _with_state(model, optimizer, values)
+    with _without_empty_groups(optimizer), _training_only(optimizer, chosen), _without_first_step(optimizer):
         set_optimizer_state_dict(model, optimizer, values, options=_FLAT)
+    for name, parameter in parameters.items():
+        _undo_casts(optimizer.state.get(parameter, {}), f"state.{name}", values)
 
 
 @contextmanager
 def as_before_on_error(values: Iterable[object]) -> Iterator[None]:
     """Whatever fails inside, the optimizers among `values` have the state and settings of before, and no others."""
     optimizers = [each for each in values if isinstance(each, torch.optim.Optimizer)]
-    before = [(each.state, set(map(id, each.state))) for each in optimizers]
+    before = [(each.state, {id(parameter) for parameter, had in each.state.items() if had}) for each in optimizers]
     settings = [(group, dict(group)) for each in optimizers for group in each.param_groups]
     try:
         yield
@@ -97,7 +96,8 @@ def parameter_of(entry: str) -> str | None:
 
 def _by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     try:
-        return dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+        with _without_first_step(optimizer):
+            return dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
     except (NotImplementedError, KeyError) as error:
         raise ConfigError(
             f"the state of {type(optimizer).__name__} cannot be saved by the names of its parameters ({error!r}): put "
@@ -132,12 +132,47 @@ def _make_state(optimizer: torch.optim.Optimizer, parameters: Collection[torch.n
     try:
         for group, rate in rates:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        optimizer.step()
+        _step(optimizer)
     finally:
         for group, rate in rates:
             group["lr"] = rate
         for parameter in parameters:
             parameter.grad = None
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except Exception as error:  # noqa: BLE001 whatever it is, it may want a closure
+        try:
+            optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type,return-value]
+        except Exception:  # noqa: BLE001
+            raise error from None
+
+
+def _undo_casts(state: dict[Any, Any], path: str, saved: Mapping[str, Any]) -> None:
+    """Put back what torch has cast to the dtype of a parameter: it was of the dtype that the optimizer gives it."""
+    for key, value in state.items():
+        exact = saved.get(f"{path}.{key}")
+        if isinstance(value, dict):
+            _undo_casts(value, f"{path}.{key}", saved)
+        elif key == "step" or not isinstance(exact, torch.Tensor) or type(value) is not type(exact):
+            continue  # torch casts a step only where it is to be
+        elif value.shape == exact.shape and value.dtype != exact.dtype:
+            state[key] = exact.to(value.device)
+
+
+@contextmanager
+def _without_first_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, torch takes it that an optimizer that has no state has made it, and makes no step of its own."""
+    untouched = not optimizer.state
+    for parameter in [each for group in optimizer.param_groups for each in group["params"]] if untouched else ():
+        optimizer.state[parameter] = {}
+    try:
+        yield
+    finally:
+        for parameter in [each for each, state in optimizer.state.items() if untouched and not state]:
+            del optimizer.state[parameter]
 
 
 @contextmanager

@@ -43,14 +43,15 @@ class RankFailed(Exception):
         self.failure = failure
         super().__init__(f"rank {failure.rank}: {failure.text}\n{failure.trace}")
 
-    def as_ckptman_error(self) -> CkptmanError:
-        """The error of the rank that failed if it is one of ours, else one that names rank and cause."""
+    def as_ckptman_error(self, left: str = "") -> CkptmanError:
+        """The error of the rank that failed if it is one of ours, else one that names rank and cause, and what is
+        `left`."""
         told = f"rank {self.failure.rank} failed: {self.failure.text}"
         if self.failure.errno is None:  # of the code that was asked for its state, as a rule
             remedy = "Its own traceback, above this one, says where"
         else:
             remedy = "If it is the disk: check the mount, its permissions and its quota on that rank"
-        return self.failure.error or CkptmanError(f"{told}. {remedy}")
+        return self.failure.error or CkptmanError(". ".join(filter(None, (told, remedy, left))))
 
 
 @contextmanager
