@@ -231,6 +231,19 @@ def test_a_reader_sees_what_took_the_place_of_what_it_read(tmp_path: Path) -> No
         assert (state["step"], state["x"].tolist()) == (step, [step] * 5)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_value_that_moves_and_keeps_its_flat_name(tmp_path: Path) -> None:
+    """Who builds the state from the checkpoint is told where it is now."""
+    state: dict[str, Any] = {"x": {"k": {"a.b": torch.ones(2), "0": 1}}}
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        checkpointer.save(1)
+        state["x"]["k"] = {"a": {"b": torch.ones(2)}, "0": 1}
+        checkpointer.save(2)
+    for step, paths in ((1, ("x", "k", "a.b")), (2, ("x", "k", "a", "b"))):
+        metadata = FileSystemReader(tmp_path / f"step-{step:010d}").read_metadata()
+        assert metadata.planner_data["x.k.a.b"] == paths
+
+
 def save_without_collectives(path: str) -> str:
     try:
         dcp.save({f"x {dist.get_rank()}": 1}, storage_writer=ckptman.StorageWriter(path), use_collectives=False)

@@ -93,7 +93,7 @@ def signature_of(snapshot: Snapshot) -> int:
         for name, each in snapshot.tensors.items()
     ]
     units = [(unit.state, str(unit.key)) for unit in snapshot.units]
-    return hash((tuple(tensors), tuple(snapshot.objects), tuple(units)))
+    return hash((tuple(tensors), tuple(snapshot.paths.items()), tuple(units)))
 
 
 def make_plan(snapshot: Snapshot, channel: Channel) -> WritePlan:
