@@ -126,6 +126,28 @@ def test_an_interrupt_while_the_last_piece_is_waited_for(interrupts: int) -> Non
     assert len(ended) == 1
 
 
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupt_between_two_waits_leaves_no_thread_at_work(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others compute, it waits there for its turn, and so Ctrl-C comes there more often than one would think."""
+    asked, is_alive, ended = [], threading.Thread.is_alive, list[int]()
+
+    def interrupted(self: threading.Thread) -> bool:
+        asked.append(self)
+        if len(asked) == at:
+            raise KeyboardInterrupt
+        return is_alive(self)
+
+    def work(number: int, scratch: memoryview) -> None:
+        time.sleep(0.1 * number)
+        ended.append(number)
+
+    monkeypatch.setattr(threading.Thread, "is_alive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        share_out(4, work, threads=4, scratch_bytes=1)
+    assert len(ended) == 4
+    assert not threads_of_ours()
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_an_interrupt_while_threads_start_leaves_none_at_work(

@@ -202,18 +202,25 @@ class _Job:
 
         A thread that Ctrl-C kept from being known as started finds that all is over.
         """
-        self._run(run)
-        for thread in self._threads:
-            while thread.is_alive():
-                self._run(thread.join)
-        while self._at_work:  # before Python 3.13, a join that Ctrl-C ends takes the thread for ended
-            self._run(partial(time.sleep, _LOOK_SECONDS))
+        try:
+            self._run(run)
+            self._wait()
+        except BaseException as error:  # noqa: BLE001 Ctrl-C between two lines of these
+            self._stop(error)
+            self._wait()
         first, self._error = self._error, None
         if first is not None:
             try:
                 raise first
             finally:
                 del first  # its traceback holds this frame
+
+    def _wait(self) -> None:
+        for thread in self._threads:
+            while thread.is_alive():
+                self._run(thread.join)
+        while self._at_work:  # before Python 3.13, a join that Ctrl-C ends takes the thread for ended
+            self._run(partial(time.sleep, _LOOK_SECONDS))
 
     def _help(self, run: Callable[[], None]) -> None:
         me = threading.get_ident()
@@ -227,9 +234,12 @@ class _Job:
         try:
             run()
         except BaseException as error:  # noqa: BLE001  (raised again by `lead`)
-            with self._lock:
-                self.is_over, self._error = True, self._error or error
-            self._on_stop()
+            self._stop(error)
+
+    def _stop(self, error: BaseException) -> None:
+        with self._lock:
+            self.is_over, self._error = True, self._error or error
+        self._on_stop()
 
 
 def _borrow_if_any(size: int) -> memoryview | None:
