@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,6 +95,29 @@ def test_a_failed_save_names_rank_and_cause_on_all_ranks_and_the_run_saves_again
     assert first[1] == "2 failed on rank 1"
     assert first[4].startswith("5 every step")
     assert sorted(each.name for each in tmp_path.glob("step-*")) == [f"step-000000000{n}" for n in (1, 3, 4, 5)]
+
+
+class DeadDisk(Disk):
+    """Read-only from some moment on, as where the kernel gave it up."""
+
+    dead = False
+
+    def sync_folder(self, path: Path) -> None:
+        if self.dead:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        super().sync_folder(path)
+
+
+def test_a_disk_that_dies_under_a_root_is_not_told_as_a_root_that_cannot_be_made(tmp_path: Path) -> None:
+    disk = DeadDisk()
+    with (
+        pytest.raises(ckptman.CommitError, match=r"run cannot be flushed \(Read-only file system\): check the mount"),
+        open_run(tmp_path / "run", App(), disk=disk, async_save=False) as checkpointer,
+    ):
+        checkpointer.save(1)
+        disk.dead = True
+        checkpointer.save(2)
+    assert [each.name for each in tmp_path.glob("run/step-*")] == ["step-0000000001"]
 
 
 def fail_in_the_background(root: str) -> list[str]:
@@ -218,6 +242,10 @@ def no_server(*_: Any) -> int:
     raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
 
+def no_memory_for_numpy(*_: object, **__: object) -> None:
+    numpy.empty(2**60, numpy.uint8)
+
+
 def no_memory_left(*_: object, **__: object) -> torch.Tensor:
     return torch.zeros(1).new_empty(2**60)  # what torch raises has no class of its own
 
@@ -227,7 +255,14 @@ def no_memory_left(*_: object, **__: object) -> torch.Tensor:
     [
         ("os.open", no_descriptor_left, "not enough memory or open files"),
         ("torch.empty", no_memory_left, "not enough memory or open files"),
+        ("ckptman.sharded.saved.open_table", no_memory_for_numpy, "not enough memory"),
         ("ckptman.store.parallel.aligned_memory", OSError(errno.ENOMEM, "none left"), "not enough memory"),
+        ("ckptman.sharded.reading.read_wanted", RuntimeError("CUDA error: out of memory"), "not enough memory"),
+        (
+            "ckptman.sharded.reading.read_wanted",
+            RuntimeError("CUDA error: illegal"),
+            "device of rank 0 failed .*usable",
+        ),
         ("os.preadv", no_server, "file system does not answer on rank 0 .*not connected.* is not usable"),
         ("os.pread", no_server, "file system does not answer on rank 0 .*not connected"),  # the chunk table
     ],

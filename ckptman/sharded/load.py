@@ -24,6 +24,8 @@ from ckptman.store.regular import AWAY, SHORTAGE
 
 T = TypeVar("T")
 State = MutableMapping[str, Any]
+_OF_A_DEVICE = ("AcceleratorError", "CUDA error:", "HIP error:")
+"""What is in the text of an error of a device, at whatever was asked of it next: that may well be a load."""
 
 
 def load(channel: Channel, state: State, folder: Path) -> None:
@@ -146,6 +148,11 @@ def corrupt_on_all(folder: Path) -> Iterator[None]:
                 f"{folder}: the file system does not answer on rank {failed.failure.rank} ({failed.failure.text}): "
                 f"check the mount there, and start again; `ckptman verify {folder}` tells if it is what was saved"
             ) from failed
+        if any(sign in failed.failure.text for sign in _OF_A_DEVICE):
+            raise CkptmanError(
+                f"{folder}: the device of rank {failed.failure.rank} failed ({failed.failure.text}): leave its node "
+                f"out, and start again; `ckptman verify {folder}` tells if it is what was saved"
+            ) from failed
         raise CorruptError(
             f"{folder} cannot be read on rank {failed.failure.rank}: {failed.failure.text}; check the mount and its "
             f"permissions there, or restore an older checkpoint"
@@ -155,8 +162,9 @@ def corrupt_on_all(folder: Path) -> Iterator[None]:
 def _is_shortage(failure: Failure) -> bool:
     """Whether a rank ran out of something: that says nothing about the checkpoint. What torch's allocator on the CPU
     raises has no class of its own."""
-    of_memory = failure.text.startswith(("MemoryError", "torch.OutOfMemoryError"))
-    return of_memory or failure.errno in SHORTAGE or "DefaultCPUAllocator: can't allocate memory" in failure.text
+    of_memory = "MemoryError" in failure.text.partition(":")[0]  # of Python, NumPy or torch
+    told = any(sign in failure.text for sign in ("DefaultCPUAllocator: can't allocate memory", "error: out of memory"))
+    return of_memory or told or failure.errno in SHORTAGE
 
 
 @dataclass
