@@ -73,15 +73,18 @@ class FolderPlace:
         Raises: RootError (a file is in the way, or it is not ours to write), ConfigError (a `~` not expanded).
         """
         check_expanded(self.root)
+        what = "made"
         try:
             self._disk.make_folders(self.root)
+            what = "flushed"
             # Who made it may have been killed before its name was durable: then all that is in it would go with it.
             with contextlib.suppress(PermissionError):  # where not even its names may be read, nobody could do it
                 self._disk.sync_folder(self.root.parent)
         except OSError as error:
             raise RootError(
                 error.errno or errno.EIO,
-                f"the checkpoint root {self.root} cannot be made ({error.strerror}): name another root",
+                f"the checkpoint root {self.root} cannot be {what} ({error.strerror}): check the mount, or name "
+                f"another root",
             ) from error
         if not self.root.is_dir():
             raise RootError(
