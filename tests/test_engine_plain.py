@@ -286,6 +286,32 @@ def test_a_name_that_was_not_saved_is_told_and_one_that_is_not_wanted_is_left(tm
     assert not state["b"].any()
 
 
+@pytest.mark.parametrize("reader", READERS[:2])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_where_in_the_state_a_name_is_beside_what_is_no_plain_value(tmp_path: Path, writer: str, reader: str) -> None:
+    """And where the way to it has the name of another tensor."""
+    saved: State = {
+        "settings": {"dtype": torch.float32, "n": {"x": 3}},
+        "state": {"w": {"m": torch.ones(1), "dtype": torch.float32}},
+        "a": {"b": {"c": 1, "d": torch.zeros(2)}, "l": [[1], 2]},
+        "a.b": torch.ones(3),
+    }
+    save(saved, tmp_path / "x", writer)
+    storage = (FileSystemReader if reader == "dcp" else ckptman.StorageReader)(tmp_path / "x")
+    found: State = {}
+    _load_state_dict(found, storage_reader=storage, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    assert ordered(found) == ordered(saved)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_empty_mapping_in_a_list_stays_one(tmp_path: Path, writer: str) -> None:
+    """DCP saves nothing of it."""
+    save({"groups": [{}, {"x": torch.ones(2)}, None]}, tmp_path / "x", writer)
+    state: State = {"groups": [{}, {"x": torch.zeros(2)}, 0]}
+    load(state, tmp_path / "x", "ckptman.load")
+    assert repr(state["groups"]) == repr([{}, {"x": torch.ones(2)}, None])
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_two_tensors_of_one_name_are_not_both_loaded(tmp_path: Path, reader: str) -> None:
     save({"a": {"b": torch.ones(3)}}, tmp_path / "x", "ckptman.save")

@@ -202,8 +202,8 @@ class _Found:
             there, known = _at(self.saved.values, path)
             if not known and name in self.saved.index.objects:
                 self.pickled.append((name, assign))
-            elif not known:
-                # DCP saves nothing of an empty mapping.
+            elif not known or (there is None and isinstance(value, Mapping) and name not in self.saved.index.objects):
+                # DCP saves nothing of an empty mapping; in a list, None is in its place.
                 self.missing += [] if isinstance(value, Mapping) else [name]
             elif any(refs_in(there)):
                 self.mismatched.append(f"{name}: checkpoint a tensor, this run a plain value")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -27,7 +27,16 @@ from ckptman.sharded.foreign import load_plain, read_foreign_metadata, read_fore
 from ckptman.store.assembly import assemble
 from ckptman.store.blockio import Digests
 from ckptman.store.chunks import ChunkTable, Rows, TensorRecord
-from ckptman.store.index import Index, Location, data_files, open_table, ranks_with_values, read_digests, read_index
+from ckptman.store.index import (
+    Index,
+    Location,
+    data_files,
+    open_table,
+    ranks_with_values,
+    read_checked,
+    read_digests,
+    read_index,
+)
 from ckptman.store.manifest import Manifest, read_manifest
 from ckptman.store.names import INDEX, MANIFEST, METADATA, parse_step
 from ckptman.store.plain import TensorRef, decode
@@ -174,7 +183,12 @@ class SavedState:
         for name, at in self.index.objects.items():
             described[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = _StorageInfo(at.file, at.offset, at.bytes)
-        paths = {name: (name,) for name in described} | dict(_paths(self.values, (), described))
+        paths = dict(_paths(self.values, ()))
+        if self.manifest is not None and not described.keys() <= paths.keys():
+            # What has no plain form is no part of the values; torch's own description knows where it is in the state.
+            read_checked(self.folder, METADATA, self.manifest)
+            paths = dict(read_foreign_metadata(self.folder / METADATA).planner_data or {})
+        paths = {name: paths.get(name, (name,)) for name in described}
         return Metadata(state_dict_metadata=described, planner_data=paths, storage_data=places)
 
     def chunk(self, index: MetadataIndex) -> ChunkPlace:
@@ -259,14 +273,22 @@ def _values_of(index: Index, folder: Path) -> dict[str, Any]:
     return values
 
 
-def _paths(value: Any, path: Keys, names: Container[str]) -> Iterator[tuple[str, Keys]]:
-    """Where in the state each of these flat names is, as DCP says it: keys of dicts are texts."""
-    name = ".".join(map(str, path))
-    if name in names:
-        yield name, path
-    elif isinstance(value, (dict, list)):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _paths(each, (*path, str(key) if isinstance(value, dict) else key), names)
+def _paths(value: Any, path: Keys) -> Iterator[tuple[str, Keys]]:
+    """Where in the state each flat name is, as DCP says it: keys of dicts are texts."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _paths(each, (*path, str(key)))
+    elif isinstance(value, list) and not _is_leaf(value):
+        for number, each in enumerate(value):
+            yield from _paths(each, (*path, number))
+    else:
+        yield ".".join(map(str, path)), path
+
+
+def _is_leaf(value: list[Any]) -> bool:
+    return not any(
+        isinstance(each, (dict, TensorRef, Lazy)) or (isinstance(each, list) and not _is_leaf(each)) for each in value
+    )
 
 
 def _index_of(folder: Path, metadata: Metadata) -> tuple[Index, ChunkTable]:
