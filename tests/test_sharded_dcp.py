@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,22 @@ def test_a_value_that_moves_and_keeps_its_flat_name(tmp_path: Path) -> None:
     for step, paths in ((1, ("x", "k", "a.b")), (2, ("x", "k", "a", "b"))):
         metadata = FileSystemReader(tmp_path / f"step-{step:010d}").read_metadata()
         assert metadata.planner_data["x.k.a.b"] == paths
+
+
+def save_a_part(path: str) -> str:
+    warnings.simplefilter("default")
+    local = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (2,)), [Shard(0)])
+    try:
+        dcp.save({"x": local}, storage_writer=ckptman.StorageWriter(f"{path}-{dist.get_rank()}"), no_dist=True)
+    except (Exception, dcp.api.CheckpointException) as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_part_of_a_tensor_is_no_checkpoint(tmp_path: Path) -> None:
+    texts = run_ranks(2, save_a_part, str(tmp_path / "x"))
+    assert all("3 elements of 6" in text and "save it together" in text for text in texts), texts
+    assert list(tmp_path.iterdir()) == []
 
 
 def save_without_collectives(path: str) -> str:

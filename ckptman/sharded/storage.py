@@ -146,7 +146,13 @@ class StorageWriter(FileSystemWriter):
                 metadata.storage_data[result.index] = result.storage_data
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self._draft.final), save_id=self.save_id)
         metadata.version = "1.0.0"
-        Describer().describe(self._draft.folder, (), parts, self._disk)
+        try:
+            Describer().describe(self._draft.folder, (), parts, self._disk)
+        except ValueError as error:
+            raise ConfigError(
+                f"{error}. A checkpoint holds whole tensors: let all ranks that hold parts of them save it together "
+                f"(without no_dist, in a process group of them all)"
+            ) from error
         described = pickle.dumps(metadata)
         self._disk.write_file(self._draft.folder / METADATA, described)
         files = {name: record for part in parts for name, record in part.files.items()}
