@@ -124,6 +124,12 @@ def test_no_journal(tmp_path: Path) -> None:
         read_journal(tmp_path / "journal.jsonl")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="there, reading the memory at address 0 is an I/O error")
+def test_a_journal_that_the_disk_does_not_give_is_named() -> None:
+    with pytest.raises(OSError, match=r"Input/output error: '/proc/self/mem'"):
+        read_journal("/proc/self/mem")
+
+
 def test_a_full_disk_warns_once_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "journal.jsonl", clock=lambda: 1.0)
     journal.record("restored")

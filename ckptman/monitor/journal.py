@@ -117,6 +117,7 @@ def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], in
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise NotFoundError(f"{os.fspath(path)} is no journal, but a link: remove it") from error
+        error.filename = error.filename or os.fspath(path)
         raise
     events, torn = [], 0
     for line in lines:
