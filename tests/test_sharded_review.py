@@ -414,6 +414,28 @@ def test_a_setting_that_an_optimizer_adds_in_its_first_step(tmp_path: Path) -> N
         checkpointer.restore()
 
 
+@pytest.mark.parametrize("way", ["restore", "load"])
+def test_parameters_of_two_groups_that_are_one_now(tmp_path: Path, way: str) -> None:
+    """It would have the settings of its first parameter for all of them."""
+    model = nn.Linear(2, 2)
+    for step, decay in (1, 0.0), (2, 0.5):
+        groups = [{"params": [model.weight], "weight_decay": 0.5}, {"params": [model.bias], "weight_decay": decay}]
+        ckptman.save({"model": model, "optimizer": torch.optim.AdamW(groups)}, tmp_path / f"step-{step:010}")
+
+    def attempt(step: int) -> float:
+        state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), weight_decay=0.25)}
+        if way == "load":
+            ckptman.load(state, tmp_path / f"step-{step:010}")
+        else:
+            with open_run(tmp_path, state) as checkpointer:
+                checkpointer.restore(step=step)
+        return float(state["optimizer"].param_groups[0]["weight_decay"])
+
+    with pytest.raises(ckptman.MismatchError, match=r"bias\.weight_decay: checkpoint 0\.0, this run 0\.5 as of weight"):
+        attempt(1)
+    assert attempt(2) == 0.5
+
+
 def test_a_setting_that_a_newer_torch_has_and_the_checkpoint_has_not(tmp_path: Path) -> None:
     def make(kind: type[torch.optim.Optimizer], **settings: Any) -> dict[str, Any]:
         model = nn.Linear(2, 2)

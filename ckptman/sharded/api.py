@@ -25,6 +25,7 @@ from ckptman.sharded.load import (
     live_values,
     own_tensors,
     read_on_all,
+    settings_apart,
     settings_made_later,
     started,
 )
@@ -128,6 +129,7 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
         for name, value in list(live[0].items()):
             if isinstance(state_dict[name], torch.optim.Optimizer):
                 there = saved[0].values.get(name, {})
+                found[0].mismatched += settings_apart(state_dict, name, there)
                 live[0][name] = started(value, there) | settings_made_later(value, there)
             found[0].look(live[0][name], (name,), partial(operator.setitem, live[0], name))
         return _Found(None, missing=found[0].missing, mismatched=found[0].mismatched)

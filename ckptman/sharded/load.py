@@ -13,10 +13,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptman.errors import CkptmanError, CorruptError, MismatchError, warn
-from ckptman.sharded.optimizer import GROUPS, as_before_on_error, parameter_of
+from ckptman.sharded.optimizer import GROUPS, as_before_on_error, groups_by_name, model_of, parameter_of
 from ckptman.sharded.ranks import Channel, Failure, RankFailed
 from ckptman.sharded.reading import NOT_USABLE
-from ckptman.sharded.saved import SavedState, read_to_load, resolve
+from ckptman.sharded.saved import Lazy, SavedState, read_to_load, resolve
 from ckptman.sharded.sharing import read_together
 from ckptman.sharded.state import is_named, nested, put_back, rank_key, refs_in, replace_refs, snapshot_of
 from ckptman.store.plain import TensorRef
@@ -203,6 +203,8 @@ def _take_measure(state: State, live: dict[str, Any], saved: SavedState, rank: i
             report.missing.append(name)
         elif is_named(target):
             _measure_named(name, target, live[name], fit, report)
+            if isinstance(target, torch.optim.Optimizer):
+                report.mismatched += settings_apart(state, name, saved.values[name])
         elif getattr(target, "per_rank", False):
             _measure_per_rank(name, rank, fit)
         else:
@@ -296,6 +298,22 @@ def settings_made_later(live: Mapping[str, Any], saved: Mapping[str, Any]) -> di
         for entry, value in saved.items()
         if entry not in live and entry.rpartition(".")[0] in known and not any(refs_in(value))
     }
+
+
+def settings_apart(state: Mapping[str, Any], name: str, saved: Mapping[str, Any]) -> list[str]:
+    """What a checkpoint has of parameters in different groups that are in one group of the optimizer `name` now: of
+    their settings it can have only one. Those that are tensors, or that plain DCP pickled, are not looked at."""
+    groups = groups_by_name(model_of(state[name], state), state[name])
+    first: dict[tuple[int, str], tuple[str, Any]] = {}
+    found = []
+    for entry, value in saved.items():
+        parameter, _, key = entry.removeprefix(GROUPS).rpartition(".")
+        if not entry.startswith(GROUPS) or parameter not in groups or isinstance(value, TensorRef | Lazy):
+            continue
+        other, there = first.setdefault((groups[parameter], key), (parameter, value))
+        if repr(value) != repr(there):
+            found.append(f"{name}.{entry}: checkpoint {value!r}, this run {there!r} as of {other}, of its group")
+    return found
 
 
 def _settings_of_a_newer_torch(

@@ -71,6 +71,13 @@ def set_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: 
         _undo_casts(optimizer.state.get(parameter, {}), f"state.{name}", values)
 
 
+def groups_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The number of the group of each parameter that an optimizer updates, by the parameter's names."""
+    numbers = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    found = [(name, each) for name, each in model.named_parameters(remove_duplicate=False) if id(each) in numbers]
+    return {fqn: numbers[id(each)] for name, each in found for fqn in _get_fqns(model, name)}
+
+
 @contextmanager
 def as_before_on_error(values: Iterable[object]) -> Iterator[None]:
     """Whatever fails inside, the optimizers among `values` have the state and settings of before, and no others."""
