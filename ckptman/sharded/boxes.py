@@ -14,6 +14,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
@@ -45,6 +46,8 @@ def local_parts(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box,
         if coordinate is None:
             return []
         box = _dtensor_box(tuple(tensor.shape), tensor.device_mesh, tensor.placements, tuple(coordinate))
+        if isinstance(tensor._local_tensor, LocalShardsWrapper):
+            return _parts_in_wrapper(tensor, tensor._local_tensor, box.holders, name)
         local = tensor.to_local().detach()
         if is_plain(local) and tuple(local.shape) != box.sizes:
             raise ConfigError(
@@ -60,11 +63,29 @@ def local_parts(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box,
     return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
 
 
+def _parts_in_wrapper(
+    tensor: DTensor, wrapper: LocalShardsWrapper, holders: tuple[int, ...] | None, name: str
+) -> list[tuple[Box, torch.Tensor]]:
+    """A DTensor whose part on this rank is several shards, as torchrec has them."""
+    found = [
+        (Box(tuple(offsets), tuple(shard.shape), holders), shard.detach())
+        for offsets, shard in zip(wrapper.local_offsets(), wrapper.local_shards())
+    ]
+    for _, shard in found:
+        if shard.dtype != tensor.dtype:
+            raise ConfigError(
+                f"{name} says that it is {tensor.dtype}, and its shards are {shard.dtype}: torch's wrapper of several "
+                f"shards knows no other dtype. Save and load it by dcp, with StorageWriter and StorageReader"
+            )
+    return found
+
+
 def layout_of(tensor: torch.Tensor) -> Hashable:
     """Changes where this rank's parts of a tensor would be others, or of another class."""
     if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        return type(tensor), tensor.placements, mesh, tuple(mesh.get_coordinate() or ()), type(tensor._local_tensor)
+        mesh, local = tensor.device_mesh, tensor._local_tensor
+        parts = map(tuple, local.local_offsets() + local.local_sizes()) if isinstance(local, LocalShardsWrapper) else ()
+        return type(tensor), tensor.placements, mesh, tuple(mesh.get_coordinate() or ()), type(local), *parts
     if isinstance(tensor, ShardedTensor):
         shards = [each.metadata for each in tensor.local_shards()]
         return type(tensor), *((tuple(each.shard_offsets), tuple(each.shard_sizes)) for each in shards)

@@ -163,6 +163,8 @@ def _common(
     if not is_plain(memory) or memory.is_conj() or memory.is_neg():
         return None
     if isinstance(tensor, DTensor):
+        if not is_plain(tensor._local_tensor):  # several shards, of which this rank has one
+            return None
         ranks, boxes = _relatives(tensor)
     elif box.holders is None:
         ranks, boxes = everyone, (Member(box.offsets, box.sizes),) * len(everyone)
