@@ -335,6 +335,41 @@ def test_state_of_another_dtype_than_its_parameter_keeps_it(tmp_path: Path, way:
         assert repr(state[name].state_dict()) == repr(whole[name].state_dict())
 
 
+class Blocked(torch.optim.Optimizer):
+    """Keeps state by number, and goes by the numbers, as Shampoo does with its blocks."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            blocks = self.state[parameter].setdefault("blocks", {0: {}, 1: {}})
+            for number, block in blocks.items():
+                block[number] = block.get(number, torch.zeros(2)) + parameter.grad.sum() * (number + 1)
+
+
+@pytest.mark.parametrize("way", ["restore", "load"])
+def test_state_by_number_stays_so(tmp_path: Path, way: str) -> None:
+    """torch makes texts of the keys of nested state."""
+
+    def make() -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        return {"model": model, "optimizer": Blocked(model.parameters())}
+
+    saved, fresh = make(), make()
+    saved["model"](torch.ones(2)).sum().backward()
+    saved["optimizer"].step()
+    with open_run(tmp_path, saved) as checkpointer:
+        checkpointer.save(1)
+    if way == "load":
+        ckptman.load(fresh, tmp_path / "step-0000000001")
+    else:
+        with open_run(tmp_path, fresh) as checkpointer:
+            checkpointer.restore()
+    assert repr(fresh["optimizer"].state_dict()) == repr(saved["optimizer"].state_dict())
+
+
 class Closing(torch.optim.Adam):
     """Makes no step without a closure."""
 

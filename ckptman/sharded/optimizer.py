@@ -3,7 +3,7 @@
 torch's functions do the naming. What they do besides is prevented or undone here: they let an optimizer that has no
 state yet make one by a step on zero gradients, which counts as a step afterwards, and leaves learning rates at 0 where
 it fails; they load none for a parameter that is frozen at the time; they cast what they load to the dtype of its
-parameter; and they stumble over empty parameter groups.
+parameter; they turn keys of nested state into texts; and they stumble over empty parameter groups.
 """
 
 from __future__ import annotations
@@ -58,24 +58,25 @@ def get_state_to_fill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
 def set_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
     """Give an optimizer what was saved. Parameters that had no state then have none again."""
     group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
-    found = [(name, each) for name, each in model.named_parameters(remove_duplicate=False) if id(each) in group_of]
-    parameters = {fqn: each for name, each in found for fqn in _get_fqns(model, name)}
+    parameters = _parameters_of(model, optimizer)
     for entry, value in values.items():
         if entry.startswith(GROUPS):  # torch gives a group the settings that it has already, and no others
             name, _, key = entry.removeprefix(GROUPS).rpartition(".")
             group_of.get(id(parameters.get(name)), {}).setdefault(key, value)
     chosen = _with_state(model, optimizer, values)
+    made = {each: optimizer.state[each] for each in parameters.values() if each in optimizer.state}
     with _without_empty_groups(optimizer), _training_only(optimizer, chosen), _without_first_step(optimizer):
         set_optimizer_state_dict(model, optimizer, values, options=_FLAT)
     for name, parameter in parameters.items():
-        _undo_casts(optimizer.state.get(parameter, {}), f"state.{name}", values)
+        if parameter in optimizer.state:
+            loaded = optimizer.state[parameter]
+            optimizer.state[parameter] = _as_made(loaded, made.get(parameter, {}), f"state.{name}", values)
 
 
 def groups_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """The number of the group of each parameter that an optimizer updates, by the parameter's names."""
     numbers = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
-    found = [(name, each) for name, each in model.named_parameters(remove_duplicate=False) if id(each) in numbers]
-    return {fqn: numbers[id(each)] for name, each in found for fqn in _get_fqns(model, name)}
+    return {name: numbers[id(each)] for name, each in _parameters_of(model, optimizer).items()}
 
 
 @contextmanager
@@ -123,9 +124,14 @@ def _with_state(
         while parameter and parameter not in names:  # of nested state, `<parameter>.<key>` is a name too
             names.add(parameter)
             parameter = parameter.rpartition(".")[0]
+    return list({each: None for name, each in _parameters_of(model, optimizer).items() if name in names})
+
+
+def _parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+    """Those that an optimizer updates, by all of their names."""
     own = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    found = model.named_parameters(remove_duplicate=False)
-    return list({each: None for name, each in found if id(each) in own and names & _get_fqns(model, name)})
+    found = [(name, each) for name, each in model.named_parameters(remove_duplicate=False) if id(each) in own]
+    return {fqn: each for name, each in found for fqn in _get_fqns(model, name)}
 
 
 def _make_state(optimizer: torch.optim.Optimizer, parameters: Collection[torch.nn.Parameter]) -> None:
@@ -157,16 +163,21 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
             raise error from None
 
 
-def _undo_casts(state: dict[Any, Any], path: str, saved: Mapping[str, Any]) -> None:
-    """Put back what torch has cast to the dtype of a parameter: it was of the dtype that the optimizer gives it."""
-    for key, value in state.items():
-        exact = saved.get(f"{path}.{key}")
+def _as_made(loaded: dict[Any, Any], made: dict[Any, Any], path: str, saved: Mapping[str, Any]) -> dict[Any, Any]:
+    """What torch has loaded, with the keys that the optimizer has `made`, which torch turns into texts, and with the
+    dtypes that were saved, which torch casts to that of the parameter."""
+    keys = {str(key): key for key in made}
+    state: dict[Any, Any] = {}
+    for name, value in loaded.items():
+        key, exact = keys.get(str(name), name), saved.get(f"{path}.{name}")
         if isinstance(value, dict):
-            _undo_casts(value, f"{path}.{key}", saved)
-        elif key == "step" or not isinstance(exact, torch.Tensor) or type(value) is not type(exact):
-            continue  # torch casts a step only where it is to be
-        elif value.shape == exact.shape and value.dtype != exact.dtype:
-            state[key] = exact.to(value.device)
+            inner = made.get(key)
+            value = _as_made(value, inner if isinstance(inner, dict) else {}, f"{path}.{name}", saved)
+        elif key != "step" and isinstance(exact, torch.Tensor) and type(value) is type(exact):  # steps are not cast
+            cast = value.shape == exact.shape and value.dtype != exact.dtype
+            value = exact.to(value.device) if cast else value
+        state[key] = value
+    return state
 
 
 @contextmanager
