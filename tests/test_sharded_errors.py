@@ -242,6 +242,16 @@ def no_server(*_: Any) -> int:
     raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
 
+def no_disk(*_: Any) -> int:
+    raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+
+def no_right(path: Path | str, *args: Any, **kwargs: Any) -> int:
+    if str(path).endswith(("chunks.bin", "index.json", ".distcp")):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    return REAL_OPEN(path, *args, **kwargs)
+
+
 def no_memory_for_numpy(*_: object, **__: object) -> None:
     numpy.empty(2**60, numpy.uint8)
 
@@ -265,6 +275,8 @@ def no_memory_left(*_: object, **__: object) -> torch.Tensor:
         ),
         ("os.preadv", no_server, "file system does not answer on rank 0 .*not connected.* is not usable"),
         ("os.pread", no_server, "file system does not answer on rank 0 .*not connected"),  # the chunk table
+        ("os.preadv", no_disk, "file system does not answer on rank 0 .*such device.* is not usable"),
+        ("os.open", no_right, "may not read it on rank 0 .*Permission denied.*give back"),
     ],
 )
 def test_what_is_no_fault_of_the_checkpoint_is_not_laid_to_it(

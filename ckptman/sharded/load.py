@@ -20,7 +20,7 @@ from ckptman.sharded.saved import Lazy, SavedState, read_to_load, resolve
 from ckptman.sharded.sharing import read_together
 from ckptman.sharded.state import is_named, nested, put_back, rank_key, refs_in, replace_refs, snapshot_of
 from ckptman.store.plain import TensorRef
-from ckptman.store.regular import AWAY, SHORTAGE
+from ckptman.store.regular import AWAY, DENIED, SHORTAGE
 
 T = TypeVar("T")
 State = MutableMapping[str, Any]
@@ -148,14 +148,19 @@ def corrupt_on_all(folder: Path) -> Iterator[None]:
                 f"{folder}: the file system does not answer on rank {failed.failure.rank} ({failed.failure.text}): "
                 f"check the mount there, and start again; `ckptman verify {folder}` tells if it is what was saved"
             ) from failed
+        if failed.failure.errno in DENIED:
+            raise CkptmanError(
+                f"{folder}: this user may not read it on rank {failed.failure.rank} ({failed.failure.text}): give back "
+                f"the right to read it, and start again"
+            ) from failed
         if any(sign in failed.failure.text for sign in _OF_A_DEVICE):
             raise CkptmanError(
                 f"{folder}: the device of rank {failed.failure.rank} failed ({failed.failure.text}): leave its node "
                 f"out, and start again; `ckptman verify {folder}` tells if it is what was saved"
             ) from failed
         raise CorruptError(
-            f"{folder} cannot be read on rank {failed.failure.rank}: {failed.failure.text}; check the mount and its "
-            f"permissions there, or restore an older checkpoint"
+            f"{folder} cannot be read on rank {failed.failure.rank}: {failed.failure.text}; check the mount "
+            f"there, or restore an older checkpoint"
         ) from failed
 
 

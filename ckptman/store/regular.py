@@ -19,11 +19,13 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO)
 SHORTAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """This process or its host has no memory or no descriptor left."""
 AWAY = (
-    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ENODEV, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED),
 )
 """The server of a mount is not reached, or its client was shut out."""
-ELSEWHERE = (*SHORTAGE, *AWAY)
+DENIED = (errno.EACCES, errno.EPERM)
+"""This user may not read it."""
+ELSEWHERE = (*SHORTAGE, *AWAY, *DENIED)
 """The fault is elsewhere: that says nothing about what was to be read."""
 
 
