@@ -276,7 +276,7 @@ def no_memory_left(*_: object, **__: object) -> torch.Tensor:
         ("os.preadv", no_server, "file system does not answer on rank 0 .*not connected.* is not usable"),
         ("os.pread", no_server, "file system does not answer on rank 0 .*not connected"),  # the chunk table
         ("os.preadv", no_disk, "file system does not answer on rank 0 .*such device.* is not usable"),
-        ("os.open", no_right, "may not read it on rank 0 .*Permission denied.*give back"),
+        ("os.open", no_right, "may not read it on rank 0 .*Permission denied.*check its permissions"),
     ],
 )
 def test_what_is_no_fault_of_the_checkpoint_is_not_laid_to_it(

@@ -150,8 +150,8 @@ def corrupt_on_all(folder: Path) -> Iterator[None]:
             ) from failed
         if failed.failure.errno in DENIED:
             raise CkptmanError(
-                f"{folder}: this user may not read it on rank {failed.failure.rank} ({failed.failure.text}): give back "
-                f"the right to read it, and start again"
+                f"{folder}: this user may not read it on rank {failed.failure.rank} ({failed.failure.text}): check its "
+                f"permissions there, and start again"
             ) from failed
         if any(sign in failed.failure.text for sign in _OF_A_DEVICE):
             raise CkptmanError(
