@@ -55,6 +55,33 @@ def _escape(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode()
 
 
+_HIDDEN = "***"
+_SECRET = r"(?:secret|passw(?:or)?d|pwd|(?:api|access|account|private|shared)[_-]?key)"
+_NAMED = rf"(?:{_SECRET}|token|credentials?|signature|sig)"
+_SECRETS = (
+    # `https://user:word@host`; a name alone is no secret but in addresses of the web.
+    (re.compile(r"(?i)(\b[a-z][a-z0-9+.-]*:/{1,2})[^\s/@:]*:(?!\d+/)[^\s@]+(?:@[^\s/@]+)*@"), rf"\1{_HIDDEN}@"),
+    (re.compile(r"(?i)(\bhttps?:/{1,2})[^\s/@]+@"), rf"\1{_HIDDEN}@"),
+    # `Authorization: Bearer ...`, whatever kind it is, to the end of the line or of the text in quotes.
+    (re.compile(r"(?i)(\b(?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?)[^'\"\r\n]+"), rf"\1{_HIDDEN}"),
+    (re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"), rf"\1{_HIDDEN}"),
+    # `HF_TOKEN=...`, `?X-Amz-Signature=...`, `"password": "..."`.
+    (re.compile(rf"(?i)({_NAMED}(?:['\"]?\s*=|['\"]\s*:)\s*['\"]?)[^\s'\"&,;)]+"), rf"\1{_HIDDEN}"),
+    (re.compile(rf"(?i)({_SECRET}:\s+)[^\s'\"&,;)]+"), rf"\1{_HIDDEN}"),
+    (re.compile(r"(?i)((?:\b|[_-])key=['\"]?)[^\s'\"&,;)]{8,}"), rf"\1{_HIDDEN}"),
+    # Keys that are known by how they begin.
+    (re.compile(r"\b(A[KS]IA)[0-9A-Z]{16}\b"), rf"\1{_HIDDEN}"),
+    (re.compile(r"\b(hf_|gh[opsur]_|github_pat_|glpat-|sk-|xox[abprs]-)[A-Za-z0-9_-]{16,}"), rf"\1{_HIDDEN}"),
+)
+
+
+def masked(text: str) -> str:
+    """The same text, with what looks like a secret replaced by `***`: for what is written where others read it."""
+    for secret, instead in _SECRETS:
+        text = secret.sub(instead, text)
+    return text
+
+
 def warn(text: str) -> None:
     """Warn, safe to print, and name the line outside of ckptman that led here."""
     frame, level = sys._getframe(1), 2
@@ -119,6 +146,10 @@ class ExistsError(CkptmanError, FileExistsError):
     exit_code = 5
 
 
+_OF_THE_STATE = ("TypeError", "AttributeError", "PicklingError", "NotImplementedError", "RecursionError")
+"""What is raised by values that cannot be written; no disk raises it."""
+
+
 class CommitError(CkptmanError):
     """A save did not become durable. What was committed before is untouched, and the run can save again.
 
@@ -130,9 +161,16 @@ class CommitError(CkptmanError):
     def __init__(self, step: int, rank: int, cause: str) -> None:
         self.step, self.rank, self.cause = step, rank, cause
         who = f"rank {rank}" if rank >= 0 else "a rank that cannot be named"
+        found = re.match(r"(?:\w+\.)*(\w+): ", cause)
+        of_the_state = found is not None and found[1] in _OF_THE_STATE
+        remedy = (
+            "take it out of the state, or make plain values of it,"
+            if of_the_state
+            else ("remove the cause (disk full? quota? a dead node?)")
+        )
         super().__init__(
-            f"the save of step {step} failed on {who}: {cause}. Earlier checkpoints are untouched; "
-            f"remove the cause (disk full? quota? a dead node?) and the next save starts afresh."
+            f"the save of step {step} failed on {who}: {cause}. Earlier checkpoints are untouched; {remedy} and the "
+            f"next save starts afresh."
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -200,20 +238,30 @@ class RootError(CkptmanError, OSError):
 
 
 class BusyError(CkptmanError):
-    """Another run that is alive writes to this root. Attributes: `host`, `pid`, `job_id` of that run."""
+    """Another run that is alive writes to this root.
+
+    Attributes: `host`, `pid`, `job_id` of that run; `own`: it is of the very process that asked.
+    """
 
     exit_code = 11
 
-    def __init__(self, root: str, host: str, pid: int, job_id: str | None) -> None:
-        self.root, self.host, self.pid, self.job_id = root, host, pid, job_id
+    def __init__(self, root: str, host: str, pid: int, job_id: str | None, own: bool = False) -> None:
+        self.root, self.host, self.pid, self.job_id, self.own = root, host, pid, job_id, own
         job = f", job {job_id}" if job_id else ""
-        super().__init__(
+        text = (
             f"{root} is being written to by another run (host {host}, pid {pid}{job}): "
             f"stop that one first, or give this run a root of its own"
         )
+        if own:
+            text = (
+                f"{root} is being written to by this very process (pid {pid}): a Checkpointer that was made before, by "
+                f"a notebook cell that runs again perhaps, is still open. Call close() on it, or use it in a `with` "
+                f"block, and then make the next"
+            )
+        super().__init__(text)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.root, self.host, self.pid, self.job_id)
+        return type(self), (self.root, self.host, self.pid, self.job_id, self.own)
 
 
 class RankLostError(CkptmanError):

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
+import ckptman
 from ckptman import NotFoundError
-from ckptman.monitor.journal import Journal, read_journal
+from ckptman.monitor import journal as journal_module
+from ckptman.monitor.journal import Journal, previous_path, read_journal
+from ckptman.monitor.measured import save_seconds
+from ckptman.store.names import journal_path
 
 
 def test_one_line_per_event(tmp_path: Path) -> None:
@@ -252,3 +256,86 @@ def test_kills_at_random_moments_lose_nothing_that_was_written(tmp_path: Path) -
         assert len(counts) > last
     assert len(path.read_bytes().splitlines()) == len(events) + torn
     assert all(json.loads(line)["event"] == "save_begun" for line in path.read_bytes().splitlines()[:1])
+
+
+# ---- its size --------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_journal_that_is_too_long_the_last_events_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text("".join(json.dumps({"time": 1.0, "event": "saved", "step": step}) + "\n" for step in range(100)))
+    monkeypatch.setattr(journal_module, "MOST_BYTES", 500)
+    events, torn = read_journal(path)
+    assert [event["step"] for event in events] == list(range(100 - len(events), 100))
+    assert (5 < len(events) < 20, torn) == (True, 0)
+
+
+def test_a_journal_full_of_nothing_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file of 6 GiB, as a crash of a file system may leave it."""
+    path, read_bytes, real = tmp_path / "journal.jsonl", 0, os.read
+
+    def read(fd: int, size: int) -> bytes:
+        nonlocal read_bytes
+        read_bytes += size
+        return real(fd, size)
+
+    path.touch()
+    os.truncate(path, 6 * 2**30)
+    with path.open("ab") as file:
+        file.write(b'\n{"time": 1.0, "event": "finished"}\n')
+    monkeypatch.setattr(os, "read", read)
+    events, _ = read_journal(path)
+    assert [event["event"] for event in events] == ["finished"]
+    assert read_bytes <= journal_module.MOST_BYTES
+
+
+def attempt(root: Path, steps: int, fails: bool = False) -> None:
+    with ckptman.Checkpointer(root, {"x": 1}, save_policy=ckptman.EverySteps(10), deadline=None) as checkpointer:
+        for step in range(checkpointer.restore() + 1, steps + 1):
+            checkpointer.step(step)
+        if fails:
+            raise ValueError("loss is NaN")
+
+
+def test_an_attempt_begins_a_new_file_where_the_journal_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = journal_path(tmp_path)
+    attempt(tmp_path, 10)
+    attempt(tmp_path, 20)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="NaN"):
+            attempt(tmp_path, 22, fails=True)
+    before, size = read_journal(path), path.stat().st_size
+    assert not previous_path(path).exists()
+    monkeypatch.setattr(journal_module, "ROTATE_BYTES", size - 1)
+    with pytest.warns(RuntimeWarning, match="step 20 is passed over: attempts 3 and 4 loaded it and crashed"):
+        attempt(tmp_path, 11)
+    assert previous_path(path).stat().st_size == size
+    events, torn = read_journal(path)
+    assert (events[: len(before[0])], torn) == before, "readers see both"
+    new = events[len(before[0]) :]
+    assert (new[0]["event"], new[0]["attempt"]) == ("attempt_started", 5)
+    assert save_seconds(tmp_path) is not None
+    monkeypatch.setattr(journal_module, "ROTATE_BYTES", 10)
+    for number in (6, 7, 8):
+        attempt(tmp_path, 12)
+        assert {event["attempt"] for event in read_journal(path)[0]} == {number - 1, number}, "two files, and no more"
+    path.unlink()
+    assert {event["attempt"] for event in read_journal(path)[0]} == {7}, "a kill may come between the two"
+
+
+def test_a_journal_that_cannot_be_renamed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"time": 1.0, "event": "restored"}\n')
+    previous_path(path).mkdir()
+    (previous_path(path) / "x").touch()
+    monkeypatch.setattr(journal_module, "ROTATE_BYTES", 10)
+    journal = Journal(path)
+    with pytest.warns(RuntimeWarning, match="cannot be written"):
+        journal.rotate()
+    journal.record("finished")
+    journal.close()
+    assert len(path.read_text().splitlines()) == 2

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from ckptman.errors import ConfigError, CorruptError
+from ckptman.errors import ConfigError, CorruptError, masked
 from ckptman.store.durable import DISK, Disk
+from ckptman.store.regular import read_regular
 
 OUTCOME_ENV = "CKPTMAN_OUTCOME"
 """Where a chain asks the outcome of this attempt to be written, besides the run's own place."""
 ATTEMPT_ENV = "CKPTMAN_ATTEMPT"
 """Number of this attempt in its chain: 1, 2, ..."""
 
+MOST_BYTES = 1024 * 1024
+"""No outcome is larger: its one long text is the message of an error, and is cut where that is longer."""
+_MOST_REASON = 64 * 1024
 State = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -51,9 +55,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def write_outcome(path: Path, outcome: Outcome, disk: Disk = DISK) -> None:
-    """Put the outcome at `path`, durably and atomically. Called by the leader. Raises: OSError."""
+    """Put the outcome at `path`, durably and atomically. Called by the leader. Raises: OSError.
+
+    What looks like a secret in its reason, which may be the text of any error, is masked: others may read this.
+    """
+    outcome = replace(outcome, reason=masked(outcome.reason))
     disk.make_folders(path.parent)
-    disk.replace_file(path, json.dumps(asdict(outcome), indent=1).encode() + b"\n")
+    said = {**asdict(outcome), "reason": outcome.reason[:_MOST_REASON]}
+    disk.replace_file(path, json.dumps(said, indent=1).encode() + b"\n")
 
 
 def read_outcome(path: Path) -> Outcome | None:
@@ -62,7 +71,7 @@ def read_outcome(path: Path) -> Outcome | None:
     Raises: CorruptError. Called by whoever decides about the next attempt.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular(path, MOST_BYTES, follow=True, remedy="remove it")
     except FileNotFoundError:
         return None
     try:

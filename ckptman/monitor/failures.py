@@ -7,9 +7,9 @@ out, it is the last failure. What comes after `#` is a comment.
 
 from __future__ import annotations
 
+import codecs
 import math
 import os
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -17,11 +17,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ckptman.errors import ConfigError, NotFoundError, plain
+from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
 from ckptman.monitor.journal import read_journal
 from ckptman.monitor.measured import typical_save_seconds
 from ckptman.store.names import journal_path
+from ckptman.store.regular import open_regular, read_regular
 
+_REMEDY = "give a text file of failure times, a journal or a root"
 _MOST_BYTES = 64 * 1024 * 1024
 _ENDED_IN_ORDER = ("finished", "stopped")
 
@@ -51,17 +53,25 @@ def read_trace(path: Path, parse_seconds: Callable[[str], float]) -> Trace:
     if path.is_dir():
         return trace_of(_events(journal_path(path)), path)
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            raise ConfigError(f"{path} is no trace, but larger than 64 MiB, or no file: give a text file or a root")
-        text = path.read_text(encoding="utf-8-sig")
+        if _is_journal(path):
+            return trace_of(_events(path), path)
+        text = read_regular(path, _MOST_BYTES, follow=True, remedy=_REMEDY).decode("utf-8-sig")
     except FileNotFoundError:
         raise NotFoundError(f"there is no trace {path}: give a file of failure times, a journal or a root") from None
+    except CorruptError as error:
+        raise ConfigError(str(error)) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is no text: a trace has the time of a failure on each line") from None
-    if text.lstrip().startswith("{"):
-        return trace_of(_events(path), path)
     return _parse(text.splitlines(), path, parse_seconds)
+
+
+def _is_journal(path: Path) -> bool:
+    """By its first bytes, as a journal may be larger than a trace. Raises: CorruptError, OSError."""
+    fd = open_regular(path, follow=True, remedy=_REMEDY)
+    try:
+        return os.read(fd, 4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
+    finally:
+        os.close(fd)
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,8 @@
-"""The run journal: one JSON object per line, appended, never changed. Every report is built from it."""
+"""The run journal: one JSON object per line, appended, never changed. Every report is built from it.
+
+An attempt that finds it larger than `ROTATE_BYTES` gives it another name and begins a new one; what had that name goes.
+Readers read both, and of each no more than the last `MOST_BYTES`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptman.errors import NotFoundError
+from ckptman.errors import NotFoundError, masked
 from ckptman.store.durable import DISK, Disk
+from ckptman.store.regular import read_end
+
+ROTATE_BYTES = 8 * 1024 * 1024
+"""Some 50,000 events: months of a run that saves every half hour."""
+MOST_BYTES = 32 * 1024 * 1024
+_MOST_LINE_BYTES = 1024 * 1024
 
 _OPEN = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
@@ -48,7 +58,7 @@ class Journal:
         """Append one event, with its time in unix seconds; with `sync`, flushed to storage before this returns.
 
         Values that JSON does not know are written as their text, numbers that are not finite as "nan", "inf" and "-inf"
-        (`float()` reads them back).
+        (`float()` reads them back). What looks like a secret in a text is masked: whoever may read the root reads this.
         """
         with self._lock:
             line: dict[str, object] = {"time": self._clock(), "event": event}
@@ -58,6 +68,18 @@ class Journal:
                 self._append(json.dumps(line).encode("ascii") + b"\n", sync)
             except OSError as error:
                 self._warn(error)
+
+    def rotate(self) -> None:
+        """Begin a new file if the one there is too large, and keep that beside it. Called before the first event, by
+        the one who holds the root."""
+        try:
+            found = os.lstat(self.path)
+            if stat.S_ISREG(found.st_mode) and found.st_size > ROTATE_BYTES:
+                self._disk.rename(self.path, previous_path(self.path))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._warn(error)
 
     def close(self) -> None:
         """Close the file. A later event opens it again."""
@@ -103,28 +125,49 @@ class Journal:
             )
 
 
+def previous_path(path: str | os.PathLike[str]) -> Path:
+    """Where the file before a journal is kept: `journal.1.jsonl` beside `journal.jsonl`."""
+    return Path(path).with_suffix(f".1{Path(path).suffix}")
+
+
 def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
-    """The events of a journal, oldest first, and how many torn lines were left out. Raises: NotFoundError."""
+    """The events of a journal and of the file before it, oldest first, and how many torn lines were left out.
+
+    Of a file larger than `MOST_BYTES` the last events that fit. Raises: NotFoundError.
+    """
+    files = []
+    for each in (previous_path(path), Path(path)):
+        try:
+            files.append(_events(each))
+        except FileNotFoundError as error:
+            if isinstance(error, NotFoundError) and each == Path(path):
+                raise
+    if not files:
+        raise NotFoundError(f"there is no journal {os.fspath(path)}: no run has been started there")
+    return [event for events, _ in files for event in events], sum(torn for _, torn in files)
+
+
+def _events(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Those of one file. Raises: FileNotFoundError; NotFoundError where something else lies there."""
     try:
         with open(os.open(path, os.O_RDONLY | _OPEN), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise NotFoundError(f"{os.fspath(path)} is no journal, but a pipe or a device: remove it")
-            lines = file.read().split(b"\n")
-    except FileNotFoundError as error:
-        if isinstance(error, NotFoundError):
-            raise
-        raise NotFoundError(f"there is no journal {os.fspath(path)}: no run has been started there") from error
+            data, is_whole = read_end(file.fileno(), MOST_BYTES)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise NotFoundError(f"{os.fspath(path)} is no journal, but a link: remove it") from error
         error.filename = error.filename or os.fspath(path)
         raise
+    lines = data.split(b"\n")
     events, torn = [], 0
-    for line in lines:
+    for line in lines if is_whole else lines[1:]:  # the first one is a part of a line
         if not line:
             continue
         try:
-            event = json.loads(line)
+            event = json.loads(line) if len(line) <= _MOST_LINE_BYTES else None
         except (ValueError, RecursionError):
             event = None
         if isinstance(event, dict) and "event" in event and "time" in event:
@@ -136,7 +179,9 @@ def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], in
 
 def _plain(value: object) -> object:
     """The same value in types that JSON knows."""
-    if value is None or isinstance(value, bool | str):
+    if isinstance(value, str):
+        return masked(value)
+    if value is None or isinstance(value, bool):
         return value
     if isinstance(value, numbers.Integral):
         return int(value)
@@ -148,6 +193,6 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     try:
-        return str(value)
+        return masked(str(value))
     except Exception:  # noqa: BLE001 somebody else's __str__ must not end a run
         return f"<{type(value).__name__}>"

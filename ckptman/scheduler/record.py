@@ -25,11 +25,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ckptman.errors import CorruptError, ExistsError, FormatVersionError, NotFoundError
 from ckptman.monitor.journal import Journal
 from ckptman.store.durable import DISK
+from ckptman.store.regular import read_regular
 
 FORMAT = 1
 CHAINS = "ckptman-chains"
 """The folder that holds chains, in the directory where they were submitted."""
 SPEC = "chain.json"
+_MOST_BYTES = 16 * 1024 * 1024
+"""No record of a chain is larger."""
 
 ChainState = Literal["active", "paused", "finished", "stopped", "cancelled"]
 Mode = Literal["successor", "requeue", "upfront"]
@@ -224,7 +227,9 @@ class Chain:
     def _read(self, name: str, model: type[M]) -> M | None:
         path = self.folder / name
         try:
-            return model.model_validate_json(path.read_bytes())
+            return model.model_validate_json(
+                read_regular(path, _MOST_BYTES, follow=True, remedy="bring it back from a copy")
+            )
         except FileNotFoundError:
             return None
         except (ValidationError, ValueError) as error:

@@ -15,12 +15,15 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.errors import CorruptError, plain
+from ckptman.errors import ConfigError, CorruptError, plain
 from ckptman.store.chunks import ChunkTable, TensorRecord
 from ckptman.store.digest import Digests, digest_bytes, digest_file, digest_of_blocks, digests_bytes, group_bytes
 from ckptman.store.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_versioned
 from ckptman.store.names import CHUNKS, INDEX, digests_name, rank_of, values_name
 from ckptman.store.regular import ELSEWHERE, read_regular
+
+MOST_BYTES = 4 * 1024**3
+"""No index and no file of values is larger, and none is written that is: they are read whole, as text."""
 
 
 class Location(BaseModel):
@@ -167,7 +170,12 @@ M = TypeVar("M", Index, Values)
 
 
 def _read(folder: Path, name: str, manifest: Manifest, model: type[M]) -> M:
-    path = folder / name
+    path, size = folder / name, _record(folder, name, manifest).bytes
+    if size > MOST_BYTES:
+        raise CorruptError(
+            f"{path} has {size} bytes, and no more than {MOST_BYTES} can be right: ckptman did not write it; "
+            f"{_remedy(folder)}"
+        )
     raw = parse_versioned(path, read_checked(folder, name, manifest))
     try:
         return model.model_validate(raw)
@@ -183,7 +191,13 @@ def values_json(units: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _to_json(fields: Mapping[str, Any]) -> bytes:
-    return (json.dumps(fields, separators=(",", ":"), default=dict) + "\n").encode()
+    data = (json.dumps(fields, separators=(",", ":"), default=dict) + "\n").encode()
+    if len(data) > MOST_BYTES:
+        raise ConfigError(
+            f"the plain values of the state take {len(data):,} bytes as text, and {MOST_BYTES:,} are the most that is "
+            f"read back: put the large ones into tensors"
+        )
+    return data
 
 
 def _check_location(path: Path, location: Location, manifest: Manifest) -> None:

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import CorruptError, FormatVersionError, plain
-from ckptman.store.names import MANIFEST, MAX_STEP
+from ckptman.policy.calendar import LATEST_SECONDS
+from ckptman.store.names import MANIFEST, MAX_STEP, METADATA
 from ckptman.store.regular import read_regular
 
 FORMAT_VERSION = 1
@@ -25,8 +26,6 @@ MOST_BYTES = 64 * 1024 * 1024
 """No manifest is larger: it has three lines a rank, of some 40 bytes each."""
 _REMEDY = "restore an older checkpoint, or bring this one back from a copy"
 _MOST_NAME_BYTES = 255
-_YEAR_9999_SECONDS = 253_402_300_799
-"""The last time of which every calendar can tell the date."""
 _SEAL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
 _HEAD = b'{\n "format_version": %d,\n' % FORMAT_VERSION
 
@@ -54,14 +53,15 @@ class Manifest(BaseModel):
     """What a checkpoint is and what it consists of.
 
     `sequence` counts commits of a root, starting at 1: the newest checkpoint is the one with the highest sequence,
-    not the highest step. `time_seconds` is unix time. `files` maps names inside the folder, without the manifest.
+    not the highest step. `time_seconds` is unix time, or the end of its range that was exceeded, where the clock was
+    broken (see `is_known_time`). `files` maps names inside the folder, without the manifest.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     format_version: int = FORMAT_VERSION
     step: Step
     sequence: Annotated[int, Field(ge=1, lt=2**62)]
-    time_seconds: Annotated[FiniteFloat, Field(ge=0, le=_YEAR_9999_SECONDS)]
+    time_seconds: Annotated[FiniteFloat, Field(ge=0, le=LATEST_SECONDS)]
     reason: str
     world_size: Annotated[Count, Field(ge=1)]
     mesh: Mesh | None = None
@@ -194,7 +194,9 @@ def compare_names(folder: Path, manifest: Manifest) -> tuple[str | None, frozens
     with os.scandir(folder) as scan:
         there = {item.name: item for item in scan}
     beside = frozenset(there.keys() - manifest.files.keys())
-    for name, record in manifest.files.items():
+    # First the one that tells of another program that saved here.
+    for name in sorted(manifest.files, key=METADATA.__ne__):
+        record = manifest.files[name]
         item = there.get(name)
         if item is None:
             return f"{name} is missing", beside
@@ -202,5 +204,6 @@ def compare_names(folder: Path, manifest: Manifest) -> tuple[str | None, frozens
             return f"{name} is not a regular file", beside
         size = item.stat(follow_symlinks=False).st_size
         if size != record.bytes:
-            return f"{name} has {size} bytes instead of {record.bytes}", beside
+            as_if = ", as if plain DCP had saved over it" if name == METADATA else ""
+            return f"{name} has {size} bytes instead of {record.bytes}{as_if}", beside
     return None, beside

@@ -10,7 +10,7 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class TensorRef:
     name: str
 
 
+Keys = tuple[str | int, ...]
 Hook = Callable[[Any, str], Any]
 """Encodes what this module does not know (tensors): given value and path, returns a TensorRef, dict or None."""
 
@@ -52,6 +53,25 @@ def decode(data: Any) -> Any:
     if _is_too_deep(data):
         raise CorruptError("an encoded value is nested too deeply to be one that ckptman wrote")
     return _decode(data)
+
+
+def paths_in(value: Any, leaves: tuple[type, ...] = (TensorRef,), path: Keys = ()) -> Iterator[tuple[str, Keys]]:
+    """Where in a decoded state each flat name is, as DCP says it: keys of dicts are texts, and lists are gone into
+    where a dict or one of `leaves` is below."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from paths_in(each, leaves, (*path, str(key)))
+    elif isinstance(value, list) and not _is_leaf(value, leaves):
+        for number, each in enumerate(value):
+            yield from paths_in(each, leaves, (*path, number))
+    else:
+        yield ".".join(map(str, path)), path
+
+
+def _is_leaf(value: list[Any], leaves: tuple[type, ...]) -> bool:
+    return not any(
+        isinstance(each, (dict, *leaves)) or (isinstance(each, list) and not _is_leaf(each, leaves)) for each in value
+    )
 
 
 def _encode(value: Any, path: str, hook: Hook | None, depth: int) -> Any:

@@ -29,7 +29,9 @@ ELSEWHERE = (*SHORTAGE, *AWAY, *DENIED)
 """The fault is elsewhere: that says nothing about what was to be read."""
 
 
-def open_regular(path: Path | str, *, follow: bool = False, direct: bool = False) -> int:
+def open_regular(
+    path: Path | str, *, follow: bool = False, direct: bool = False, remedy: str = "restore an older checkpoint"
+) -> int:
     """A descriptor to read a regular file, for the caller to close. `follow`: a link to one will do.
 
     `direct`: past the page cache.
@@ -40,37 +42,54 @@ def open_regular(path: Path | str, *, follow: bool = False, direct: bool = False
         fd = os.open(path, (_OPEN & ~os.O_NOFOLLOW if follow else _OPEN) | (os.O_DIRECT if direct else 0))
     except OSError as error:
         if error.errno in _NO_FILE:
-            raise _no_file(path) from error
+            raise _no_file(path, remedy) from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise _no_file(path)
+        raise _no_file(path, remedy)
     return fd
 
 
-def read_regular(path: Path | str, most_bytes: int, *, follow: bool = False) -> bytes:
-    """All bytes of a regular file. Raises: CorruptError, also where it has more than `most_bytes`; OSError."""
-    fd = open_regular(path, follow=follow)
+def read_regular(
+    path: Path | str, most_bytes: int, *, follow: bool = False, remedy: str = "restore an older checkpoint"
+) -> bytes:
+    """All bytes of a regular file, as many as it had when it was opened. `remedy`: what to do where it is none.
+
+    Raises: CorruptError, also where it has more than `most_bytes`, of which none is read then; OSError.
+    """
+    fd = open_regular(path, follow=follow, remedy=remedy)
     try:
         size = os.fstat(fd).st_size
         if size > most_bytes:
             raise CorruptError(
                 f"{path} has {size} bytes, and no more than {most_bytes} can be right: it is not what was saved; "
-                f"restore an older checkpoint"
+                f"{remedy}"
             )
-        pieces = []
-        while size > 0 and (piece := os.read(fd, size)):
-            pieces.append(piece)
-            size -= len(piece)
-        return b"".join(pieces)
+        return _read(fd, size)
     except MemoryError as error:
-        raise CorruptError(f"{path} is larger than the memory there is: restore an older checkpoint") from error
+        raise CorruptError(f"{path} is larger than the memory there is: {remedy}") from error
     finally:
         os.close(fd)
 
 
-def _no_file(path: Path | str) -> CorruptError:
+def read_end(fd: int, most_bytes: int) -> tuple[bytes, bool]:
+    """The last bytes of an open file, no more than `most_bytes`, and whether that is all of it. Raises: OSError."""
+    size = os.fstat(fd).st_size
+    os.lseek(fd, max(0, size - most_bytes), os.SEEK_SET)
+    # A byte at least: what has no size, such as a file of /proc, says itself what it is.
+    return _read(fd, max(1, min(size, most_bytes))), size <= most_bytes
+
+
+def _read(fd: int, size: int) -> bytes:
+    pieces = []
+    while size > 0 and (piece := os.read(fd, size)):
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
+
+
+def _no_file(path: Path | str, remedy: str) -> CorruptError:
     return CorruptError(
-        f"{path} is not a regular file: links, pipes and devices are not read; restore an older checkpoint, or put a "
-        f"copy of the file there"
+        f"{path} is not a regular file: links, pipes and devices are not read; {remedy}, or put a copy of the file "
+        f"there"
     )

@@ -14,9 +14,11 @@ import pydantic
 from pydantic import BaseModel, ConfigDict
 
 from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError
+from ckptman.store.regular import read_regular
 
 TOKENS, META, TOKENIZER = "tokens.bin", "meta.json", "tokenizer.json"
 FORMAT_VERSION = 1
+_MOST_META_BYTES = 1024 * 1024
 
 
 class TokenMeta(BaseModel):
@@ -49,11 +51,11 @@ def read_meta(folder: Path) -> TokenMeta:
     """
     remedy = f"make it with: python -m ckptman.train.tokenize {folder} FILES_OR_FOLDERS..."
     try:
-        text = (folder / META).read_text(encoding="utf-8")
+        data = read_regular(folder / META, _MOST_META_BYTES, follow=True, remedy=remedy)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(f"{folder} is no token folder (no {META} in it); {remedy}") from None
     try:
-        document = pydantic.TypeAdapter(dict[str, Any]).validate_json(text)
+        document = pydantic.TypeAdapter(dict[str, Any]).validate_json(data)
         if (version := document.get("format_version")) != FORMAT_VERSION and isinstance(version, int):
             raise FormatVersionError(str(folder / META), version, FORMAT_VERSION)
         meta = TokenMeta.model_validate(document)
