@@ -19,11 +19,26 @@ _UNITS = ((7 * _DAY, "w"), (_DAY, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 _LAST_DAY = 2_932_896
 """31 December 9999, in days since 1 January 1970. Only a broken clock is later, or earlier than the latter."""
+LATEST_SECONDS = 253_402_300_799
+"""The end of that day, in unix seconds."""
+
+
+def is_known_time(seconds: float) -> bool:
+    """Whether a unix time can be one: a clock that says another one was not set, or is broken."""
+    return 0 < seconds < LATEST_SECONDS
+
+
+def time_to_store(seconds: float) -> float:
+    """What is written down of a unix time: itself, or the bound that it is beyond, where it is no known time."""
+    return min(max(seconds, 0.0), float(LATEST_SECONDS))
 
 
 @dataclass(frozen=True)
 class KeepWithin(RetentionPolicy):
     """Keeps what was committed within the last `seconds`, as the clock says when the plan is made.
+
+    What was saved by a broken clock is taken to be as old as the next save whose time is known, and as young as can be
+    where there is none. Where the clock is broken now, nobody can tell what is old, and all is kept.
 
     Raises: IntervalError unless `seconds` is above 0.
     """
@@ -34,14 +49,26 @@ class KeepWithin(RetentionPolicy):
         check_positive("KeepWithin", "seconds", self.seconds)
 
     def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        return self.keeps_at(records, max((record.time_seconds for record in records), default=0.0))
+        return self.keeps_at(records, newest_time(records))
 
     def keeps_at(self, records: Sequence[Record], now_seconds: float) -> dict[int, str]:
         rule = f"keep within {duration(self.seconds)}"
-        return {record.sequence: rule for record in records if now_seconds - record.time_seconds <= self.seconds}
+        if not is_known_time(now_seconds):
+            return {record.sequence: f"{rule}, and the clock is broken" for record in records}
+        kept, later = dict[int, str](), now_seconds
+        for record in sorted(records, key=sequence_of, reverse=True):
+            later = record.time_seconds if is_known_time(record.time_seconds) else later
+            if now_seconds - later <= self.seconds:
+                kept[record.sequence] = rule
+        return kept
 
     def why_not(self, record: Record) -> str:
         return f"older than {duration(self.seconds)}"
+
+
+def newest_time(records: Sequence[Record]) -> float:
+    """The latest time of the records, in unix seconds, that can be one; 0 where none can."""
+    return max((each.time_seconds for each in records if is_known_time(each.time_seconds)), default=0.0)
 
 
 class Period(NamedTuple):

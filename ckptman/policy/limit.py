@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptman.errors import ConfigError, IntervalError
+from ckptman.policy.calendar import newest_time
 from ckptman.policy.checks import check_count, check_positive
 from ckptman.policy.rules import KeepAny, Record, RetentionPolicy, sequence_of
 
@@ -68,7 +69,7 @@ class Limited(RetentionPolicy):
                 raise ConfigError(f"AtMost: there are two limits in {kind}, {several}: say one")
 
     def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        return self.keeps_at(records, max((record.time_seconds for record in records), default=0.0))
+        return self.keeps_at(records, newest_time(records))
 
     def keeps_at(self, records: Sequence[Record], now_seconds: float) -> dict[int, str]:
         reasons = self.policy.keeps_at(records, now_seconds)

@@ -17,6 +17,7 @@ from ckptman.policy.calendar import KeepHourly as KeepHourly
 from ckptman.policy.calendar import KeepMonthly as KeepMonthly
 from ckptman.policy.calendar import KeepWeekly as KeepWeekly
 from ckptman.policy.calendar import KeepWithin as KeepWithin
+from ckptman.policy.calendar import is_known_time, newest_time
 from ckptman.policy.limit import ROOM, KeepAll, Limited, limited, rules_of, size_text, trim
 from ckptman.policy.limit import AtMost as AtMost
 from ckptman.policy.rules import KeepAny as KeepAny
@@ -56,7 +57,7 @@ def plan(
     `ckptman prune`.
     """
     if now_seconds is None:
-        now_seconds = max((record.time_seconds for record in records), default=0.0)
+        now_seconds = newest_time(records)
     counted = [record for record in records if not record.abandoned]
     untouchable = untouchables(records)
     rules: Sequence[RetentionPolicy] = rules_of(policy) or (KeepAll(),)
@@ -77,7 +78,9 @@ def plan(
             keep = bool(reasons)
         if not keep and not reasons:
             reasons = [record.abandoned or f"no rule keeps it: {', '.join(rule.why_not(record) for rule in rules)}"]
-        if record.time_seconds > now_seconds:
+        if not is_known_time(record.time_seconds):
+            reasons.append("its time is not known")
+        elif record.time_seconds > now_seconds:
             # Which day it was does not depend on what the clock says today; how old it is does.
             by_age = ", and counts as now" if any(isinstance(rule, KeepWithin) for rule in rules) else ""
             reasons.append(f"its time is in the future{by_age}")

@@ -12,6 +12,7 @@ from typing import Literal
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, NotFoundError, RootError, SchedulerError
 from ckptman.lifecycle.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, read_outcome
+from ckptman.policy.calendar import is_known_time
 from ckptman.policy.resubmit import Attempt, decide
 from ckptman.scheduler.base import Say, Scheduler, patient
 from ckptman.store.durable import DISK
@@ -105,7 +106,9 @@ def newest_sequence(root: str, since_seconds: float = 0.0) -> int:
     except NotFoundError:
         return 0
     newest = complete[-1].require_manifest() if complete else None
-    return newest.sequence if newest and newest.time_seconds >= since_seconds else 0
+    if newest is None or (is_known_time(newest.time_seconds) and newest.time_seconds < since_seconds):
+        return 0
+    return newest.sequence
 
 
 def gone_text(root: str) -> str:
