@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import warnings
 from pathlib import Path
@@ -11,15 +12,18 @@ import pytest
 import torch
 
 import ckptman
+from ckptman.lifecycle.cause import cause_of
 from ckptman.monitor.journal import read_journal
 from ckptman.policy.suspicion import Crash, crashes_of, suspects
+from ckptman.sharded.ranks import Failure, RankFailed
 from ckptman.store.names import journal_path
 
 
-def attempt(number: int, *events: tuple[str, int], reason: str = "ValueError: no") -> list[dict[str, Any]]:
+def attempt(number: int, *events: tuple[str, int], cause: str | None = "program") -> list[dict[str, Any]]:
     """The events of one attempt: its start, and pairs of a kind and a step."""
     said = [{"event": "attempt_started", "attempt": number}]
-    return said + [{"event": kind, "step": step, "attempt": number, "reason": reason} for kind, step in events]
+    told = {"attempt": number, "reason": "ValueError: no"} | ({"cause": cause} if cause is not None else {})
+    return said + [{"event": kind, "step": step, **told} for kind, step in events]
 
 
 RESTORED = ("restored", 100)
@@ -47,10 +51,18 @@ def test_who_is_suspected(attempts: list[list[tuple[str, int]]], steps: list[int
     assert list(suspects(crashes_of(events))) == steps
 
 
-@pytest.mark.parametrize("reason", ["CommitError: disk full", "RankLostError: gone", "KeyboardInterrupt: "])
-def test_what_lies_outside_of_the_state_is_nobodys_fault(reason: str) -> None:
-    events = [event for number in (1, 2, 3) for event in attempt(number, RESTORED, CRASHED, reason=reason)]
+@pytest.mark.parametrize("cause", ["environment", None], ids=["environment", "a journal without causes"])
+def test_what_lies_outside_of_the_state_is_nobodys_fault(cause: str | None) -> None:
+    events = [event for number in (1, 2, 3) for event in attempt(number, RESTORED, CRASHED, cause=cause)]
     assert suspects(crashes_of(events)) == {}
+
+
+def test_a_crash_before_a_step_has_ended_is_not_the_checkpoints_and_still_clears_another_one() -> None:
+    at_once = [attempt(number, RESTORED, ("failed", 100)) for number in (1, 2, 3)]
+    assert suspects(crashes_of([event for told in at_once for event in told])) == {}
+    later = [attempt(number, ("restored", 50), ("failed", 100)) for number in (4, 5)]
+    assert list(suspects(crashes_of([event for told in later for event in told]))) == [50]
+    assert suspects(crashes_of([event for told in [*at_once, *later] for event in told])) == {}, "it is the step"
 
 
 def test_a_journal_of_other_shapes_is_read_all_the_same() -> None:
@@ -121,6 +133,7 @@ def test_a_run_never_goes_back_to_step_0(tmp_path: Path) -> None:
             ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
         ):
             assert checkpointer.restore() == 1
+            checkpointer.step(2)
             raise ValueError("no")
     with (
         pytest.raises(ckptman.SuspectError, match="step 1 is all there is to go on from, and attempts 2 and 3"),
@@ -129,6 +142,68 @@ def test_a_run_never_goes_back_to_step_0(tmp_path: Path) -> None:
         checkpointer.restore()
     with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
         assert checkpointer.restore(allow_suspect=True) == 1
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch calls its own, whose home depends on its version."""
+
+
+def raised_from(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+OUTAGES = [
+    OSError(errno.EIO, "Input/output error"),
+    OSError(errno.ESTALE, "Stale file handle"),
+    ConnectionResetError("peer"),
+    MemoryError(),
+    OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+    RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:1, unhandled system error"),
+    RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:1"),
+    RuntimeError("DataLoader worker (pid(s) 77) exited unexpectedly"),
+    torch.distributed.DistNetworkError("no host"),
+    raised_from(ValueError("no batch"), OSError(errno.EIO, "Input/output error")),
+    raised_from(ckptman.CkptmanError("rank 3 failed"), RankFailed(Failure(3, "OSError: no", "", None, errno.EIO))),
+    ckptman.RankLostError("gone"),
+    KeyboardInterrupt(),
+    SystemExit(1),
+]
+
+
+@pytest.mark.parametrize("error", OUTAGES, ids=lambda error: type(error).__name__)
+def test_an_outage_is_the_environments(error: BaseException) -> None:
+    assert cause_of(error) == "environment"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("loss is NaN"), IndexError(5), RuntimeError("CUDA error: device-side assert triggered"), KeyError("x")],
+    ids=repr,
+)
+def test_what_the_program_raises_is_its_own(error: Exception) -> None:
+    assert cause_of(error) == "program"
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["at the first step", "later"])
+def test_two_outages_of_a_mount_leave_the_checkpoint_what_it_is(steps: int, tmp_path: Path) -> None:
+    Poisoned(False).run(tmp_path, 3)
+    for _ in range(2):
+        with (
+            pytest.raises(OSError, match="Input/output"),
+            ckptman.Checkpointer(tmp_path, {"x": {"w": torch.zeros(3)}}, deadline=None) as checkpointer,
+        ):
+            start = checkpointer.restore()
+            assert start == 3
+            for step in range(steps):
+                checkpointer.step(start + 1 + step)
+            raise OSError(errno.EIO, "Input/output error", "/datasets/tokens.bin")
+    failed = [each for each in read_journal(journal_path(tmp_path))[0] if each["event"] == "failed"]
+    assert [(each["error"], each["cause"]) for each in failed] == [("OSError", "environment")] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Poisoned(False).run(tmp_path, 4) == 3
 
 
 @pytest.mark.parametrize("number", [None, "2", "x", 1.5, [1], {}, True])

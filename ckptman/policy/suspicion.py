@@ -1,7 +1,8 @@
 """Which checkpoints are not to be loaded a third time: a run crashed twice at the same step after loading them. Pure.
 
 It is the checkpoint that is to blame only while no other one leads to a crash at that step too: then it is the code, or
-the data of that step, and the newest one is as good as any.
+the data of that step, and the newest one is as good as any. Nor is it to blame for what happens before one step has
+ended: what it has in it was not used until then, and what a start needs (mounts, devices, connections) was.
 """
 
 from __future__ import annotations
@@ -11,16 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 CRASHES = 2
-_NOT_THE_STATE = (
-    "BusyError",
-    "CommitError",
-    "KeyboardInterrupt",
-    "RankLostError",
-    "RootError",
-    "Stalled",
-    "SystemExit",
-)
-"""How an attempt may fail for reasons that lie outside of what it had loaded: the disk, another rank, its user."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,8 @@ class Crash:
 def crashes_of(events: Sequence[Mapping[str, Any]]) -> list[Crash]:
     """The crashes that a journal tells of. A checkpoint that was saved anew since then is another one.
 
-    An event without a step or an attempt that is a whole number tells of none.
+    An event without a step or an attempt that is a whole number tells of none; nor does one that does not name the
+    program as the cause: the disk, another rank or the user (or, in journals without causes, nobody knows what).
     """
     found: list[Crash] = []
     restored: int | None = None
@@ -53,18 +45,17 @@ def crashes_of(events: Sequence[Mapping[str, Any]]) -> list[Crash]:
             found = [each for each in found if each.restored != step]
             if restored is not None and step >= restored:
                 restored = None  # what comes is no longer the doing of what was loaded
-        elif kind == "failed" and restored is not None and type(attempt) is int:
-            cause = str(event.get("reason", "")).partition(":")[0]
-            if cause not in _NOT_THE_STATE:
-                found.append(Crash(attempt, restored, step))
+        elif kind == "failed" and restored is not None and type(attempt) is int and event.get("cause") == "program":
+            found.append(Crash(attempt, restored, step))
     return found
 
 
 def suspects(crashes: Sequence[Crash]) -> dict[int, str]:
     """The steps of the checkpoints that are not to be loaded again, each with the reason."""
     found = {}
-    for restored in dict.fromkeys(each.restored for each in crashes):
-        own = [each for each in crashes if each.restored == restored][-CRASHES:]
+    later = [each for each in crashes if each.step > each.restored]
+    for restored in dict.fromkeys(each.restored for each in later):
+        own = [each for each in later if each.restored == restored][-CRASHES:]
         step = own[-1].step
         if len(own) < CRASHES or any(each.step != step for each in own):
             continue
