@@ -14,7 +14,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +39,7 @@ from ckptman.store.meter import Meter
 from ckptman.store.names import outcome_path
 from ckptman.store.objects import ObjectPlace
 from ckptman.store.tiers import answers, read_tiers, write_tiers
+from ckptman.store.wakeup import Task
 from tests.ranks import start_ranks
 from tests.test_tiers import drain, root, steps
 from tests.test_tiers_run import events, run
@@ -421,7 +421,8 @@ class Slow:
         self._known = self._before = self._state
         monkeypatch.setattr(checkpointer, "beat", self.beat)
         monkeypatch.setattr(restore, "Meter", lambda: self.meter)
-        monkeypatch.setattr(restore, "wait", self.look)
+        real = Task.wait
+        monkeypatch.setattr(Task, "wait", lambda task, *args: self.look(real, task, *args))
         monkeypatch.setattr(restore, "_FETCH_LOOK_SECONDS", 0.01)
 
     @property
@@ -438,7 +439,7 @@ class Slow:
             self._known = self._state
             self._turn.notify_all()
 
-    def look(self, *args: Any) -> Any:
+    def look(self, wait: Any, *args: Any) -> Any:
         with self._turn:
             self.looks += 1
             self._turn.notify_all()
@@ -487,11 +488,18 @@ def stored(tmp_path: Path) -> str:
     return place.url
 
 
+def run_id_of(url: str) -> str:
+    """Of the run that saved what is there: nobody else may go on from it."""
+    return ObjectPlace(url).look()[0].require_manifest().run_id
+
+
 def test_a_fetch_may_take_longer_than_a_start_as_long_as_bytes_move(
     stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state: dict[str, Any] = {"count": {"n": torch.zeros(4)}}
-    with ckptman.Checkpointer(tmp_path / "run", state, tiers=[Tier(stored)], deadline=None) as checkpointer:
+    with ckptman.Checkpointer(
+        tmp_path / "run", state, tiers=[Tier(stored)], deadline=None, run_id=run_id_of(stored)
+    ) as checkpointer:
         fetch = Slow(checkpointer, 1000, monkeypatch)
         assert checkpointer.restore() == 20
     assert fetch.seconds > 2 * LIMIT_SECONDS
@@ -503,7 +511,9 @@ def test_a_fetch_that_hangs_is_noticed(stored: str, tmp_path: Path, monkeypatch:
     state: dict[str, Any] = {"count": {"n": torch.zeros(4)}}
     with (
         pytest.raises(RootError, match="nothing came any more"),
-        ckptman.Checkpointer(tmp_path / "run", state, tiers=[Tier(stored)], deadline=None) as checkpointer,
+        ckptman.Checkpointer(
+            tmp_path / "run", state, tiers=[Tier(stored)], deadline=None, run_id=run_id_of(stored)
+        ) as checkpointer,
     ):
         fetch = Slow(checkpointer, 3, monkeypatch)
         checkpointer.restore()

@@ -27,7 +27,8 @@ class Tier:
     """A place for copies of a run's checkpoints.
 
     Args:
-        path: a folder, or the address of an object store such as `s3://bucket/prefix`. A folder is of this tier alone.
+        path: a folder, or the address of an object store such as `s3://bucket/prefix`. It is of this tier of
+            one root alone: that of another run is refused.
         every: each so many-th commit of the run's root is a candidate.
         retention: of the candidates those go there that it would keep there, and it is what prunes the tier after a
             copy. None: all of them, and nothing is deleted.

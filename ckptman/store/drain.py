@@ -25,6 +25,7 @@ from ckptman.store.copy import copy_checkpoint
 from ckptman.store.copydraft import BusyCopyingError
 from ckptman.store.copyfolder import FULL, Copied
 from ckptman.store.copyproof import Means
+from ckptman.store.identity import make_identity, mark_tier, read_identity
 from ckptman.store.lease import lease
 from ckptman.store.names import MANIFEST, drained_path
 from ckptman.store.objects import REMOVING, ObjectEntry, ObjectPlace
@@ -32,10 +33,10 @@ from ckptman.store.place import FolderPlace
 from ckptman.store.prune import execute, plan_prune
 from ckptman.store.tiers import (
     Holding,
-    check_there,
     entries_of,
     hand_on_to,
     holding_of,
+    look_whose,
     open_tier,
     read_drained,
     record_of,
@@ -86,7 +87,7 @@ def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = No
     Raises: as `Catalogue.look`.
     """
     now_seconds = time.time() if now_seconds is None else now_seconds
-    holdings = [Holding(tier) if new and not os.path.lexists(str(tier)) else holding_of(tier) for tier in tiers]
+    holdings = [Holding(tier) if new and not os.path.lexists(str(tier)) else holding_of(root, tier) for tier in tiers]
     every = [*read_rollbacks(root).values(), *(rollback for each in holdings for rollback in each.rollbacks)]
     left = abandoned_by(every)
     there = Catalogue(root).look()
@@ -109,25 +110,44 @@ def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = No
 
 
 def prepare(root: Path, plan: DrainPlan) -> DrainPlan:
-    """Before anything is copied: all places learn of all rollbacks, and prunes of the root of what the tiers hold.
+    """Before anything is copied: the tiers learn whose they are, all places of all rollbacks, and prunes of the root of
+    what the tiers hold.
 
     What is left of the plan: without a tier to which nothing can be written. Raises: CkptmanError, OSError.
     """
     every = [*read_rollbacks(root).values(), *(rollback for each in plan.holdings for rollback in each.rollbacks)]
     hand_on(every, root)
-    holdings = [_told(each, every) for each in plan.holdings]
+    holdings = [_told(root, each, every) for each in plan.holdings]
     tasks = [task for task in plan.tasks if not any(each.trouble for each in holdings if each.tier == task.tier)]
     return DrainPlan(tasks, holdings, (*plan.root_errors, *_tell_prunes(root, holdings)))
 
 
-def _told(holding: Holding, rollbacks: Sequence[Rollback]) -> Holding:
-    """A tier that was told of rollbacks, or why that cannot be."""
+def _told(root: Path, holding: Holding, rollbacks: Sequence[Rollback]) -> Holding:
+    """A tier that was told whose it is, and of rollbacks; or why that cannot be."""
     try:
+        if not holding.trouble:
+            _mark(root, holding)
         if rollbacks and not holding.trouble:
             hand_on_to(open_tier(holding.tier), rollbacks, holding.rollbacks)
     except (CkptmanError, OSError) as error:
         return replace(holding, trouble=trouble_of(error))
     return holding
+
+
+def _mark(root: Path, holding: Holding) -> None:
+    """Raises: CkptmanError, OSError."""
+    place = open_tier(holding.tier)
+    manifests = [entry.require_manifest() for entry in Catalogue(root).look() if entry.complete]
+    run_id = manifests[-1].run_id if manifests else ""
+    try:
+        id = look_whose(root, place)
+        if read_identity(root) is None:
+            make_identity(root, run_id, id)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        return  # a root that is full needs copies all the more; the next drain marks the tier
+    mark_tier(root, place, run_id, renew=False)
 
 
 def _tell_prunes(root: Path, holdings: Iterable[Holding]) -> tuple[RootError, ...]:
@@ -157,7 +177,7 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
             with means(task) as how:
                 over = replace(how, overwrite=how.overwrite or task.over)
                 place = open_tier(task.tier, how.disk)
-                check_there(place)  # again: it may be hours since that was planned
+                look_whose(root, place)  # again: it may be hours since that was planned
                 yield Drained(task, copy_checkpoint(task.entry, place, over))
             fuller[task.tier] = task
         except CkptmanError as error:
@@ -173,7 +193,8 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
             yield Drained(task, error=error if isinstance(error, CkptmanError) else _as_ours(tier, error))
     if fuller:
         left = abandoned_by(read_rollbacks(root).values())
-        _tell_prunes(root, [holding_of(tier, left) for tier in fuller])  # where that cannot be, the next one says so
+        # Where that cannot be, the next one says so.
+        _tell_prunes(root, [holding_of(root, tier, left) for tier in fuller])
 
 
 def prune_tier(tier: Tier, place: FolderPlace | ObjectPlace) -> None:

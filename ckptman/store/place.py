@@ -10,13 +10,14 @@ from typing import BinaryIO, Protocol
 
 from ckptman.errors import CkptmanError, ConfigError, ExistsError, RootError, warn
 from ckptman.store.abandoned import read_abandoned
-from ckptman.store.catalogue import Catalogue, Entry
-from ckptman.store.durable import DISK, Disk
+from ckptman.store.catalogue import Catalogue, Entry, Memory
+from ckptman.store.durable import DISK, Disk, check_held
 from ckptman.store.lease import look
 from ckptman.store.manifest import Manifest, read_manifest
 from ckptman.store.names import MANIFEST, step_folder
 from ckptman.store.pins import read_pin
 from ckptman.store.regular import open_regular
+from ckptman.store.replaceable import may_be_replaced
 
 
 class Place(Protocol):
@@ -66,6 +67,8 @@ class FolderPlace:
     def __init__(self, root: str | os.PathLike[str], disk: Disk = DISK) -> None:
         self.root = Path(root)
         self._disk = disk
+        self.catalogue = Catalogue(self.root, Memory())
+        """What is there. It remembers what it has read, for who holds this place and saves to it."""
 
     def make(self) -> None:
         """Make the root where it is missing.
@@ -115,7 +118,8 @@ class FolderPlace:
 
         What has that name goes, unless a rollback left it behind: that takes another name. Called by the leader of a
         save, and by a copy. `nonce`: of the caller's own lease, which keeps nothing from going.
-        Raises: ExistsError without `replace`, where something else has the name; OSError.
+        Raises: ExistsError where something else has the name: without `replace`, or a folder that is no checkpoint;
+        OSError.
         """
         final = self.root / name
         aside, stays = None, False
@@ -123,7 +127,10 @@ class FolderPlace:
             stays = self.is_abandoned(final)
             if not stays and not replace:
                 raise _taken(final)
+            if not stays and final.is_dir() and not final.is_symlink() and not may_be_replaced(final):
+                raise ExistsError(f"{final} is no checkpoint, and is not replaced by one: move it away")
             aside = self.root / f"{name}.{'abandoned' if stays else 'old'}-{tag}"
+        check_held(source)
         try:
             if aside is not None:
                 # An earlier save of this step stands aside under a name that still counts until the new one is there.
@@ -139,6 +146,8 @@ class FolderPlace:
                 with contextlib.suppress(OSError):
                     self._disk.rename(aside, final)
             raise
+        finally:
+            self.catalogue.forget(name)
         self._disk.sync_folder(self.root)
         if aside is not None and not stays:
             self._discard(aside, name, tag, nonce)
@@ -151,10 +160,10 @@ class FolderPlace:
             _warn_of_left(draft, error)
 
     def list(self, *, abandoned: bool = False) -> list[Entry]:
-        return Catalogue(self.root).scan(abandoned=abandoned)
+        return self.catalogue.scan(abandoned=abandoned)
 
     def last_sequence(self) -> int:
-        return max((entry.sequence for entry in Catalogue(self.root).scan(abandoned=True)), default=0)
+        return max((entry.sequence for entry in self.catalogue.scan(abandoned=True, recall=True)), default=0)
 
     def open(self, entry: Entry, name: str) -> BinaryIO:
         return open(open_regular(entry.path / name), "rb")

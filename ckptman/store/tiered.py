@@ -20,6 +20,7 @@ from ckptman.store.tiers import (
     check_tiers,
     entries_of,
     hand_on_to,
+    look_whose,
     make_tiers,
     open_tier,
     read_drained,
@@ -39,6 +40,7 @@ class TieredPlace(FolderPlace):
 
     Of several copies of a checkpoint the nearest is the last in a list: the root's, then those of the tiers in the
     order in which they were named. `strict`: a tier that cannot be looked at is an error, whatever else there is.
+    `run_ids`: of the run, by which a root that was lost knows its tiers.
     Raises: ConfigError where tiers cannot be those of the root.
     """
 
@@ -48,6 +50,7 @@ class TieredPlace(FolderPlace):
         check_tiers(self.root, self.tiers)
         self._places = [open_tier(tier, disk) for tier in self.tiers]
         self._strict = strict
+        self.run_ids: frozenset[str] = frozenset()
         self._highest = 0
         self._objects: dict[str, tuple[ObjectPlace, ObjectEntry]] = {}
 
@@ -67,6 +70,7 @@ class TieredPlace(FolderPlace):
         for place in self._places:
             where = place.root if isinstance(place, FolderPlace) else place.url
             try:
+                look_whose(self.root, place, self.run_ids)
                 there = [self._entry(place, entry) for entry in entries_of(place)]
                 rollbacks += rollbacks_of(place)
             except CkptmanError as error:

@@ -15,7 +15,7 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,14 @@ from ckptman.policy.tiers import Tier, due
 from ckptman.store.abandoned import Rollback, abandoned_by, hand_on, read_rollbacks
 from ckptman.store.catalogue import Catalogue, Entry
 from ckptman.store.durable import DISK, Disk
+from ckptman.store.identity import check_tier, make_identity, mark_tier
 from ckptman.store.manifest import FORMAT_VERSION, parse_versioned
 from ckptman.store.names import DOT, drained_path, run_folder, tiers_path
 from ckptman.store.objects import ObjectEntry, ObjectPlace, find_url
 from ckptman.store.pins import PINNED
 from ckptman.store.place import FolderPlace, check_expanded
 from ckptman.store.regular import read_regular
+from ckptman.store.sealed import SealError, seal, unseal
 
 _MOST_BYTES = 64 * 1024 * 1024
 ANSWER_SECONDS = 60.0
@@ -101,7 +103,7 @@ def write_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
             for tier in tiers
         ]
         disk.make_folders(run_folder(root))
-        disk.replace_file(path, _Stored(tiers=stored).model_dump_json(indent=1).encode() + b"\n")
+        disk.replace_file(path, seal(_Stored(tiers=stored).model_dump_json(indent=1).encode()))
 
 
 def make_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
@@ -124,6 +126,53 @@ def make_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
         disk.make_folders(run_folder(place.root))
 
 
+def claim_tiers(
+    root: Path,
+    tiers: Sequence[Tier],
+    run_id: str,
+    run_ids: Collection[str] = (),
+    disk: Disk = DISK,
+) -> None:
+    """Give a root an identity where it has none, and mark its tiers with it. Called by the leader when a run starts.
+
+    A root that has lost everything takes over the identity that its tiers have. What cannot be looked at, or written
+    to, is marked by a drain.
+
+    Raises: ConfigError (a tier is of another root), CorruptError, FormatVersionError, RootError (it cannot be written).
+    """
+    found: list[tuple[FolderPlace | ObjectPlace, str | None]] = []
+    for tier in tiers:
+        with contextlib.suppress(NotFoundError, RootError):
+            place = open_tier(tier, disk)
+            found.append((place, look_whose(root, place, run_ids)))
+    try:
+        make_identity(root, run_id, next((id for _, id in found if id is not None), None), disk)
+    except OSError as error:
+        if isinstance(error, CkptmanError):
+            raise
+        raise RootError(
+            error.errno or errno.EIO,
+            f"the checkpoint root {root} cannot be written ({error.strerror}): check permissions, quota and the mount",
+        ) from error
+    for place, _ in found:
+        with contextlib.suppress(OSError):
+            look_whose(root, place, run_ids)  # of two tiers that were allowed, one may be of another root
+            mark_tier(root, place, run_id, renew=True, disk=disk)
+
+
+def look_whose(root: Path, place: FolderPlace | ObjectPlace, run_ids: Collection[str] = ()) -> str | None:
+    """The identity that a tier is marked with, as long as a root may use it; None: it is not marked.
+
+    Raises: ConfigError (it may not), and as `entries_of`.
+    """
+    if isinstance(place, FolderPlace):
+        if not answers(place.root):
+            raise _silence(place.root)
+        check_there(place)
+    mark = check_tier(root, place, lambda: entries_of(place), run_ids=run_ids, answers=answers)
+    return mark.id if mark is not None else None
+
+
 def read_tiers(root: Path) -> tuple[Tier, ...]:
     """The tiers of a root; none where no run stored any. Raises: CorruptError, FormatVersionError, RootError."""
     path = tiers_path(root)
@@ -131,11 +180,13 @@ def read_tiers(root: Path) -> tuple[Tier, ...]:
     if data is None:
         return ()
     try:
-        stored = _Stored.model_validate(parse_versioned(path, data))
+        stored = _Stored.model_validate(parse_versioned(path, unseal(path, data)))
+        for each in stored.tiers:
+            find_url(each.path)  # no address with a secret in it, which would be shown
         return tuple(
             Tier(each.path, each.every, from_data(each.retention), each.bytes_per_second) for each in stored.tiers
         )
-    except (ValidationError, ConfigError) as error:
+    except (ValidationError, ConfigError, SealError) as error:
         raise CorruptError(
             f"{path} is not what ckptman writes there ({plain(error)}), so nobody can tell what has still to be "
             f"copied: start the run again, which writes it anew, or remove it"
@@ -237,10 +288,12 @@ def hand_on_to(place: FolderPlace | ObjectPlace, rollbacks: Sequence[Rollback], 
         place.write(f"{DOT}/rollback-{each.id}.json", each.to_json())
 
 
-def holding_of(tier: Tier, left: Mapping[str, str] | None = None) -> Holding:
-    """What a tier holds, as retention rules see it. `left`: what was abandoned elsewhere. Never raises for trouble."""
+def holding_of(root: Path, tier: Tier, left: Mapping[str, str] | None = None) -> Holding:
+    """What a tier of a root holds, as retention rules see it. `left`: what was abandoned elsewhere. Never raises for
+    trouble, such as that it is a tier of another root."""
     try:
         place = open_tier(tier)
+        look_whose(root, place)
         found = entries_of(place)
         entries = [entry for entry in found if entry.complete]
         if entries and isinstance(place, FolderPlace):
@@ -299,7 +352,7 @@ def awaited(root: Path, records: Sequence[Record], now_seconds: float, *, look: 
     told = read_drained(root) if tiers and not look else {}
     found: dict[int, str] = {}
     for tier in tiers:
-        holding = holding_of(tier) if look else Holding(tier, records=tuple(told.get(str(tier), ())))
+        holding = holding_of(root, tier) if look else Holding(tier, records=tuple(told.get(str(tier), ())))
         away = f", which cannot be looked at ({holding.trouble})" if holding.trouble else ""
         for place in due(records, holding.records, tier, now_seconds):
             found.setdefault(place, plain(f"has still to be copied to {tier}{away}"))
@@ -311,7 +364,7 @@ def write_drained(root: Path, held: Mapping[str, Sequence[Record]], disk: Disk =
     stored = {tier: [_as_data(record) for record in records] for tier, records in held.items()}
     disk.make_folders(run_folder(root))
     # By Python's JSON: a metric may be NaN.
-    disk.replace_file(drained_path(root), json.dumps(_Drained(held=stored).model_dump()).encode() + b"\n")
+    disk.replace_file(drained_path(root), seal(json.dumps(_Drained(held=stored).model_dump()).encode()))
 
 
 def read_drained(root: Path) -> dict[str, list[Record]]:
@@ -320,7 +373,7 @@ def read_drained(root: Path) -> dict[str, list[Record]]:
         data = _read(drained_path(root))
         if data is None:
             return {}
-        held = _Drained.model_validate(parse_versioned(drained_path(root), data)).held
+        held = _Drained.model_validate(parse_versioned(drained_path(root), unseal(drained_path(root), data))).held
         return {tier: [Record(**each) for each in records] for tier, records in held.items()}
     except (CkptmanError, ValidationError, TypeError):
         return {}
