@@ -85,6 +85,26 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     assert not copy_foreign(folder, place, Means(overwrite=True)).already
 
 
+@pytest.mark.parametrize("name", ["thesis.tex", MANIFEST, "eval/results.json", ".metadata/workspace"])
+def test_nor_what_only_has_the_name_of_one(name: str, source: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    theirs = root / STEP / name
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text('{"name": "a web page"}')
+    with pytest.raises(ExistsError, match="and is no checkpoint: move it away"):
+        copy(source, root, overwrite=True)
+    with pytest.raises(ExistsError, match="is no checkpoint, and is not replaced by one"):
+        commit(root, 200)
+    assert theirs.read_text() == '{"name": "a web page"}'
+
+
+@pytest.mark.parametrize("lost", [MANIFEST, "__0_0.distcp", "index.json"])
+def test_what_is_left_of_a_checkpoint_is_replaced(lost: str, source: Path, tmp_path: Path) -> None:
+    copy(source, tmp_path / "root")
+    (tmp_path / "root" / STEP / lost).unlink()
+    assert not copy(source, tmp_path / "root", overwrite=True).already
+
+
 def test_of_what_is_replaced_nothing_is_left(source: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     commit(root, 200, metrics={"loss": 1.0})

@@ -127,16 +127,19 @@ def test_other_verbs_say_that_they_are_not_for_object_stores(verb: str, root: Pa
     assert main(["export", str(root), "s3://bucket/out"]) == 2
 
 
-def test_objects_of_others_are_not_touched_unless_that_is_asked(root: Path, place: ObjectPlace) -> None:
+def test_objects_of_others_are_not_touched(root: Path, place: ObjectPlace) -> None:
     theirs = {f"{FOLDER}/eval/results.json": b"precious", f"{FOLDER}/.metadata": b"plain"}
     for name, data in theirs.items():
         place.write(name, data)
     with pytest.raises(ExistsError, match=r"objects in it that are of no copy, such as \.metadata.*--overwrite"):
         upload(root, place)
     assert {name: place.read(name, 0, size) for name, size in place.listing().items()} == theirs
-    upload(root, place, overwrite=True)
+    with pytest.raises(ExistsError, match=r"of no checkpoint, such as \.metadata: move them away"):
+        upload(root, place, overwrite=True)
+    assert {name: place.read(name, 0, size) for name, size in place.listing().items()} == theirs
+    place.remove(f"{FOLDER}/eval/results.json")
+    upload(root, place, overwrite=True)  # what is left of a checkpoint
     assert [entry.complete for entry in place.look()] == [True]
-    assert f"{FOLDER}/eval/results.json" not in place.listing()
 
 
 def test_the_marker_of_an_empty_folder_is_in_nobody_s_way(root: Path, bucket: str, proxy: Proxy) -> None:

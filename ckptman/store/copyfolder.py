@@ -30,15 +30,16 @@ from ckptman.store.copyproof import (
     verify,
 )
 from ckptman.store.copysource import AGAIN, Facts, Original, SourceError, refused
-from ckptman.store.durable import Disk
+from ckptman.store.durable import Disk, holding
 from ckptman.store.lease import lease
 from ckptman.store.manifest import missing_file, read_manifest
 from ckptman.store.meter import Meter
-from ckptman.store.names import DOT, MANIFEST, METADATA, new_nonce, parse_step
+from ckptman.store.names import DOT, MANIFEST, new_nonce
 from ckptman.store.owner import Claim, Owner, is_alive, is_this_process, read_owner
 from ckptman.store.pins import PINNED
 from ckptman.store.place import FolderPlace
 from ckptman.store.regular import read_regular
+from ckptman.store.replaceable import may_be_replaced
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _known_dead: set[str] = set()
@@ -90,7 +91,7 @@ def copy_to_folder(original: Original, place: FolderPlace, means: Means) -> Copi
 
 
 def _copy_alone(original: Original, place: FolderPlace, draft: Path, means: Means, nonce: str) -> Copied:
-    with claimed(draft, place, means.disk) as held:
+    with claimed(draft, place, means.disk) as held, holding(draft):
         try:
             # Another copy may have ended while this one waited for nothing.
             if (found := _already(original, place, means)) is not None:
@@ -171,7 +172,7 @@ def _already(original: Original, place: FolderPlace, means: Means) -> Copied | N
             note(final, facts, means.disk)
         problem = "is damaged there: " + "; ".join((*report.problems, *report.unread)) if not report.good else ""
     if problem:
-        if means.overwrite and not _is_checkpoint(final):
+        if means.overwrite and not may_be_replaced(final):
             raise ExistsError(f"{final} {problem}, and is no checkpoint: move it away, or copy to another root")
         if means.overwrite or place.is_abandoned(final):
             return None
@@ -207,19 +208,13 @@ def _hand_on_later(facts: Facts, root: Path, disk: Disk) -> Iterator[str]:
     hand_on(new, root, disk)
 
 
-def _is_checkpoint(final: Path) -> bool:
-    """Whether what is to be replaced is a checkpoint, or is what is left of one."""
-    if parse_step(final.name) is not None:
-        return True
-    return not final.is_symlink() and any(os.path.lexists(final / name) for name in (MANIFEST, METADATA))
-
-
 def _difference(final: Path, facts: Facts) -> str:
     """Why what has this name is not what is to be copied, by names and sizes; "" where it is."""
     if final.is_symlink() or not final.is_dir():
         return "is there, and is no folder"
     if facts.manifest is None:
-        sizes = {item.name: item.stat(follow_symlinks=False).st_size for item in os.scandir(final) if item.name != DOT}
+        with os.scandir(final) as items:
+            sizes = {item.name: item.stat(follow_symlinks=False).st_size for item in items if item.name != DOT}
         return "" if sizes == facts.sizes else "is there, with other files"
     try:
         if read_manifest(final).to_json() != facts.manifest.to_json():

@@ -21,7 +21,7 @@ from pathlib import Path
 from ckptman.store.copydigest import OnTheWay
 from ckptman.store.copysource import Original, Reading
 from ckptman.store.digest import digest_of_blocks
-from ckptman.store.durable import Disk
+from ckptman.store.durable import Disk, open_new
 from ckptman.store.meter import Limit, Meter
 from ckptman.store.parallel import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, stride_of
 
@@ -223,8 +223,7 @@ class _File:
         self._reading, self._fd = None, -1
 
     def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        fd = os.open(self._path, flags, 0o666)
+        fd = open_new(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if self._takes_direct:
                 try:

@@ -20,18 +20,28 @@ from typing import Any
 
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, ExistsError, NotFoundError, plain
+from ckptman.errors import (
+    CkptmanError,
+    ConfigError,
+    CorruptError,
+    ExistsError,
+    FormatVersionError,
+    NotFoundError,
+    plain,
+)
 from ckptman.store.copydraft import BusyCopyingError
 from ckptman.store.copyfolder import Copied
 from ckptman.store.copyproof import Means, NotReadBackError, verify
 from ckptman.store.copysource import Facts, GoneError, Original, Reading, SourceError, of_source
 from ckptman.store.digest import DIGEST_BYTES, Digests, digest_of_blocks, digests_bytes
+from ckptman.store.manifest import MOST_BYTES, parse_manifest
 from ckptman.store.meter import Meter, Phase
 from ckptman.store.names import MANIFEST, digests_name
 from ckptman.store.objectput import THREADS, put_files
-from ckptman.store.objects import ObjectEntry, ObjectPlace
+from ckptman.store.objects import REMOVING, ObjectEntry, ObjectPlace
 from ckptman.store.parallel import STRIDE_BYTES, share_out, stride_of
 from ckptman.store.pins import PINNED
+from ckptman.store.replaceable import is_left
 from ckptman.store.tiers import hand_on_to
 
 COPYING = "copying.json"
@@ -185,6 +195,11 @@ def _already(original: Original, place: ObjectPlace, there: dict[str, int], mean
     Raises: ExistsError, RootError.
     """
     facts = original.facts
+    if means.overwrite and not _may_be_replaced(place, facts, there):
+        raise ExistsError(
+            f"{place.url}/{facts.name} has objects in it that are of no checkpoint, such as {plain(min(there))}: move "
+            f"them away, or copy to another prefix"
+        )
     if MANIFEST not in there:
         return None
     begun = time.monotonic()
@@ -218,6 +233,22 @@ def _already(original: Original, place: ObjectPlace, there: dict[str, int], mean
     )
 
 
+def _may_be_replaced(place: ObjectPlace, facts: Facts, there: Mapping[str, int]) -> bool:
+    """Whether what is there is a checkpoint, what is left of one, or of a copy. Raises: RootError."""
+    names = {name for name in there if name} - {COPYING, REMOVING}
+    if not names or is_left(names) or not there.keys().isdisjoint({COPYING, REMOVING}):
+        return True
+    if there.get(MANIFEST, MOST_BYTES + 1) > MOST_BYTES:
+        return False
+    try:
+        data = place.read(f"{facts.name}/{MANIFEST}", 0, there[MANIFEST])
+        return bool(parse_manifest(f"{place.url}/{facts.name}/{MANIFEST}", data))
+    except FormatVersionError:
+        return True
+    except (CorruptError, NotFoundError):
+        return False
+
+
 def _claim(place: ObjectPlace, facts: Facts, there: Mapping[str, int], overwrite: bool) -> None:
     """Put the note of whose objects these are; where one is there it has to be ours. Raises: ExistsError, RootError."""
     where, name = f"{place.url}/{facts.name}", f"{facts.name}/{COPYING}"
@@ -228,8 +259,8 @@ def _claim(place: ObjectPlace, facts: Facts, there: Mapping[str, int], overwrite
         return
     if there and COPYING not in there:
         raise ExistsError(
-            f"{where} has objects in it that are of no copy, such as {plain(min(there))}: copy to another prefix, move "
-            f"them away, or say --overwrite to remove them"
+            f"{where} has objects in it that are of no copy, such as {plain(min(there))}: copy to another prefix, or "
+            f"move them away; --overwrite replaces only what is left of a checkpoint"
         )
     if COPYING not in there and place.create(name, data):
         return

@@ -15,7 +15,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, FormatVersionError, NotFoundError, RootError, plain
+from ckptman.errors import (
+    CkptmanError,
+    ConfigError,
+    CorruptError,
+    FormatVersionError,
+    NotFoundError,
+    RootError,
+    masked,
+    plain,
+)
 from ckptman.store.abandoned import Rollback, abandoned_by, parse_rollback_file
 from ckptman.store.manifest import MOST_BYTES, Manifest, parse_manifest
 from ckptman.store.names import DOT, MANIFEST, parse_step
@@ -103,11 +112,16 @@ def find_url(written: str) -> str | None:
     """The address of an object store, as in `s3://bucket/prefix`; None where this is a path. A path of Python has lost
     one of the slashes.
 
-    Raises: ConfigError where nothing is written, or what is meant for an address and is none.
+    Raises: ConfigError where nothing is written, or what is meant for an address and is none, or has a secret in it.
     """
     text = written.strip()
     if not text:
         raise ConfigError("a path is empty where a folder or an address is meant: is a variable not set?")
+    if (_URL.match(text) or _MEANT.match(text)) and masked(text) != text:
+        raise ConfigError(
+            f"{plain(masked(text))} has a secret in it, and an address is shown and stored: take it out, and give "
+            f"credentials in the environment, such as AWS_PROFILE, or in the file of the store, such as ~/.aws"
+        )
     found = _URL.fullmatch(text)
     if found and found["protocol"] != "file":
         return f"{found['protocol']}://{found['rest'].rstrip('/')}"
@@ -144,7 +158,7 @@ class ObjectPlace:
                 f"of fsspec for this store"
             ) from error
         except ValueError as error:
-            raise ConfigError(f"{url} is no address of an object store: {error}") from error
+            raise ConfigError(f"{url} is no address of an object store: {masked(str(error))}") from error
         self.prefix = prefix.strip("/")
         if hasattr(self.fs, "retries"):
             self.fs.retries = 1
@@ -208,6 +222,12 @@ class ObjectPlace:
         if listing is None:
             listing = {f"{DOT}/{name}": size for name, size in self.listing(DOT).items()}
         names = sorted(name for name in listing if name.startswith(f"{DOT}/rollback-"))
+        for name in names:
+            if listing[name] > MOST_BYTES:
+                raise CorruptError(
+                    f"{self.url}/{name} has {listing[name]} bytes, and no more than {MOST_BYTES} can be right: it is "
+                    f"no rollback that ckptman wrote; remove it"
+                )
         return [parse_rollback_file(f"{self.url}/{name}", self.read(name, 0, listing[name])) for name in names]
 
     def read(self, name: str, offset: int, size: int) -> bytes:
@@ -220,6 +240,18 @@ class ObjectPlace:
             return data
 
         return self.ask("read", get, name) if size else b""
+
+    def read_whole(self, name: str) -> bytes | None:
+        """All of a small object; None where there is none. Raises: RootError."""
+
+        def get() -> bytes:
+            data: bytes = self.fs.cat_file(f"{self.prefix}/{name}")
+            return data
+
+        try:
+            return self.ask("read", get, name)
+        except NotFoundError:
+            return None
 
     def write(self, name: str, data: bytes) -> None:
         """Put an object, as a whole. Raises: RootError."""
@@ -271,8 +303,9 @@ class ObjectPlace:
             except CkptmanError:
                 raise
             except FileNotFoundError as error:
+                why = plain(masked(str(error)))
                 raise NotFoundError(
-                    f"{self.url}: {plain(name)} is not there ({plain(error)}): check bucket, prefix and endpoint"
+                    f"{self.url}: {plain(name)} is not there ({why}): check bucket, prefix and endpoint"
                 ) from error
             except Exception as error:
                 final = isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES
@@ -303,7 +336,7 @@ class ObjectPlace:
 
     def _failure(self, done: str, name: str, error: Exception, attempts: int) -> RootError:
         times = f" {attempts} times" if attempts > 1 else ""
-        why = plain(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+        why = plain(masked(getattr(error, "strerror", None) or str(error) or type(error).__name__))
         return RootError(
             getattr(error, "errno", None) or errno.EIO,
             f"{self.url}: {plain(name)} could not be {done}{times} ({type(error).__name__}: {why}). That says nothing "
