@@ -10,6 +10,7 @@ import stat
 import unicodedata
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,26 @@ import torch.distributed.checkpoint as dcp
 import ckptman
 from ckptman.cli.app import main
 from ckptman.cli.text import plain
+from ckptman.lifecycle.outcome import Outcome, read_outcome, write_outcome
+from ckptman.monitor.failures import read_trace
 from ckptman.monitor.journal import Journal, read_journal
+from ckptman.scheduler.record import Chain
+from ckptman.sharded.export_formats import config_file
 from ckptman.sharded.foreign import load_plain, read_foreign_metadata
+from ckptman.store.catalogue import Catalogue
+from ckptman.store.copy import copy_checkpoint
+from ckptman.store.copyproof import Means
 from ckptman.store.digest import digest_file
-from ckptman.store.durable import DISK, PRIVATE_ENV
-from ckptman.store.manifest import MOST_BYTES, is_plain_name, read_manifest
+from ckptman.store.durable import DISK, PRIVATE_ENV, Disk, holding
+from ckptman.store.index import read_index
+from ckptman.store.manifest import MOST_BYTES, FileRecord, is_plain_name, read_manifest
 from ckptman.store.names import owner_path, run_folder
 from ckptman.store.owner import claim, read_owner
 from ckptman.store.pickles import HostilePickle, check_pickle
+from ckptman.store.place import FolderPlace
 from ckptman.store.prune import execute, find_leftovers, plan_prune
 from ckptman.store.regular import open_regular, read_regular
+from ckptman.train.tokenfile import read_meta
 from tests.fake_checkpoint import commit
 from tests.faults.hostile_ours import container_of, zip_bomb
 from tests.faults.hostile_pickles import BOMBS, COMMANDS
@@ -37,6 +48,7 @@ from tests.faulty_disk import rewrite
 from tests.test_engine_faults import forge
 
 STEP = "step-0000000001"
+SPARSE_BYTES = 6 * 2**30
 
 
 @pytest.fixture
@@ -159,7 +171,7 @@ def test_a_data_file_that_is_a_link_is_not_read(tmp_path: Path) -> None:
     ckptman.save({"x": torch.ones(5)}, path)
     (path / "__0_0.distcp").rename(tmp_path / "elsewhere")
     (path / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ckptman.CorruptError, match="a link"):
+    with pytest.raises(ckptman.CorruptError, match=r"__0_0\.distcp is not a regular file"):
         ckptman.load({"x": torch.zeros(5)}, path)
 
 
@@ -203,6 +215,73 @@ def test_no_more_is_read_than_can_be_right(tmp_path: Path) -> None:
     os.truncate(path, MOST_BYTES + 1)
     with pytest.raises(ckptman.CorruptError, match="no more than"):
         read_manifest(tmp_path)
+
+
+def _outcome(folder: Path) -> object:
+    return read_outcome(folder / "outcome.json")
+
+
+def _chain(folder: Path) -> object:
+    return Chain(folder).spec
+
+
+def _index(folder: Path) -> object:
+    manifest = read_manifest(folder)
+    record = FileRecord(bytes=SPARSE_BYTES, digest="0" * 32)
+    return read_index(folder, manifest.model_copy(update={"files": {**manifest.files, "index.json": record}}))
+
+
+def _trace(folder: Path) -> object:
+    return read_trace(folder / "trace.txt", float)
+
+
+NOTES: list[tuple[str, Callable[[Path], object]]] = [
+    ("manifest.json", read_manifest),
+    ("index.json", lambda folder: read_index(folder, read_manifest(folder))),
+    ("index.json", _index),
+    ("outcome.json", _outcome),
+    ("chain.json", _chain),
+    ("meta.json", read_meta),
+    ("trace.txt", _trace),
+    ("config.json", lambda folder: config_file(folder / "config.json")),
+]
+
+
+@pytest.mark.parametrize(("name", "read"), NOTES)
+def test_a_note_of_six_gibibytes_is_refused_before_it_is_read(
+    name: str, read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = commit(tmp_path, 1).path
+    real, counted = os.read, list[int]()
+
+    def reading(fd: int, size: int) -> bytes:
+        counted.append(size)
+        return real(fd, size)
+
+    (folder / name).touch()
+    os.truncate(folder / name, SPARSE_BYTES)
+    monkeypatch.setattr(os, "read", reading)
+    with pytest.raises((ckptman.CorruptError, ckptman.ConfigError), match=f"{name} has {SPARSE_BYTES} bytes") as caught:
+        read(folder)
+    assert ";" in str(caught.value), "and what to do"
+    assert sum(counted) < 2**20
+
+
+@pytest.mark.parametrize("name", ["pinned.json", "verified.json"])
+def test_a_note_of_six_gibibytes_beside_a_manifest_keeps_nobody_waiting(name: str, tmp_path: Path) -> None:
+    entry = commit(tmp_path, 1)
+    (entry.path / name).touch()
+    os.truncate(entry.path / name, SPARSE_BYTES)
+    record = Catalogue(tmp_path).entry(1).record()
+    assert bool(record.pinned) == (name == "pinned.json"), "what cannot be read pins all the same"
+
+
+def test_an_outcome_says_no_more_than_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "outcome.json"
+    write_outcome(path, Outcome("failed", 1, "x" * 2**22, 1, "/run", 1, 1.0, 7, "n1"))
+    found = read_outcome(path)
+    assert found is not None
+    assert found.reason.startswith("xxx")
 
 
 @pytest.mark.timeout(20)
@@ -405,3 +484,79 @@ def test_a_slip_in_the_setting_lays_nothing_open(tmp_path: Path, monkeypatch: py
     with pytest.raises(ckptman.RootError, match="CKPTMAN_PRIVATE is 'yes'"):
         ckptman.save({"x": torch.ones(3)}, tmp_path / "new" / "x")
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- a folder that is being written ----------------------------------------------------------------------------
+
+
+def swap(folder: Path, outside: Path, kind: str) -> None:
+    """What another user of a shared root can do at any moment."""
+    folder.rename(folder.with_name("aside"))
+    if kind == "link":
+        folder.symlink_to(outside)
+    else:
+        folder.mkdir()
+
+
+class Swapping(Disk):
+    """Puts something else in place of a draft just before the first file of a name is made in it."""
+
+    def __init__(self, outside: Path, kind: str, name: str) -> None:
+        self.outside, self.kind, self.name = outside, kind, name
+
+    def reserve(self, fd: int, size: int) -> None:
+        if self.name == "data":
+            self.swap(Path(f"/proc/self/fd/{fd}").readlink().parent)
+        super().reserve(fd, size)
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        if path.name == self.name:
+            self.swap(path.parent)
+        super().write_file(path, data)
+
+    def swap(self, folder: Path) -> None:
+        if self.name:
+            self.name = ""
+            swap(folder, self.outside, self.kind)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["link", "folder"])
+@pytest.mark.parametrize("name", ["data", "blocks-00000.bin", "index.json", "manifest.json"])
+def test_a_save_goes_nowhere_but_to_the_folder_that_it_made(outside: Path, kind: str, name: str) -> None:
+    target = outside.parent / "mine"
+    writer = ckptman.StorageWriter(target, disk=Swapping(outside, kind, name))
+    with pytest.raises(dcp.api.CheckpointException, match="something else was put in its place"):
+        dcp.save({"x": torch.ones(5)}, storage_writer=writer, no_dist=True)
+    stays(outside)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+@pytest.mark.parametrize("name", ["data", "manifest.json"])
+def test_nor_does_a_copy(outside: Path, kind: str, name: str) -> None:
+    source = commit(outside.parent / "source", 10)
+    root = outside.parent / "copies"
+    with pytest.raises(ckptman.CkptmanError):
+        copy_checkpoint(source, FolderPlace(root), Means(disk=Swapping(outside, kind, name), threads=1))
+    stays(outside)
+    assert Catalogue(root).scan() == []
+
+
+def test_a_draft_that_is_a_link_is_not_written_to(tmp_path: Path, outside: Path) -> None:
+    (tmp_path / "x").symlink_to(outside)
+    with pytest.raises(OSError, match="x"), holding(tmp_path / "x"):
+        pass
+    stays(outside)
+
+
+def test_nor_is_one_of_another_user(tmp_path: Path) -> None:
+    """Told by the owner of what is made in it: a server may map ids, but all of them alike."""
+    (tmp_path / "x").mkdir()
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "x", 4711, -1)
+    else:
+        pytest.skip("only root can give a folder to somebody else")
+    with holding(tmp_path / "x"), pytest.raises(OSError, match="its folder belongs to another user"):
+        DISK.create_file(tmp_path / "x" / "a", b"")
+    assert list((tmp_path / "x").iterdir()) == []

@@ -20,6 +20,7 @@ from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import FORMAT_VERSION, parse_versioned
 from ckptman.store.names import parse_rollback, rollback_path, run_folder
 from ckptman.store.regular import read_regular
+from ckptman.store.sealed import SealError, seal, unseal
 
 _MOST_BYTES = 64 * 1024 * 1024
 _ATTEMPTS = 100
@@ -52,7 +53,7 @@ class Rollback(BaseModel):
 
     def to_json(self) -> bytes:
         """The bytes of its file."""
-        return self.model_dump_json(indent=1).encode() + b"\n"
+        return seal(self.model_dump_json(indent=1).encode())
 
 
 def read_rollbacks(root: Path) -> dict[int, Rollback]:
@@ -73,8 +74,8 @@ def read_rollbacks(root: Path) -> dict[int, Rollback]:
 def parse_rollback_file(path: Path | str, data: bytes) -> Rollback:
     """The rollback in the bytes of a file; `path` is for messages. Raises: CorruptError, FormatVersionError."""
     try:
-        return Rollback.model_validate(parse_versioned(Path(path), data))
-    except ValidationError:
+        return Rollback.model_validate(parse_versioned(Path(path), unseal(path, data)))
+    except (ValidationError, SealError):
         raise CorruptError(
             f"{path} is not what ckptman writes there, so nobody can tell which checkpoints were abandoned: bring "
             f"it back from a copy, or remove it and roll back again"

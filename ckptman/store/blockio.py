@@ -20,7 +20,7 @@ import numpy as np
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.store.digest import BLOCK_BYTES, DIGEST_BYTES, Digests, digests_bytes, group_bytes
-from ckptman.store.durable import Disk
+from ckptman.store.durable import Disk, open_new
 from ckptman.store.parallel import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, share_out, stride_of
 from ckptman.store.ranges import ReadReport, read_wanted
 from ckptman.store.spans import Wanted
@@ -81,7 +81,7 @@ def write_source(
     group = group_bytes(block_bytes)
     stride = stride_of(group or block_bytes)
     size = source.size_bytes
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = open_new(path, os.O_WRONLY | os.O_EXCL)
     try:
         target = Target(path, fd, disk)
         if not direct:

@@ -5,6 +5,10 @@ the bytes of `write_file` survive a power cut once `sync_folder` was called on t
 atomic for everybody who looks, and durable after `sync_folder` of the parent.
 What does not: nothing here protects against a disk that acknowledges a flush it did not make.
 
+In a root that several users may write to, somebody may put a link in place of a folder at any moment. A folder that is
+being written is therefore opened once (see `holding`), and while that lasts files in it are made in the folder that was
+opened, whatever has its name by then.
+
 Folders get the permissions that the user's umask leaves, or 0700 where `CKPTMAN_PRIVATE` is set to 1: then nobody else
 gets at what is in them, whatever permissions the files have.
 
@@ -19,7 +23,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -38,6 +42,72 @@ def folder_mode() -> int:
             errno.EINVAL, f"{PRIVATE_ENV} is {setting!r}: set it to 1 (folders for you alone) or 0 (by umask)"
         )
     return 0o700 if setting == "1" else 0o777
+
+
+_held: dict[Path, list[int]] = {}
+"""Folders that are held, with a descriptor for each who does. No lock: a process may fork at any moment."""
+
+
+@contextlib.contextmanager
+def holding(folder: Path) -> Iterator[None]:
+    """While this lasts, what this process makes in a folder goes to the one that has its name now.
+
+    Raises: OSError, also where it is a link.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fds = _held.setdefault(folder, [])
+    fds.append(fd)
+    try:
+        yield
+    finally:
+        fds.remove(fd)
+        if not fds and _held.get(folder) is fds:
+            del _held[folder]
+        os.close(fd)
+
+
+def check_held(folder: Path) -> None:
+    """Raises: OSError where something else has the name of a folder that is held. One that is not held: nothing."""
+    fd = _fd_of(folder)
+    if fd is None:
+        return
+    held, there = os.fstat(fd), os.lstat(folder)
+    if (held.st_dev, held.st_ino) != (there.st_dev, there.st_ino):
+        raise OSError(errno.ESTALE, "something else was put in its place while it was written", str(folder))
+
+
+def open_new(path: Path, flags: int) -> int:
+    """Open a file for writing, made where it is missing, and through no link where its folder is held. Raises: OSError.
+
+    A file in a held folder of somebody else is not made: it would be read or changed before it counts.
+    """
+    folder = _fd_of(path.parent)
+    if folder is None:
+        return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with _named(path):
+        fd = os.open(path.name, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666, dir_fd=folder)
+        # Not the id of this process: servers map ids, but those of a file and of its folder alike.
+        if flags & os.O_EXCL and os.fstat(fd).st_uid != os.fstat(folder).st_uid:
+            os.close(fd)
+            os.unlink(path.name, dir_fd=folder)
+            raise OSError(errno.EPERM, "its folder belongs to another user", str(path))
+        return fd
+
+
+def _fd_of(folder: Path) -> int | None:
+    # The first is of who began, and ends last.
+    fds = _held.get(folder)
+    return fds[0] if fds else None
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error about a name in a held folder tells the whole path."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
@@ -62,11 +132,11 @@ class Disk:
 
     def write_file(self, path: Path, data: bytes) -> None:
         """Write a whole new file and flush it to storage. The folder is not flushed."""
-        _write(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666), data)
+        _write(open_new(path, os.O_WRONLY | os.O_TRUNC), data)
 
     def create_file(self, path: Path, data: bytes) -> None:
         """Write a file that nobody has made yet. Raises FileExistsError: exactly one of several callers succeeds."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = open_new(path, os.O_WRONLY | os.O_EXCL)
         try:
             _write(fd, data)
         except OSError:
@@ -124,7 +194,8 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """Flush a folder: the names in it survive a power cut."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        held = _fd_of(path)
+        fd = os.dup(held) if held is not None else os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         except OSError as error:
@@ -136,7 +207,12 @@ class Disk:
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file or folder another name, atomically. An existing file is replaced, a non-empty folder refused."""
-        source.rename(target)
+        of_source, of_target = _fd_of(source.parent), _fd_of(target.parent)
+        if of_source is None or of_target is None:
+            source.rename(target)
+            return
+        with _named(source):
+            os.rename(source.name, target.name, src_dir_fd=of_source, dst_dir_fd=of_target)
 
     def remove_file(self, path: Path) -> None:
         """Remove a file or a link; one that is gone already is no error."""

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from ckptman.errors import ConfigError, CorruptError, plain
 from ckptman.store.regular import read_regular
+from ckptman.store.sealed import seal, unseal
 
 if TYPE_CHECKING:
     from ckptman.store.durable import Disk
@@ -37,7 +38,8 @@ class Pin(BaseModel):
 def read_pin(folder: Path) -> Pin | None:
     """The pin of a checkpoint; None where it has none. What cannot be read pins all the same: it was meant to."""
     try:
-        return Pin.model_validate_json(read_regular(os.path.join(folder, PINNED), _MOST_BYTES))
+        path = os.path.join(folder, PINNED)
+        return Pin.model_validate_json(unseal(path, read_regular(path, _MOST_BYTES)))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (CorruptError, OSError, ValidationError, RecursionError):
@@ -54,7 +56,7 @@ def pin(folder: Path, why: str, *, by: str, time_seconds: float, disk: Disk) -> 
     if len(why) > MOST_TEXT:
         raise ConfigError(f"the reason of a pin has at most {MOST_TEXT} characters, not {len(why)}")
     note = Pin(why=why, by=plain(by)[:MOST_TEXT], time_seconds=time_seconds)
-    disk.replace_file(folder / PINNED, json.dumps(note.model_dump(mode="json"), indent=1).encode() + b"\n")
+    disk.replace_file(folder / PINNED, seal(json.dumps(note.model_dump(mode="json"), indent=1).encode()))
 
 
 def unpin(folder: Path, disk: Disk) -> bool:

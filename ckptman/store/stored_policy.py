@@ -13,6 +13,7 @@ from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import parse_versioned
 from ckptman.store.names import retention_path
 from ckptman.store.regular import read_regular
+from ckptman.store.sealed import seal, unseal
 
 FORMAT_VERSION = 1
 _MOST_BYTES = 1024 * 1024
@@ -21,7 +22,7 @@ _REMEDY = "say what to keep, with options such as --keep-last 3"
 
 def write_policy(root: Path, policy: RetentionPolicy | None, disk: Disk = DISK) -> None:
     """Store the policy of a run, where it is not the one that is stored. Raises: OSError. Called by the leader."""
-    data = json.dumps({"format_version": FORMAT_VERSION, **to_data(policy)}, indent=1).encode() + b"\n"
+    data = seal(json.dumps({"format_version": FORMAT_VERSION, **to_data(policy)}, indent=1).encode())
     path = retention_path(root)
     try:
         if read_regular(path, _MOST_BYTES) == data:
@@ -38,7 +39,7 @@ def read_policy(root: Path) -> RetentionPolicy | None:
     """
     path = retention_path(root)
     try:
-        raw: dict[str, Any] = parse_versioned(path, read_regular(path, _MOST_BYTES))
+        raw: dict[str, Any] = parse_versioned(path, unseal(path, read_regular(path, _MOST_BYTES)))
         return from_data(raw)
     except FileNotFoundError:
         raise ConfigError(f"no run stored with {root} what it keeps, so there are no rules: {_REMEDY}") from None

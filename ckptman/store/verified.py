@@ -20,11 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from xxhash import xxh3_128_hexdigest
 
 from ckptman import __version__
-from ckptman.errors import CorruptError
+from ckptman.errors import CorruptError, warn
 from ckptman.store.manifest import MOST_BYTES as MANIFEST_BYTES
 from ckptman.store.manifest import Manifest
 from ckptman.store.names import MANIFEST
 from ckptman.store.regular import read_regular
+from ckptman.store.sealed import SealError, seal, unseal
 
 if TYPE_CHECKING:
     from ckptman.store.durable import Disk
@@ -184,13 +185,19 @@ def forget_verified(folder: Path, disk: Disk) -> None:
 
 
 def _write(folder: Path, note: Verified, disk: Disk) -> None:
-    disk.replace_file(folder / VERIFIED, json.dumps(note.model_dump(mode="json"), indent=1).encode() + b"\n")
+    disk.replace_file(folder / VERIFIED, seal(json.dumps(note.model_dump(mode="json"), indent=1).encode()))
 
 
 def _read(folder: Path) -> Verified | None:
     try:
         # A root can hold thousands, few of which have a note: a path that is put together as text costs less.
-        note = Verified.model_validate_json(read_regular(os.path.join(folder, VERIFIED), _MOST_BYTES))
+        path = os.path.join(folder, VERIFIED)
+        note = Verified.model_validate_json(unseal(path, read_regular(path, _MOST_BYTES)))
+    except SealError:
+        # A warning that is an error must not fail who only lists.
+        with contextlib.suppress(Warning):
+            warn(f"{path} is passed over, because its bytes have changed: ckptman verify writes it anew")
+        return None
     except (CorruptError, OSError, ValidationError, RecursionError):
         return None
     return note if note.format_version == FORMAT_VERSION else None
