@@ -61,6 +61,7 @@ bench: $(BENCH)
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/list_1000.py
 	$(BIN)/python benchmarks/prune_10000.py
+	$(BIN)/python benchmarks/save_20000.py
 	$(BIN)/python -m benchmarks
 
 clean:

@@ -3,7 +3,7 @@
     python benchmarks/step_cost.py [--ranks 4] [--steps 300] [--json FILE]
 
 Each round does one idle "training step", then either `Checkpointer.step` or the bare exchange that it contains (one
-asynchronous all-reduce of five integers over gloo, launched a step earlier and collected now), in turn. `own` is what
+asynchronous all-reduce of six integers over gloo, launched a step earlier and collected now), in turn. `own` is what
 the step costs beyond that exchange: the difference of the two medians, in wall time and in CPU time of the thread.
 """
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptman
-from ckptman.sharded.agreement import Exchange
+from ckptman.sharded.agreement import FLAGS, Exchange
 from ckptman.sharded.ranks import Channel
 
 IDLE_SECONDS = 0.004
@@ -80,8 +80,8 @@ def measure(rank: int, world: int, steps: int, folder: str, results: Any) -> Non
         ) as checkpointer,
     ):
         checkpointer.restore()
-        bare = Exchange(Channel(60), 5)
-        bare.launch([0] * 5)
+        bare = Exchange(Channel(60), FLAGS)
+        bare.launch([0] * FLAGS)
         for step in range(1, steps + 1):
             for what in ("Checkpointer.step", "exchange alone"):
                 time.sleep(IDLE_SECONDS)
@@ -92,7 +92,7 @@ def measure(rank: int, world: int, steps: int, folder: str, results: Any) -> Non
                     assert checkpointer.step(step, {"loss": 1.0}) is None
                 else:
                     bare.collect()
-                    bare.launch([0] * 5)
+                    bare.launch([0] * FLAGS)
                 if step > 20:
                     rows[f"{what}, wall"].append(1e6 * (time.perf_counter() - wall))
                     rows[f"{what}, CPU"].append(1e6 * (time.thread_time() - cpu))

@@ -1,16 +1,23 @@
-"""What a root holds: looked up on disk each time, never remembered, never read from a pointer or a date."""
+"""What a root holds: looked up on disk each time, never read from a pointer or a date.
+
+A run that saves looks at its root again and again, and of what has not changed since it looked last it does not read
+the manifest anew (`Memory`). That it is there, and unchanged, is looked up each time.
+"""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 
-from ckptman.errors import CorruptError, FormatVersionError, NotFoundError, RootError
+from ckptman.errors import CkptmanError, CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.policy.rules import Record
 from ckptman.store.abandoned import read_abandoned
 from ckptman.store.manifest import Manifest, compare_names, read_manifest
@@ -21,6 +28,14 @@ from ckptman.store.verified import VERIFIED, read_verified
 _LONG_AGO = "by an earlier rollback"
 _LOOKS = 10
 """A commit renames folders while others look: after so many looks what was gone each time is taken to be gone."""
+_SETTLED_SECONDS = 2.0
+"""A folder that was written to less than that before it was looked at is looked at again the next time: by the clock of
+its file system, what is written now may have the same time."""
+_ONE_LOOK_SECONDS = 10.0
+"""A commit and the prune that comes after it are one look at what is remembered; new names are seen by both."""
+_INODE = 2
+_Stamp = tuple[int, ...]
+"""Inode, size and times of a folder."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +67,19 @@ class Entry:
         return self.manifest.sequence if self.manifest else 0
 
     @property
+    def time_seconds(self) -> float:
+        """When it was saved, in unix seconds; 0 if there is no manifest to tell."""
+        return self.manifest.time_seconds if self.manifest else 0.0
+
+    @property
     def identity(self) -> str:
         """See `Manifest.identity`. Only for complete entries."""
         return self.require_manifest().identity
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether a folder holds this very checkpoint. Raises: as `read_manifest`."""
+        # As bytes: a metric that is NaN is not equal to itself.
+        return read_manifest(folder).to_json() == self.require_manifest().to_json()
 
     @property
     def pinned(self) -> str:
@@ -92,38 +117,155 @@ class Entry:
         return self.manifest
 
 
+@dataclass(frozen=True)
+class Remembered(Entry):
+    """A complete entry that is as it was when its manifest was read. `facts`: what its manifest says.
+
+    The manifest is not kept, as it grows with the ranks; whoever asks for it has it read again.
+    """
+
+    facts: Record = field(kw_only=True)
+    stamp: _Stamp = field(kw_only=True, repr=False)
+
+    @property
+    def sequence(self) -> int:
+        return self.facts.sequence
+
+    @property
+    def time_seconds(self) -> float:
+        return self.facts.time_seconds
+
+    @cached_property
+    def identity(self) -> str:
+        try:
+            return self.require_manifest().identity
+        except (FileNotFoundError, NotADirectoryError, CorruptError):  # gone since, or damaged: no rollback names it
+            return ""
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
+    def is_in(self, folder: Path) -> bool:
+        # Renamed, it is the same folder; nobody else has its inode while it is there.
+        if _stamp_of(os.lstat(folder))[:_INODE] != self.stamp[:_INODE]:
+            return False
+        found, facts = read_manifest(folder), self.facts
+        return (found.step, found.sequence, found.time_seconds) == (facts.step, facts.sequence, facts.time_seconds)
+
+    def record(self) -> Record:
+        return replace(self._noted, abandoned=f"abandoned {self.abandoned}") if self.abandoned else self._noted
+
+    def require_manifest(self) -> Manifest:
+        return read_manifest(self.path)
+
+    @cached_property
+    def _noted(self) -> Record:
+        """With what is noted beside the manifest: a note that is made later changes the folder."""
+        if self.beside.isdisjoint((VERIFIED, PINNED)):
+            return self.facts
+        try:
+            return replace(self, abandoned="", manifest=self.require_manifest()).plain_record()
+        except (CkptmanError, OSError):  # gone since: a prune sees that itself
+            return replace(self.facts, pinned=self.pinned)
+
+    def plain_record(self) -> Record:
+        """By its manifest, as an entry that was never remembered."""
+        return super().record()
+
+
+class Memory:
+    """What was read of the checkpoints of a root, to be used as long as nothing of it has changed.
+
+    By name: what was read, with inode, size and times of the folder. A folder that was replaced or renamed, or in which
+    a name came or went (a pin, a note of a verify), is read anew. A file that was cut short or written to in its place
+    is not seen: see `Catalogue.confirm`. Thread-safe: a run may restore while a save of it is in the background.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._known: dict[str, Remembered] = {}
+        self._clock = clock
+        self._looked = -math.inf
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether all that is known was looked at a moment ago."""
+        return self._clock() - self._looked < _ONE_LOOK_SECONDS
+
+    def recall(self, folder: str, name: str, is_fresh: bool) -> Remembered | None:
+        """What is known about a folder, if it is as it was."""
+        known = self._known.get(name)
+        return known if known is not None and (is_fresh or _stamp(folder) == known.stamp) else None
+
+    def remember(self, name: str, entry: Entry, before: os.stat_result) -> None:
+        """Keep what was read of a complete entry, whose folder was so `before` it was read."""
+        manifest, stamp = entry.manifest, _stamp_of(before)
+        if manifest is None or stamp != _stamp(entry.path):
+            return
+        if not 0 <= before.st_mtime + _SETTLED_SECONDS <= time.time():
+            self._known.pop(name, None)
+            return
+        facts = Record(
+            entry.step, manifest.sequence, manifest.time_seconds, manifest.total_bytes, dict(manifest.metrics)
+        )
+        self._known[name] = Remembered(entry.step, entry.path, None, beside=entry.beside, facts=facts, stamp=stamp)
+
+    def forget(self, name: str) -> None:
+        """Have it read anew."""
+        self._known.pop(name, None)
+
+    def looked(self, names: Collection[str], begun: float | None) -> None:
+        """Forget what is gone: these names there are. `begun`: when a look at each of them began, where it was one."""
+        for name in set(self._known).difference(names):  # a copy: another thread may add to it
+            self._known.pop(name, None)
+        self._looked = self._looked if begun is None else begun
+
+    def now(self) -> float:
+        """The time that `looked` is told."""
+        return self._clock()
+
+
 class Catalogue:
     """The checkpoints under one root.
 
     Only the leader of a run looks; the others are told what it saw, because ranks can see different files on NFS.
+    `memory`: what earlier looks have read; without it each look reads all.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], memory: Memory | None = None) -> None:
         self.root = Path(root)
+        self._memory = memory
 
-    def scan(self, *, abandoned: bool = False) -> list[Entry]:
+    def scan(self, *, abandoned: bool = False, names: Sequence[str] | None = None, recall: bool = False) -> list[Entry]:
         """All entries, in order of commit; those with no readable manifest first, by step.
 
-        `abandoned`: also those that a rollback left behind. Of one step there can then be several.
+        `abandoned`: also those that a rollback left behind. Of one step there can then be several. `names`: of the
+        root, where they have been listed just now. `recall`: take from the memory what has not changed; it has no
+        manifest.
 
         Raises: NotFoundError (no such root), RootError (not a folder, or it or a checkpoint cannot be read: that is
         never "none yet"), CorruptError (what was abandoned cannot be told).
         """
-        entries = self.look(abandoned=abandoned)
+        entries = self.look(abandoned=abandoned, names=names, recall=recall)
         for entry in entries:
             if entry.unreadable is not None:
                 raise entry.unreadable
         return entries
 
-    def look(self, *, abandoned: bool = False) -> list[Entry]:
+    def look(self, *, abandoned: bool = False, names: Sequence[str] | None = None, recall: bool = False) -> list[Entry]:
         """The same, with those that cannot be read: for who says what is there, not for who acts on it.
 
         Raises: NotFoundError, RootError and CorruptError of the root itself.
         """
+        memory = self._memory
+        fresh = recall and memory is not None and memory.is_fresh
+        begun = memory.now() if memory is not None and not fresh else None
         for _ in range(_LOOKS):
-            entries, settled = self._look_at(self._names())
+            listed = self.names() if names is None else names
+            entries, settled = self._look_at(_ours(listed), recall=recall, fresh=fresh)
             if settled:
                 break
+            names = None
+        if memory is not None:
+            memory.looked(listed, begun)
         left = read_abandoned(self.root)
         found = [mark(entry, left) for entry in entries.values()]
         return sorted((entry for entry in found if abandoned or not entry.abandoned), key=commit_order)
@@ -144,24 +286,51 @@ class Catalogue:
             raise NotFoundError(f"{self.root} has no checkpoint of step {step}; the latest there are: {known}")
         return entries[step]
 
-    def leftovers(self) -> list[tuple[Path, StepName]]:
-        """Folders that a crash or an unfinished deletion left: `tmp`, `trash`, and `old` that stands in for nothing."""
-        names = self._names()
-        olds = {parsed.step for _, parsed in names if parsed.kind == "old"}
-        entries, _ = self._look_at([(name, parsed) for name, parsed in names if parsed.step in olds])
+    def confirm(self, entries: Iterable[Entry]) -> bool:
+        """Whether those of the entries that come from memory are what they were, each file there with its size.
+
+        What is not so is forgotten, for the next look to say what it is. Raises: RootError.
+        """
+        whole = True
+        for entry in entries:
+            if not isinstance(entry, Remembered):
+                continue
+            found = _look(entry.path, entry.step, _lstat(entry.path))
+            if not found.complete or found.sequence != entry.sequence:
+                whole = False
+                self.forget(entry.path.name)
+        return whole
+
+    def forget(self, name: str) -> None:
+        """Have what lies under a name read anew: another checkpoint has it now."""
+        if self._memory is not None:
+            self._memory.forget(name)
+
+    def leftovers(self, names: Sequence[str] | None = None) -> list[tuple[Path, StepName]]:
+        """Folders that a crash or an unfinished deletion left: `tmp`, `trash`, and `old` that stands in for nothing.
+
+        `names`: as for `scan`.
+        """
+        ours = _ours(self.names() if names is None else names)
+        olds = {parsed.step for _, parsed in ours if parsed.kind == "old"}
+        entries, _ = self._look_at([(name, parsed) for name, parsed in ours if parsed.step in olds])
         counting = {entry.path.name for entry in entries.values()}
         unsure = {step for (step, _), entry in entries.items() if entry.unreadable is not None}
         return [
             (self.root / name, parsed)
-            for name, parsed in names
+            for name, parsed in ours
             if parsed.kind not in ("step", "abandoned")
             and name not in counting
             and not (parsed.kind == "old" and parsed.step in unsure)
         ]
 
-    def strangers(self) -> list[Entry]:
-        """What has a name that looks like one of ours and is none: somebody made it, such as a `.old-best`."""
-        found = [(name, step) for name in self.names() if (step := like_step(name)) is not None]
+    def strangers(self, names: Sequence[str] | None = None) -> list[Entry]:
+        """What has a name that looks like one of ours and is none: somebody made it, such as a `.old-best`.
+
+        `names`: as for `scan`.
+        """
+        names = self.names() if names is None else names
+        found = [(name, step) for name in names if (step := like_step(name)) is not None]
         return [Entry(step, self.root / name, None, "its name is none that ckptman gives") for name, step in found]
 
     def names(self) -> list[str]:
@@ -183,22 +352,21 @@ class Catalogue:
                 f"nothing is started over what may be there; check the mount and its permissions",
             ) from error
 
-    def _names(self) -> list[tuple[str, StepName]]:
-        return [(name, parsed) for name in self.names() if (parsed := parse_step(name))]
-
-    def _look_at(self, names: list[tuple[str, StepName]]) -> tuple[dict[tuple[int, str], Entry], bool]:
+    def _look_at(
+        self, names: list[tuple[str, StepName]], *, recall: bool = False, fresh: bool = False
+    ) -> tuple[dict[tuple[int, str], Entry], bool]:
         """The entry of each step, with those that stood aside for it for good, by their tags; and whether everything
         stayed where it was while we looked."""
         found: dict[tuple[int, str], list[tuple[tuple[bool, bool, int], Entry]]] = {}
-        settled = True
+        settled, folder, memory = True, os.fspath(self.root), self._memory if recall else None
+        entry: Entry | None
         for name, parsed in names:
             if parsed.kind not in ("step", "old", "abandoned"):
                 continue
-            path = self.root / name
-            before = _lstat(path)
-            entry = _look(path, parsed.step, before)
-            after = _lstat(path)
-            if before is None or after is None or not _stayed(before, after, entry.complete):
+            entry = memory.recall(f"{folder}/{name}", name, fresh) if memory is not None else None
+            if entry is None:
+                entry = self._read(name, parsed.step)
+            if entry is None:
                 settled = False
                 continue
             # A crash between the two renames of a commit leaves the previous save of this step as "old" only. It also
@@ -211,11 +379,39 @@ class Catalogue:
             found.setdefault((parsed.step, aside), []).append((merit, entry))
         return {key: max(each, key=itemgetter(0))[1] for key, each in found.items()}, settled
 
+    def _read(self, name: str, step: int) -> Entry | None:
+        """What lies under a name; None: it did not stay there while it was looked at."""
+        path = self.root / name
+        before = _lstat(path)
+        entry = _look(path, step, before)
+        after = _lstat(path)
+        if before is None or after is None or not _stayed(before, after, entry.complete):
+            return None
+        if entry.complete and self._memory is not None:
+            self._memory.remember(name, entry, before)
+        return entry
+
 
 def mark(entry: Entry, left: Mapping[str, str]) -> Entry:
     """An entry, with the rollback that left it behind, of those that `read_abandoned` gave."""
     why = left.get(entry.identity) if left and entry.complete else None
     return replace(entry, abandoned=why) if why else entry
+
+
+def _ours(names: Iterable[str]) -> list[tuple[str, StepName]]:
+    return [(name, parsed) for name in names if (parsed := parse_step(name))]
+
+
+def _stamp(folder: str | Path) -> _Stamp | None:
+    """What tells whether a folder is as it was; None where that cannot be told."""
+    try:
+        return _stamp_of(os.lstat(folder))
+    except OSError:
+        return None
+
+
+def _stamp_of(found: os.stat_result) -> _Stamp:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _stayed(before: os.stat_result, after: os.stat_result, complete: bool) -> bool:
@@ -261,4 +457,4 @@ def _unreadable(path: Path, error: OSError) -> RootError:
 def commit_order(entry: Entry) -> tuple[int, float, int]:
     """What entries are sorted by."""
     # Time and step decide only between folders that were copied from several roots and share a sequence.
-    return entry.sequence, entry.manifest.time_seconds if entry.manifest else 0.0, entry.step
+    return entry.sequence, entry.time_seconds, entry.step

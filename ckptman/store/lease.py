@@ -32,6 +32,7 @@ from ckptman.store.durable import DISK, Disk
 from ckptman.store.names import is_lease, lease_path, parse_step, run_folder
 from ckptman.store.owner import BEAT_SECONDS, PATIENCE_SECONDS, Owner, process_lives, this_process, touched_at
 from ckptman.store.regular import read_regular
+from ckptman.store.wakeup import Flag
 
 _MOST_BYTES = 1024 * 1024
 _LOOK_SECONDS = 0.1
@@ -94,22 +95,23 @@ def lease(root: Path, names: Sequence[str], *, what: str, disk: Disk = DISK) -> 
     path, text = taken
     if what != TAKING:
         _let_prunes_pass(root, names)
-    done = threading.Event()
+    done, pid = Flag(), os.getpid()
     thread = threading.Thread(target=_beat, args=(path, text, done, disk), name="ckptman-lease", daemon=True)
     with contextlib.suppress(RuntimeError):  # no more threads for this user: the process itself says that it is alive
         thread.start()
     try:
         yield path.stem.removeprefix("lease-")
     finally:
-        done.set()
-        if thread.ident is not None:
-            thread.join(_END_SECONDS)
-        if not thread.is_alive():  # else it waits for a file system that hangs, and nobody else is to
-            with contextlib.suppress(OSError):
-                disk.remove_file(path)
-                # Who only looks leaves nothing behind.
-                if made:
-                    disk.remove_empty_folder(run_folder(root))
+        if os.getpid() == pid:  # a forked child that leaves the block leaves the lease, which is its parent's
+            done.set()
+            if thread.ident is not None:
+                thread.join(_END_SECONDS)
+            if not thread.is_alive():  # else it waits for a file system that hangs, and nobody else is to
+                with contextlib.suppress(OSError):
+                    disk.remove_file(path)
+                    # Who only looks leaves nothing behind.
+                    if made:
+                        disk.remove_empty_folder(run_folder(root))
 
 
 @contextmanager
@@ -189,7 +191,7 @@ def _let_prunes_pass(root: Path, names: Sequence[str]) -> None:
             time.sleep(_PASS_LOOK_SECONDS)
 
 
-def _beat(path: Path, text: bytes, done: threading.Event, disk: Disk) -> None:
+def _beat(path: Path, text: bytes, done: Flag, disk: Disk) -> None:
     """Touch a lease now and then, and once more when it is over: that tells whether the file system still answers."""
     over = False
     while not over:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,20 +40,22 @@ class Leftover:
     bytes: int
 
 
-def find_leftovers(root: Path, leases: Leases | None = None, among: Collection[Path] | None = None) -> list[Leftover]:
+def find_leftovers(
+    root: Path, leases: Leases | None = None, there: Sequence[tuple[Path, StepName]] | None = None
+) -> list[Leftover]:
     """The leftovers whose owner is gone. Those of a run that is alive are its own business.
 
     A run that asks for itself also gets what its own deletions left; the folder of a save may be in use. `leases`: of
-    the root, where they have been looked for, and `among` the folders that were there before that: whoever has made
-    one since is not known. Raises: RootError (it cannot be read, so nobody can tell).
+    the root, where they have been looked for, and `there` what `Catalogue.leftovers` says of names that were listed
+    before that: whoever has made one since is not known. Raises: RootError (it cannot be read, so nobody can tell).
     """
-    there = Catalogue(root).leftovers()
+    there = Catalogue(root).leftovers() if there is None else there
     leases = look(root, wait=False) if leases is None else leases
     left = [Leftover(path, None, "a lease whose reader is gone", _tree_bytes(path)) for path in leases.dead]
     found = [
         (path, parsed)
         for path, parsed in there
-        if (among is None or path in among) and not _is_held(path, parsed, leases)
+        if not _is_held(path, parsed, leases) and os.path.lexists(path)  # a save may have been committed meanwhile
     ]
     halves = _half_written(root)
     if not found and not halves:
@@ -75,16 +77,16 @@ def find_leftovers(root: Path, leases: Leases | None = None, among: Collection[P
     return left
 
 
-def find_strays(root: Path, leases: Leases, among: Collection[Path]) -> list[Leftover]:
+def find_strays(root: Path, leases: Leases, there: Sequence[tuple[Path, StepName]]) -> list[Leftover]:
     """Checkpoints under a trash name that are whole, and wanted: who took one away was killed before it saw that.
 
-    `leases` and `among`: as in `find_leftovers`. Who has taken one away since then may be removing it this moment.
+    `leases` and `there`: as in `find_leftovers`. Who has taken one away since then may be removing it this moment.
     """
     owner = read_owner(root)
     alive = owner.nonce if owner is not None and is_alive(root, owner) else None
     strays = []
-    for path, parsed in Catalogue(root).leftovers():
-        if parsed.kind != "trash" or path not in among or _tagger(parsed) in (alive, *leases.nonces):
+    for path, parsed in there:
+        if parsed.kind != "trash" or _tagger(parsed) in (alive, *leases.nonces):
             continue
         reason = leases.holder(step_folder(parsed.step)) or ("it is pinned" if _is_pinned(path) else "")
         if reason and _is_whole(path):

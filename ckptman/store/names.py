@@ -7,13 +7,15 @@ step-0000000100.abandoned-X  left behind by a rollback (see `abandoned`), and it
 step-0000000100.trash-X      deleted, being removed
                              X is a tag that ckptman makes (see `_TAG`); with any other, the name is somebody's own
 .ckptman/                    the run's own files: journal.jsonl, outcome.json, owner-000001.json, lease-0a1b2c3d.json,
-                             rollback-000001.json, tiers.json, drained.json, stacks-2-rank00003.txt
+                             rollback-000001.json, tiers.json, drained.json, root.json, tier-of.json,
+                             stacks-2-rank00003.txt
 """
 
 from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
@@ -25,6 +27,9 @@ METADATA = ".metadata"
 INDEX = "index.json"
 CHUNKS = "chunks.bin"
 DOT = ".ckptman"
+ROOT_ID = "root.json"
+TIER_OF = "tier-of.json"
+"""Whose a root is, and whose copies it takes (see `identity`)."""
 
 Kind = Literal["step", "tmp", "old", "abandoned", "trash"]
 # A tag is one that a claim, a lease, a save, a copy or a prune makes. What people add is none: `.old-best`, `.tmp-1`,
@@ -61,6 +66,7 @@ def step_folder(step: int, kind: Kind = "step", tag: str = "") -> str:
     return f"step-{step:010d}" + ("" if kind == "step" else f".{kind}-{tag}")
 
 
+@lru_cache(maxsize=2**16)  # a run lists the same names again and again
 def parse_step(name: str) -> StepName | None:
     """What a folder name says, or None if the name is not one of ours."""
     match = _STEP.fullmatch(name)

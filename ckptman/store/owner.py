@@ -26,6 +26,7 @@ from ckptman.errors import BusyError, CorruptError, RootError
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.names import new_nonce, owner_path, parse_owner, run_folder
 from ckptman.store.regular import open_regular, read_regular
+from ckptman.store.wakeup import Flag
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
@@ -92,7 +93,7 @@ class Claim:
         self._number, self._disk = number, disk
         self._device = root.stat().st_dev
         self._counter = itertools.count(1)
-        self._done = threading.Event()
+        self._done = Flag()
         self._thread = threading.Thread(target=self._beat, name="ckptman-owner", daemon=True)
         self._thread.start()
 
@@ -118,7 +119,9 @@ class Claim:
             raise _busy(self.root)
 
     def release(self) -> None:
-        """Give the root free. Never takes away somebody else's claim."""
+        """Give the root free. Never takes away somebody else's claim; nothing in a forked child, whose it is not."""
+        if os.getpid() != self.owner.pid:
+            return
         self._done.set()
         self._thread.join(BEAT_SECONDS)
         with contextlib.suppress(OSError):
@@ -232,7 +235,7 @@ def _busy(root: Path) -> BusyError:
     owner = mark.owner if mark is not None else None
     if owner is None:
         return BusyError(str(root), "unknown", 0, None)
-    return BusyError(str(root), owner.host, owner.pid, owner.job_id)
+    return BusyError(str(root), owner.host, owner.pid, owner.job_id, is_this_process(owner))
 
 
 def _root_error(root: Path, done: str, error: OSError) -> RootError:

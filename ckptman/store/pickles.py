@@ -11,6 +11,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 
+from ckptman.errors import CorruptError
+
 MAX_DEPTH = 100
 """Tuples in tuples. torch's own checkpoints have three or four."""
 MAX_MARKS = 1000
@@ -55,6 +57,14 @@ _GETS = {pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}
 
 class HostilePickle(ValueError):
     """A pickle that no pickler has made."""
+
+
+class NotAllowed(CorruptError):
+    """A pickle asks for something that is not allowed, `asked`: what is wrong need not be its bytes."""
+
+    def __init__(self, text: str, asked: str = "") -> None:
+        super().__init__(text)
+        self.asked = asked
 
 
 def check_pickle(data: bytes) -> None:

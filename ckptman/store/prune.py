@@ -28,7 +28,6 @@ from ckptman.store.leftovers import Leftover as Leftover
 from ckptman.store.leftovers import clear as clear
 from ckptman.store.leftovers import find_leftovers as find_leftovers
 from ckptman.store.leftovers import find_strays, first_error_last
-from ckptman.store.manifest import read_manifest
 from ckptman.store.names import MANIFEST, run_folder, step_folder
 from ckptman.store.pins import pin, read_pin
 from ckptman.store.place import FolderPlace
@@ -36,6 +35,8 @@ from ckptman.store.tiers import awaited
 
 LOCK_SECONDS = 300.0
 _TAKEN_AT_ONCE = 50
+_CONFIRMED = 3
+"""So many of the newest that stay are looked at in full, where what is known of them was remembered."""
 Progress = Callable[[int], None]
 """Told the bytes that were freed."""
 
@@ -87,22 +88,51 @@ def plan_prune(
     now_seconds: float | None = None,
     wait: bool = True,
     coming: Record | None = None,
+    catalogue: Catalogue | None = None,
 ) -> PrunePlan:
-    """What to delete under a root. Incomplete entries never count and are not touched. Raises: as `Catalogue.scan`.
+    """What to delete under a root, which is listed once. Incomplete entries never count and are not touched.
 
     Nor do those that were found damaged, by a verify or by the run that has their sequences in `damaged`: what no
     restore takes must not push out a good one. `wait`: watch readers of other hosts until it is clear whether they
     live, instead of taking it for granted; and look at the tiers, instead of believing the last drain, where a policy
-    may delete something. `coming`: the save for which there is no room (see `retention.plan`).
+    may delete something. `coming`: the save for which there is no room (see `retention.plan`). `catalogue`: of this
+    root, where one remembers it; before anything goes, the newest that stay are looked at in full.
+
+    Raises: as `Catalogue.scan`.
     """
-    there = {path for path, _ in Catalogue(root).leftovers()}
+    where = catalogue or Catalogue(root)
+    now_seconds = time.time() if now_seconds is None else now_seconds
+    planned = partial(_plan, root, policy, frozenset(damaged), now_seconds, wait, coming, where)
+    found = planned()
+    if found.deletions:
+        staying = [found.entries[each.record.sequence] for each in found.verdicts if each.keep]
+        if not where.confirm(staying[-_CONFIRMED:]):
+            found = planned()
+    return found
+
+
+def _plan(
+    root: Path,
+    policy: RetentionPolicy | None,
+    damaged: Collection[int],
+    now_seconds: float,
+    wait: bool,
+    coming: Record | None,
+    catalogue: Catalogue,
+) -> PrunePlan:
+    # The names first: who has made a folder since then may have a lease that was not seen.
+    names = catalogue.names()
     leases, before = look(root, wait=wait), frozenset(rollback_numbers(root))
+    there = catalogue.leftovers(names)
     entries: dict[int, Entry] = {}
     records: list[Record] = []
     numbers: list[int] = []
     ignored: list[tuple[Entry, str]] = []
     number = 0
-    for entry in [*Catalogue(root).strangers(), *Catalogue(root).scan(abandoned=True)]:
+    for entry in [
+        *catalogue.strangers(names),
+        *catalogue.scan(abandoned=True, names=names, recall=True),
+    ]:
         if not entry.complete:
             ignored.append((entry, entry.problem or ""))
             continue
@@ -118,7 +148,6 @@ def plan_prune(
         numbers.append(number)
     if coming is not None:
         coming = replace(coming, sequence=number + 1)
-    now_seconds = time.time() if now_seconds is None else now_seconds
     waiting = awaited(root, records, now_seconds, look=wait) if policy is not None else {}
     for place, each in enumerate(records):
         if place in waiting or numbers[place] != each.sequence:
@@ -314,7 +343,6 @@ class _Work:
 def _is_as_planned(entry: Entry, folder: Path) -> bool:
     """Whether a folder holds what the plan was made for: a run may have saved this step again meanwhile."""
     try:
-        # As bytes: a metric that is NaN is not equal to itself.
-        return read_manifest(folder).to_json() == entry.require_manifest().to_json()
+        return entry.is_in(folder)
     except (OSError, CkptmanError):
         return False

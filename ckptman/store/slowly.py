@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptman.store.durable import Disk
+from ckptman.store.wakeup import Flag, Wakeup
 
 Sleep = Callable[[float], object]
 _GENTLY_SECONDS = 0.05
@@ -64,11 +65,10 @@ class Remover:
     def __init__(self, disk: Disk, told: Callable[[Path, OSError], object]) -> None:
         """`told` is called, in that thread, with what could not be removed: it stays a leftover."""
         self._disk, self._told = disk, told
-        self._turn = threading.Condition()
+        self._turn, self._changed = threading.Lock(), Wakeup()
         self._queue: list[Path] = []
         self._thread: threading.Thread | None = None
-        self._gently = threading.Event()
-        self._hurry = threading.Event()
+        self._gently, self._hurry = Flag(), Flag()
         self._closed = False
 
     def add(self, folder: Path) -> None:
@@ -78,7 +78,7 @@ class Remover:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="ckptman-remove", daemon=True)
                 self._thread.start()
-            self._turn.notify_all()
+        self._changed.notify()
 
     @property
     def pending(self) -> list[Path]:
@@ -94,8 +94,7 @@ class Remover:
         """Remove the rest as fast as can be, and wait for it. False where that took too long."""
         self._hurry.set()
         try:
-            with self._turn:
-                return self._turn.wait_for(lambda: not self._queue, timeout_seconds)
+            return self._changed.wait_for(lambda: not self._queue, timeout_seconds)
         finally:
             self._hurry.clear()
 
@@ -104,19 +103,17 @@ class Remover:
         if self._thread is None:
             return
         self.drain(timeout_seconds)
-        with self._turn:
-            self._closed = True
-            self._turn.notify_all()
+        self._closed = True
+        self._changed.notify()
         self._hurry.set()
         self._thread.join(_CLOSE_SECONDS)
 
     def _work(self) -> None:
         while True:
-            with self._turn:
-                self._turn.wait_for(lambda: self._queue or self._closed)
-                if self._closed:
-                    return
-                folder = self._queue[0]
+            self._changed.wait_for(lambda: bool(self._queue) or self._closed)
+            if self._closed:
+                return
+            folder = self._queue[0]
             try:
                 remove_by_file(folder, self._disk, self._pause)
             except _Closed:
@@ -126,7 +123,7 @@ class Remover:
             finally:
                 with self._turn:
                     self._queue.remove(folder)
-                    self._turn.notify_all()
+                self._changed.notify()
 
     def _pause(self) -> None:
         if self._closed:

@@ -21,9 +21,9 @@ from ckptman.store.blockscan import scan
 from ckptman.store.damage import Damage, located, of_bytes, of_size
 from ckptman.store.index import Index, data_files, open_table, read_digests, read_index
 from ckptman.store.manifest import Manifest
-from ckptman.store.names import MANIFEST, parse_half_written
+from ckptman.store.names import MANIFEST, METADATA, parse_half_written
 from ckptman.store.pins import PINNED
-from ckptman.store.plain import TensorRef, decode
+from ckptman.store.plain import TensorRef, decode, paths_in
 from ckptman.store.tablecheck import check_table
 from ckptman.store.verified import VERIFIED
 
@@ -100,7 +100,7 @@ def verify_folder(
         manifest.total_bytes,
         tuple(located(damage, folder, manifest) if damage else ()),
         tuple(unread),
-        tuple(remarks),
+        (*remarks, *_saved_over(damage)),
     )
 
 
@@ -140,11 +140,35 @@ def check_sizes(folder: Path, manifest: Manifest) -> FileReport:
         manifest.total_bytes,
         tuple(located(damage, folder, manifest) if damage else ()),
         (),
-        tuple(remarks),
+        (*remarks, *_saved_over(damage)),
     )
 
 
-def check_coverage(folder: Path, manifest: Manifest, *, lists: bool = True) -> list[str]:
+def _saved_over(damage: list[Damage]) -> list[str]:
+    """What to say where `.metadata` and files beside it are others: no accident does that, and plain DCP does."""
+    files = {each.file for each in damage}
+    if METADATA not in files or len(files) == 1:
+        return []
+    return [f"if plain DCP saved over it, that is why {METADATA} is another one: what it saved is there for dcp.load"]
+
+
+def only_pickled(folder: Path, manifest: Manifest, index: Index) -> bool:
+    """Whether a checkpoint holds what a load has to unpickle: values with no plain form, tensors of classes of their
+    own. Raises: CorruptError."""
+    states: dict[str, Any] = {}
+    for unit in index.units:
+        if unit.whole:
+            states[unit.state] = decode(unit.value)
+        else:
+            states.setdefault(unit.state, {})[str(decode(unit.key))] = decode(unit.value)
+    table = open_table(folder, manifest, index)
+    plain_values = {name for name, _ in paths_in(states)}
+    return not index.objects.keys() <= plain_values or any(
+        (table.chunks(name).payload < 0).any() for name in index.tensors
+    )
+
+
+def check_coverage(folder: Path, manifest: Manifest, *, lists: bool = True, index: Index | None = None) -> list[str]:
     """What is wrong with how the chunks of each tensor fill it: each element is to be saved exactly once. And which
     plain values cannot be read, or hold a tensor that was not saved.
 
@@ -152,7 +176,7 @@ def check_coverage(folder: Path, manifest: Manifest, *, lists: bool = True) -> l
 
     Raises: CorruptError where the index cannot be read.
     """
-    index = read_index(folder, manifest)
+    index = read_index(folder, manifest) if index is None else index
     files = data_files(manifest, index)
     found = check_table(open_table(folder, manifest, index), index, files) + _unreadable_values(index)
     for name, size in files:
