@@ -149,6 +149,16 @@ def test_a_checkpoint_is_replaced_only_if_asked_for(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["x"]
 
 
+def test_a_folder_of_others_is_not_replaced_though_it_has_a_manifest(tmp_path: Path) -> None:
+    """Many programs have a `manifest.json`."""
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "manifest.json").write_text('{"name": "a web page"}')
+    (tmp_path / "page" / "index.html").touch()
+    with pytest.raises(ckptman.ExistsError, match="is no checkpoint, and is not replaced by one"):
+        ckptman.save({"epoch": 4}, tmp_path / "page", overwrite=True)
+    assert (tmp_path / "page" / "index.html").exists()
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("writer", ["ckptman.save", "StorageWriter"])
 @pytest.mark.parametrize("what", ["a folder of somebody's", "a file", "a link"])

@@ -18,7 +18,7 @@ VERBS = {
     "show": ["PATH", "--step", "--json"],
     "verify": [
         *("PATH", "--step", "--all", "--world-size", "--mesh", "--plan-only"),
-        *("--bandwidth", "--rank-bandwidth", "--threads", "--json"),
+        *("--bandwidth", "--rank-bandwidth", "--allow", "--threads", "--json"),
     ],
     "diff": ["A", "B", "--steps", "--only", "--top", "--read", "--json"],
     "copy": ["SRC", "DST", "--step", "--all", "--limit", "--threads", "--overwrite", "--json"],

@@ -56,7 +56,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stands in for real processes: what they are asked for, and what they answer."""
     asked: dict[str, Any] = {"problems": {}}
 
-    def load_on(path: Path, sizes: list[int], mesh: Any = None, done: Any = None) -> Iterator[LoadReport]:
+    def load_on(
+        path: Path, sizes: list[int], mesh: Any = None, done: Any = None, allow: Any = ()
+    ) -> Iterator[LoadReport]:
         asked["load"] = (path, sizes, mesh)
         for size in [*sizes, *([mesh[0] * mesh[1]] if mesh else [])]:
             if isinstance(found := asked["problems"].get(size, []), Exception):
@@ -156,6 +158,7 @@ def test_json_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "not_checked": [],
         "mesh": None,
         "world_sizes": {},
+        "refused": [],
         "plans": [],
         "remarks": [],
     }

@@ -135,7 +135,7 @@ def test_a_copy_from_a_device_waits_for_what_is_urgent_and_for_no_more(device: D
     inner = [torch.full((300,), 1.0), torch.full((200,), 2.0), torch.full((100,), 3.0)]
     file, memory = file_of({"x": {"a": inner[0], "b": inner[1], "c": inner[2]}})
     on_device: list[torch.Tensor] = [OnDevice(each, device) for each in memory[:2]]
-    stager = Stager(lambda size: True)
+    stager = Stager(lambda size: True, lambda: False)
     device.main.submit(lambda: memory[0].fill_(7.0))  # the step before has not ended yet
     staged = stager.stage(file, [*on_device, memory[2]], {1})
     (stream,) = device.streams

@@ -5,7 +5,7 @@
 - In a ```console block each `$ command` is run. It must end with the code that the page says, such as
   `# exit code 75`, or with 0. What the page shows below it must be in its output, line by line, up to numbers and
   blanks; a line `...` stands for any number of lines. Sizes in B, KiB, MiB and GiB are those of files and tensors, and
-  may be 10 % off.
+  may be 10 % off; losses, 1 %.
 - `make` and `pip install` are not run: their targets and extras have to exist.
 """
 
@@ -163,7 +163,13 @@ def alike(line: str) -> str:
 
 def tells(shown: str, line: str) -> bool:
     """Whether a line is the one that a page shows."""
-    return alike(line) == alike(shown) and sizes(line) == pytest.approx(sizes(shown), rel=0.1)
+    same = alike(line) == alike(shown) and sizes(line) == pytest.approx(sizes(shown), rel=0.1)
+    return same and losses(line) == pytest.approx(losses(shown), rel=0.01)
+
+
+def losses(line: str) -> list[float]:
+    """The losses that a line names: the code of the pages is seeded."""
+    return [float(number) for number in re.findall(r"\bloss(?:[= ]| \(min\): )(\d+\.\d+)", line)]
 
 
 def sizes(line: str) -> list[float]:
@@ -177,6 +183,11 @@ def test_a_size_that_is_far_off_is_not_what_the_page_says() -> None:
     assert tells("seen 3 s ago, 1 MB/s", "seen 4000 s ago, 700 MB/s")
     assert not tells("7.1 MiB in all, at most 132.0 KiB", "103.8 MiB in all, at most 128.0 KiB")
     assert not tells("7.1 MiB in all", "7.1 KiB in all")
+
+
+def test_a_loss_is_the_one_that_the_code_gives() -> None:
+    assert tells(" 100  5 s  loss=5.932  complete", " 100  1 s  loss=5.931  complete")
+    assert not tells(" 100  5 s  loss=5.932  complete", " 100  1 s  loss=25.9  complete")
 
 
 def is_looked_up(command: Command) -> bool:

@@ -226,7 +226,7 @@ def test_an_integer_that_python_does_not_write(tmp_path: Path, reader: str, valu
     state: State = {"x": None}
     load(state, tmp_path / "x", reader)
     assert state["x"] == value
-    with pytest.raises(dcp.api.CheckpointException, match="the value x was refused: Unsupported operand"):
+    with pytest.raises(dcp.api.CheckpointException, match="255 bytes"):
         load(state, tmp_path / "x", "StorageReader")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import sys
@@ -21,10 +22,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckptman
+from ckptman.cli.app import main
 from ckptman.sharded.foreign import read_foreign_metadata
 from ckptman.store.catalogue import Catalogue
+from ckptman.store.manifest import read_manifest
 from tests.apps import App
 from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
+]
 
 
 def save_with_ckptman(root: str, mesh: tuple[int, ...]) -> dict[str, str]:
@@ -273,3 +281,221 @@ def test_one_checkpoint_is_not_written_by_ranks_that_do_not_speak(tmp_path: Path
     texts = run_ranks(2, save_without_collectives, str(tmp_path / "x"))
     assert all("use_collectives=False" in text for text in texts), texts
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- checkpoints that others left --------------------------------------------------------------------------------
+
+OF_TORCH_2_2 = Path(__file__).parent / "dcp_torch_2_2"
+"""Written by torch 2.2.2: `dcp.save` of a linear layer, a bfloat16 tensor, plain values and an `io.BytesIO`."""
+
+
+def test_what_torch_2_2_wrote_is_loaded() -> None:
+    state: dict[str, Any] = {
+        "model": torch.nn.Linear(3, 2),
+        "half": torch.zeros(4, dtype=torch.bfloat16),
+        "epoch": 0,
+        "list": [0, {"a": 0}],
+        "raw": None,
+    }
+    ckptman.load(state, OF_TORCH_2_2)
+    assert torch.equal(state["half"], torch.arange(4).to(torch.bfloat16))
+    assert (state["epoch"], state["list"]) == (3, [1, {"a": 2}])
+    assert (type(state["raw"]), state["raw"].getvalue()) == (io.BytesIO, b"raw bytes")
+    again = {"model.weight": torch.zeros(2, 3)}
+    dcp.load(again, checkpoint_id=OF_TORCH_2_2, no_dist=True)
+    assert torch.equal(state["model"].weight, again["model.weight"])
+
+
+def save_plain(state: dict[str, Any], path: Path) -> Path:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def test_bytes_io_is_read_as_what_it_is(tmp_path: Path) -> None:
+    shared = io.BytesIO(b"0123")
+    shared.seek(2)
+    path = save_plain({"one": io.BytesIO(b"abc"), "many": [shared, (shared, 1)], "w": torch.ones(2)}, tmp_path / "x")
+    state: dict[str, Any] = {"one": None, "many": None, "w": torch.zeros(2)}
+    ckptman.load(state, path)
+    assert state["one"].read() == b"abc"
+    assert state["many"][0] is state["many"][1][0]
+    assert state["many"][0].read() == b"23"
+    fresh: dict[str, Any] = {"one": None, "w": torch.zeros(2)}
+    dcp.load(fresh, storage_reader=ckptman.StorageReader(path), no_dist=True)
+    assert fresh["one"].read() == b"abc"
+
+
+def test_a_very_long_number_is_refused_in_words(tmp_path: Path) -> None:
+    path = save_plain({"n": 2**3000}, tmp_path / "x")
+    with pytest.raises(ckptman.CorruptError, match="a whole number of more than 255 bytes"):
+        ckptman.load({"n": 0}, path)
+
+
+def test_a_compressed_checkpoint_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_plain({"w": torch.ones(2)}, tmp_path / "x")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["stream.zstd"]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ckptman.CorruptError, match=r"is compressed.*\(stream.zstd\).*load it by dcp.load"):
+        ckptman.load({"w": torch.zeros(2)}, path)
+    with pytest.raises(dcp.api.CheckpointException, match="is compressed"):
+        dcp.load({"w": torch.zeros(2)}, storage_reader=ckptman.StorageReader(path), no_dist=True)
+    for command in (
+        ["verify", str(path), "--world-size", "1"],
+        ["export", str(path), str(tmp_path / "out.safetensors")],
+    ):
+        assert main(command) != 0
+        assert "stream.zstd" in "".join(capsys.readouterr())
+    assert main(["show", str(path)]) == 0
+    assert "compressed, or transformed otherwise (stream.zstd)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_reader_gives_what_torchs_reader_gives(tmp_path: Path, ours: bool) -> None:
+    state = {"w": torch.ones(2), "n": 1}
+    path = tmp_path / "x"
+    if ours:
+        dcp.save(state, storage_writer=ckptman.StorageWriter(path), no_dist=True)
+    else:
+        save_plain(state, path)
+    reader = ckptman.StorageReader(path)
+    found, theirs = reader.read_metadata(), FileSystemReader(path).read_metadata()
+    assert found.version == theirs.version
+    assert found.storage_meta is not None
+    assert theirs.storage_meta is not None
+    assert found.storage_meta.load_id == reader.load_id
+    assert found.storage_meta.save_id == theirs.storage_meta.save_id
+    assert str(found.storage_meta.checkpoint_id) == str(theirs.storage_meta.checkpoint_id)
+
+
+# ---- a model at the top ------------------------------------------------------------------------------------------
+
+
+def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.fixture
+def of_torchtitan(tmp_path: Path) -> tuple[Path, torch.nn.Module]:
+    model, optimizer = small()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    losses = io.BytesIO()
+    torch.save([1.0], losses)
+    state = {
+        **get_model_state_dict(model),
+        "optimizer": nested_state_of(model, optimizer),
+        "lr_scheduler": {"last_epoch": 3},
+        "dataloader": {"dp_rank_0": b"position"},
+        "train_state": {"step": torch.tensor(5), "losses": losses},
+    }
+    return save_plain(state, tmp_path / "titan"), model
+
+
+def nested_state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+
+
+def test_a_run_goes_on_from_a_model_without_a_name(tmp_path: Path, of_torchtitan: tuple[Path, torch.nn.Module]) -> None:
+    path, saved = of_torchtitan
+    model, optimizer = small()
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "lr_scheduler": {}}
+    with ckptman.Checkpointer(tmp_path / "run", state, deadline=None) as checkpointer:
+        with pytest.warns(RuntimeWarning, match="without that name.*no such keys: dataloader, train_state$"):
+            assert checkpointer.restore(path=path) == 0
+        checkpointer.save(6)
+    assert torch.equal(model[0].weight, saved[0].weight)  # type: ignore[index]
+    assert optimizer.state[model[0].weight]["step"] == 1  # type: ignore[index]
+    assert state["lr_scheduler"] == {"last_epoch": 3}
+    assert {name for name in saved_names(tmp_path / "run") if name.startswith("model.")} == {
+        f"model.{name}" for name in saved.state_dict()
+    }
+
+
+def saved_names(root: Path) -> set[str]:
+    (entry,) = Catalogue(root).complete()
+    return {*json.loads((entry.path / "index.json").read_bytes())["tensors"]}
+
+
+def test_a_model_without_a_name_has_to_fit(tmp_path: Path, of_torchtitan: tuple[Path, torch.nn.Module]) -> None:
+    path, _ = of_torchtitan
+    smaller = torch.nn.Sequential(torch.nn.Linear(3, 4))
+    with (
+        ckptman.Checkpointer(tmp_path / "run", {"model": smaller}, deadline=None) as checkpointer,
+        pytest.warns(RuntimeWarning, match="without that name"),
+        pytest.raises(ckptman.MismatchError) as caught,
+    ):
+        checkpointer.restore(path=path)
+    assert caught.value.unexpected == ("model.1.bias", "model.1.weight")
+
+
+def test_a_model_without_a_name_is_that_of_one_only(
+    tmp_path: Path, of_torchtitan: tuple[Path, torch.nn.Module]
+) -> None:
+    path, _ = of_torchtitan
+    state = {"model": small()[0], "average": small()[0]}
+    with (
+        ckptman.Checkpointer(tmp_path / "run", state, deadline=None) as checkpointer,
+        pytest.raises(ckptman.CkptmanError, match="could be those of 'model' or 'average'"),
+    ):
+        checkpointer.restore(path=path)
+
+
+def test_in_our_own_checkpoints_a_model_has_its_name(tmp_path: Path) -> None:
+    model = small()[0]
+    path = tmp_path / "ours"
+    ckptman.save(dict(model.state_dict()), path)
+    with (
+        ckptman.Checkpointer(tmp_path / "run", {"model": model}, deadline=None) as checkpointer,
+        pytest.raises(ckptman.MismatchError) as caught,
+    ):
+        checkpointer.restore(path=path)
+    assert caught.value.missing == ("model",)
+
+
+# ---- a checkpoint that was saved over ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writer", ["Checkpointer", "StorageWriter"])
+def test_what_plain_dcp_saved_over_is_not_loaded_as_before(
+    tmp_path: Path, writer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state: dict[str, Any] = {"w": torch.ones(2), "epoch": 3}
+    if writer == "Checkpointer":
+        with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+            checkpointer.save(1)
+    else:
+        dcp.save(state, storage_writer=ckptman.StorageWriter(tmp_path / "step-0000000001"), no_dist=True)
+        rewrite_step(tmp_path / "step-0000000001")
+    path = tmp_path / "step-0000000001"
+    save_plain({**state, "epoch": 4}, path)
+    with pytest.raises(ckptman.CorruptError, match=r"plain DCP saved over this checkpoint.*ckptman adopt"):
+        ckptman.load({"epoch": 0}, path)
+    with pytest.raises(dcp.api.CheckpointException, match="plain DCP saved over"):
+        dcp.load({"epoch": 0}, storage_reader=ckptman.StorageReader(path), no_dist=True)
+    assert main(["verify", str(path)]) == 4
+    assert "if plain DCP saved over it" in "".join(capsys.readouterr())
+    for each in path.iterdir():
+        if each.name.startswith(("manifest", "index", "chunks", "blocks-", "values-")):
+            each.unlink()
+    assert main(["adopt", str(path)]) == 0
+    fresh = {"w": torch.zeros(2), "epoch": 0}
+    ckptman.load(fresh, path)
+    assert fresh["epoch"] == 4
+
+
+def rewrite_step(path: Path) -> None:
+    """Say in the manifest which step it is, as the name of its folder does."""
+    manifest = read_manifest(path)
+    (path / "manifest.json").write_bytes(manifest.model_copy(update={"step": 1}).to_json())
+
+
+def test_a_file_of_another_size_is_noticed_before_anything_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    ckptman.save({"w": torch.ones(2), "epoch": 3}, path)
+    (data,) = path.glob("*.distcp")
+    data.write_bytes(data.read_bytes() + b"more")
+    with pytest.raises(ckptman.CorruptError, match=rf"is not what was saved: {data.name} has \d+ bytes instead of"):
+        ckptman.load({"epoch": 0}, path)

@@ -131,7 +131,7 @@ def fail_in_the_background(root: str) -> list[str]:
             try:
                 checkpointer.step(step)
                 if step == 2:
-                    checkpointer._saver._running[-1].exception()  # only to make the order certain
+                    checkpointer._saver._running[-1].wait()  # only to make the order certain
             except ckptman.CommitError as error:
                 events.append(f"step {step}: save of {error.step} failed on rank {error.rank}")
     return events
@@ -227,8 +227,8 @@ def test_a_load_that_ends_in_the_middle_says_that_what_it_filled_is_not_usable(
     assert state["x"].any()
 
 
-def with_average(app: App) -> App:
-    app.state["average"] = {"weight": torch.zeros(3, 5)}
+def with_average(app: App, *, is_new: bool = False) -> App:
+    app.state["average"] = {} if is_new else {"weight": torch.zeros(3, 5)}
     return app
 
 
@@ -285,7 +285,7 @@ def test_what_is_no_fault_of_the_checkpoint_is_not_laid_to_it(
     save_steps(tmp_path, 2, with_average(App()))
     monkeypatch.setattr("ckptman.store.parallel._free", deque())
     with (
-        open_run(tmp_path, with_average(App(seed=3))) as checkpointer,
+        open_run(tmp_path, with_average(App(seed=3), is_new=True)) as checkpointer,
         mock.patch(what, side_effect=fault),
         pytest.raises(ckptman.CkptmanError, match=told) as caught,
     ):
@@ -487,7 +487,7 @@ def be_told_once(root: str) -> tuple[list[str], list[int]]:
             app.train_step()
             if step == 4:
                 disk.gate.set()
-                checkpointer._saver._running[-1].exception()  # only to make the order certain
+                checkpointer._saver._running[-1].wait()  # only to make the order certain
             try:
                 if checkpointer.step(step):
                     saved.append(step)
@@ -609,7 +609,7 @@ def stop_after_a_failure(root: str) -> tuple[list[str], int]:
                 app.train_step()
                 if step == 4:
                     disk.gate.set()
-                    checkpointer._saver._running[-1].exception()  # only to make the order certain
+                    checkpointer._saver._running[-1].wait()  # only to make the order certain
                     disk.full = False
                 checkpointer.step(step)
                 if checkpointer.should_stop():

@@ -84,11 +84,108 @@ def test_plain_values_keep_their_types(tmp_path: Path) -> None:
     ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
 )
 def test_tensors_of_every_kind(tmp_path: Path, tensor: torch.Tensor) -> None:
-    fresh = round_trip(tmp_path, {"x": {"t": tensor}}, {"x": {"t": torch.empty(0)}})
-    found = fresh["x"]["t"]
-    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-    as_bytes = [each.contiguous().reshape(-1).view(torch.uint8) for each in (found, tensor)]
-    assert torch.equal(as_bytes[0], as_bytes[1])
+    mine = torch.zeros_like(tensor)
+    fresh = round_trip(tmp_path, {"x": {"t": tensor, "new": tensor}}, {"x": {"t": mine}})
+    assert fresh["x"]["t"] is mine
+    for found in fresh["x"].values():
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        as_bytes = [each.contiguous().reshape(-1).view(torch.uint8) for each in (found, tensor)]
+        assert torch.equal(as_bytes[0], as_bytes[1])
+
+
+def test_tensors_in_dicts_and_lists_are_filled_where_they_are(tmp_path: Path) -> None:
+    """The model that they belong to trains on, and what is saved next is what it then has."""
+
+    def made() -> tuple[nn.Module, dict[str, Any], list[torch.Tensor]]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        bare, deep = torch.randn(3), nn.Parameter(torch.randn(2, 2))
+        state = {"model": model.state_dict(), "bare": bare, "ema": {"decay": 0.9, "all": [1, {"w": [deep]}]}}
+        return model, state, [*model.state_dict().values(), bare, deep]
+
+    _, saved, theirs = made()
+    model, state, mine = made()
+    held = [state["bare"], state["ema"]["all"][1]["w"][0], *state["model"].values()]
+    round_trip(tmp_path, saved, state)
+    assert all(map(torch.equal, mine, theirs))
+    found = [state["bare"], state["ema"]["all"][1]["w"][0], *state["model"].values()]
+    assert all(one is other for one, other in zip(found, held))
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        checkpointer.restore()
+        nn.init.constant_(model[0].weight, 7.0)  # type: ignore[index]
+        checkpointer.save(2)
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        checkpointer.restore(step=2)
+    assert (state["model"]["0.weight"] == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("fresh", "told"),
+    [
+        ({"w": torch.zeros(3), "b": torch.zeros(2)}, r"x\.w: checkpoint \[2\] float32, this run \[3\] float32"),
+        ({"w": torch.zeros(2, dtype=torch.int64)}, r"x\.w: checkpoint \[2\] float32, this run \[2\] int64"),
+        ({"w": torch.zeros(2), "more": [torch.zeros(2)]}, r"missing.*\n.*x\.more\.0"),
+        ({"w": torch.zeros(2), "n": torch.zeros(())}, r"missing.*\n.*x\.n"),
+    ],
+)
+def test_a_tensor_in_a_dict_that_does_not_fit_is_told_before_anything_changes(
+    tmp_path: Path, fresh: dict[str, Any], told: str
+) -> None:
+    with ckptman.Checkpointer(tmp_path, {"x": {"w": torch.ones(2), "b": torch.ones(2), "n": 1}}) as checkpointer:
+        checkpointer.save(1)
+    state = {"x": dict(fresh)}
+    with (
+        pytest.raises(ckptman.MismatchError, match=told),
+        ckptman.Checkpointer(tmp_path, state) as checkpointer,
+    ):
+        checkpointer.restore()
+    assert all(state["x"][name] is value for name, value in fresh.items())
+    assert not any(each.any() for each in fresh.values() if isinstance(each, torch.Tensor))
+
+
+class Refusing:
+    """An object that does not like what it is given."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise ValueError("not this one")
+
+
+def test_what_cannot_be_filled_leaves_tensors_in_dicts_as_they_were(tmp_path: Path) -> None:
+    with ckptman.Checkpointer(tmp_path, {"a": {"t": torch.ones(2, 3)}, "z": Refusing()}, deadline=None) as checkpointer:
+        checkpointer.save(1)
+    expanded = torch.zeros(3).expand(2, 3)
+    for target, told in ((expanded, r"a\.t is expanded: .*clone"), (torch.zeros(2, 3), "not this one")):
+        state = {"a": {"t": target}, "z": Refusing()}
+        with (
+            pytest.raises(ckptman.CkptmanError, match=told),
+            ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+        ):
+            checkpointer.restore()
+        assert state["a"]["t"] is target
+        assert not target.any()
+
+
+def test_a_copy_of_a_parameter_that_is_the_parameter_itself_this_time(tmp_path: Path) -> None:
+    """Two saved tensors do not fit into one; tied ones, which are the same, do."""
+    model = nn.Linear(2, 3)
+    best = {name: torch.zeros_like(each) for name, each in model.state_dict().items()}
+    with ckptman.Checkpointer(tmp_path, {"best": best, "model": model}) as checkpointer:
+        checkpointer.save(1)
+        best.update(model.state_dict())
+        checkpointer.save(2)
+    fresh = nn.Linear(2, 3)
+    before = fresh.weight.clone()
+    with ckptman.Checkpointer(tmp_path, {"best": fresh.state_dict(), "model": fresh}) as checkpointer:
+        with pytest.raises(ckptman.MismatchError, match=r"model\.weight: .* same memory as best\.weight.*clone"):
+            checkpointer.restore(step=1)
+        assert torch.equal(fresh.weight, before)
+        with pytest.raises(ckptman.MismatchError, match=r"same memory as best\.weight"):
+            ckptman.load({"best": fresh.state_dict(), "model": fresh}, tmp_path / "step-0000000001")
+        assert torch.equal(fresh.weight, before)
+        assert checkpointer.restore(step=2) == 2
+    assert torch.equal(fresh.weight, model.weight)
 
 
 class StalledDisk(Disk):

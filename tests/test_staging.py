@@ -61,7 +61,7 @@ def contents() -> State:
 
 @contextmanager
 def stager_of(may_take: Callable[[int], bool] = lambda size: True) -> Iterator[Stager]:
-    stager = Stager(may_take)
+    stager = Stager(may_take, lambda: False)
     yield stager
     stager.close()
 

@@ -139,6 +139,8 @@ def _compare(before: Side, after: Side, wanted: Callable[[str], bool], read: boo
     found = Findings()
     with _quiet():
         a, b = Frugal.read(before.path), Frugal.read(after.path)
+        for each in (a, b) if read else ():
+            each.refuse_transformed()
         sizes = {name: _bytes(each) for name, each in a.index.tensors.items() if wanted(name)}
         tensors = diff_tensors(a, b, wanted, read_all=read)
         with progress("comparing", sum(sizes.values())) as done:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ import typer
 from ckptman.cli import text
 from ckptman.cli.objects import check_is_folder
 from ckptman.cli.roots import check_is_no_checkpoint
+from ckptman.cli.target import is_foreign
 
 if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
@@ -67,7 +68,7 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
         checkpoints = [describe(entry, notes.get(entry.path)) for entry in entries]
         text.say_json({"root": str(folder), "checkpoints": checkpoints, "leftovers": unfinished})
         return
-    _say(str(folder), entries, notes, len(leftovers))
+    _say(str(folder), entries, notes, len(leftovers), [name for name in catalogue.names() if is_foreign(folder / name)])
 
 
 def list_objects(url: str, as_json: bool) -> None:
@@ -95,7 +96,13 @@ def list_objects(url: str, as_json: bool) -> None:
     _say(url, entries, {}, 0)
 
 
-def _say(root: str, entries: list[Entry], notes: Mapping[Path, Verified | None], leftovers: int) -> None:
+def _say(
+    root: str,
+    entries: list[Entry],
+    notes: Mapping[Path, Verified | None],
+    leftovers: int,
+    foreign: Sequence[str] = (),
+) -> None:
     if entries:
         now = time.time()
         # A column that would be empty from top to bottom is left out.
@@ -110,6 +117,9 @@ def _say(root: str, entries: list[Entry], notes: Mapping[Path, Verified | None],
         text.say()
     damaged = {path for path, note in notes.items() if note is not None and note.damaged}
     text.say(_summary(root, entries, damaged, leftovers))
+    if foreign:
+        folders = text.count(len(foreign), "folder")
+        text.say(f"{folders} of plain DCP besides, such as {text.plain(foreign[-1])}: ckptman adopt makes them count.")
 
 
 def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
@@ -140,7 +150,7 @@ def _row(entry: Entry, now: float) -> tuple[str, ...]:
         return (str(entry.step), "-", "-", "-", "-", "-")
     return (
         str(entry.step),
-        text.age(now - manifest.time_seconds),
+        text.age_of(manifest.time_seconds, now),
         text.size(manifest.total_bytes),
         str(manifest.world_size),
         text.mesh(manifest.mesh),

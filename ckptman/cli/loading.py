@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptman.errors import CkptmanError, CorruptError
+from ckptman.errors import CkptmanError, ConfigError, CorruptError
 from ckptman.sharded.proof import LoadReport, PlanReport, world_sizes_with
 
 __all__ = ["LoadReport", "PlanReport", "load_on", "plan_on"]
@@ -25,22 +25,27 @@ _START = (
 )
 
 
+_KINDS = {each.__name__: each for each in (CorruptError, ConfigError)}
+
+
 def load_on(
     path: Path,
     world_sizes: Sequence[int],
     mesh: tuple[int, ...] | None = None,
     done: Callable[[float], None] | None = None,
+    allow: Sequence[str] = (),
 ) -> Iterator[LoadReport]:
     """What kept the checkpoint from loading on each world size bit for bit (see `sharded.reshard_check`).
 
     `mesh`, (S,) or (R, S): the world size R x S is loaded as R replicas of S shards; it is added where it is none of
-    `world_sizes`. `done` is told how much of all of them is done, from 0 to 1.
+    `world_sizes`. `done` is told how much of all of them is done, from 0 to 1. `allow`: classes
+    that may be unpickled, as `module.Class`.
 
-    Raises: CorruptError (it cannot be read at all), ConfigError (no such mesh), CkptmanError (the check itself could
-    not run, which says nothing of the checkpoint).
+    Raises: CorruptError (it cannot be read at all), ConfigError (no such mesh or class), CkptmanError (the check itself
+    could not run, which says nothing of the checkpoint).
     """
     sizes = world_sizes_with(world_sizes, mesh)
-    request = {"folder": str(path), "world_sizes": sizes, "mesh": mesh, "progress": done is not None}
+    request = {"folder": str(path), "world_sizes": sizes, "mesh": mesh, "progress": done is not None, "allow": allow}
     finished = 0
     for found in _answers("reshard_check", request, len(sizes)):
         if "done" in found:
@@ -49,6 +54,15 @@ def load_on(
             continue
         finished += 1
         yield LoadReport(**found)
+
+
+def refused_on(path: Path, allow: Sequence[str] = ()) -> dict[str, list[str]]:
+    """What a load would refuse to unpickle, `refused`, and the tensors that are `quantized` (see `sharded.loadable`).
+
+    Raises: as `load_on`.
+    """
+    (found,) = _answers("loadable", {"folder": str(path), "allow": allow}, 1)
+    return found
 
 
 def plan_on(
@@ -92,7 +106,7 @@ def _answers(module: str, request: dict[str, Any], expected: int) -> Iterator[di
             for line in process.stdout:
                 found = json.loads(line)
                 if "error" in found:
-                    raise (CorruptError if found["damaged"] else CkptmanError)(found["error"])
+                    raise (_KINDS.get(found["kind"], CkptmanError))(found["error"])
                 reports += "done" not in found
                 yield found
             if process.wait() or reports < expected:

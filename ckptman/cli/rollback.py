@@ -91,7 +91,7 @@ def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
 
 
 def _facts(manifest: Any, now: float) -> tuple[str, str, str]:
-    size, age = text.size(manifest.total_bytes), text.age(now - manifest.time_seconds)
+    size, age = text.size(manifest.total_bytes), text.age_of(manifest.time_seconds, now)
     return size, age, text.metrics(manifest.metrics) or "-"
 
 

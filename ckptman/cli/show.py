@@ -11,6 +11,7 @@ from ckptman.cli.list import AsJson, describe, verified
 from ckptman.cli.target import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.tensors import TensorFacts, tensors_of
 from ckptman.errors import CorruptError
+from ckptman.policy.calendar import is_known_time
 
 if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
@@ -81,13 +82,20 @@ def short(value: object, limit: int = 88) -> str:
     return written if len(written) <= limit else f"{written[: limit - 3]}..."
 
 
+def _when(seconds: float, now: float) -> str:
+    if not is_known_time(seconds):
+        return "at an unknown time: the clock of that host was not set"
+    ago = text.age_of(seconds, now)
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return clock if ago == "unknown" else f"{clock}, {ago} ago"
+
+
 def _origin(entry: Entry, note: Verified | None, now: float) -> list[str]:
     manifest = entry.require_manifest()
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_seconds))
     run = f"{text.plain(manifest.run_id) or '(no id)'}, attempt {manifest.attempt}"
     came_from = "nothing: a fresh start" if manifest.restored_from is None else f"step {manifest.restored_from}"
     rows = [
-        ("saved", f"{clock}, {text.age(now - manifest.time_seconds)} ago ({text.plain(manifest.reason)})"),
+        ("saved", f"{_when(manifest.time_seconds, now)} ({text.plain(manifest.reason)})"),
         ("commit", f"number {manifest.sequence} of its root"),
         ("size", f"{text.size(manifest.total_bytes)} in {text.count(len(manifest.files), 'file')}"),
         ("verified", verified(note, now)),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ckptman.errors import CkptmanError, plain, plain_lines
+from ckptman.policy.calendar import is_known_time
 
 if TYPE_CHECKING:
     from ckptman.store.manifest import Mesh
@@ -112,6 +113,11 @@ def age(seconds: float) -> str:
     if seconds < 48 * 3600:
         return f"{seconds / 3600:.0f} h"
     return f"{seconds / 86400:.0f} d"
+
+
+def age_of(time_seconds: float, now: float) -> str:
+    """The age of what was made at a unix time; `unknown` where the clock that made it, or the one now, is broken."""
+    return age(now - time_seconds) if is_known_time(time_seconds) and is_known_time(now) else "unknown"
 
 
 def count(number: int, noun: str, plural: str = "") -> str:

@@ -16,7 +16,7 @@ from ckptman.cli.list import AsJson
 from ckptman.cli.sizes import parse_size
 from ckptman.cli.target import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.verify_checks import Wishes
-from ckptman.cli.verify_report import Report, byte_lines, remark_lines, summary_lines
+from ckptman.cli.verify_report import Report, byte_lines, refused_lines, remark_lines, summary_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
 
 if TYPE_CHECKING:
@@ -61,6 +61,15 @@ RankBandwidth = Annotated[
         help="With --plan-only: what one rank can read at most, such as 2GB/s.",
     ),
 ]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="MODULE.CLASS",
+        show_default=False,
+        help="A class that may be unpickled, as your script allows it to torch. May be given several times.",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option("--threads", metavar="N", show_default=False, help="Threads, or processes, that read."),
@@ -76,17 +85,18 @@ def verify(
     plan_only: PlanOnly = False,
     bandwidth: Bandwidth = None,
     rank_bandwidth: RankBandwidth = None,
+    allow: Allow = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that every byte is what was saved, and on request that it loads.
 
-    Exit code 0: proved. 4: damaged. 7: it does not load on one of the world sizes. 9: a newer ckptman wrote it. 10: it
-    could not be read.
+    Exit code 0: proved. 4: damaged. 7: it does not load, or not on one of the world sizes. 9: a newer ckptman wrote it.
+    10: it could not be read.
     """
     from ckptman.store.lease import reading
 
-    wishes = _wishes(world_size, mesh, plan_only, bandwidth, rank_bandwidth, threads)
+    wishes = _wishes(world_size, mesh, plan_only, bandwidth, rank_bandwidth, threads, allow)
     say: Callable[[list[str]], None] = (lambda lines: None) if as_json else _say
     if step is None and not every and is_foreign(path):
         reports = [_judge(checks.check_foreign(path, wishes), wishes, say)]
@@ -108,7 +118,7 @@ def verify(
 
 def _judge(report: Report, wishes: Wishes, say: Callable[[list[str]], None], entry: Entry | None = None) -> Report:
     """Say what the bytes came to, go on with how it loads, and note what was proved."""
-    say(byte_lines(report))
+    say([*byte_lines(report), *refused_lines(report)])
     if report.is_checked:
         for lines in checks.check_fit(report, wishes):
             say(lines)
@@ -166,6 +176,7 @@ def _wishes(
     bandwidth: str | None,
     rank_bandwidth: str | None,
     threads: int | None,
+    allow: list[str] | None,
 ) -> Wishes:
     from ckptman.policy.checks import check_count
 
@@ -184,7 +195,7 @@ def _wishes(
     if not plan_only and (bandwidth or rank_bandwidth):
         raise ConfigError("--bandwidth and --rank-bandwidth are for --plan-only: a load that is made is not estimated")
     speeds = parse_speed(bandwidth), parse_speed(rank_bandwidth, "--rank-bandwidth")
-    return Wishes(sizes, shape, plan_only, *speeds, threads)
+    return Wishes(sizes, shape, plan_only, *speeds, threads, tuple(allow or ()))
 
 
 def _say(lines: list[str]) -> None:
@@ -223,6 +234,9 @@ class _DoesNotLoad(CkptmanError):
 
     def __init__(self, stuck: list[Report]) -> None:
         report = stuck[0]
+        if report.refused:
+            super().__init__(f"{report.name} holds what no load unpickles: see the lines above")
+            return
         sizes = [str(size) for size, found in report.loads.items() if found.problems]
         verb = "does not load on {} processes as it was saved" if sizes else "cannot be planned onto {} ranks"
         sizes = sizes or [str(plan.world_size) for plan in report.plans if plan.problems]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptman.cli import text
 from ckptman.cli.progress import progress
 from ckptman.cli.verify_report import Report, load_lines, not_tried_lines, plan_lines
-from ckptman.errors import CkptmanError, CorruptError
+from ckptman.errors import CkptmanError, ConfigError, CorruptError
 
 if TYPE_CHECKING:
     from ckptman.store.catalogue import Entry
@@ -30,6 +30,7 @@ class Wishes:
     bandwidth: float | None
     rank_bandwidth: float | None
     threads: int | None
+    allow: tuple[str, ...] = ()
 
 
 def check_bytes(entry: Entry, wishes: Wishes) -> Report:
@@ -54,7 +55,7 @@ def check_bytes(entry: Entry, wishes: Wishes) -> Report:
             return report
         _check_files(report, manifest, wishes)
         if not report.unread:
-            _check_coverage(report, manifest)
+            _check_coverage(report, manifest, wishes)
     except FileNotFoundError:
         report.gone = "it was deleted meanwhile"
     except CorruptError as error:
@@ -90,6 +91,8 @@ def check_foreign(path: Path, wishes: Wishes) -> Report:
     report.remarks = [f"not proved: {remark}" for remark in found.remarks]
     if not report.problems and not report.unread:
         report.levels.append("coverage")
+        if not wishes.plan_only:
+            check_pickles(report, wishes)
     return report
 
 
@@ -117,7 +120,7 @@ def _load(report: Report, wishes: Wishes) -> Iterator[list[str]]:
     from ckptman.cli.loading import load_on
 
     with progress(f"loading {report.name}", None) as done:
-        for found in load_on(report.path, wishes.world_sizes, wishes.mesh, done):
+        for found in load_on(report.path, wishes.world_sizes, wishes.mesh, done, wishes.allow):
             on = text.count(found.world_size, "process", "processes")
             report.remarks += [f"on {on} not proved: {note}" for note in found.notes]
             if found.left_out:
@@ -228,7 +231,7 @@ def see_whether_it_stayed(report: Report) -> None:
         unread = [report.gone]  # it need not be gone, and the exit code must not say so
     if report.gone is not None:
         report.damage, report.problems, report.unread, report.levels = [], [], unread, []
-        report.loads, report.plans, report.not_tried = {}, [], []
+        report.loads, report.plans, report.not_tried, report.refused = {}, [], [], []
 
 
 def _check_files(report: Report, manifest: Manifest, wishes: Wishes) -> None:
@@ -247,14 +250,18 @@ def _check_files(report: Report, manifest: Manifest, wishes: Wishes) -> None:
         report.levels.append("digests")
 
 
-def _check_coverage(report: Report, manifest: Manifest) -> None:
+def _check_coverage(report: Report, manifest: Manifest, wishes: Wishes) -> None:
     from ckptman.store.index import read_index
-    from ckptman.store.verify import check_coverage
+    from ckptman.store.verify import check_coverage, only_pickled
 
     try:
-        report.tensors = len(read_index(report.path, manifest, ranks=()).tensors)
+        index = read_index(report.path, manifest)
+        report.tensors = len(index.tensors)
         # Where a list of digests is damaged, that has been said already.
-        found = check_coverage(report.path, manifest, lists="digests" in report.levels)
+        found = check_coverage(report.path, manifest, lists="digests" in report.levels, index=index)
+        pickles = (
+            not found and not report.damage and not wishes.plan_only and only_pickled(report.path, manifest, index)
+        )
     except CorruptError as error:
         # Of a file that is known to be damaged nothing more is to be said.
         if not report.damage:
@@ -263,3 +270,26 @@ def _check_coverage(report: Report, manifest: Manifest) -> None:
     report.problems += found
     if not found and not report.damage:
         report.levels.append("coverage")
+    if pickles:
+        check_pickles(report, wishes)
+
+
+def check_pickles(report: Report, wishes: Wishes) -> None:
+    """Whether a load would unpickle what only a pickle holds. In a process of its own, with torch."""
+    from ckptman.cli.loading import refused_on
+
+    try:
+        found = refused_on(report.path, wishes.allow)
+    except ConfigError:
+        raise
+    except CorruptError as error:
+        report.problems.append(str(error))
+        return
+    except (CkptmanError, OSError) as error:
+        report.not_tried.append(f"that what is pickled in it loads: {error}")
+        return
+    report.refused = found["refused"]
+    if quantized := found["quantized"]:
+        names = ", ".join(quantized[:NAMES_TOLD])
+        more = f" and {len(quantized) - NAMES_TOLD} more" if len(quantized) > NAMES_TOLD else ""
+        report.remarks.append(f"{names}{more}: quantized, and loaded only into tensors of the same scales")

@@ -28,9 +28,9 @@ class Report:
     `levels`: what was proved of its bytes. `digests`: it has any (plain DCP writes none). `seconds`: what reading it
     took. `damage` and `problems`: what is not as it was saved. `unread`: what could not be looked at, so that nothing
     is proved. `gone`: it was deleted or saved again meanwhile. `loads`: what came of loading, for each world size.
-    `not_tried`: what was asked for and could not be tried, which says nothing of the checkpoint. `remarks`: what
-    somebody should know, though it proves nothing. `identity`: the files that were looked at, of those that `manifest`
-    names. `checked_bytes`: how much of a foreign one has a checksum that is right.
+    `not_tried`: what was asked for and could not be tried, which says nothing of the checkpoint. `refused`: what a load
+    would not unpickle. `remarks`: what somebody should know, though it proves nothing. `identity`: the files that were
+    looked at, of those that `manifest` names. `checked_bytes`: how much of a foreign one has a checksum that is right.
     """
 
     step: int | None
@@ -53,6 +53,7 @@ class Report:
     manifest: Manifest | None = None
     identity: Identity | None = None
     not_tried: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     checked_bytes: int = 0
 
     @property
@@ -74,9 +75,9 @@ class Report:
 
     @property
     def problems_of_fit(self) -> list[str]:
-        """What kept it from loading, or from being planned, somewhere."""
+        """What keeps it from loading, or from being planned, somewhere."""
         loads = [problem for found in self.loads.values() for problem in found.problems]
-        return loads + [problem for plan in self.plans for problem in plan.problems]
+        return self.refused + loads + [problem for plan in self.plans for problem in plan.problems]
 
     @property
     def is_good(self) -> bool:
@@ -102,6 +103,7 @@ class Report:
             "not_checked": [self.gone] if self.gone else [*self.unread, *self.not_tried],
             "mesh": None if self.mesh is None else list(self.mesh),
             "world_sizes": {str(size): found.problems for size, found in self.loads.items()},
+            "refused": self.refused,
             "plans": [asdict(plan) for plan in self.plans],
             "remarks": self.remarks,
         }
@@ -128,6 +130,13 @@ def byte_lines(report: Report) -> list[str]:
     if "digests" in report.levels:
         return [f"{name}: {good}, {held}: every byte matches its digest; {tensors}, all complete"]
     return [f"{name}: {held}, of the right sizes; {tensors}, all complete"]
+
+
+def refused_lines(report: Report) -> list[str]:
+    """What a load would refuse."""
+    told = [f"    {text.plain(each)}" for each in report.refused[:PROBLEMS_SHOWN]]
+    remedy = ["    --allow module.Class proves it for a script that allows it"]
+    return [f"  {text.paint('does not load', 'red')}", *told, *_more(report.refused), *remedy] if told else []
 
 
 def load_lines(report: Report, found: LoadReport) -> list[str]:

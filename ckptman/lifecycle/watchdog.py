@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from ckptman.policy.patience import Doing, Patience, Progress, Stall
+from ckptman.store.wakeup import Flag
 
 OnStall = Callable[[Stall, Callable[[float], None]], None]
 """What ends the process. It is called in the thread of the watchdog with what is stuck, and with a function that says
@@ -42,7 +43,7 @@ class Watchdog:
         """For how long this watchdog has been awake."""
         self.progress = Progress(patience or Patience())
         self._on_stall = on_stall
-        self._closed = threading.Event()
+        self._closed = Flag()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -93,7 +94,7 @@ class Watchdog:
         return True
 
 
-def _watch(watched: weakref.ref[Watchdog], closed: threading.Event, look_seconds: float) -> None:
+def _watch(watched: weakref.ref[Watchdog], closed: Flag, look_seconds: float) -> None:
     try:
         before = time.monotonic()
         while not closed.wait(look_seconds):

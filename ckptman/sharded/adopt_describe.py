@@ -14,6 +14,7 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 import ckptman
 from ckptman.errors import ConfigError, CorruptError
+from ckptman.policy.calendar import time_to_store
 from ckptman.sharded.chunkfiles import Saved, Tensors
 from ckptman.sharded.image import Placed
 from ckptman.sharded.rankfile import make_rows
@@ -164,7 +165,7 @@ def placed(manifest: Manifest, folder: Path, final: Path) -> Manifest:
     entries = Catalogue(final.parent).scan(abandoned=True) if parse_step(final.name) else []
     others = [each.manifest for each in entries if each.manifest is not None and not each.abandoned]
     last = max((each.sequence for each in entries), default=0)
-    sequence, time_seconds = _place(manifest.step, (folder / METADATA).stat().st_mtime, others, last)
+    sequence, time_seconds = _place(manifest.step, time_to_store((folder / METADATA).stat().st_mtime), others, last)
     return Manifest.model_validate(dict(manifest) | {"sequence": sequence, "time_seconds": time_seconds})
 
 

@@ -15,9 +15,12 @@ from ckptman.policy.saving import Decision, SavePolicy
 from ckptman.sharded.foresight import Foresight
 from ckptman.sharded.pace import Pace
 from ckptman.sharded.ranks import Channel
+from ckptman.sharded.recorded import Recorder
 from ckptman.sharded.save import Saver
 
-_STOP, _SAVE, _FAILED, _STEP, _MINUS_STEP = range(5)
+_STOP, _SAVE, _FAILED, _SLOW, _STEP, _MINUS_STEP = range(6)
+FLAGS = 6
+"""How many numbers each rank sends."""
 _RANKS = 1 << 32
 """A stop flag is signal number x this + rank, so that the largest flag names a signal and one rank that got it."""
 
@@ -38,11 +41,19 @@ class Agreement:
     """
 
     def __init__(
-        self, talk: Channel, policy: SavePolicy, pace: Pace, signals: SignalHandler | None, saver: Saver
+        self,
+        talk: Channel,
+        policy: SavePolicy,
+        pace: Pace,
+        signals: SignalHandler | None,
+        saver: Saver,
+        recorder: Recorder,
     ) -> None:
         self._talk, self._policy, self._pace, self._signals, self._saver = talk, policy, pace, signals, saver
         self._foresight = Foresight(policy, pace)
-        self._exchange = Exchange(talk, 5)
+        self._exchange, self._recorder = Exchange(talk, FLAGS), recorder
+        self.recording_is_slow = False
+        """Whether it takes any rank too long to record the state at each step."""
         self._expected_step = -1
         self._planned: Decision | CkptmanError | None = None
 
@@ -59,6 +70,7 @@ class Agreement:
             flags = self._exchange.collect()
         if flags[_STEP] != -flags[_MINUS_STEP]:
             raise ConfigError(f"the ranks are at different steps, from {-flags[_MINUS_STEP]} to {flags[_STEP]}")
+        self.recording_is_slow |= bool(flags[_SLOW])
         if not (flags[_STOP] or flags[_SAVE] or flags[_FAILED]):
             return None
         return Agreed(_stop_text(flags[_STOP]), bool(flags[_SAVE]), flags[_FAILED])
@@ -86,7 +98,8 @@ class Agreement:
             self._planned = self._plan(step, ahead)
         received = self._signals.received if self._signals is not None else None
         stop = 0 if received is None else int(received) * _RANKS + self._talk.rank
-        return [stop, int(self._planned is not None), self._saver.failed, step, -step]
+        slow = int(bool(self._recorder.too_slow))
+        return [stop, int(self._planned is not None), self._saver.failed, slow, step, -step]
 
     def _plan(self, step: int, ahead: bool) -> Decision | CkptmanError | None:
         # A policy that raises must not leave the other ranks waiting: the error travels as a decision.

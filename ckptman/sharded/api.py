@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any
 
 import torch
 
-from ckptman.errors import CommitError, ConfigError, CorruptError, MismatchError, warn
+from ckptman.errors import CommitError, ConfigError, MismatchError, warn
 from ckptman.sharded.commit import Draft, SaveInfo
-from ckptman.sharded.foreign import load_plain
 from ckptman.sharded.image import pickled
 from ckptman.sharded.load import (
     all_or_corrupt,
@@ -29,11 +27,13 @@ from ckptman.sharded.load import (
     settings_made_later,
     started,
 )
+from ckptman.sharded.loadable import warn_of_refused
 from ckptman.sharded.optimizer import as_before_on_error
-from ckptman.sharded.plan import make_plan
+from ckptman.sharded.plan import make_plan, signature_of
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
 from ckptman.sharded.reading import NOT_USABLE, read_bytes
+from ckptman.sharded.replicas import compare_replicas
 from ckptman.sharded.saved import Lazy, SavedState, resolve
 from ckptman.sharded.state import (
     Snapshot,
@@ -46,12 +46,15 @@ from ckptman.sharded.state import (
     replace_refs,
     snapshot,
 )
+from ckptman.sharded.tied import apart_in_one_memory
 from ckptman.sharded.writing import Content, Writing
 from ckptman.store.durable import DISK
 from ckptman.store.lease import reading
 from ckptman.store.names import parse_step
 
 TIMEOUT_SECONDS = 1800.0
+_COMPARED: set[int] = set()
+"""Signatures of the states whose replicas were compared: the first save of each does that."""
 
 
 def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -65,8 +68,9 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
 
     Every rank calls it. A value that `load` will refuse is told by a RuntimeWarning.
 
-    Raises on every rank alike: ExistsError, ConfigError (a value that cannot be saved), CommitError (disk full, quota,
-    an I/O error on any rank: nothing is left of the save, and older ones are untouched).
+    Raises on every rank alike: ExistsError, ConfigError (a value that cannot be saved, or a small tensor that differs
+    between ranks), CommitError (disk full, quota, an I/O error on any rank: nothing is left of the save, and older ones
+    are untouched).
     """
     final = Path(path)
     channel = Channel(TIMEOUT_SECONDS)
@@ -76,11 +80,21 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
     step = name.step if name else 0
     info = SaveInfo(step=step, reason="saved by ckptman.save", world_size=channel.world_size)
     draft = Draft(final, info, overwrite=overwrite)
+
+    def look() -> bool:
+        shots.append(snapshot(state_dict, channel.rank, strict=False))
+        return signature_of(shots[0]) not in _COMPARED
+
     try:
-        channel.everywhere(lambda: shots.append(snapshot(state_dict, channel.rank, strict=False)))
+        if any(channel.everywhere(look)):
+            warning = compare_replicas(channel, shots[0], state_dict)
+            _COMPARED.add(signature_of(shots[0]))
+            if warning and channel.is_leader:
+                with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
+                    warn(warning)
         plan = make_plan(shots[0], channel)
         channel.everywhere(lambda: files.append(make_rank_file(shots[0], plan)))
-        _warn_of_refused(shots[0], plan.objects)
+        _warn_of_refused(shots[0], files[0])
         Writing(DISK).save(channel, draft, Content.of(shots[0], files[0], files[0].memory(shots[0])))
     except RankFailed as failed:
         if failed.failure.error is not None:
@@ -91,17 +105,11 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
         channel.close()
 
 
-def _warn_of_refused(shot: Snapshot, names: Iterable[str]) -> None:
-    """Tell of what this rank pickles because it is no plain value, and `load` refuses for the same reason."""
+def _warn_of_refused(shot: Snapshot, file: RankFile) -> None:
+    """Tell of what this rank pickles because it is no plain value or tensor, and `load` refuses for the same reason."""
     encoded = {name for unit in shot.units for name in unit.names}
-    for name in names:
-        if name in encoded:
-            continue
-        with contextlib.suppress(Exception):  # also a warning that is an error; what cannot be pickled fails the save
-            try:
-                load_plain(io.BytesIO(pickled(shot.objects[name])), f"the value {name}")
-            except CorruptError as error:
-                warn(f"what is saved now will not be loaded: {error}")
+    values = [(name, partial(pickled, shot.objects[name])) for name in file.plan.objects if name not in encoded]
+    warn_of_refused(file.special(shot), values)
 
 
 def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, verify: bool = True) -> None:
@@ -132,6 +140,9 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
                 found[0].mismatched += settings_apart(state_dict, name, there)
                 live[0][name] = started(value, there) | settings_made_later(value, there)
             found[0].look(live[0][name], (name,), partial(operator.setitem, live[0], name))
+        if not found[0].missing and not found[0].mismatched:
+            plain = [name for name, value in state_dict.items() if not is_named(value)]
+            found[0].mismatched += apart_in_one_memory(saved[0], found[0].targets, plain, verify=verify)
         return _Found(None, missing=found[0].missing, mismatched=found[0].mismatched)
 
     held = contextlib.ExitStack()

@@ -59,12 +59,17 @@ def step_number(step: Any) -> int:
 
 
 def metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics that are numbers; of others a warning is all that comes, because a label must not cost a save."""
+    """The metrics that are numbers; of others a warning is all that comes, because a label must not cost a save.
+
+    Raises: ConfigError (no mapping).
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics are numbers by name, such as {{'loss': 0.5}}, not a {type(metrics).__name__}")
     numbers = {}
     for name, value in (metrics or {}).items():
         try:
             numbers[str(name)] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 a user's own class may raise anything
             with contextlib.suppress(Warning):  # also where warnings are errors: the other ranks go on to save
                 warn(f"the metric {name!r} is not a number and is left out: {error}")
     return numbers

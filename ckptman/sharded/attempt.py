@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, warn
+from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, masked, warn
+from ckptman.lifecycle.cause import cause_of
 from ckptman.lifecycle.nodes import is_device_trouble, report_node, this_node
 from ckptman.lifecycle.outcome import OUTCOME_ENV, Outcome, attempt_number, read_outcome, write_outcome
 from ckptman.monitor.journal import Journal, read_journal
@@ -28,7 +29,10 @@ from ckptman.store.owner import Claim, claim
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import clear, find_leftovers
 from ckptman.store.tiered import TieredPlace
-from ckptman.store.tiers import write_tiers
+from ckptman.store.tiers import claim_tiers, write_tiers
+
+_MOST_ATTEMPTS = 10**6
+"""A journal is text that anybody may have damaged: no chain has so many."""
 
 
 @dataclass
@@ -92,8 +96,11 @@ class Attempt:
             write_outcome(Path(asked_for), outcome)
         write_outcome(outcome_path(self.root), outcome)
 
-    def end(self, state: Literal["finished", "stopped", "failed"], step: int, reason: str, exit_code: int) -> None:
-        """Write outcome and last event. Trouble on the way is told and does not hide why the attempt ended."""
+    def end(
+        self, state: Literal["finished", "stopped", "failed"], step: int, reason: str, exit_code: int, **fields: object
+    ) -> None:
+        """Write outcome and last event, which has the `fields` too. Trouble on the way is told and does not hide why
+        the attempt ended."""
         self.ended = state
         if state == "failed" and self._failed_already():
             return
@@ -102,7 +109,7 @@ class Attempt:
                 self.write_outcome(state, step, reason, exit_code)
             except OSError as error:
                 warn(f"the outcome could not be written: {error}")
-        self.note(state, sync=True, step=step, reason=reason)
+        self.note(state, sync=True, step=step, reason=reason, **fields)
 
     def _failed_already(self) -> bool:
         """Whether a watchdog has said why this attempt fails: what breaks when its rank leaves comes of that."""
@@ -118,11 +125,13 @@ class Attempt:
         """Where an error says that a device of this node is broken, the chain learns of the node."""
         if is_device_trouble(error):
             with contextlib.suppress(OSError):
-                report_node(this_node(os.environ), str(error), os.environ)
+                report_node(this_node(os.environ), masked(str(error)), os.environ)
 
     def fail(self, step: int, error: BaseException) -> None:
         """End with an error."""
-        self.end("failed", step, f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1))
+        name = type(error).__name__
+        told = {"error": name, "cause": cause_of(error)}
+        self.end("failed", step, f"{name}: {error}", getattr(error, "exit_code", 1), **told)
 
     def save_info(
         self,
@@ -159,6 +168,8 @@ class Attempt:
 def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) -> Attempt:
     _check_privacy()
     place.make()
+    if isinstance(place, TieredPlace):
+        place.run_ids = _run_ids(place.root, run_id)
     entries = place.list(abandoned=True)
     if not entries:
         refuse_other_checkpoints(place.root)
@@ -175,7 +186,10 @@ def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) 
         saves = typical_save_seconds(events)
         attempt = Attempt(place.root, _number(events), run_id, job_id, finds, saves, held)
         attempt.journal = Journal(journal_path(place.root), disk=disk)
+        attempt.journal.rotate()
         attempt.journal.bind(attempt=attempt.number)
+        tiers, known = (place.tiers, place.run_ids) if isinstance(place, TieredPlace) else ((), frozenset[str]())
+        claim_tiers(place.root, tiers, run_id, known, disk)
         if isinstance(place, TieredPlace):
             write_tiers(place.root, place.tiers, disk)
             attempt.drainer = Drainer(place.root.absolute(), attempt.journal)
@@ -240,7 +254,18 @@ def _events(root: Path) -> list[dict[str, Any]]:
         return []
 
 
+def _run_ids(root: Path, run_id: str | None) -> frozenset[str]:
+    """The ids that the run has, and had in earlier attempts."""
+    with contextlib.suppress(OSError):
+        past = {str(event["run_id"]) for event in _events(root) if event.get("run_id")}
+        return frozenset({*past, *([run_id] if run_id else [])})
+    return frozenset([run_id] if run_id else [])
+
+
 def _number(events: Sequence[Mapping[str, Any]]) -> int:
     """Which attempt this is: one more than the journal knows, or what the chain says if that is more."""
-    known = len([event for event in events if event.get("event") == "attempt_started"])
-    return max(known + 1, attempt_number(os.environ))
+    # Not all starts are in what is read of a long journal; each event says of which attempt it is.
+    numbers = (event.get("attempt") for event in events)
+    highest = max((each for each in numbers if type(each) is int and each < _MOST_ATTEMPTS), default=0)
+    started = len([event for event in events if event.get("event") == "attempt_started"])
+    return max(highest + 1, started + 1, attempt_number(os.environ))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, warn
 from ckptman.lifecycle.deadline import deadline_from_environment
@@ -21,7 +21,8 @@ from ckptman.sharded.attempt import Attempt
 from ckptman.sharded.freshness import Watcher
 from ckptman.sharded.keeping import Keeper, OnFull
 from ckptman.sharded.pace import Pace, process_started
-from ckptman.sharded.ranks import Channel, failing_as_one
+from ckptman.sharded.ranks import Channel, await_ranks, failing_as_one
+from ckptman.sharded.recorded import Recorded, Recorder
 from ckptman.sharded.restore import Restorer
 from ckptman.sharded.save import Saver, SaveReport
 from ckptman.sharded.state import is_settled
@@ -31,6 +32,17 @@ from ckptman.sharded.watch import Setting, make_watchdog
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.names import MAX_STEP
 from ckptman.store.tiered import place_of
+
+_REGULAR = (None, EXIT_OK, EXIT_AGAIN)
+"""Codes of a SystemExit with which a loop leaves its block in order."""
+
+
+class _Step(NamedTuple):
+    """A step that ended and is not saved, and what there was to see then."""
+
+    step: int
+    metrics: Mapping[str, Any] | None
+    state: Recorded
 
 
 class Checkpointer:
@@ -57,7 +69,8 @@ class Checkpointer:
     Args:
         root: folder of the checkpoints of one run; made where it is missing.
         state: what to save, by name: modules, optimizers, LR schedulers, anything with `state_dict` and
-            `load_state_dict`, nested dicts, plain values. A plain value is replaced in this mapping by `restore`.
+            `load_state_dict`, nested dicts, tensors, plain values. `restore` fills tensors where they are, and replaces
+            plain values in this mapping.
         save_policy, retention: see `ckptman.policy`; retention None keeps every checkpoint.
         on_full: "prune": where the disk is full, delete at once what would go after the save, and save again.
         tiers: further places where checkpoints are copied to behind the training, nearest first (see `policy.tiers`).
@@ -96,6 +109,7 @@ class Checkpointer:
     ) -> None:
         self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
         check_arguments(root, state, self._policy, retention, on_full, deadline, timeout_seconds, watchdog)
+        await_ranks(timeout_seconds)
         self.root, self.state = Path(root), state
         self._talk = Channel(timeout_seconds)
         self._place = place_of(self.root.absolute(), tiers, disk)  # the process may go to another folder
@@ -117,14 +131,16 @@ class Checkpointer:
             disk=disk,
         )
         self._pace = Pace(process_started(), end, durable_seconds=self._attempt.save_seconds)
-        self._agreement = Agreement(self._talk, self._policy, self._pace, signals, self._saver)
+        self._updates = Updates(state, before=self._saver.hold)
+        self._recorder = Recorder(state, self._updates)
+        self._agreement = Agreement(self._talk, self._policy, self._pace, signals, self._saver, self._recorder)
         self._restored_from: int | None = None
         self._ready = not self._attempt.finds_checkpoints
         self._rehearsed = False
-        self._updates = Updates(state, before=self._saver.hold)
         self._overlap = overlap
-        self._last: tuple[int, Mapping[str, Any] | None, int] | None = None
-        """The last step that ended: its number, its metrics, and how many updates the optimizers had made then."""
+        self._last: _Step | None = None
+        self._stepped = False
+        self._pid = os.getpid()
         self._stop: str | None = None
         self._closed = False
         self._rehearse_early()
@@ -148,16 +164,22 @@ class Checkpointer:
         copied), RootError, ConfigError (a folder in the root is a checkpoint, but none of a run); SystemExit(75) if a
         signal asked to stop meanwhile: there is nothing to save yet. Every rank calls it, once, before the first step.
         """
+        self._check_usable()
         self._watchdog.beat("start", 0)
+        self._check_alike(step, path, allow_suspect)
         self._leave_if_asked()
-        self._saver.hold()
+        try:
+            self.wait()  # for a save that is still being written: it may be what is to be loaded
+        except CommitError as error:
+            warn(str(error))
         restorer = Restorer(self._talk, self._place, self._attempt, self.beat)
         with failing_as_one():
             if path is None or self._attempt.finds_checkpoints:
                 found = restorer.best(self.state, step, allow_suspect=allow_suspect)
             else:
                 found = restorer.at(self.state, Path(path))
-        self._restored_from, self._ready, self._last = found, True, None
+        self._restored_from, self._ready = found, True
+        self._last, self._stepped = None, False
         self._saver.keeper.restored(restorer.damaged, restorer.held)
         self._pace.start(found or 0, restored=found is not None)
         self._rehearse_early()
@@ -176,19 +198,21 @@ class Checkpointer:
         """
         if type(step) is not int or not 0 <= step <= MAX_STEP:
             step = step_number(step)
+        if self._closed or os.getpid() != self._pid:
+            self._check_usable()
         if not self._rehearsed:
             self._rehearse()
         if (news := self._pace.step_ended()) is not None:
             self._attempt.note(news[0], step=step, **news[1])
         self._account_for(self._saver.poll(), None)
         agreed = self._agreement.at(step)
-        self._last = (step, metrics, self._updates.count)
         stride = max(1, step - self._pace.previous_step)
         reason = None
         try:
             if agreed is not None:
                 reason = self._act(step, metrics, agreed)
         finally:
+            self._last, self._stepped = self._record(step, metrics), True
             self._pace.step_begins(after=step)
             self._watchdog.beat("step", step)
         if self._stop is None:
@@ -197,13 +221,15 @@ class Checkpointer:
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None, *, reason: str = "asked for") -> None:
         """Save now, whatever the policy says. Every rank calls it. Raises: CommitError, ConfigError."""
+        self._check_usable()
         step = step_number(step)
         self._save(step, metrics, reason)
-        self._last = (step, metrics, self._updates.count)
+        self._last, self._stepped = self._record(step, metrics), True
         self.beat()
 
     def wait(self) -> None:
         """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
+        self._check_usable()
         self._watchdog.beat("save", self._pace.previous_step)
         reports, failure = self._saver.wait_together(self._talk, self._pace.saved_step or 0)
         self.beat()
@@ -211,7 +237,7 @@ class Checkpointer:
 
     def beat(self) -> None:
         """A sign of life for the watchdog, from an evaluation or whatever else takes long. A rank may call it alone."""
-        self._watchdog.beat("start" if self._last is None else "step", self._pace.previous_step)
+        self._watchdog.beat("step" if self._stepped else "start", self._pace.previous_step)
 
     def should_stop(self) -> bool:
         """Whether `step` agreed to stop: the same on every rank. The state is durable then, if the policy saves."""
@@ -230,12 +256,12 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # what ends a run is for the process that began it
             return
-        left_regularly = isinstance(error, SystemExit) and error.code in (None, EXIT_OK, EXIT_AGAIN)
-        if error is None or left_regularly:
+        code = error.code if isinstance(error, SystemExit) else None
+        if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and code in _REGULAR):
             try:
-                self.close()
+                self._end("sys.exit(75)" if code == EXIT_AGAIN else None)
             except BaseException as late:
                 self._fail(late)
                 raise
@@ -245,14 +271,18 @@ class Checkpointer:
     def close(self) -> None:
         """End the run's block: save the last step if it is not saved, wait until it is durable, write the outcome.
 
-        The end of the `with` block calls it. Every rank calls it. Raises: CommitError.
+        The end of the `with` block calls it. Every rank calls it; in a forked child it does nothing. What the loop has
+        changed after its last `step` is not saved. Raises: CommitError.
         """
-        if self._closed:
-            return
+        if not self._closed and os.getpid() == self._pid:
+            self._end(None)
+
+    def _end(self, again: str | None) -> None:
+        """`again`: why the run is to be started again although nobody asked it to stop; None: it is finished."""
         if self._stop is None:
             agreed = self._agreement.at(self._pace.previous_step)
             self._settle()
-            self._save_the_end(agreed.stop if agreed is not None else None)
+            self._save_the_end((agreed.stop if agreed is not None else None) or again)
         self.wait()
         self._closed = True
         self._watchdog.beat("save", self._pace.previous_step)
@@ -268,16 +298,58 @@ class Checkpointer:
         self._saver.channel.close()
 
     def _save_the_end(self, stop: str | None) -> None:
-        """Save the last step if it is not saved, unless training went on after it: its name would be a lie then."""
-        self._stop = stop
-        if self._last is None or self._last[0] == self._pace.saved_step:
+        """Save the last step if it is not saved, as `step` saw it, or not at all: its name would be a lie then."""
+        self._stop, last = stop, self._last
+        if last is None or last.step == self._pace.saved_step:
             return
-        step, metrics, updates = self._last
-        if any(self._talk.gather(self._updates.count != updates)):
+        if why := next(filter(None, self._talk.gather(self._recorder.changed(last.state))), ""):
             if self._talk.is_leader:
-                warn(f"the run ended in the middle of a step: what came after step {step} is not saved")
-        else:
-            self._save(step, metrics, "the run ended")
+                saved = "nothing" if self._pace.saved_step is None else f"step {self._pace.saved_step}"
+                with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
+                    warn(
+                        f"step {last.step}, the last one, is not saved at the end of the run: {why}. What is there is "
+                        f"{saved}. To have the last step too, call save(step) after it, or leave the loop right after "
+                        f"step()"
+                    )
+            return
+        with self._recorder.as_of(last.state) as state:
+            self._save(last.step, last.metrics, "the run ended", state)
+
+    def _record(self, step: int, metrics: Mapping[str, Any] | None) -> _Step:
+        if self._agreement.recording_is_slow and not self._recorder.given_up:
+            self._recorder.given_up = True
+            if self._recorder.too_slow:
+                warn(
+                    f"state_dict() of {self._recorder.too_slow!r} takes too long to be called after each step, so the "
+                    f"end of the run does not save its last step by itself: call save(step) after it"
+                )
+        numbers = dict(metrics) if isinstance(metrics, Mapping) else metrics
+        return _Step(step, numbers, self._recorder.record(self._pace.step_seconds))
+
+    # ---- checking ----------------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        """Raises: ConfigError."""
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"this process ({os.getpid()}) is a fork of the one that made this Checkpointer ({self._pid}), and "
+                f"cannot save or restore for it: do that in the process that made it"
+            )
+        if self._closed:
+            raise ConfigError(
+                f"this Checkpointer of {self.root} is closed, as its `with` block has ended: make a new one to go on"
+            )
+
+    def _check_alike(self, *arguments: object) -> None:
+        """Raises, on every rank: ConfigError where `restore` is called with other arguments on another rank."""
+        told = self._talk.gather([str(each) for each in arguments])
+        for rank, each in enumerate(told):
+            if each != told[0]:
+                raise ConfigError(
+                    f"restore(step={told[0][0]}, path={told[0][1]}, allow_suspect={told[0][2]}) on rank 0, and "
+                    f"restore(step={each[0]}, path={each[1]}, allow_suspect={each[2]}) on rank {rank}: every rank has "
+                    f"to name the same checkpoint"
+                )
 
     # ---- deciding ----------------------------------------------------------------------------------------------
 
@@ -322,9 +394,11 @@ class Checkpointer:
 
     # ---- saving and restoring ----------------------------------------------------------------------------------
 
-    def _save(self, step: int, metrics: Mapping[str, Any] | None, reason: str) -> None:
+    def _save(
+        self, step: int, metrics: Mapping[str, Any] | None, reason: str, state: Mapping[str, Any] | None = None
+    ) -> None:
         self._watchdog.beat("save", step)
-        stock = self._take_stock()
+        stock = self._take_stock(self.state if state is None else state)
         if stock.failed > self._saver.told:
             self._raise_failure(step, stock.failed)
         if stock.lost:
@@ -334,7 +408,8 @@ class Checkpointer:
             self.wait()
             self._saver.prepare(self._talk, stock.snapshot)
         shot = stock.snapshot
-        numbers = metric_numbers(metrics) if self._talk.is_leader else {}
+        with failing_as_one():
+            numbers = self._talk.ask_leader(lambda: metric_numbers(metrics))
         info = self._attempt.save_info(step, reason, self._talk, shot, self._restored_from, numbers)
         overlapped = updated_tensors(self.state, shot) if self._overlap else ()
         self._pace.save_begins(step)
@@ -354,19 +429,20 @@ class Checkpointer:
             self._pace.save_failed()
             raise failure
 
-    def _take_stock(self) -> Stock:
+    def _take_stock(self, state: Mapping[str, Any]) -> Stock:
         """What is to be saved. Raises on all ranks: ConfigError (it cannot be saved as it is)."""
         if not self._ready:
             raise ConfigError(
                 f"{self.root} holds checkpoints and restore() was not called: a save would begin a second history over "
                 f"them. Call restore() before the first step, or name another root"
             )
-        return take_stock(self._talk, self.state, self._updates, self._saver)
+        self._recorder.refresh()
+        return take_stock(self._talk, state, self._updates, self._saver)
 
     def _rehearse(self) -> None:
         """At the first step: what cannot be saved is better known now, and the first save finds its plan and memory."""
         self._rehearsed = True
-        stock = self._take_stock()
+        stock = self._take_stock(self.state)
         if not stock.planned:
             self.wait()
             self._saver.prepare(self._talk, stock.snapshot)

@@ -13,12 +13,14 @@ import torch
 
 import ckptman
 from ckptman.errors import ExistsError
+from ckptman.policy.calendar import time_to_store
 from ckptman.store.digest import BLOCK_BYTES
-from ckptman.store.durable import DISK, Disk
+from ckptman.store.durable import DISK, Disk, holding
 from ckptman.store.lease import lease
 from ckptman.store.manifest import FileRecord, Manifest, Mesh
-from ckptman.store.names import MANIFEST, METADATA, new_nonce, parse_step
+from ckptman.store.names import new_nonce, parse_step
 from ckptman.store.place import FolderPlace, Place
+from ckptman.store.replaceable import may_be_replaced
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,7 @@ def is_replaceable(path: Path) -> bool:
     """Whether a save may take the place of what is there: nothing, an empty folder, a checkpoint of any kind."""
     if not os.path.lexists(path):
         return True
-    if path.is_symlink() or not path.is_dir():
-        return False
-    return any((path / name).exists() for name in (MANIFEST, METADATA)) or not any(path.iterdir())
+    return may_be_replaced(path)
 
 
 class Draft:
@@ -79,6 +79,7 @@ class Draft:
         if not self._is_claimed:
             self._held.enter_context(lease(self.final.parent, [f"{self.final.name}.tmp-{self._tag}"], what="save"))
         self._folder = self._place.begin(self.final.name, self._tag)
+        self._held.enter_context(holding(self.folder))
         return self._folder
 
     @property
@@ -111,7 +112,7 @@ class Draft:
         return Manifest(
             step=info.step,
             sequence=sequence,
-            time_seconds=time.time(),
+            time_seconds=time_to_store(time.time()),
             reason=info.reason,
             world_size=info.world_size,
             mesh=info.mesh,

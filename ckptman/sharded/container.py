@@ -20,6 +20,8 @@ import torch
 
 from ckptman.store.zips import data_at, data_start, records
 
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+"""dtypes whose elements mean something only with the scales of their tensor."""
 _SMALL_BYTES = 64 * 1024
 _NOT_AS_TORCH_WRITES = (
     *(zipfile.BadZipFile, zlib.error, struct.error, KeyError, IndexError, ValueError, EOFError, OSError),

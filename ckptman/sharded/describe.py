@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from ckptman.store.assembly import assemble, unpack
 from ckptman.store.blockio import write_source
 from ckptman.store.chunks import ChunkTable, Ints, Rows, TensorRecord
 from ckptman.store.digest import BlockDigester, digest_bytes
-from ckptman.store.durable import Disk
+from ckptman.store.durable import Disk, holding, open_new
 from ckptman.store.index import Index, Location, values_json
 from ckptman.store.manifest import FileRecord
 from ckptman.store.names import CHUNKS, INDEX, METADATA, blocks_name, data_name, values_name
@@ -53,15 +54,16 @@ def write_part(
     """Write the files of one rank, durably, and say what they are. `look` is shown the digests of the data file's
     blocks. Raises: OSError."""
     part = Part()
-    if image.size_bytes:
-        written = write_source(folder / data_name(rank), image, disk=disk)
-        digests = written.digests
-        part.files[data_name(rank)] = FileRecord(bytes=digests.size_bytes, digest=written.digest)
-        part.buffered_because = written.buffered_because
-        part.seen = look(digests.blocks) if look is not None else None
-        _write(folder, blocks_name(rank), digests.blocks + digests.groups, part.files, disk)
-    if own_units:
-        _write(folder, values_name(rank), values_json(own_units), part.files, disk)
+    with holding(folder):
+        if image.size_bytes:
+            written = write_source(folder / data_name(rank), image, disk=disk)
+            digests = written.digests
+            part.files[data_name(rank)] = FileRecord(bytes=digests.size_bytes, digest=written.digest)
+            part.buffered_because = written.buffered_because
+            part.seen = look(digests.blocks) if look is not None else None
+            _write(folder, blocks_name(rank), digests.blocks + digests.groups, part.files, disk)
+        if own_units:
+            _write(folder, values_name(rank), values_json(own_units), part.files, disk)
     return part
 
 
@@ -113,7 +115,8 @@ class Describer:
         """Write `.metadata`, from which plain DCP loads. Raises: OSError."""
         objects = {name: StoredObject(each.file, each.offset, each.bytes) for name, each in index.objects.items()}
         table = ChunkTable(index.tensors, self._table)
-        with (folder / METADATA).open("xb", buffering=1024 * 1024) as file:
+        fd = open_new(folder / METADATA, os.O_WRONLY | os.O_EXCL)
+        with open(fd, "wb", buffering=1024 * 1024) as file:
             out = _DigestedFile(file)
             write_metadata(out, index.tensors, table, index.files, objects, paths, str(final), save_id)  # type: ignore[arg-type]
             file.flush()

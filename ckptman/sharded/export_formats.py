@@ -29,7 +29,9 @@ from ckptman.store.assembly import assemble
 from ckptman.store.chunks import ChunkTable
 from ckptman.store.names import METADATA, data_name
 from ckptman.store.plain import TensorRef
+from ckptman.store.regular import read_regular
 
+_MOST_CONFIG_BYTES = 64 * 1024 * 1024
 CHUNK_BYTES = 64 * 1024 * 1024
 """A larger tensor is cut into chunks of that size: plain DCP takes the memory of a chunk to read any part of it."""
 
@@ -125,10 +127,12 @@ def dcp_files(choice: Choice, final: Path) -> list[FilePlan]:
 def config_file(path: Path) -> tuple[FilePlan, bool]:
     """A copy of the `config.json` of a model, and whether its output embedding is tied to its input embedding.
 
-    Raises: NotFoundError, ConfigError, OSError.
+    Raises: NotFoundError, ConfigError, CorruptError (it is far too large for one, or no file), OSError.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular(
+            path, _MOST_CONFIG_BYTES, follow=True, remedy="name the config.json that transformers wrote"
+        )
     except FileNotFoundError:
         raise NotFoundError(f"there is no {path}: name the config.json that transformers wrote") from None
     try:

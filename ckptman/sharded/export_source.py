@@ -29,6 +29,7 @@ class Opened:
     def read(self) -> SavedState:
         """What is to be exported. Raises: NotFoundError, CorruptError, FormatVersionError, OSError."""
         self._saved = Frugal.read(self.folder)
+        self._saved.refuse_transformed()
         # What was not listed: files that others keep in folders, and all where names may not be read.
         self._before |= _stamps(self.folder, [name for name in self._names() if name not in self._before])
         return self._saved

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptman.errors import CorruptError
 from ckptman.store.manifest import is_plain_name
-from ckptman.store.pickles import HostilePickle, check_pickle
+from ckptman.store.pickles import HostilePickle, NotAllowed, check_pickle
 from ckptman.store.regular import open_regular, read_regular
 from ckptman.store.zips import data_at, records
 
@@ -71,9 +71,13 @@ _CHANGEABLE = (
     *(TensorStorageMetadata, _StorageInfo),
 )
 """The classes whose objects have attributes that a pickle may set: those of nothing else that it can make."""
+_UNTIL_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(each.__module__, each.__name__): each for each in _CHANGEABLE},
     (described_by_torch.__name__, "_MEM_FORMAT_ENCODING"): _MemoryFormat,
+    # Until torch 2.2 those of ShardedTensor were used, which are alike.
+    (_UNTIL_2_2, "TensorProperties"): TensorProperties,
+    (_UNTIL_2_2, "MEM_FORMAT_ENCODING"): _MemoryFormat,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): dict,  # the same to all who read it, and nothing can be put on it
@@ -165,15 +169,16 @@ def load_plain(data: io.BytesIO, what: str) -> Any:
         # Sparse tensors are checked as well: torch writes where their indices say.
         with _stand_ins(), torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
             value = torch.load(data, map_location="cpu", weights_only=True)
-        return _settled(value) if b"numpy" in pickled else value
+        return _settled(value) if b"numpy" in pickled or b"BytesIO" in pickled else value
     except MemoryError:
         raise
     except Exception as error:
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
         if asked:
-            raise CorruptError(
+            raise NotAllowed(
                 f"{what} was refused: it asks for {asked[1]}, which is no plain value; nothing of it was run. If you "
-                f"trust whoever wrote it, allow that by torch.serialization.add_safe_globals; or leave the value out"
+                f"trust whoever wrote it, allow that by torch.serialization.add_safe_globals; or leave the value out",
+                asked[1],
             ) from error
         raise CorruptError(f"{what} was refused: {_reason(error)}; {_REMEDY}") from error
 
@@ -265,6 +270,30 @@ def _no_bytes() -> bytes:
     return b""
 
 
+# ---- values of the standard library ------------------------------------------------------------------------------
+
+
+class _Stream:
+    """Stands for an `io.BytesIO`, which is `made`: bytes and a place in them, and nothing that was put on it."""
+
+    __hash__ = None  # type: ignore[assignment]
+    made: io.BytesIO
+
+    def __new__(cls) -> _Stream:
+        stream = super().__new__(cls)
+        stream.made = io.BytesIO()
+        return stream
+
+    def __setstate__(self, state: object) -> None:
+        data, place, more = state if type(state) is tuple and len(state) == 3 else (None, None, None)
+        if type(data) is not bytes or type(place) is not int or not 0 <= place < 2**63 or more:
+            raise HostilePickle("it holds an io.BytesIO as Python does not write it")
+        self.made = io.BytesIO(data)
+        self.made.seek(place)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+
 _STAND_INS: tuple[tuple[Any, str], ...] = (
     (_Array, "numpy.ndarray"),
     (_Dtype, "numpy.dtype"),
@@ -272,17 +301,19 @@ _STAND_INS: tuple[tuple[Any, str], ...] = (
     *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
     (_no_bytes, "builtins.bytes"),
     (frozenset, "builtins.frozenset"),
+    (_Stream, "_io.BytesIO"),
 )
+_MADE = (_Array, _Dtype, _Stream)
 _NAMES = {name for _, name in _STAND_INS}
 _ONE_AT_A_TIME = threading.Lock()
 
 
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
-    """torch's list of what is safe, which is one for all of the process, with these instead of what there is of numpy:
-    others may have put the real ones there."""
+    """torch's list of what is safe, which is one for all of the process, with these instead of what there is of numpy
+    and `io`: others may have put the real ones there."""
     with _ONE_AT_A_TIME:
-        theirs = [each for each in torch.serialization.get_safe_globals() if _is_of_numpy(each)]
+        theirs = [each for each in torch.serialization.get_safe_globals() if _has_stand_in(each)]
         _replace(theirs, _STAND_INS)
         try:
             yield
@@ -296,19 +327,19 @@ def _replace(old: Iterable[Any], new: Iterable[Any]) -> None:
     torch.serialization.add_safe_globals([*kept, *new])
 
 
-def _is_of_numpy(entry: Any) -> bool:
+def _has_stand_in(entry: Any) -> bool:
     thing, name = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
     return name in _NAMES or f"{getattr(thing, '__module__', '')}.".startswith("numpy.")
 
 
 def _settled(value: Any) -> Any:
-    """A value with what stands for arrays and dtypes replaced by them, wherever it is."""
+    """A value with what stands for arrays, dtypes and streams replaced by them, wherever it is."""
     top = [value]
     todo: list[Any] = [top]
     seen: dict[int, tuple[Any, Any]] = {}  # what was met, which thereby stays where it is, and what is in its place
 
     def settle(each: Any) -> Any:
-        if type(each) in (_Array, _Dtype):
+        if type(each) in _MADE:
             return each.made
         holds = each if type(each) in (list, dict, OrderedDict, Counter) else getattr(each, "__dict__", None)
         if type(each) is not tuple and not isinstance(holds, (list, dict)):
@@ -336,9 +367,21 @@ def _settled(value: Any) -> Any:
 def _reason(error: Exception) -> str:
     """Why a value was refused, without torch's advice to load it unrestricted."""
     text = str(error)
+    if f"Unsupported operand {pickle.LONG4[0]}" in text:
+        return "it holds a whole number of more than 255 bytes, which torch's weights_only does not read"
     told = re.search(r"WeightsUnpickler error:\s*(.+)", text)
     lines = (told[1] if told else text).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
+
+
+def transforms_in(metadata: Metadata) -> dict[tuple[str, int, int], str]:
+    """File, offset and bytes of the containers that DCP's stream extensions changed, such as compressed; and which."""
+    found = {}
+    for info in metadata.storage_data.values():
+        if names := getattr(info, "transform_descriptors", None):
+            where = (str(info.relative_path), info.offset, info.length)
+            found[where] = ", ".join(map(str, names if isinstance(names, (list, tuple)) else [names]))[:100]
+    return found
 
 
 def flaw_of_metadata(metadata: object) -> str | None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from ckptman.errors import CorruptError
-from ckptman.sharded.foreign import read_foreign_metadata
+from ckptman.sharded.foreign import read_foreign_metadata, transforms_in
 from ckptman.sharded.saved import SavedState, size_of
 from ckptman.store.index import Index
 from ckptman.store.names import METADATA
@@ -207,9 +207,7 @@ def _outside(index: Index, sizes: dict[str, int]) -> Iterator[str]:
 
 def transformed(folder: Path) -> set[tuple[str, int, int]]:
     """File, offset and bytes of the containers that were not left as torch.save made them (DCP's stream extensions)."""
-    places = read_foreign_metadata(folder / METADATA).storage_data.values()
-    found = (info for info in places if getattr(info, "transform_descriptors", None))
-    return {(str(info.relative_path), info.offset, info.length) for info in found}
+    return {*transforms_in(read_foreign_metadata(folder / METADATA))}
 
 
 def _named(where: Container) -> str:

@@ -7,6 +7,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from ckptman.errors import warn
@@ -42,6 +43,7 @@ class Keeper:
         disk: Disk,
     ) -> None:
         self._root, self._policy, self._on_full = place.root, policy, on_full
+        self._catalogue = place.catalogue
         self._claim, self._journal, self._disk = claim, journal, disk
         self._damaged: set[int] = set()
         self._held = contextlib.ExitStack()
@@ -121,7 +123,8 @@ class Keeper:
             from ckptman.doctor.capacity import capacity_bytes
 
             self._policy = in_bytes(self._policy, capacity_bytes(self._root))
-        plan = plan_prune(self._root, self._policy, self._damaged, wait=False, coming=coming)
+        planned = partial(plan_prune, self._root, damaged=self._damaged, wait=False, catalogue=self._catalogue)
+        plan = planned(self._policy, coming=coming)
         records = [*(each.record for each in plan.verdicts), *([coming] if coming is not None else [])]
         if plan.deletions and (cause := slip(self._policy, records, time.time(), goes_on=True)):
             # Where other rules keep some, a metric may well come later, and until then the disk would fill up.
@@ -129,7 +132,7 @@ class Keeper:
                 self._tell_once(f"older checkpoints are pruned by the other rules alone: {cause}")
             else:
                 self._failed(cause)
-                plan = plan_prune(self._root, None, self._damaged, wait=False)
+                plan = planned(None)
         if plan.verdicts:
             self._newest_bytes = plan.verdicts[-1].record.bytes
         pending = set(self._remover.pending)

@@ -12,13 +12,24 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptman.errors import CkptmanError, CorruptError, MismatchError, warn
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, plain, warn
+from ckptman.sharded.container import QUANTIZED
 from ckptman.sharded.optimizer import GROUPS, as_before_on_error, groups_by_name, model_of, parameter_of
 from ckptman.sharded.ranks import Channel, Failure, RankFailed
-from ckptman.sharded.reading import NOT_USABLE
+from ckptman.sharded.reading import NOT_USABLE, refuse_unfillable
 from ckptman.sharded.saved import Lazy, SavedState, read_to_load, resolve
 from ckptman.sharded.sharing import read_together
-from ckptman.sharded.state import is_named, nested, put_back, rank_key, refs_in, replace_refs, snapshot_of
+from ckptman.sharded.state import (
+    is_named,
+    is_stateful,
+    nested,
+    put_back,
+    rank_key,
+    refs_in,
+    replace_refs,
+    snapshot_of,
+)
+from ckptman.sharded.tied import apart_in_one_memory
 from ckptman.store.plain import TensorRef
 from ckptman.store.regular import AWAY, DENIED, SHORTAGE
 
@@ -38,21 +49,32 @@ def load(channel: Channel, state: State, folder: Path) -> None:
     with as_before_on_error(state.values()):
         fit = _measure(channel, state, saved, folder)
         # Objects that may refuse what they are given come first: then the model is as it was when one does.
-        for named in (False, True):
-            names = [name for name in fit.values if is_named(state[name]) == named]
+        for in_place in (False, True):
+            names = [name for name in fit.values if _is_filled_in_place(state[name]) == in_place]
             fill(channel, fit.saved, fit.tensors_of(names), folder)
             try:
                 channel.everywhere(partial(_hand_over, state, fit, names, channel.rank))
             except RankFailed as failed:  # an object refused its state: no older checkpoint would help
-                raise failed.as_ckptman_error(NOT_USABLE if named else "") from failed
+                raise failed.as_ckptman_error(NOT_USABLE if in_place else "") from failed
+
+
+def _is_filled_in_place(target: object) -> bool:
+    """Whether a restore writes into the tensors of an entry of the state: of all but objects that load themselves."""
+    return is_named(target) or not (is_stateful(target) or getattr(target, "per_rank", False))
 
 
 def _measure(channel: Channel, state: State, saved: SavedState, folder: Path) -> _Fit:
     """See on all ranks whether a checkpoint fits. Raises on every rank alike: MismatchError, CorruptError."""
     live: list[dict[str, Any]] = []
     fits: list[_Fit] = []
+
+    def look() -> None:
+        live.append(live_values(state, channel.rank, saved))
+        if saved.manifest is None:
+            _take_from_top(state, live[0], saved, warns=channel.is_leader)
+
     try:
-        channel.everywhere(lambda: live.append(live_values(state, channel.rank, saved)))
+        channel.everywhere(look)
     except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
         raise failed.as_ckptman_error() from failed
     reports = all_or_corrupt(channel, lambda: _take_measure(state, live[0], saved, channel.rank, fits), folder)
@@ -121,6 +143,38 @@ def live_values(state: Mapping[str, Any], rank: int, saved: SavedState) -> dict[
         if isinstance(target, torch.optim.Optimizer) and name in saved.values:
             saved.values[name] |= _settings_of_a_newer_torch(live[name], saved.values[name], name, warns=not rank)
     return live
+
+
+def _take_from_top(state: Mapping[str, Any], live: Mapping[str, Any], saved: SavedState, *, warns: bool) -> None:
+    """Put the tensors of a model under its name where a foreign checkpoint has them at its top, as torchtitan saves
+    them: there is nothing of the model's own name, and its names are there without it. What else is there that the
+    state has no key for is left there.
+
+    Raises: ConfigError where that can be said of two models.
+    """
+    top = {name for name, value in saved.values.items() if name not in state and not isinstance(value, dict | list)}
+    lacking = [name for name, each in state.items() if isinstance(each, torch.nn.Module) and name not in saved.values]
+    fitting = [name for name in lacking if not top.isdisjoint(live[name])]
+    if not fitting:
+        return
+    if len(fitting) > 1:
+        raise ConfigError(
+            f"{saved.folder} holds the tensors of one model without a name before them, and they could be those of "
+            f"{' or '.join(map(repr, fitting))}: restore with one of them in the state"
+        )
+    (model,) = fitting
+    # All tensors, also those that this model lacks or that another rank has: they are found to be unexpected, or not.
+    taken = {name for name in top if isinstance(saved.values[name], TensorRef) or name in live[model]}
+    saved.values[model] = {name: saved.values.pop(name) for name in sorted(taken)}
+    left = sorted(saved.values.keys() - state.keys())
+    for name in left:
+        del saved.values[name]
+    if warns:
+        told = f"{saved.folder} holds the tensors of {model!r} without that name before them, as torchtitan saves them"
+        if left:
+            told += f"; not loaded, as the state has no such keys: {', '.join(map(plain, left))}"
+        with suppress(Warning):  # one that is an error must not keep a rank from the others
+            warn(told)
 
 
 def all_or_corrupt(channel: Channel, work: Callable[[], T], folder: Path) -> list[T]:
@@ -199,6 +253,13 @@ class _Fit:
         wanted = {ref.name for name in names for ref in refs_in(self.values[name])}
         return {name: tensor for name, tensor in self.targets.items() if name in wanted}
 
+    def fill(self, name: str, tensor: torch.Tensor, report: _Report) -> None:
+        """Have a tensor of this run filled where it is. One of another shape or dtype is reported."""
+        record, here = self.saved.tensor(name), _look(tensor.size(), tensor.dtype)
+        if (there := _look(record.shape, record.dtype)) != here:
+            report.mismatched.append(f"{name}: checkpoint {there}, this run {here}")
+        self.targets[name] = tensor
+
 
 def _take_measure(state: State, live: dict[str, Any], saved: SavedState, rank: int, out: list[_Fit]) -> _Report:
     fit, report = _Fit(saved), _Report()
@@ -212,14 +273,20 @@ def _take_measure(state: State, live: dict[str, Any], saved: SavedState, rank: i
                 report.mismatched += settings_apart(state, name, saved.values[name])
         elif getattr(target, "per_rank", False):
             _measure_per_rank(name, rank, fit)
-        else:
+        elif is_stateful(target):
             _measure_free(name, saved.values[name], live[name], fit)
+        else:
+            _measure_plain(name, saved.values[name], live[name], fit, report)
     for name, values in saved.values.items():
         if is_named(state.get(name)):
             fit.strictly_saved |= {f"{name}.{entry}" for entry in values}
         else:
             fit.strictly_saved.add(name)
+    for name, tensor in fit.targets.items():
+        refuse_unfillable(name, tensor)
     if not report.missing and not report.mismatched:
+        plain = [name for name, target in state.items() if _is_filled_in_place(target) and not is_named(target)]
+        report.mismatched += apart_in_one_memory(saved, fit.targets, plain)
         # Now: what plain DCP pickled may turn out to be damaged, and nothing has been filled yet.
         fit.values = {name: resolve(value) for name, value in fit.values.items()}
     out.append(fit)
@@ -248,11 +315,7 @@ def _measure_named(name: str, target: object, live: dict[str, Any], fit: _Fit, r
             here, other = reversed(kinds) if isinstance(value, torch.Tensor) else kinds
             report.mismatched.append(f"{full}: checkpoint {other}, this run {here}")
         elif isinstance(value, torch.Tensor):
-            there = fit.saved.tensor(saved[entry].name)
-            here = _look(value.size(), value.dtype)
-            if _look(there.shape, there.dtype) != here:
-                report.mismatched.append(f"{full}: checkpoint {_look(there.shape, there.dtype)}, this run {here}")
-            fit.targets[saved[entry].name] = value
+            fit.fill(saved[entry].name, value, report)
 
 
 def _measure_per_rank(name: str, rank: int, fit: _Fit) -> None:
@@ -265,8 +328,20 @@ def _measure_per_rank(name: str, rank: int, fit: _Fit) -> None:
 
 
 def _measure_free(name: str, saved: Any, live: Any, fit: _Fit) -> None:
-    """Stateful objects, dicts and values decide themselves what fits."""
+    """Stateful objects decide themselves what fits."""
     fit.targets |= own_tensors(fit.saved, name, saved, live)
+    fit.values[name] = saved
+
+
+def _measure_plain(name: str, saved: Any, live: Any, fit: _Fit, report: _Report) -> None:
+    """Tensors in dicts and lists are filled where they are: somebody else, such as a model, may have them too. What the
+    checkpoint has besides is new."""
+    there = {ref.name for ref in refs_in(saved)}
+    here = snapshot_of({name: live}).tensors
+    report.missing += here.keys() - there
+    for full in there & here.keys():
+        fit.fill(full, here[full], report)
+    fit.targets |= {full: _new_tensor(fit.saved, full) for full in there - here.keys()}
     fit.values[name] = saved
 
 
@@ -278,15 +353,19 @@ def is_extra_state(entry: str) -> bool:
 def own_tensors(saved: SavedState, name: str, value: Any, live: Any) -> dict[str, torch.Tensor]:
     """New tensors for those in a saved value, sharded as the live ones are: one of these may well be a parameter."""
     there = snapshot_of({name: live}).tensors
-    found: dict[str, torch.Tensor] = {}
-    for ref in refs_in(value):
-        size, dtype = torch.Size(saved.tensor(ref.name).shape), saved.dtype(ref.name)
-        like = there.get(ref.name)
-        if isinstance(like, DTensor) and (like.size(), like.dtype) == (size, dtype):
-            found[ref.name] = torch.empty_like(like)
-        else:
-            found[ref.name] = torch.empty(size, dtype=dtype, device=like.device if like is not None else None)
-    return found
+    return {ref.name: _new_tensor(saved, ref.name, there.get(ref.name)) for ref in refs_in(value)}
+
+
+def _new_tensor(saved: SavedState, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
+    size, dtype = torch.Size(saved.tensor(name).shape), saved.dtype(name)
+    if dtype in QUANTIZED:
+        raise ConfigError(
+            f"{name} was saved quantized ({saved.tensor(name).dtype}), and a load makes no such tensor: put one of the "
+            f"same scales into the state, to be filled"
+        )
+    if isinstance(like, DTensor) and (like.size(), like.dtype) == (size, dtype):
+        return torch.empty_like(like)
+    return torch.empty(size, dtype=dtype, device=like.device if like is not None else None)
 
 
 def started(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

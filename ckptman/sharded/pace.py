@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ckptman.policy.calendar import is_known_time
 from ckptman.policy.saving import Facts
 from ckptman.policy.timing import StepMeter
 from ckptman.sharded.save import SaveReport
@@ -39,7 +40,7 @@ class Pace:
         self._stall_seconds: float | None = None
         self._durable_seconds = durable_seconds
         self._start_step = 0
-        self._step_began = monotonic()
+        self._made = self._step_began = monotonic()
         # What a crash now would fall back to: (step or None, when its save began), and the same for what is durable.
         self._saved: tuple[int | None, float] = (None, monotonic())
         self._committed: tuple[int | None, float] = self._saved
@@ -49,6 +50,11 @@ class Pace:
     def saved_step(self) -> int | None:
         """The last step saved, being saved, or restored from."""
         return self._saved[0]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """How long a step takes; None before it was measured."""
+        return self._meter.step_seconds
 
     def start(self, step: int, restored: bool) -> None:
         """Training starts after `step`."""
@@ -65,7 +71,7 @@ class Pace:
         """
         drifted = self._meter.observe(max(0.0, self.now() - self._step_began))
         if self._init_seconds is None:
-            self._init_seconds = self._wall() - self._process_started
+            self._init_seconds = self._seconds_since_start()
             self.version += 1
             return "first_step", {"init_seconds": self._init_seconds}
         if drifted:
@@ -104,7 +110,9 @@ class Pace:
         """The facts at the end of `step`; `ahead`: it is the next one, so one step's time is added to now."""
         step_seconds = self._meter.step_seconds
         later = step_seconds or 0.0 if ahead else 0.0
-        left = None if self.deadline is None else self.deadline - self._wall() - later
+        now = self._wall()
+        # By a broken clock nobody can tell: a signal still can.
+        left = None if self.deadline is None or not is_known_time(now) else self.deadline - now - later
         return Facts(
             step,
             self.previous_step,
@@ -118,6 +126,12 @@ class Pace:
             left,
             stop,
         )
+
+    def _seconds_since_start(self) -> float:
+        """What the attempt took until now; without a clock that can be believed, since this was made."""
+        now, here = self._wall(), self.now() - self._made
+        is_told = is_known_time(now) and is_known_time(self._process_started)
+        return max(now - self._process_started, here) if is_told else here
 
 
 def process_started() -> float:

@@ -6,7 +6,6 @@ import io
 import math
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from ckptman.sharded.image import put
 from ckptman.sharded.reading import Fill, fills_for_box, read_fills
 from ckptman.sharded.saved import ChunkPlace, SavedState
 from ckptman.store.blockio import Digests, Wanted, read_wanted
+from ckptman.store.wakeup import Worker
 
 PIECE_BYTES = 16 * 1024 * 1024
 """What is read of a tensor at a time."""
@@ -73,7 +73,7 @@ def boxes(shape: Sequence[int], limit: int) -> Iterator[tuple[Shape, Shape]]:
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
     """The items of an iterator, each of which is made in another thread while the one before is used."""
-    with ThreadPoolExecutor(1, thread_name_prefix="ckptman-ahead") as pool:
+    with Worker("ckptman-ahead") as pool:
         coming = pool.submit(next, items, _END)
         while (item := coming.result()) is not _END:
             coming = pool.submit(next, items, _END)

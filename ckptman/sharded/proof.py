@@ -82,7 +82,8 @@ def answer(reports: Iterable[Mapping[str, Any]]) -> int:
         for report in reports:
             print(json.dumps(report), flush=True)
     except (CkptmanError, OSError) as error:
-        print(json.dumps({"error": str(error), "damaged": isinstance(error, CorruptError)}), flush=True)
+        kind = next((each.__name__ for each in (CorruptError, ConfigError) if isinstance(error, each)), "")
+        print(json.dumps({"error": str(error), "kind": kind}), flush=True)
         return 1
     return 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,10 @@ class RankFile:
     def memory(self, snapshot: Snapshot) -> list[torch.Tensor]:
         """The live memory of `pieces`."""
         return memory_of(self.pieces, snapshot.tensors)
+
+    def special(self, snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and memory of each piece that is pickled."""
+        return zip((piece.name for piece in self.pickled), memory_of(self.pickled, snapshot.tensors))
 
     def rows(self, pickled: Sequence[Placed]) -> Rows:
         """The rows of the chunk table for everything in the file, given where the pickled ones are this time."""

@@ -13,12 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptman.errors import CkptmanError, ConfigError, RankLostError, plain_lines
+from ckptman.errors import CkptmanError, ConfigError, RankLostError, plain_lines, warn
+
+LATE_SECONDS = 30.0
+"""After so long, ranks that are waited for are named."""
+_NAMED = 8
+_meetings: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -61,6 +67,34 @@ def failing_as_one() -> Iterator[None]:
         yield
     except RankFailed as failed:
         raise failed.as_ckptman_error() from failed
+
+
+def await_ranks(timeout_seconds: float) -> None:
+    """Wait in the store of the default process group until every rank has come here, and say soon who has not.
+
+    Raises: ConfigError where one does not come within the timeout.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    group, rank, world_size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    number = _meetings[group] = _meetings.get(group, 0) + 1
+    store: Any = dist.distributed_c10d._get_default_store()
+    prefix = f"ckptman/ranks/{number}"
+    store.set(f"{prefix}/{rank}", "here")
+    if store.add(f"{prefix}/count", 1) == world_size:
+        store.set(f"{prefix}/all", "here")
+    for seconds in (min(LATE_SECONDS, timeout_seconds), max(0.001, timeout_seconds - LATE_SECONDS)):
+        try:
+            store.wait([f"{prefix}/all"], timedelta(seconds=seconds))
+            return
+        except RuntimeError:  # also of a store that is gone, which the next call tells
+            missing = [each for each in range(world_size) if not store.check([f"{prefix}/{each}"])]
+        named = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
+        text = f"no Checkpointer was made on rank {named} of {world_size}, and all ranks wait: every rank makes one, "
+        text += "not only rank 0 (`if rank == 0:` around it goes away)"
+        if seconds == LATE_SECONDS:
+            warn(text)
+    raise ConfigError(f"{text}. They were waited for {timeout_seconds:g} s")
 
 
 class Channel:

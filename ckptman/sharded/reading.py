@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from ckptman.errors import CorruptError
+from ckptman.errors import ConfigError, CorruptError
 from ckptman.sharded.boxes import local_parts
 from ckptman.sharded.container import is_plain
 from ckptman.sharded.foreign import load_plain
@@ -19,6 +19,7 @@ from ckptman.sharded.saved import ChunkPlace, SavedState
 from ckptman.sharded.upload import Uploads
 from ckptman.store.blockio import Digests, ReadReport, Wanted, read_wanted
 from ckptman.store.digest import BLOCK_BYTES
+from ckptman.store.pickles import NotAllowed
 
 PIECE_BYTES = 4 * 1024 * 1024
 """What cannot go straight to its place passes through memory of this size."""
@@ -35,6 +36,25 @@ class Fill:
     chunk: ChunkPlace
     start: tuple[int, ...]
     target: torch.Tensor
+
+
+def refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
+    """Raises: ConfigError where nothing can be loaded into a tensor."""
+    for _, part in local_parts(tensor, name):
+        if _is_overlapping(part):
+            raise ConfigError(
+                f"{name} is expanded: elements of it share memory, and nothing can be loaded into it. Make it one "
+                f"of its own (clone())"
+            )
+        if part.is_meta:
+            raise ConfigError(
+                f"{name} is on the meta device, where nothing can be loaded: materialise it first (to_empty())"
+            )
+
+
+def _is_overlapping(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor certainly share memory."""
+    return is_plain(tensor) and not tensor.is_meta and bool(torch._debug_has_internal_overlap(tensor) == 1)
 
 
 def fills_for(saved: SavedState, name: str, target: torch.Tensor) -> Iterator[Fill]:
@@ -173,10 +193,28 @@ def _is_flat_memory(tensor: torch.Tensor) -> bool:
 
 def _unpack(saved: SavedState, fill: Fill, container: memoryview) -> None:
     where = f"{saved.folder / fill.chunk.file}: {fill.name}"
-    tensor = load_plain(io.BytesIO(container), where)
+    try:
+        tensor = load_plain(io.BytesIO(container), where)
+    except NotAllowed as error:
+        if saved.manifest is None:
+            raise
+        # Digests say that it is what was saved: an older checkpoint would be no better.
+        raise ConfigError(f"{error}. {NOT_USABLE}") from error
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != fill.chunk.sizes:
         raise CorruptError(f"{where} is not a tensor of the shape {list(fill.chunk.sizes)}, as it should be")
     for dim, (start, size) in enumerate(zip(fill.start, fill.target.shape)):
         if size != tensor.shape[dim]:  # not every class of tensors can be cut
             tensor = tensor.narrow(dim, start, size)
+    if fill.target.is_quantized and _scales(fill.target) != _scales(tensor):
+        raise ConfigError(
+            f"{where} was saved with other scales than those of the tensor that it is loaded into: quantize that one "
+            f"as the one that was saved. {NOT_USABLE}"
+        )
     put(fill.target, tensor)
+
+
+def _scales(tensor: torch.Tensor) -> tuple[object, ...]:
+    if not tensor.is_quantized or tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return (tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()) if tensor.is_quantized else ()
+    scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return tensor.qscheme(), scales.tolist(), zeros.tolist(), tensor.q_per_channel_axis()

@@ -35,8 +35,9 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ckptman.errors import CkptmanError, RankLostError
 from ckptman.lifecycle.memory import available_bytes
-from ckptman.sharded import proof
+from ckptman.sharded import loadable, proof
 from ckptman.sharded.chunkfiles import Saved, Tensors
+from ckptman.sharded.container import QUANTIZED
 from ckptman.sharded.container_check import Containers
 from ckptman.sharded.forked import Done, Tell, run_forked
 from ckptman.sharded.placement_check import placement_problems, too_many_to_compare
@@ -59,7 +60,6 @@ TOGETHER = 16
 POISON = 0xA5
 """What a tensor is filled with before it is loaded, so that a part nobody wrote is found."""
 _ALIGN_BYTES = 64
-_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,10 @@ def check(
     """
     world_sizes = proof.world_sizes_with(world_sizes, mesh)
     state = SavedState.read(folder)
+    state.refuse_transformed()
     tensors = saved_tensors(state)
-    left_out = [saved.name for saved in tensors if saved.dtype in _QUANTIZED]
-    tensors = [saved for saved in tensors if saved.dtype not in _QUANTIZED]
+    left_out = [saved.name for saved in tensors if saved.dtype in QUANTIZED]
+    tensors = [saved for saved in tensors if saved.dtype not in QUANTIZED]
     misplaced, unseen = _check_placement(state)
     for number, world_size in enumerate(world_sizes):
         begun = time.monotonic()
@@ -379,7 +380,10 @@ def main(arguments: Sequence[str]) -> int:
     def done(part: float) -> None:
         print(json.dumps({"done": part}), flush=True)
 
-    reports = check(
-        Path(request["folder"]), request["world_sizes"], request["mesh"], done=done if request["progress"] else None
-    )
-    return proof.answer(map(asdict, reports))
+    def reports() -> Iterator[LoadReport]:
+        loadable.allow(request["allow"])
+        yield from check(
+            Path(request["folder"]), request["world_sizes"], request["mesh"], done=done if request["progress"] else None
+        )
+
+    return proof.answer(map(asdict, reports()))

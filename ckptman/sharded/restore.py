@@ -7,7 +7,6 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -26,6 +25,7 @@ from ckptman.store.names import MANIFEST, journal_path
 from ckptman.store.place import FolderPlace
 from ckptman.store.tiered import Remote, TieredPlace
 from ckptman.store.verified import remember_damage
+from ckptman.store.wakeup import Worker
 
 _FETCH_LOOK_SECONDS = 1.0
 _LOOKS = 10
@@ -127,11 +127,11 @@ class Restorer:
     def _fetch(self, entry: Remote) -> CkptmanError | None:
         """Have the leader bring into the root what is elsewhere. What went wrong, the same on every rank."""
         place, meter, before = cast(TieredPlace, self._place), Meter(), [("", 0)]
-        with ThreadPoolExecutor(1, thread_name_prefix="ckptman-fetch") as pool:
+        with Worker("ckptman-fetch") as pool:
             work = [pool.submit(place.fetch, entry, meter)] if self._talk.is_leader else []
 
             def look() -> tuple[bool, bool]:
-                done, _ = wait(work, _FETCH_LOOK_SECONDS)
+                done = [each for each in work if each.wait(_FETCH_LOOK_SECONDS)]
                 for each in done:
                     each.result()
                 now = meter.phase, meter.done_bytes

@@ -23,12 +23,24 @@ class RNGState:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this process, as one JSON text: no pickle, and one small value for a rank."""
-        state: dict[str, Any] = {"python": random.getstate(), "torch": _text(torch.get_rng_state())}
+        return self.encoded(self.generators())
+
+    def generators(self) -> dict[str, Any]:
+        """Copies of what each generator is at now: little work, for who may need `encoded` of it later."""
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if torch.accelerator.is_available():
-            state["device"] = _text(torch.get_device_module().get_rng_state())
+            state["device"] = torch.get_device_module().get_rng_state()
         numpy_state = _numpy_state()
         if numpy_state is not None:
             state["numpy"] = numpy_state
+        return state
+
+    def encoded(self, generators: dict[str, Any]) -> dict[str, Any]:
+        """What `state_dict` gives for what `generators` gave."""
+        state = {name: _text(each) if isinstance(each, torch.Tensor) else each for name, each in generators.items()}
+        if "numpy" in generators:
+            name, keys, *rest = generators["numpy"]
+            state["numpy"] = [name, keys.tolist(), *rest]
         return {"generators": json.dumps(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -67,8 +79,7 @@ def _numpy_state() -> Any:
         import numpy
     except ImportError:
         return None
-    name, keys, *rest = numpy.random.get_state(legacy=True)
-    return [name, numpy.asarray(keys).tolist(), *rest]
+    return numpy.random.get_state(legacy=True)
 
 
 def _set_numpy_state(state: Any) -> None:

@@ -9,19 +9,18 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ckptman.errors import CommitError, RankLostError
+from ckptman.errors import CommitError, ConfigError, RankLostError
 from ckptman.lifecycle.memory import available_bytes
 from ckptman.lifecycle.watchdog import Watchdog
 from ckptman.monitor.journal import Journal
 from ckptman.sharded.commit import Draft, SaveInfo
 from ckptman.sharded.freshness import Judge, Moment, Seen, Watch, Watcher, watch_for
 from ckptman.sharded.keeping import FULL, Keeper
+from ckptman.sharded.loadable import refused_tensors
 from ckptman.sharded.plan import make_plan, signature_of
 from ckptman.sharded.rankfile import RankFile, make_rank_file
 from ckptman.sharded.ranks import Channel, RankFailed
@@ -32,6 +31,7 @@ from ckptman.store.durable import DISK, Disk
 from ckptman.store.names import step_folder
 from ckptman.store.owner import Claim
 from ckptman.store.place import FolderPlace
+from ckptman.store.wakeup import Task, Worker
 
 _TRIES = 3
 """How often a save is written that finds the disk full, each time with more room."""
@@ -69,9 +69,9 @@ class Saver:
         """What the ranks talk over while they save. One that has `lost` a rank is replaced before the next save."""
         self.keeper = keeper
         self._disk, self._available = disk, available
-        self._stager = Stager(self._may_take) if background else None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptman-save") if background else None
-        self._running: deque[Future[SaveReport]] = deque()
+        self._pool = Worker("ckptman-save") if background else None
+        self._stager = Stager(self._may_take, lambda: self._pool is None or self._pool.idle) if background else None
+        self._running: deque[Task[SaveReport]] = deque()
         self._writing = Writing(disk)
         self._judge = Judge()
         self._watch: Watch | None = None
@@ -85,6 +85,11 @@ class Saver:
         """The number of the save that has failed in the background without anybody being told; 0: none."""
         self.told = 0
         """The number of the last save whose failure the training loop was told, counted from 1."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a save was begun."""
+        return self._number > 0
 
     def knows(self, snapshot: Snapshot) -> bool:
         """Whether the plan that was made fits a snapshot."""
@@ -100,6 +105,8 @@ class Saver:
         def plan() -> tuple[str, int, int]:
             nonlocal file
             file = make_rank_file(snapshot, made)
+            if refused := list(refused_tensors(file.special(snapshot))):
+                raise ConfigError("; ".join(refused))
             # What an earlier plan holds is given back before the new slot is taken.
             held = self._stager.held_bytes if self._stager is not None else 0
             return socket.gethostname(), file.end, self._available() + held
@@ -122,9 +129,7 @@ class Saver:
 
         def take() -> None:
             stager.prepare(file, file.memory(snapshot))
-            # Starts the thread. A save that found none would stay in the queue, and be written when its slot holds
-            # another.
-            pool.submit(_nothing)
+            pool.start()  # a save that finds no thread must not wait for one until its slot holds another
 
         self._asynchronous = True
         if refusal is not None:
@@ -206,7 +211,7 @@ class Saver:
         reports: list[SaveReport] = []
         failure: CommitError | None = None
         while self._running:
-            wait_for([self._running[0]])  # still there after a Ctrl-C, for who waits again
+            self._running[0].wait()  # still there after a Ctrl-C, for who waits again
             try:
                 reports.append(self._running.popleft().result())
             except CommitError as error:
@@ -227,14 +232,14 @@ class Saver:
     def poll(self) -> list[SaveReport]:
         """The reports of saves in the background that have succeeded since the last call."""
         reports = []
-        while self._running and self._running[0].done() and self._running[0].exception() is None:
+        while self._running and self._running[0].done() and self._running[0].error is None:
             reports.append(self._running.popleft().result())
         return reports
 
     def close(self, *, tidy: bool = False) -> None:
         """Stop the background threads. What runs is waited for. `tidy`: the run ended as it should."""
         if self._pool is not None:
-            self._pool.shutdown(wait=True)
+            self._pool.close()
         if self._stager is not None:
             self._stager.close()
         self.keeper.close(tidy=tidy)
@@ -347,13 +352,14 @@ class Saver:
             self._stager.give_back()
         self._note("async_refused", reason=reason)
         if self.channel.is_leader:
-            self._warn_once("async", f"saves will block training until they are durable: {reason}")
+            self.warn_once("async", f"saves will block training until they are durable: {reason}")
 
     def _may_take(self, size_bytes: int) -> bool:
         """Whether there is memory for one more slot, also if all ranks of this host want one now."""
         return self._available() >= self._neighbours * (size_bytes + RESERVE_BYTES)
 
-    def _warn_once(self, what: str, text: str) -> None:
+    def warn_once(self, what: str, text: str) -> None:
+        """A warning of a kind that comes once in the life of a process."""
         if what not in self._warned:
             self._warned.add(what)
             with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
@@ -362,10 +368,6 @@ class Saver:
     def _note(self, event: str, *, sync: bool = False, **fields: object) -> None:
         if self._journal is not None:
             self._journal.record(event, sync=sync, **fields)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _is_leaving() -> bool:

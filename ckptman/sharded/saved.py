@@ -21,12 +21,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptman.errors import CorruptError, NotFoundError, warn
+from ckptman.errors import CorruptError, NotFoundError, plain, warn
 from ckptman.sharded.container import payload_of
-from ckptman.sharded.foreign import load_plain, read_foreign_metadata, read_foreign_object
+from ckptman.sharded.foreign import load_plain, read_foreign_metadata, read_foreign_object, transforms_in
 from ckptman.store.assembly import assemble
 from ckptman.store.blockio import Digests
 from ckptman.store.chunks import ChunkTable, Rows, TensorRecord
+from ckptman.store.digest import digest_file, digest_of_blocks
 from ckptman.store.index import (
     Index,
     Location,
@@ -37,13 +38,12 @@ from ckptman.store.index import (
     read_digests,
     read_index,
 )
-from ckptman.store.manifest import Manifest, read_manifest
+from ckptman.store.manifest import Manifest, missing_file, read_manifest
 from ckptman.store.names import INDEX, MANIFEST, METADATA, parse_step
-from ckptman.store.plain import TensorRef, decode
+from ckptman.store.plain import TensorRef, decode, paths_in
 from ckptman.store.regular import open_regular
 from ckptman.store.zips import PartOfFile
 
-Keys = tuple[str | int, ...]
 MAX_LIST = 1_000_000
 """The longest list of a foreign checkpoint that is believed."""
 
@@ -64,7 +64,7 @@ class SavedState:
     """A checkpoint that can be read.
 
     `values` holds, for each key of the application's state, its entries or its one plain value, with each tensor as a
-    `TensorRef`. `manifest` is None for a foreign one.
+    `TensorRef`. `manifest` is None for a foreign one, and `described` what its `.metadata` says.
     """
 
     folder: Path
@@ -72,6 +72,7 @@ class SavedState:
     table: ChunkTable
     manifest: Manifest | None
     values: dict[str, Any] = field(default_factory=dict)
+    described: Metadata | None = None
 
     @classmethod
     def read(cls, folder: Path, rank: int | None = None) -> SavedState:
@@ -92,10 +93,20 @@ class SavedState:
         if (folder / METADATA).exists():
             metadata = read_foreign_metadata(folder / METADATA)
             index, table = _index_of(folder, metadata)
-            return cls(folder, index, table, None, _foreign_values(folder, metadata))
+            return cls(folder, index, table, None, _foreign_values(folder, metadata), metadata)
         raise NotFoundError(
             f"{folder} is no checkpoint: it has neither {MANIFEST} nor {METADATA}. Name the folder of one step"
         )
+
+    def refuse_transformed(self) -> None:
+        """Raises: CorruptError where plain DCP changed what torch.save made, such as compressed it."""
+        changed = transforms_in(self.described) if self.described is not None else {}
+        if changed:
+            raise CorruptError(
+                f"{self.folder} is compressed, or transformed otherwise ({plain(next(iter(changed.values())))}), which "
+                f"torch alone undoes: load it by dcp.load with the extensions it was saved with, and save it again by "
+                f"ckptman"
+            )
 
     def tensor(self, name: str) -> TensorRecord:
         """Shape and dtype of a tensor."""
@@ -183,13 +194,21 @@ class SavedState:
         for name, at in self.index.objects.items():
             described[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = _StorageInfo(at.file, at.offset, at.bytes)
-        paths = dict(_paths(self.values, ()))
+        paths = dict(paths_in(self.values, (TensorRef, Lazy)))
         if self.manifest is not None and not described.keys() <= paths.keys():
             # What has no plain form is no part of the values; torch's own description knows where it is in the state.
             read_checked(self.folder, METADATA, self.manifest)
             paths = dict(read_foreign_metadata(self.folder / METADATA).planner_data or {})
         paths = {name: paths.get(name, (name,)) for name in described}
         return Metadata(state_dict_metadata=described, planner_data=paths, storage_data=places)
+
+    def written_metadata(self) -> Metadata:
+        """`.metadata` as it was written, whoever did that. Raises: CorruptError."""
+        if self.described is not None:
+            return self.described
+        if self.manifest is not None:
+            read_checked(self.folder, METADATA, self.manifest)
+        return read_foreign_metadata(self.folder / METADATA)
 
     def chunk(self, index: MetadataIndex) -> ChunkPlace:
         """The chunk that DCP names by its offset. Raises: CorruptError."""
@@ -247,8 +266,16 @@ def size_of(path: Path) -> int:
 
 
 def read_to_load(folder: Path, rank: int | None = None) -> SavedState:
-    """As `SavedState.read`; who is about to load what nobody can check, though ckptman wrote it, is told so."""
+    """As `SavedState.read`; who is about to load what nobody can check, though ckptman wrote it, is told so.
+
+    The files are those that the manifest names, by their sizes: of several ranks the first one looks.
+
+    Raises: as `SavedState.read`; CorruptError where a file is another, or where it can be read by torch alone.
+    """
     saved = SavedState.read(folder, rank)
+    saved.refuse_transformed()
+    if saved.manifest is not None and not rank:
+        _check_files(folder, saved.manifest)
     if saved.manifest is None and (folder / INDEX).exists() and not rank:
         warn(
             f"{folder} has lost its {MANIFEST}, or never got one: a copy or an adoption of it was stopped. It is "
@@ -256,6 +283,30 @@ def read_to_load(folder: Path, rank: int | None = None) -> SavedState:
             f"or end what was stopped"
         )
     return saved
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    """See that no other program has saved over a checkpoint: its plain values would be those of the save before.
+
+    Raises: CorruptError, OSError.
+    """
+    problem = missing_file(folder, manifest)
+    record = manifest.files.get(METADATA)
+    if record is not None and size_of(folder / METADATA) == record.bytes and problem is None:
+        # The same state gives one of the same size.
+        _, blocks = digest_file(folder / METADATA, manifest.block_bytes)
+        problem = None if digest_of_blocks(blocks) == record.digest else f"{METADATA} does not match its digest"
+    if problem is None:
+        return
+    if problem.startswith(METADATA):
+        raise CorruptError(
+            f"{folder}: {problem}: plain DCP saved over this checkpoint, or it is damaged. If that save is what you "
+            f"want, dcp.load loads it; or remove manifest.json, index.json, chunks.bin, blocks-* and values-* from the "
+            f"folder, and say `ckptman adopt {folder}`. If not, bring the checkpoint back from a copy"
+        )
+    raise CorruptError(
+        f"{folder} is not what was saved: {problem}; restore an older checkpoint, or bring this one back from a copy"
+    )
 
 
 def _values_of(index: Index, folder: Path) -> dict[str, Any]:
@@ -271,24 +322,6 @@ def _values_of(index: Index, folder: Path) -> dict[str, Any]:
                 f"{folder}: the value {unit.state[:100]!r} cannot be read: {error}; restore an older checkpoint"
             ) from error
     return values
-
-
-def _paths(value: Any, path: Keys) -> Iterator[tuple[str, Keys]]:
-    """Where in the state each flat name is, as DCP says it: keys of dicts are texts."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _paths(each, (*path, str(key)))
-    elif isinstance(value, list) and not _is_leaf(value):
-        for number, each in enumerate(value):
-            yield from _paths(each, (*path, number))
-    else:
-        yield ".".join(map(str, path)), path
-
-
-def _is_leaf(value: list[Any]) -> bool:
-    return not any(
-        isinstance(each, (dict, TensorRef, Lazy)) or (isinstance(each, list) and not _is_leaf(each)) for each in value
-    )
 
 
 def _index_of(folder: Path, metadata: Metadata) -> tuple[Index, ChunkTable]:

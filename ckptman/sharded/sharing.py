@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import NamedTuple, TypeVar
 
@@ -21,14 +20,14 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.errors import ConfigError
 from ckptman.sharded.boxes import local_parts
 from ckptman.sharded.container import is_plain
 from ckptman.sharded.image import as_bytes, put
 from ckptman.sharded.ranks import Channel
-from ckptman.sharded.reading import Fill, fills_for, fills_for_box, read_fills
+from ckptman.sharded.reading import Fill, fills_for, fills_for_box, read_fills, refuse_unfillable
 from ckptman.sharded.saved import SavedState
 from ckptman.sharded.upload import Uploads
+from ckptman.store.wakeup import Task, Worker
 
 BAND_BYTES = 32 * 1024 * 1024
 """What the members of a family hold in flight together, twice: one band is read while the one before is exchanged."""
@@ -119,16 +118,7 @@ def _families(
 
     def find() -> dict[str, str]:
         for name, tensor in sorted(targets.items()):
-            parts = [part for _, part in local_parts(tensor, name)]
-            if any(map(_is_overlapping, parts)):
-                raise ConfigError(
-                    f"{name} is expanded: elements of it share memory, and nothing can be loaded into it. Make it one "
-                    f"of its own (clone())"
-                )
-            if any(part.is_meta for part in parts):
-                raise ConfigError(
-                    f"{name} is on the meta device, where nothing can be loaded: materialise it first (to_empty())"
-                )
+            refuse_unfillable(name, tensor)
             found = _common(name, tensor, everyone, channel.rank)
             if found is None:
                 own.append(name)
@@ -142,11 +132,6 @@ def _families(
         if len({digests[rank].get(_digest(ranks)) for rank in ranks}) > 1:
             own += [each.name for each in families.pop(ranks)]
     return families, own
-
-
-def _is_overlapping(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor certainly share memory."""
-    return is_plain(tensor) and not tensor.is_meta and bool(torch._debug_has_internal_overlap(tensor) == 1)
 
 
 def _digest(what: Iterable[object]) -> str:
@@ -219,7 +204,7 @@ class _Exchange:
         self.error = failed
         rounds = max(len(bands) for bands in self._bands)
         read_bytes = 0
-        with ThreadPoolExecutor(1, thread_name_prefix="ckptman-read") as reader:
+        with Worker("ckptman-read") as reader:
             begin = reader.submit if _has_thread(reader) else _at_once
             ahead = begin(self._read, 0)
             for number in range(rounds):
@@ -319,18 +304,18 @@ class _Exchange:
         return bands[number] if number < len(bands) else []
 
 
-def _has_thread(pool: ThreadPoolExecutor) -> bool:
+def _has_thread(worker: Worker) -> bool:
     try:
-        pool.submit(int)  # starts it
+        worker.start()
     except RuntimeError:  # no more threads for this user: slower, not wrong
         return False
     return True
 
 
-def _at_once(work: Callable[[int], T], number: int) -> Future[T]:
-    done: Future[T] = Future()
-    done.set_result(work(number))
-    return done
+def _at_once(work: Callable[[int], T], number: int) -> Task[T]:
+    task = Task(partial(work, number))
+    task.run()
+    return task
 
 
 def _bands(line: Sequence[Common], member: int, members: int) -> Iterator[list[Band]]:

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from ckptman.sharded.image import flat, put, view_of
 from ckptman.sharded.rankfile import RankFile
 from ckptman.store.parallel import aligned_memory
+from ckptman.store.wakeup import Task, Wakeup, Worker
 
 SLOTS = 2
 
@@ -51,11 +51,9 @@ class Slot:
 class Staged:
     """A copy that is complete after `wait`."""
 
-    def __init__(
-        self, slot: Slot, freed: threading.Condition, wait: Callable[[], None], hold: Callable[[], None]
-    ) -> None:
+    def __init__(self, slot: Slot, freed: Wakeup, wait: Callable[[], None], hold: Callable[[], None]) -> None:
         self.slot, self._freed = slot, freed
-        self._released = False
+        self._released = threading.Lock()
         self.wait = wait
         """Until all is copied, on the calling thread."""
         self.hold = hold
@@ -65,21 +63,23 @@ class Staged:
         """The copy is no longer needed. Once is enough: the slot may have another copy in it by then."""
         with contextlib.suppress(Exception):  # what went wrong is for the save to tell
             self.wait()
-        with self._freed:
-            if not self._released:
-                self._released = self.slot.free = True
-                self._freed.notify_all()
+        if self._released.acquire(blocking=False):
+            self.slot.free = True
+            self._freed.notify()
 
 
 class Stager:
-    """Makes private copies, in at most `SLOTS` slots."""
+    """Makes private copies, in at most `SLOTS` slots.
 
-    def __init__(self, may_take: Callable[[int], bool]) -> None:
-        self._may_take = may_take
+    `may_take`: whether there is memory for a slot of so many bytes; `idle`: whether nobody is reading from a slot.
+    """
+
+    def __init__(self, may_take: Callable[[int], bool], idle: Callable[[], bool]) -> None:
+        self._may_take, self._idle = may_take, idle
         self._slots: list[Slot] = []
-        self._freed = threading.Condition()
+        self._freed = Wakeup()
         self._file: RankFile | None = None
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="ckptman-stage")
+        self._copier = Worker("ckptman-stage")
         self._streams: dict[torch.device, Any] = {}
 
     @property
@@ -96,8 +96,7 @@ class Stager:
 
     def give_back(self) -> None:
         """Give up all slots, when they are no longer needed."""
-        with self._freed:
-            self._freed.wait_for(lambda: all(slot.free for slot in self._slots))
+        self._freed.wait_for(lambda: all(slot.free for slot in self._reclaimed()))
         self._slots.clear()
         self._file = None
 
@@ -116,7 +115,7 @@ class Stager:
             if not later:
                 slot.copy(memory, now)
                 return Staged(slot, self._freed, _nothing, _nothing)
-            copied: Future[None] = self._copier.submit(slot.copy, memory, later)
+            copied: Task[None] = self._copier.submit(slot.copy, memory, later)
             try:
                 slot.copy(memory, now)
             except BaseException:
@@ -129,17 +128,23 @@ class Stager:
 
     def close(self) -> None:
         """Stop the thread that copies, and give up the slots."""
-        self._copier.shutdown(wait=True)
+        self._copier.close()
         self._slots.clear()
         self._file = None
 
     def _free_slot(self, file: RankFile, memory: Sequence[torch.Tensor]) -> Slot:
-        if all(not slot.free for slot in self._slots) and len(self._slots) < SLOTS and self._may_take(file.end):
+        if all(not slot.free for slot in self._reclaimed()) and len(self._slots) < SLOTS and self._may_take(file.end):
             with contextlib.suppress(MemoryError, RuntimeError, OSError):  # then it waits for the first
                 self._slots.append(Slot(file, memory))
-        with self._freed:
-            self._freed.wait_for(lambda: any(slot.free for slot in self._slots))
+        self._freed.wait_for(lambda: any(slot.free for slot in self._reclaimed()))
         return next(slot for slot in self._slots if slot.free)
+
+    def _reclaimed(self) -> list[Slot]:
+        """The slots. All are free where nobody can be using one: Ctrl-C may keep a save from giving its slot back."""
+        if self._idle() and self._copier.idle:
+            for slot in self._slots:
+                slot.free = True
+        return self._slots
 
     def _from_device(
         self, slot: Slot, memory: Sequence[torch.Tensor], now: Sequence[int], later: Collection[int]
@@ -196,6 +201,6 @@ def _nothing() -> None:
     pass
 
 
-def _over(copied: Future[None]) -> None:
+def _over(copied: Task[None]) -> None:
     """Wait. What went wrong is for the save to tell, not for the optimizer step that waits here."""
-    copied.exception()
+    copied.wait()

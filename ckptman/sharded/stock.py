@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ckptman.errors import ConfigError
 from ckptman.sharded.ranks import Channel, RankFailed
+from ckptman.sharded.replicas import compare_replicas
 from ckptman.sharded.save import Saver
 from ckptman.sharded.state import Snapshot, snapshot, unlike_on_ranks, value_digests
 from ckptman.sharded.updates import Updates
@@ -64,6 +65,8 @@ def take_stock(talk: Channel, state: Mapping[str, Any], updates: Updates, saver:
         raise failed.as_ckptman_error() from failed
     if difference := unlike_on_ranks([each.values for each in looks]):
         raise ConfigError(difference)
+    if not saver.has_begun and (warning := compare_replicas(talk, shots[0], state)) and talk.is_leader:
+        saver.warn_once("replicas", warning)
     return Stock(
         shots[0],
         max(each.failed for each in looks),

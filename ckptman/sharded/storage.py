@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import weakref
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from ckptman.sharded.container import is_plain
 from ckptman.sharded.describe import Describer, Part, write_part
 from ckptman.sharded.foreign import load_plain
 from ckptman.sharded.image import Image, Layout, Placed, pickled
+from ckptman.sharded.loadable import warn_of_refused
 from ckptman.sharded.plan import Described
 from ckptman.sharded.rankfile import lay_out, make_rows, refuse_meta
 from ckptman.sharded.reading import NOT_USABLE, Fill, read_bytes, read_fills
@@ -117,11 +119,12 @@ class StorageWriter(FileSystemWriter):
                 f"{assignment.draft} is not there any more: DCP's plan caching hands out the plan of an earlier save. "
                 f"Say enable_plan_caching=False: StorageWriter plans quickly, and Checkpointer keeps its own plan"
             )
-        image, placed = _lay_out(plan, planner)
+        snapshot = _snapshot_behind(planner)
+        image, placed = _lay_out(plan, planner, {name for unit in snapshot.units for name in unit.names})
         part = write_part(Path(assignment.draft), assignment.rank, image, (), self._disk)
         part.own_tensors, part.rows = _describe(placed)
         part.objects = {item.index.fqn: (at.offset, at.bytes) for item, at in placed if _is_object(item)}
-        part.units = _units(planner, placed, with_bare_units=assignment.rank == 0)
+        part.units = _units(snapshot, placed, with_bare_units=assignment.rank == 0)
         name = data_name(assignment.rank)
         results = [WriteResult(item.index, at.bytes, _StorageInfo(name, at.offset, at.bytes)) for item, at in placed]
         future: Future[list[WriteResult]] = Future()
@@ -188,7 +191,10 @@ class StorageReader(FileSystemReader):
 
     def read_metadata(self) -> Metadata:  # with `kwargs`, DCP would ask the ranks one by one
         self._saved = None  # by which each load begins: another checkpoint may have taken the place of the last one
-        return self.saved.metadata
+        written = self.saved.written_metadata()
+        known = self.saved.described or self.saved.metadata  # of ours, the index counts
+        meta = replace(written.storage_meta or StorageMeta(), load_id=self.load_id)
+        return replace(known, storage_meta=meta, version=written.version)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         fills, tensors, values = [], [], []
@@ -253,19 +259,29 @@ def _is_as_described(item: WriteItem, tensor: torch.Tensor) -> bool:
     return data is not None and (data.properties.dtype, data.chunk.sizes) == (tensor.dtype, tensor.shape)
 
 
-def _lay_out(plan: SavePlan, planner: SavePlanner) -> tuple[Image, list[tuple[WriteItem, Placed]]]:
+def _lay_out(
+    plan: SavePlan, planner: SavePlanner, encoded: Container[str]
+) -> tuple[Image, list[tuple[WriteItem, Placed]]]:
+    """Lay out what a rank writes. What has to be pickled, and a load will refuse, is told by a warning: all but what is
+    `encoded` too."""
     plain: list[tuple[WriteItem, torch.Tensor]] = []
     others: list[tuple[WriteItem, bytes]] = []
+    special: list[tuple[str, torch.Tensor]] = []
+    values: list[tuple[str, Callable[[], bytes]]] = []
     for item in plan.items:
         data = planner.resolve_data(item)
         if isinstance(data, io.BytesIO):
             others.append((item, data.getvalue()))
+            if item.index.fqn not in encoded:
+                values.append((item.index.fqn, data.getvalue))
             continue
         refuse_meta(data, item.index.fqn)
         if is_plain(tensor := data.detach()) and _is_as_described(item, tensor):
             plain.append((item, tensor))
         else:
             others.append((item, pickled(tensor)))
+            special.append((item.index.fqn, tensor))
+    warn_of_refused(special, values)
     order, places, literals, end = lay_out([(each.dtype, tuple(each.shape)) for _, each in plain])
     layout = Layout(end)
     placed = [(plain[number][0], at) for number, at in zip(order, places)]
@@ -290,17 +306,15 @@ def _describe(placed: list[tuple[WriteItem, Placed]]) -> tuple[tuple[Described, 
     )
 
 
-def _units(planner: SavePlanner, placed: list[tuple[WriteItem, Placed]], with_bare_units: bool) -> list[dict[str, Any]]:
+def _units(snapshot: Snapshot, placed: list[tuple[WriteItem, Placed]], with_bare_units: bool) -> list[dict[str, Any]]:
     # Of all ranks that hold a part of an entry, the one that writes its first part tells what it is.
     firsts = {
         item.index.fqn
         for item, _ in placed
         if _is_object(item) or (item.tensor_data is not None and not any(item.tensor_data.chunk.offsets))
     }
-    units = _snapshot_behind(planner).units
-    return [
-        each.as_unit() for each in units if not firsts.isdisjoint(each.names) or (with_bare_units and not each.names)
-    ]
+    bare = with_bare_units
+    return [each.as_unit() for each in snapshot.units if not firsts.isdisjoint(each.names) or (bare and not each.names)]
 
 
 def _snapshot_behind(planner: SavePlanner) -> Snapshot:

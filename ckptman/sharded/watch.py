@@ -101,7 +101,7 @@ class LastWords:
         if attempt.journal is None:
             attempt.journal = Journal(journal_path(attempt.root))
             attempt.journal.bind(attempt=attempt.number)
-        attempt.note("failed", sync=True, step=step, reason=reason)
+        attempt.note("failed", sync=True, step=step, reason=reason, error="Stalled", cause="environment")
         for node, why in self._roll.bad_nodes().items():
             report_node(node, why, os.environ)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import sys
 import time
@@ -16,8 +17,21 @@ from typing import Any, NamedTuple
 
 import ckptman
 from ckptman import errors
-from ckptman.sharded import foreign, ranks, reading, saved, sharing, storage
-from ckptman.store import blockio, catalogue, chunks, copyfolder, drain, index, manifest, place, prune, ranges, tiers
+from ckptman.sharded import checkpointer, foreign, ranks, reading, recorded, saved, sharing, storage
+from ckptman.store import (
+    blockio,
+    catalogue,
+    chunks,
+    copyfolder,
+    drain,
+    index,
+    manifest,
+    owner,
+    place,
+    prune,
+    ranges,
+    tiers,
+)
 from ckptman.store.durable import Disk
 from ckptman.store.names import step_folder
 
@@ -156,7 +170,7 @@ def _failed_saves_are_not_told() -> None:
 
 
 def _listing_errors_are_nothing() -> None:
-    real = catalogue.Catalogue._names
+    real = catalogue.Catalogue.names
 
     def names(self: catalogue.Catalogue) -> Any:
         try:
@@ -164,7 +178,7 @@ def _listing_errors_are_nothing() -> None:
         except errors.RootError:
             return []
 
-    catalogue.Catalogue._names = names  # type: ignore[method-assign]
+    catalogue.Catalogue.names = names  # type: ignore[method-assign]
 
 
 def _waits_ten_times_as_long() -> None:
@@ -197,6 +211,30 @@ def _parsers_let_through() -> None:
     index.parse_versioned = lambda path, data: json.loads(data)
 
 
+def _the_end_saves_what_is_there() -> None:
+    @contextlib.contextmanager
+    def live(self: recorded.Recorder, then: recorded.Recorded) -> Any:
+        yield dict(self._state)
+
+    recorded.Recorder.changed = lambda self, then: ""  # type: ignore[method-assign]
+    recorded.Recorder.as_of = live  # type: ignore[method-assign,assignment]
+
+
+def _children_end_the_run() -> None:
+    checkpointer.os = _Process()  # type: ignore[attr-defined]
+    owner.os = _Process()  # type: ignore[attr-defined]
+
+
+class _Process:
+    """The module `os`, for which every process is the same."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def getpid(self) -> int:
+        return 1
+
+
 class Mutant(NamedTuple):
     """What is broken, the kind of fault that has to notice it, as which failures, and with what share of that kind."""
 
@@ -225,6 +263,8 @@ MUTANTS: dict[str, Mutant] = {
     "ranks wait ten times as long": Mutant(_waits_ten_times_as_long, "ranks", ("hang",)),
     "errors do not say what to do": Mutant(_errors_without_a_remedy, "files", ("unclear",)),
     "pickles may ask for anything": Mutant(_pickles_run, "hostile", ("code",), 0.25),
+    "the end of a run saves what is there": Mutant(_the_end_saves_what_is_there, "user", ("wrong",), 0.02),
+    "a forked child ends the run": Mutant(_children_end_the_run, "user", ("wrong", "hang", "other"), 0.02),
     "names are not escaped": Mutant(_nothing_escaped, "hostile", ("other",), 0.5),
     "names and links may leave the folder": Mutant(_names_may_leave, "hostile", ("other",), 0.5),
     "what JSON cannot be is not caught": Mutant(_parsers_let_through, "fuzz", ("unclear",)),
