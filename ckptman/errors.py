@@ -27,7 +27,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 EXIT_OK = 0
 EXIT_AGAIN = 75
@@ -56,29 +56,52 @@ def _escape(found: re.Match[str]) -> str:
 
 
 _HIDDEN = "***"
-_SECRET = r"(?:secret|passw(?:or)?d|pwd|(?:api|access|account|private|shared)[_-]?key)"
-_NAMED = rf"(?:{_SECRET}|token|credentials?|signature|sig)"
-_SECRETS = (
+_IN_ADDRESSES = (
     # `https://user:word@host`; a name alone is no secret but in addresses of the web.
-    (re.compile(r"(?i)(\b[a-z][a-z0-9+.-]*:/{1,2})[^\s/@:]*:(?!\d+/)[^\s@]+(?:@[^\s/@]+)*@"), rf"\1{_HIDDEN}@"),
+    (re.compile(r"(?i)(\b[a-z][a-z0-9+.-]*:/{1,3})[^\s/@:]*:(?!\d+/)[^\s@]+(?:@[^\s/@]+)*@"), rf"\1{_HIDDEN}@"),
     (re.compile(r"(?i)(\bhttps?:/{1,2})[^\s/@]+@"), rf"\1{_HIDDEN}@"),
+    (re.compile(r"(?i)(\bs3:)[^\s/@:]*:[^\s@]+@"), rf"\1{_HIDDEN}@"),
+    (
+        re.compile(r"(?i)([?&][^\s=&]*(?:secret|password|token|credential|signature|sig|key)=)[^\s'\"&#]+"),
+        rf"\1{_HIDDEN}",
+    ),
+)
+_SECRET = r"(?:secret|passw(?:or)?d|pwd|(?:api|access|account|private|shared|auth)[_-]?key)"
+_QUOTED = r"""(?:'[^'\r\n]+'|"[^"\r\n]+"|[^\s'"&,;)]+)"""
+_RANDOM = r"(?=[^\s'\"]*[0-9])(?=[^\s'\"]*[A-Za-z])[^\s'\"&,;)]{12,}"
+"""What looks drawn at random: a number, or a word, is no token."""
+_SECRETS = (
+    *_IN_ADDRESSES,
     # `Authorization: Bearer ...`, whatever kind it is, to the end of the line or of the text in quotes.
     (re.compile(r"(?i)(\b(?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?)[^'\"\r\n]+"), rf"\1{_HIDDEN}"),
     (re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"), rf"\1{_HIDDEN}"),
-    # `HF_TOKEN=...`, `?X-Amz-Signature=...`, `"password": "..."`.
-    (re.compile(rf"(?i)({_NAMED}(?:['\"]?\s*=|['\"]\s*:)\s*['\"]?)[^\s'\"&,;)]+"), rf"\1{_HIDDEN}"),
-    (re.compile(rf"(?i)({_SECRET}:\s+)[^\s'\"&,;)]+"), rf"\1{_HIDDEN}"),
-    (re.compile(r"(?i)((?:\b|[_-])key=['\"]?)[^\s'\"&,;)]{8,}"), rf"\1{_HIDDEN}"),
+    # `"password": "..."`, `PASSWORD='...'`, `HF_TOKEN=...`; and `session_token: ...`, where it can be one.
+    (re.compile(rf"(?i)({_SECRET}(?:['\"]?\s*=|['\"]\s*:|:\s)\s*){_QUOTED}"), rf"\1{_HIDDEN}"),
+    (re.compile(rf"(\b[A-Z0-9_]*(?:TOKEN|CREDENTIALS?)=){_QUOTED}"), rf"\1{_HIDDEN}"),
+    (re.compile(rf"(?i)((?:token|credentials?|signature|sig)['\"]?\s*[=:]\s*['\"]?){_RANDOM}"), rf"\1{_HIDDEN}"),
     # Keys that are known by how they begin.
     (re.compile(r"\b(A[KS]IA)[0-9A-Z]{16}\b"), rf"\1{_HIDDEN}"),
-    (re.compile(r"\b(hf_|gh[opsur]_|github_pat_|glpat-|sk-|xox[abprs]-)[A-Za-z0-9_-]{16,}"), rf"\1{_HIDDEN}"),
+    (re.compile(r"\b(hf_|gh[opsur]_|npm_)[A-Za-z0-9]{20,}"), rf"\1{_HIDDEN}"),
+    (re.compile(r"\b(github_pat_|glpat-|AIza|xox[abprs]-)[A-Za-z0-9_-]{16,}"), rf"\1{_HIDDEN}"),
+    (re.compile(r"\b(sk-)(?=[\w-]*[A-Z])(?=[\w-]*[0-9])[\w-]{20,}"), rf"\1{_HIDDEN}"),
+    (re.compile(r"\b(eyJ)[\w-]{8,}\.[\w-]{8,}\.[\w-]+"), rf"\1{_HIDDEN}"),
+    (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\s\S]*?(?=-----END|\Z)"), rf"\1{_HIDDEN}"),
 )
 
 
 def masked(text: str) -> str:
-    """The same text, with what looks like a secret replaced by `***`: for what is written where others read it."""
-    for secret, instead in _SECRETS:
-        text = secret.sub(instead, text)
+    """Return the text with what looks like a secret replaced by `***`: for what is written where others read it."""
+    return _replaced(text, _SECRETS)
+
+
+def masked_address(address: str) -> str:
+    """Return an address with the credentials in it replaced by `***`. Words in its path are none."""
+    return _replaced(address, _IN_ADDRESSES)
+
+
+def _replaced(text: str, patterns: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, instead in patterns:
+        text = pattern.sub(instead, text)
     return text
 
 

@@ -81,7 +81,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(ExistsError, match="and is no checkpoint: move it away"):
         copy_foreign(folder, place, Means(overwrite=True))
     assert thesis.exists()
-    thesis.rename(thesis.with_name(".metadata"))
+    thesis.rename(thesis.with_name("__0_0.distcp"))
     assert not copy_foreign(folder, place, Means(overwrite=True)).already
 
 
@@ -257,3 +257,27 @@ def a_copy_of(source: Path, step: int, root: Path) -> Iterator[None]:
     draft.mkdir(parents=True)
     with a_run_in(draft):
         yield
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"manifest.json": b'{"format_version": 99}', "model.bin": b"x"},
+        {"chunks.bin": b"x", "index.json": b"{}"},
+        {".metadata": b"text"},
+        {".metadata": b"\x80x"},
+        {".ckptman/mine": b"x", "values-00000.json": b"{}"},
+        {".metadata": b"\x80x", "__0_0.distcp": b"x", "sub/notes": b"x"},
+    ],
+    ids=lambda files: " ".join(files),
+)
+def test_a_folder_of_somebody_elses_is_not_replaced(files: dict[str, bytes], tmp_path: Path) -> None:
+    source, root = tmp_path / "a", tmp_path / "b"
+    commit(source, 200)
+    for name, data in files.items():
+        path = root / step_folder(200) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    with pytest.raises(ExistsError):
+        copy(source, root, overwrite=True)
+    assert {name: (root / step_folder(200) / name).read_bytes() for name in files} == files

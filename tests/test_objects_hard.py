@@ -138,6 +138,9 @@ def test_objects_of_others_are_not_touched(root: Path, place: ObjectPlace) -> No
         upload(root, place, overwrite=True)
     assert {name: place.read(name, 0, size) for name, size in place.listing().items()} == theirs
     place.remove(f"{FOLDER}/eval/results.json")
+    with pytest.raises(ExistsError, match=r"of no checkpoint, such as \.metadata: move them away"):
+        upload(root, place, overwrite=True)
+    place.write(f"{FOLDER}/__0_0.distcp", b"x")
     upload(root, place, overwrite=True)  # what is left of a checkpoint
     assert [entry.complete for entry in place.look()] == [True]
 

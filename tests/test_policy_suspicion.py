@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import http.client
 import json
+import subprocess
 import warnings
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +156,16 @@ def raised_from(error: Exception, cause: BaseException) -> Exception:
     return error
 
 
+def raised_while(error: Exception, context: BaseException) -> Exception:
+    error.__context__ = context
+    return error
+
+
+def of_a_client(module: str, name: str) -> Exception:
+    error: Exception = type(name, (Exception,), {"__module__": module})("no answer")
+    return error
+
+
 OUTAGES = [
     OSError(errno.EIO, "Input/output error"),
     OSError(errno.ESTALE, "Stale file handle"),
@@ -167,6 +180,17 @@ OUTAGES = [
     raised_from(ValueError("no batch"), OSError(errno.EIO, "Input/output error")),
     raised_from(ckptman.CkptmanError("rank 3 failed"), RankFailed(Failure(3, "OSError: no", "", None, errno.EIO))),
     ckptman.RankLostError("gone"),
+    raised_while(ValueError("no batch"), OSError(errno.EIO, "Input/output error")),
+    RuntimeError("CUDA error: unspecified launch failure"),
+    RuntimeError("can't start new thread"),
+    RuntimeError("DataLoader timed out after 30 seconds"),
+    RuntimeError("unable to open shared memory object </torch_1>: Too many open files (24)"),
+    BrokenProcessPool("a process died"),
+    EOFError("end of file"),
+    subprocess.TimeoutExpired("rsync", 5),
+    http.client.IncompleteRead(b""),
+    of_a_client("botocore.exceptions", "EndpointConnectionError"),
+    of_a_client("wandb.errors", "CommError"),
     KeyboardInterrupt(),
     SystemExit(1),
 ]
@@ -179,7 +203,14 @@ def test_an_outage_is_the_environments(error: BaseException) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("loss is NaN"), IndexError(5), RuntimeError("CUDA error: device-side assert triggered"), KeyError("x")],
+    [
+        ValueError("igloo: loss is NaN"),
+        RuntimeError("igloo of shape [2, 3]"),
+        ValueError("loss is NaN"),
+        IndexError(5),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        KeyError("x"),
+    ],
     ids=repr,
 )
 def test_what_the_program_raises_is_its_own(error: Exception) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -454,3 +455,153 @@ def test_interrupts_that_are_caught_leave_a_run_that_goes_on(tmp_path: Path) -> 
         checkpointer.wait()
     assert interrupted > 5
     assert [each.name for each in tmp_path.glob("step-*")] == ["step-0000000120"]
+
+
+def _fused(trainer: Trainer) -> None:
+    trainer.optimizer.step()
+
+
+def _halved(trainer: Trainer) -> None:
+    trainer.model.half().float()
+
+
+def _one_layer_more(trainer: Trainer) -> None:
+    trainer.model.append(nn.Linear(70, 2))
+
+
+def _one_group_more(trainer: Trainer) -> None:
+    trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def _optimizer_loaded(trainer: Trainer) -> None:
+    trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
+
+
+def _optimizer_cleared(trainer: Trainer) -> None:
+    trainer.optimizer.state.clear()
+
+
+@pytest.mark.parametrize(
+    "change", [_fused, _halved, _one_layer_more, _one_group_more, _optimizer_loaded, _optimizer_cleared]
+)
+def test_what_torch_does_not_count_is_noticed_too(tmp_path: Path, change: Any) -> None:
+    trainer, loader = Trainer(), Loader()
+    trainer.model = nn.Sequential(nn.Linear(3, 70), nn.Linear(70, 70))  # no buffers, which would tell
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), fused=True)
+    with (
+        pytest.warns(RuntimeWarning, match="step 2, the last one, is not saved at the end of the run"),
+        Checkpointer(tmp_path, state_of(trainer, loader, hidden=False), save_policy=NEVER) as checkpointer,
+    ):
+        for step in (1, 2):
+            trainer.train(next(iter(loader)))
+            checkpointer.step(step)
+        change(trainer)
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_a_fused_optimizer_inside_of_another_object_is_noticed(tmp_path: Path) -> None:
+    trainer, loader = Trainer(), Loader()
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), fused=True)
+    with (
+        pytest.warns(RuntimeWarning, match="an optimizer has made a step since"),
+        Checkpointer(tmp_path, state_of(trainer, loader, hidden=True), save_policy=NEVER) as checkpointer,
+    ):
+        trainer.train(next(iter(loader)))
+        checkpointer.step(1)
+        trainer.optimizer.step()
+
+
+def test_metrics_are_those_of_their_step(tmp_path: Path) -> None:
+    loss = torch.tensor(2.0)
+    with Checkpointer(tmp_path, {"n": {"x": 1}}, save_policy=NEVER) as checkpointer:
+        checkpointer.step(1, metrics={"loss": loss})
+        loss.zero_()
+    assert read_manifest(tmp_path / "step-0000000001").metrics == {"loss": 2.0}
+
+
+def _one_rank_asks_for_another_attempt(root: str) -> str:
+    with contextlib.suppress(SystemExit), Checkpointer(root, {"n": {"x": 1}}, save_policy=NEVER, watchdog=None) as run:
+        run.step(1)
+        if dist.get_rank() == 1:
+            sys.exit(75)
+    return outcome_of(Path(root)).state
+
+
+def test_any_rank_may_ask_for_another_attempt(tmp_path: Path) -> None:
+    assert run_ranks(2, _one_rank_asks_for_another_attempt, str(tmp_path)) == ["stopped", "stopped"]
+
+
+def _other_calls(root: str) -> str:
+    run = Checkpointer(root, {"n": {"x": 1}}, save_policy=NEVER, watchdog=None, timeout_seconds=30)
+    try:
+        if dist.get_rank() == 0:
+            run.restore()
+        else:
+            run.step(1)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_call_other_methods_are_told(tmp_path: Path) -> None:
+    for told in run_ranks(2, _other_calls, str(tmp_path)):
+        assert re.search(r"rank 0 is in restore\(\) and rank 1 in step or save\(\)", told)
+
+
+def test_a_constructor_that_fails_leaves_the_root_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (KeyboardInterrupt(), AttributeError("x")):
+        with monkeypatch.context() as patched:
+            patched.setattr(Recorder, "__init__", _raising(error))
+            with pytest.raises(type(error)):
+                Checkpointer(tmp_path, {"n": {"x": 1}}, save_policy=NEVER)
+        assert read_owner(tmp_path) is None
+    with Checkpointer(tmp_path, {"n": {"x": 1}}, save_policy=NEVER) as checkpointer:
+        checkpointer.step(1)
+
+
+def _raising(error: BaseException) -> Any:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("name", ["optimizer", "schedule"])
+def test_the_state_dict_of_an_optimizer_or_a_schedule_is_refused(tmp_path: Path, name: str) -> None:
+    """Neither changes with it, nor loads into it: a resumed run would begin with a fresh one, in silence."""
+    optimizer = Trainer().optimizer
+    made = optimizer if name == "optimizer" else torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(ConfigError, match=rf"state\['{name}'\] is the state_dict\(\) of an? {name}.*'{name}': {name}"):
+        Checkpointer(tmp_path, {name: made.state_dict()})
+
+
+def test_containers_are_filled_where_they_are(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        return {"a": {"deep": {"n": 1, "list": [1, {"x": 1}]}}, "list": [1, 2, 3], "gone": {"k": 1}}
+
+    saved = make()
+    with Checkpointer(tmp_path, saved, save_policy=NEVER) as checkpointer:
+        saved["a"]["deep"]["list"][1]["x"] = 7
+        saved["list"][:] = [4, 5]
+        saved["gone"].clear()
+        checkpointer.step(1)
+    state = make()
+    held = state["a"]["deep"], state["a"]["deep"]["list"][1], state["list"], state["gone"]
+    with Checkpointer(tmp_path, state, save_policy=NEVER) as checkpointer:
+        checkpointer.restore()
+    assert held == ({"n": 1, "list": [1, {"x": 7}]}, {"x": 7}, [4, 5], {})
+    assert (state["a"]["deep"], state["list"], state["gone"]) == (held[0], held[2], held[3])
+    assert state["a"]["deep"] is held[0]
+
+
+def test_what_no_load_fills_is_refused_before_it_is_saved(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"t\.x is expanded"),
+        Checkpointer(tmp_path, {"t": {"x": torch.zeros(1).expand(4)}}, save_policy=NEVER) as checkpointer,
+    ):
+        checkpointer.step(1)
+    with (
+        pytest.raises(ConfigError, match=r"t\.0 is a tensor in a tuple"),
+        Checkpointer(tmp_path, {"t": (torch.zeros(1),)}, save_policy=NEVER) as checkpointer,
+    ):
+        checkpointer.step(1)

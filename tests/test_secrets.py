@@ -12,7 +12,7 @@ from ckptman.cli.app import main
 from ckptman.errors import ConfigError, RootError, masked
 from ckptman.monitor.journal import Journal
 from ckptman.store.names import journal_path, outcome_path, tiers_path
-from ckptman.store.objects import ObjectPlace, Patience
+from ckptman.store.objects import ObjectPlace, Patience, find_url
 from ckptman.store.tiers import write_tiers
 from tests.fake_checkpoint import commit
 
@@ -34,7 +34,14 @@ from tests.fake_checkpoint import commit
         ("password: hunter2", "hunter2"),
         ("of AKIAIOSFODNN7EXAMPLE", "IOSFODNN7EXAMPLE"),
         ("login with hf_abcdefghijklmnopqrst failed", "abcdefghij"),
-        ("?key=hunter2hunter2", "hunter2"),
+        ("GET /run?key=hunter2hunter2", "hunter2"),
+        ("s3:///user:hunter2@bucket", "hunter2"),
+        ("s3:user:hunter2@bucket", "hunter2"),
+        ("PASSWORD='hunter two three'", "three"),
+        ("aws_session_token: IQoJb3JpZ2luX2VjEB4a", "IQoJb3"),
+        ("npm_abcdefghijklmnopqrstuvwxyz012345", "uvwxyz"),
+        ("jwt eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl", "c2lnbm"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----", "MIIEow"),
     ],
 )
 def test_what_looks_like_a_secret_is_masked(text: str, secret: str) -> None:
@@ -53,6 +60,11 @@ def test_what_looks_like_a_secret_is_masked(text: str, secret: str) -> None:
         "http://127.0.0.1:8080/a@b is away",
         "abfs://container@account.dfs.core.windows.net/run",
         "/data/run/step-0000000010: signature mismatch",
+        "missing key='optimizer.state.0.exp_avg'",
+        "token=50257 is out of range",
+        "a worker was killed by sig=SIGSEGV",
+        "signature=(Tensor, int)",
+        "/scratch/hf_transformers_pretraining_run/sk-learn-experiments-2024/ckpt",
     ],
 )
 def test_what_is_none_stays(text: str) -> None:
@@ -100,11 +112,22 @@ def test_no_address_with_a_secret_is_taken_or_shown(
     assert "has a secret in it" in told.err
 
 
-def test_nor_is_one_stored(tmp_path: Path) -> None:
-    commit(tmp_path / "run", 10)
+def test_nor_is_one_a_tier() -> None:
     with pytest.raises(ConfigError, match=r"s3://\*\*\*@bucket/run has a secret in it.*credentials in the environment"):
-        write_tiers(tmp_path / "run", [ckptman.Tier(SECRET_URL)])
-    assert not tiers_path(tmp_path / "run").exists()
+        ckptman.Tier(SECRET_URL)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/hf_transformers_pretraining/sk-learn-2024", "s3://b/key=a/token=gpt2/x"])
+def test_words_in_an_address_are_no_secrets(url: str) -> None:
+    assert find_url(url) == url
+
+
+def test_saves_go_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for save in (lambda: ckptman.save({}, "s3://bucket/x"), lambda: ckptman.Checkpointer("s3://bucket/x", {"a": 1})):
+        with pytest.raises(ConfigError, match="s3://bucket/x is an object store, and saves go to a folder"):
+            save()  # type: ignore[no-untyped-call]
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_that_was_stored_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

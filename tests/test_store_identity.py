@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -75,6 +76,30 @@ def test_nor_is_a_root_filled_that_is_named_as_a_tier(tmp_path: Path) -> None:
     write_tiers(tmp_path / "b", [Tier(tmp_path / "a", retention=KeepLast(1))])
     assert main(["drain", str(tmp_path / "b")]) != 0
     assert steps(tmp_path / "a") == [10, 20]
+
+
+def test_nor_one_that_an_earlier_version_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no id yet, and the same run id where one was copied from the other."""
+    run(str(tmp_path / "a"), [], 20)
+    (tmp_path / "a" / DOT / ROOT_ID).unlink()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    commit(tmp_path / "b", 50, sequence=9)
+    write_tiers(tmp_path / "b", [Tier(tmp_path / "a", retention=KeepLast(1))])
+    assert main(["drain", str(tmp_path / "b")]) != 0
+    assert f"a run has been started in it ({tmp_path / 'a' / DOT}" in capsys.readouterr().err
+    assert steps(tmp_path / "a") == [10, 20]
+
+
+def test_a_root_that_nobody_may_write_to_is_drained_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", "root.json")
+
+    commit(tmp_path / "a", 10)
+    monkeypatch.setattr("ckptman.store.drain.make_identity", refuse)
+    main(["drain", str(tmp_path / "a"), "--to", str(tmp_path / "far")])
+    assert steps(tmp_path / "far") == [10]
 
 
 def test_a_tier_in_which_a_run_was_started_is_one_no_more_until_that_is_over(

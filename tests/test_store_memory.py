@@ -22,7 +22,7 @@ from ckptman.store.names import step_folder
 from ckptman.store.pins import pin
 from ckptman.store.place import FolderPlace
 from ckptman.store.prune import PrunePlan, execute, plan_prune
-from ckptman.store.verified import identify, note_damaged
+from ckptman.store.verified import identify, note_damaged, remember_damage
 from tests.fake_checkpoint import commit
 
 LONG_AGO = 1_700_000_000
@@ -31,7 +31,8 @@ LONG_AGO = 1_700_000_000
 def settle(root: Path) -> None:
     """Date the folders of all checkpoints back: what was written a moment ago is not remembered."""
     for folder in root.glob("step-*"):
-        os.utime(folder, (LONG_AGO, LONG_AGO))
+        if folder.stat().st_mtime != LONG_AGO:
+            os.utime(folder, (LONG_AGO, LONG_AGO))
 
 
 class Reads:
@@ -58,15 +59,6 @@ class Reads:
         self.listings = 0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        self.now += 60.0  # each look is one of its own
-        return self.now
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for number in range(1, 31):
@@ -77,7 +69,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def catalogue(root: Path) -> Catalogue:
-    found = Catalogue(root, Memory(Clock()))
+    found = Catalogue(root, Memory())
     found.scan(abandoned=True)
     return found
 
@@ -205,7 +197,7 @@ def test_a_step_that_is_saved_again_is_read_anew(root: Path) -> None:
 
 def test_what_was_written_a_moment_ago_is_looked_at_again(tmp_path: Path) -> None:
     commit(tmp_path, 100, sequence=1)
-    catalogue = Catalogue(tmp_path, Memory(Clock()))
+    catalogue = Catalogue(tmp_path, Memory())
     catalogue.scan()
     (entry,) = catalogue.scan(recall=True)
     assert not isinstance(entry, Remembered)
@@ -249,3 +241,15 @@ def test_a_save_reads_the_manifests_that_are_new_and_lists_the_root_twice(
     assert not (root / step_folder(21)).exists()
     assert len(read) <= 10, "with those that stay, and what goes, before and after it is taken"
     assert reads.listings == 2
+
+
+def test_what_has_become_incomplete_counts_no_more_at_once(root: Path, catalogue: Catalogue) -> None:
+    next((root / step_folder(300)).glob("*.distcp")).unlink()
+    catalogue.scan()
+    assert [each.record.step for each in planned(catalogue).verdicts if each.record.step == 300] == []
+
+
+def test_what_a_verify_noted_a_moment_ago_is_seen(root: Path, catalogue: Catalogue) -> None:
+    remember_damage(root / step_folder(3000), Catalogue(root).entry(3000).require_manifest(), "a bit is wrong")
+    kept = [each.record.step for each in planned(catalogue, KeepLast(2)).verdicts if each.keep]
+    assert {2800, 2900} <= set(kept), "what is damaged counts for nothing"

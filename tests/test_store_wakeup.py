@@ -87,3 +87,33 @@ def test_interrupts_at_any_moment_of_a_wait_leave_nothing_locked() -> None:
     assert flag.wait(10)
     worker.close()
     assert interrupted > 0
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the thread runs", "after"])
+def test_an_interrupt_while_the_thread_starts_leaves_one_that_works(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if not before:
+            start(thread)
+        raise KeyboardInterrupt
+
+    worker, running = Worker("test"), list[int]()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.submit(lambda: None)
+
+    def alone() -> bool:
+        running.append(1)
+        time.sleep(0.01)
+        return len(running) == running.pop() == 1
+
+    tasks = [worker.submit(alone) for _ in range(20)]
+    assert all(each.wait(10) and each.result() for each in tasks)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckptman.errors import ConfigError
+from ckptman.errors import ConfigError, masked_address, plain
 from ckptman.policy.checks import check_count, check_positive
 from ckptman.policy.limit import needs_capacity
 from ckptman.policy.rules import Record, RetentionPolicy
@@ -46,6 +46,11 @@ class Tier:
         path = self.path if isinstance(self.path, str) else getattr(self.path, "__fspath__", lambda: None)()
         if not isinstance(path, str) or not path:
             raise ConfigError(f"Tier: path must be a folder, or an address such as s3://bucket/run, not {self.path!r}")
+        if masked_address(path) != path:
+            raise ConfigError(
+                f"Tier: {plain(masked_address(path))} has a secret in it, and an address is shown and stored: take it "
+                f"out, and give credentials in the environment, such as AWS_PROFILE"
+            )
         object.__setattr__(self, "path", path)
         check_count("Tier", "every", self.every, "to copy nothing, leave the tier away")
         if self.retention is not None and not isinstance(self.retention, RetentionPolicy):

@@ -13,8 +13,13 @@ import torch
 from ckptman.errors import ConfigError, warn
 from ckptman.policy.retention import RetentionPolicy
 from ckptman.policy.saving import SavePolicy
+from ckptman.sharded.state import is_stateful
 from ckptman.sharded.watch import Setting, patience_of
 from ckptman.store.names import MAX_STEP
+from ckptman.store.objects import check_folder
+
+_DETACHED = {"an optimizer": {"state", "param_groups"}, "a schedule": {"last_epoch", "_step_count"}}
+"""By what a state dict is known that is a copy. That of a module holds its very tensors."""
 
 
 def check_arguments(
@@ -30,8 +35,11 @@ def check_arguments(
     """What a Checkpointer is made with. Raises: ConfigError."""
     if not isinstance(root, str | os.PathLike) or not str(root):
         raise ConfigError(f"root is the path of a folder, not {root!r}")
+    check_folder(root)
     if not isinstance(state, MutableMapping) or not state:
         raise ConfigError("state is a dict of what to save by name, such as {'model': model, 'optimizer': optimizer}")
+    for name, value in state.items():
+        _refuse_detached(name, value)
     if not isinstance(policy, SavePolicy):
         raise ConfigError(f"save_policy is a policy such as EverySteps(100) | OnStop(), not {policy!r}")
     if retention is not None and not isinstance(retention, RetentionPolicy):
@@ -45,6 +53,18 @@ def check_arguments(
     if deadline is not None and deadline != "auto" and not isinstance(deadline, int | float):
         raise ConfigError(f"deadline is when the job ends, in unix seconds, or 'auto', or None, not {deadline!r}")
     patience_of(watchdog, 1, {})
+
+
+def _refuse_detached(name: object, value: object) -> None:
+    """Raises: ConfigError for what an optimizer or a schedule gave: that neither changes with it, nor loads into it."""
+    if not isinstance(value, Mapping) or is_stateful(value):
+        return
+    for kind, keys in _DETACHED.items():
+        if keys <= value.keys():
+            raise ConfigError(
+                f"state[{name!r}] is the state_dict() of {kind}: it does not change as that does, and nothing that is "
+                f"restored into it gets there. Put the object itself into the state: {{{name!r}: {name}}}"
+            )
 
 
 def step_number(step: Any) -> int:

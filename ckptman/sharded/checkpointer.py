@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, warn
 from ckptman.lifecycle.deadline import deadline_from_environment
@@ -21,7 +24,7 @@ from ckptman.sharded.attempt import Attempt
 from ckptman.sharded.freshness import Watcher
 from ckptman.sharded.keeping import Keeper, OnFull
 from ckptman.sharded.pace import Pace, process_started
-from ckptman.sharded.ranks import Channel, await_ranks, failing_as_one
+from ckptman.sharded.ranks import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
 from ckptman.sharded.recorded import Recorded, Recorder
 from ckptman.sharded.restore import Restorer
 from ckptman.sharded.save import Saver, SaveReport
@@ -43,6 +46,11 @@ class _Step(NamedTuple):
     step: int
     metrics: Mapping[str, Any] | None
     state: Recorded
+
+
+def _kept(metric: Any) -> Any:
+    """Return a metric that does not change when the loop uses its tensor again."""
+    return metric.detach().clone() if isinstance(metric, torch.Tensor) else copy.copy(metric)
 
 
 class Checkpointer:
@@ -113,37 +121,43 @@ class Checkpointer:
         self.root, self.state = Path(root), state
         self._talk = Channel(timeout_seconds)
         self._place = place_of(self.root.absolute(), tiers, disk)  # the process may go to another folder
-        with failing_as_one():
-            self._attempt = Attempt.open(self._talk, self._place, run_id, disk)
-            end = self._talk.ask_leader(
-                lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
+        with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
+            with failing_as_one():
+                self._attempt = Attempt.open(self._talk, self._place, run_id, disk)
+                undone.callback(self._attempt.release)
+                end = self._talk.ask_leader(
+                    lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
+                )
+            self._watchdog = make_watchdog(watchdog, self._talk, self._attempt)
+            undone.callback(self._watchdog.close)
+            self._timeout_seconds = timeout_seconds
+            self._saver = Saver(
+                self._place,
+                Channel(timeout_seconds),
+                self._attempt.journal,
+                self._attempt.claim,
+                Keeper(self._place, retention, on_full, self._attempt.claim, self._attempt.journal, disk),
+                self._watchdog,
+                background=async_save,
+                disk=disk,
             )
-        self._watchdog = make_watchdog(watchdog, self._talk, self._attempt)
-        self._timeout_seconds = timeout_seconds
-        self._saver = Saver(
-            self._place,
-            Channel(timeout_seconds),
-            self._attempt.journal,
-            self._attempt.claim,
-            Keeper(self._place, retention, on_full, self._attempt.claim, self._attempt.journal, disk),
-            self._watchdog,
-            background=async_save,
-            disk=disk,
-        )
-        self._pace = Pace(process_started(), end, durable_seconds=self._attempt.save_seconds)
-        self._updates = Updates(state, before=self._saver.hold)
-        self._recorder = Recorder(state, self._updates)
-        self._agreement = Agreement(self._talk, self._policy, self._pace, signals, self._saver, self._recorder)
-        self._restored_from: int | None = None
-        self._ready = not self._attempt.finds_checkpoints
-        self._rehearsed = False
-        self._overlap = overlap
-        self._last: _Step | None = None
-        self._stepped = False
-        self._pid = os.getpid()
-        self._stop: str | None = None
-        self._closed = False
-        self._rehearse_early()
+            undone.callback(self._saver.close)
+            self._pace = Pace(process_started(), end, durable_seconds=self._attempt.save_seconds)
+            self._updates = Updates(state, before=self._saver.hold)
+            undone.callback(self._updates.close)
+            self._recorder = Recorder(state, self._updates)
+            self._agreement = Agreement(self._talk, self._policy, self._pace, signals, self._saver, self._recorder)
+            self._restored_from: int | None = None
+            self._ready = not self._attempt.finds_checkpoints
+            self._rehearsed = False
+            self._overlap = overlap
+            self._last: _Step | None = None
+            self._stepped = False
+            self._pid = os.getpid()
+            self._stop: str | None = None
+            self._closed = False
+            self._rehearse_early()
+            undone.pop_all()
 
     # ---- what a loop calls -------------------------------------------------------------------------------------
 
@@ -279,6 +293,7 @@ class Checkpointer:
 
     def _end(self, again: str | None) -> None:
         """`again`: why the run is to be started again although nobody asked it to stop; None: it is finished."""
+        again = next(filter(None, self._talk.gather(again)), None)
         if self._stop is None:
             agreed = self._agreement.at(self._pace.previous_step)
             self._settle()
@@ -320,10 +335,10 @@ class Checkpointer:
             self._recorder.given_up = True
             if self._recorder.too_slow:
                 warn(
-                    f"state_dict() of {self._recorder.too_slow!r} takes too long to be called after each step, so the "
-                    f"end of the run does not save its last step by itself: call save(step) after it"
+                    f"it takes too long to note after each step what {self._recorder.too_slow!r} holds, so the end of "
+                    f"the run does not save its last step by itself: call save(step) after it"
                 )
-        numbers = dict(metrics) if isinstance(metrics, Mapping) else metrics
+        numbers = {name: _kept(each) for name, each in metrics.items()} if isinstance(metrics, Mapping) else metrics
         return _Step(step, numbers, self._recorder.record(self._pace.step_seconds))
 
     # ---- checking ----------------------------------------------------------------------------------------------
@@ -342,11 +357,12 @@ class Checkpointer:
 
     def _check_alike(self, *arguments: object) -> None:
         """Raises, on every rank: ConfigError where `restore` is called with other arguments on another rank."""
-        told = self._talk.gather([str(each) for each in arguments])
-        for rank, each in enumerate(told):
-            if each != told[0]:
+        told = self._talk.gather(Call("restore", tuple(str(each) for each in arguments)))
+        refuse_other_calls(told)
+        for rank, (_, each) in enumerate(told):
+            if each != (first := told[0].arguments):
                 raise ConfigError(
-                    f"restore(step={told[0][0]}, path={told[0][1]}, allow_suspect={told[0][2]}) on rank 0, and "
+                    f"restore(step={first[0]}, path={first[1]}, allow_suspect={first[2]}) on rank 0, and "
                     f"restore(step={each[0]}, path={each[1]}, allow_suspect={each[2]}) on rank {rank}: every rank has "
                     f"to name the same checkpoint"
                 )

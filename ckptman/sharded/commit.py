@@ -19,6 +19,7 @@ from ckptman.store.durable import DISK, Disk, holding
 from ckptman.store.lease import lease
 from ckptman.store.manifest import FileRecord, Manifest, Mesh
 from ckptman.store.names import new_nonce, parse_step
+from ckptman.store.objects import check_folder
 from ckptman.store.place import FolderPlace, Place
 from ckptman.store.replaceable import may_be_replaced
 
@@ -69,7 +70,11 @@ class Draft:
         self._held = contextlib.ExitStack()
 
     def begin(self) -> str:
-        """Make the folder that all ranks write to, and return its path. Raises: ExistsError, RootError, OSError."""
+        """Make the folder that all ranks write to, and return its path.
+
+        Raises: ConfigError (an address), ExistsError, RootError, OSError.
+        """
+        check_folder(self.final)
         if not self._overwrite and os.path.lexists(self.final):
             raise ExistsError(f"{self.final} exists already: save under another name, or say overwrite=True")
         if self._overwrite and not is_replaceable(self.final):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -58,6 +58,23 @@ class RankFailed(Exception):
         else:
             remedy = "If it is the disk: check the mount, its permissions and its quota on that rank"
         return self.failure.error or CkptmanError(". ".join(filter(None, (told, remedy, left))))
+
+
+class Call(NamedTuple):
+    """What a rank is asked to do, told to the others where they may have been asked for something else."""
+
+    verb: str
+    arguments: Any
+
+
+def refuse_other_calls(told: Sequence[Call]) -> None:
+    """Raises: ConfigError where the ranks, in order, do not do the same."""
+    for rank, each in enumerate(told):
+        if each.verb != told[0].verb:
+            raise ConfigError(
+                f"rank 0 is in {told[0].verb}() and rank {rank} in {each.verb}(): every rank calls the same methods of "
+                f"its Checkpointer, in the same order"
+            )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ tensors. Of all other objects, which are small, what they gave at the step is ke
 from __future__ import annotations
 
 import copy
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ckptman.sharded.boxes import is_dense
 from ckptman.sharded.rng import RNGState
@@ -27,19 +29,27 @@ SHARE = 0.02
 _FLOOR_SECONDS = 0.001
 _SLOW_STEPS = 3
 _CLONED_BYTES = 16 * 1024
+_VERSION = operator.attrgetter("_version")
 _FIXED = frozenset((int, float, str, bytes, bool, complex, type(None), torch.Size, torch.dtype))
 
 
 class Marks:
-    """Tensors, and how often each had been changed by then, as torch counts it."""
+    """Tensors, and how often each had been changed by then, as torch counts it; and where its memory was."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._tensors = list(tensors)
-        self._versions = list(map(_version, self._tensors))
+        self._then = self._look()
 
     def unchanged(self) -> bool:
-        """Return whether none was changed since."""
-        return list(map(_version, self._tensors)) == self._versions
+        """Return whether none was changed since. What torch keeps no count of (inference mode) may have been."""
+        return -1 not in self._then[0] and self._look() == self._then
+
+    def _look(self) -> tuple[list[int], list[int]]:
+        local: list[Any] = [each._local_tensor if type(each) is DTensor else each for each in self._tensors]
+        try:
+            return list(map(_VERSION, local)), list(map(torch.Tensor.data_ptr, local))
+        except RuntimeError:  # one was made in inference mode, where nothing is counted, or is made of others
+            return list(map(_version, local)), list(map(_address, local))
 
     def same(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether these are the very tensors, in this order."""
@@ -62,17 +72,38 @@ class Kept:
         raise NotImplementedError
 
 
+class Settings:
+    """An optimizer, with the settings of its groups at a step, and what tells whether it holds the same as then."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.groups = [
+            {key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        self._marks = Marks(each for group in self.groups for each in group.values() if isinstance(each, torch.Tensor))
+        self._state, self._sizes = optimizer.state, self._look()
+
+    def unchanged(self) -> bool:
+        """Return whether it has the same parameters and state, and no tensor among its settings was changed since."""
+        is_same = self.optimizer.state is self._state and self._look() == self._sizes
+        return is_same and self._marks.unchanged()
+
+    def _look(self) -> list[int]:
+        return [len(self.optimizer.state), *(len(group["params"]) for group in self.optimizer.param_groups)]
+
+
 @dataclass
 class Recorded:
     """A state as it was when a step ended.
 
-    `modules` and `optimizers` by name, with marks of their tensors and the settings of the optimizers' groups; `others`
-    as they were, with marks of the tensors that were not copied; `updates`: optimizer steps so far; `unknown`: why it
-    cannot be told what the state was, or "".
+    `names` of its entries; `modules` and `optimizers` among them, with marks of their tensors and their settings;
+    `others` as they were, with marks of the tensors that were not copied; `updates`: optimizer steps so far; `unknown`:
+    why it cannot be told what the state was, or "".
     """
 
+    names: tuple[str, ...] = ()
     modules: dict[str, tuple[torch.nn.Module, Marks]] = field(default_factory=dict)
-    optimizers: dict[str, tuple[torch.optim.Optimizer, list[dict[str, Any]], Marks]] = field(default_factory=dict)
+    optimizers: dict[str, Settings] = field(default_factory=dict)
     others: dict[str, tuple[Any, Marks]] = field(default_factory=dict)
     updates: int = 0
     unknown: str = ""
@@ -96,7 +127,7 @@ class Recorder:
 
     def record(self, step_seconds: float | None) -> Recorded:
         """Return what is to be seen of the state now. Never raises: what is wrong with it is for a save to tell."""
-        found = Recorded(updates=self._updates.count)
+        found = Recorded(tuple(self._state), updates=self._updates.count)
         try:
             self._record(found, step_seconds)
         except Exception as error:  # noqa: BLE001 a user's state_dict() may raise anything
@@ -109,14 +140,16 @@ class Recorder:
             return then.unknown
         if self._updates.count != then.updates:
             return "an optimizer has made a step since"
+        if then.names != tuple(self._state):
+            return "the state has other entries by now"
         for name, value in self._state.items():
             if isinstance(value, torch.nn.Module):
                 module, marks = then.modules.get(name, (None, Marks()))
-                if module is not value or not marks.same(self._tensors(name, value)) or not marks.unchanged():
-                    return f"{name!r} was changed since, as BatchNorm is by a forward pass in training mode"
+                if module is not value or not marks.same(_walk(value)()) or not marks.unchanged():
+                    return f"{name!r} was changed since (a forward pass in training mode changes BatchNorm, for one)"
             elif isinstance(value, torch.optim.Optimizer):
-                optimizer, _, marks = then.optimizers.get(name, (None, [], Marks()))
-                if optimizer is not value or not marks.unchanged():
+                settings = then.optimizers.get(name)
+                if settings is None or settings.optimizer is not value or not settings.unchanged():
                     return f"{name!r} was changed since"
             elif name not in then.others or not then.others[name][1].unchanged():
                 return f"{name!r} was changed since"
@@ -127,8 +160,8 @@ class Recorder:
         """Give the state of `then`, of which `changed` found nothing, while its values are taken for a save."""
         groups = [
             (group, settings, dict(group))
-            for optimizer, kept, _ in then.optimizers.values()
-            for group, settings in zip(optimizer.param_groups, kept)
+            for each in then.optimizers.values()
+            for group, settings in zip(each.optimizer.param_groups, each.groups)
         ]
         try:
             for group, settings, _ in groups:
@@ -144,9 +177,7 @@ class Recorder:
             if isinstance(value, torch.nn.Module):
                 found.modules[name] = value, Marks(self._tensors(name, value))
             elif isinstance(value, torch.optim.Optimizer):
-                kept = [{key: each for key, each in group.items() if key != "params"} for group in value.param_groups]
-                tensors = [each for group in kept for each in group.values() if isinstance(each, torch.Tensor)]
-                found.optimizers[name] = value, kept, Marks(tensors)
+                found.optimizers[name] = Settings(value)
             elif self.given_up:
                 found.unknown = "an object in the state takes too long to be asked for its state at each step"
             else:
@@ -183,6 +214,13 @@ def _version(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:  # made in inference mode, where nothing is counted
         return -1
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of a class that is made of others
+        return 0
 
 
 def _keep(value: Any) -> tuple[Any, Marks]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import random
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from xxhash import xxh3_64_intdigest
+
+
+_MT19937_BYTES = 624 * 4 + 4
 
 
 class RNGState:
@@ -21,17 +27,19 @@ class RNGState:
     per_rank = True
     """Tells the Checkpointer to save this object once for each rank."""
 
+    def __init__(self) -> None:
+        self._python, self._numpy = _Kept(random.getstate, _python_memory), _Kept(_numpy_state, _numpy_memory)
+
     def state_dict(self) -> dict[str, Any]:
         """The state of this process, as one JSON text: no pickle, and one small value for a rank."""
         return self.encoded(self.generators())
 
     def generators(self) -> dict[str, Any]:
         """Copies of what each generator is at now: little work, for who may need `encoded` of it later."""
-        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        state: dict[str, Any] = {"python": self._python.state(), "torch": torch.get_rng_state()}
         if torch.accelerator.is_available():
             state["device"] = torch.get_device_module().get_rng_state()
-        numpy_state = _numpy_state()
-        if numpy_state is not None:
+        if (numpy_state := self._numpy.state()) is not None:
             state["numpy"] = numpy_state
         return state
 
@@ -64,6 +72,47 @@ class RNGState:
         except ImportError:
             return
         numpy.random.seed(seed % 2**32)
+
+
+class _Kept:
+    """The state of a generator, read anew only where its memory has changed: at each step that would be most of what a
+    step costs. `read`: its state; `memory`: copies of all bytes and objects that are its state, None where there is no
+    way to see them."""
+
+    def __init__(self, read: Callable[[], Any], memory: Callable[[], Any]) -> None:
+        self._read, self._memory = read, memory
+        self._seen: Any = None
+        self._state: Any = None
+
+    def state(self) -> Any:
+        seen = self._memory()
+        if seen is None or seen != self._seen:
+            self._state, self._seen = self._read(), seen
+        return self._state
+
+
+def _bytes_of(thing: Any) -> bytes:
+    """The fields of an object that is written in C, behind its head."""
+    head = object.__basicsize__
+    return ctypes.string_at(id(thing) + head, type(thing).__basicsize__ - head)
+
+
+def _python_memory() -> Any:
+    generator: Any = getattr(random.getstate, "__self__", None)
+    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+        return None
+    return _bytes_of(generator), getattr(generator, "gauss_next", None)
+
+
+def _numpy_memory() -> Any:
+    numpy = sys.modules.get("numpy")
+    if sys.implementation.name != "cpython" or numpy is None or not hasattr(numpy.random, "get_bit_generator"):
+        return None
+    legacy, bits = getattr(numpy.random.get_state, "__self__", None), numpy.random.get_bit_generator()
+    if legacy is None or type(bits).__name__ != "MT19937":
+        return None
+    # The generator holds its last normal number, and the bits are elsewhere.
+    return _bytes_of(legacy), ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
 
 
 def _text(state: torch.Tensor) -> str:

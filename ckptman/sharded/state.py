@@ -196,11 +196,21 @@ def put_back(state: MutableMapping[str, Any], name: str, values: Any, rank: int,
         target.load_from_other_rank(values, rank)
     elif is_stateful(target):
         target.load_state_dict(values)
-    elif isinstance(target, MutableMapping):
-        target.clear()
-        target.update(values)
     else:
-        state[name] = values
+        state[name] = _refilled(target, values)
+
+
+def _refilled(old: Any, new: Any) -> Any:
+    """Return what was restored, in the dicts and lists that are there: whoever else has them sees it too."""
+    if isinstance(old, MutableMapping) and isinstance(new, Mapping):
+        found = {key: _refilled(old.get(key), each) for key, each in new.items()}
+        old.clear()
+        old.update(found)
+        return old
+    if type(old) is list and type(new) is list:
+        old[:] = [_refilled(old[at] if at < len(old) else None, each) for at, each in enumerate(new)]
+        return old
+    return new
 
 
 def mesh_of(tensors: Mapping[str, torch.Tensor]) -> Mesh | None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptman.errors import ConfigError
-from ckptman.sharded.ranks import Channel, RankFailed
+from ckptman.sharded.ranks import Call, Channel, RankFailed, refuse_other_calls
+from ckptman.sharded.reading import refuse_unfillable
 from ckptman.sharded.replicas import compare_replicas
 from ckptman.sharded.save import Saver
-from ckptman.sharded.state import Snapshot, snapshot, unlike_on_ranks, value_digests
+from ckptman.sharded.state import Snapshot, is_named, is_stateful, snapshot, unlike_on_ranks, value_digests
 from ckptman.sharded.updates import Updates
 
 
@@ -54,15 +55,19 @@ def take_stock(talk: Channel, state: Mapping[str, Any], updates: Updates, saver:
     waiting. Raises on every rank alike: ConfigError."""
     shots: list[Snapshot] = []
 
-    def look() -> Look:
+    def look() -> Call:
         with updates.ignored(), _no_collection():
             shots.append(snapshot(state, talk.rank))
-        return Look(value_digests(shots[0], state), saver.failed, saver.channel.lost, saver.knows(shots[0]))
+        _refuse_what_no_load_fills(state, shots[0])
+        knows = Look(value_digests(shots[0], state), saver.failed, saver.channel.lost, saver.knows(shots[0]))
+        return Call("step or save", knows)
 
     try:
-        looks = talk.everywhere(look)
+        told = talk.everywhere(look)
     except RankFailed as failed:
         raise failed.as_ckptman_error() from failed
+    refuse_other_calls(told)
+    looks: list[Look] = [each.arguments for each in told]
     if difference := unlike_on_ranks([each.values for each in looks]):
         raise ConfigError(difference)
     if not saver.has_begun and (warning := compare_replicas(talk, shots[0], state)) and talk.is_leader:
@@ -73,3 +78,11 @@ def take_stock(talk: Channel, state: Mapping[str, Any], updates: Updates, saver:
         any(each.lost for each in looks),
         all(each.planned for each in looks),
     )
+
+
+def _refuse_what_no_load_fills(state: Mapping[str, Any], shot: Snapshot) -> None:
+    """Raises: ConfigError. Of plain entries: modules and optimizers have none, and other objects load themselves."""
+    plain = {name for name, value in state.items() if not is_named(value) and not is_stateful(value)}
+    for name, tensor in shot.tensors.items():
+        if shot.paths[name][0] in plain:
+            refuse_unfillable(name, tensor)

@@ -3,18 +3,24 @@ while what they change is being copied."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptman.sharded.boxes import local_parts
 from ckptman.sharded.state import Snapshot
 
 
 class Updates:
-    """Counts the steps that the optimizers of a state make, and calls `before` ahead of each."""
+    """Counts the steps that optimizers make, and calls `before` ahead of each of an optimizer in the state.
+
+    All optimizers of this process count: one may be within another object of the state, and what the fused kind changes
+    is not counted by torch.
+    """
 
     def __init__(self, state: Mapping[str, Any], before: Callable[[], None]) -> None:
         self._before = before
@@ -22,7 +28,7 @@ class Updates:
         """Optimizer steps so far."""
         optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
         self._hooks = [each.register_step_pre_hook(self._about_to_step) for each in optimizers]
-        self._hooks += [each.register_step_post_hook(self._stepped) for each in optimizers]
+        self._hooks.append(register_optimizer_step_post_hook(_calling(weakref.WeakMethod(self._stepped))))
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
@@ -34,7 +40,7 @@ class Updates:
             self.count = count
 
     def close(self) -> None:
-        """Take the hooks off the optimizers again."""
+        """Take the hooks off again."""
         for hook in self._hooks:
             hook.remove()
 
@@ -43,6 +49,16 @@ class Updates:
 
     def _stepped(self, *_: object) -> None:
         self.count += 1
+
+
+def _calling(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    """Return what calls a method of an object that it does not keep alive: a hook of the process may outlive it."""
+
+    def call(*_: object) -> None:
+        if (stepped := method()) is not None:
+            stepped()
+
+    return call
 
 
 def updated_tensors(state: Mapping[str, Any], snapshot: Snapshot) -> set[str]:

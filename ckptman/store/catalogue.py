@@ -7,11 +7,10 @@ the manifest anew (`Memory`). That it is there, and unchanged, is looked up each
 from __future__ import annotations
 
 import errno
-import math
 import os
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
@@ -31,8 +30,8 @@ _LOOKS = 10
 _SETTLED_SECONDS = 2.0
 """A folder that was written to less than that before it was looked at is looked at again the next time: by the clock of
 its file system, what is written now may have the same time."""
-_ONE_LOOK_SECONDS = 10.0
-"""A commit and the prune that comes after it are one look at what is remembered; new names are seen by both."""
+_COUNTING = ("step", "old", "abandoned")
+"""Kinds of folders that may hold a checkpoint that counts."""
 _INODE = 2
 _Stamp = tuple[int, ...]
 """Inode, size and times of a folder."""
@@ -180,28 +179,24 @@ class Memory:
     is not seen: see `Catalogue.confirm`. Thread-safe: a run may restore while a save of it is in the background.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self._known: dict[str, Remembered] = {}
-        self._clock = clock
-        self._looked = -math.inf
 
-    @property
-    def is_fresh(self) -> bool:
-        """Whether all that is known was looked at a moment ago."""
-        return self._clock() - self._looked < _ONE_LOOK_SECONDS
+    def known(self, name: str) -> Remembered | None:
+        """What was read under a name, whether or not it is still so."""
+        return self._known.get(name)
 
-    def recall(self, folder: str, name: str, is_fresh: bool) -> Remembered | None:
+    def recall(self, folder: str, name: str) -> Remembered | None:
         """What is known about a folder, if it is as it was."""
-        known = self._known.get(name)
-        return known if known is not None and (is_fresh or _stamp(folder) == known.stamp) else None
+        known = self.known(name)
+        return known if known is not None and _stamp(folder) == known.stamp else None
 
     def remember(self, name: str, entry: Entry, before: os.stat_result) -> None:
-        """Keep what was read of a complete entry, whose folder was so `before` it was read."""
+        """Keep what was read of an entry, if it is complete and its folder is as it was `before` it was read."""
         manifest, stamp = entry.manifest, _stamp_of(before)
-        if manifest is None or stamp != _stamp(entry.path):
-            return
-        if not 0 <= before.st_mtime + _SETTLED_SECONDS <= time.time():
-            self._known.pop(name, None)
+        is_settled = 0 <= before.st_mtime + _SETTLED_SECONDS <= time.time()
+        if manifest is None or not entry.complete or not is_settled or stamp != _stamp(entry.path):
+            self.forget(name)
             return
         facts = Record(
             entry.step, manifest.sequence, manifest.time_seconds, manifest.total_bytes, dict(manifest.metrics)
@@ -212,15 +207,10 @@ class Memory:
         """Have it read anew."""
         self._known.pop(name, None)
 
-    def looked(self, names: Collection[str], begun: float | None) -> None:
-        """Forget what is gone: these names there are. `begun`: when a look at each of them began, where it was one."""
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forget what is gone: these names there are."""
         for name in set(self._known).difference(names):  # a copy: another thread may add to it
             self._known.pop(name, None)
-        self._looked = self._looked if begun is None else begun
-
-    def now(self) -> float:
-        """The time that `looked` is told."""
-        return self._clock()
 
 
 class Catalogue:
@@ -255,17 +245,14 @@ class Catalogue:
 
         Raises: NotFoundError, RootError and CorruptError of the root itself.
         """
-        memory = self._memory
-        fresh = recall and memory is not None and memory.is_fresh
-        begun = memory.now() if memory is not None and not fresh else None
         for _ in range(_LOOKS):
             listed = self.names() if names is None else names
-            entries, settled = self._look_at(_ours(listed), recall=recall, fresh=fresh)
+            entries, settled = self._look_at(_ours(listed), recall=recall)
             if settled:
                 break
             names = None
-        if memory is not None:
-            memory.looked(listed, begun)
+        if self._memory is not None:
+            self._memory.keep_only(listed)
         left = read_abandoned(self.root)
         found = [mark(entry, left) for entry in entries.values()]
         return sorted((entry for entry in found if abandoned or not entry.abandoned), key=commit_order)
@@ -285,6 +272,24 @@ class Catalogue:
             known = ", ".join(str(each) for each in list(entries)[-10:]) or "none"
             raise NotFoundError(f"{self.root} has no checkpoint of step {step}; the latest there are: {known}")
         return entries[step]
+
+    def last_sequence(self) -> int:
+        """Return the highest commit sequence of all that is there, abandoned or not; 0 where there is nothing.
+
+        Of what is remembered it takes the memory's word: no look at each folder delays a commit.
+
+        Raises: NotFoundError, RootError.
+        """
+        highest = 0
+        for name, parsed in _ours(self.names()):
+            if parsed.kind not in _COUNTING:
+                continue
+            known: Entry | None = self._memory.known(name) if self._memory is not None else None
+            entry = known or self._read(name, parsed.step)
+            if entry is not None and entry.unreadable is not None:
+                raise entry.unreadable
+            highest = max(highest, entry.sequence if entry is not None else 0)
+        return highest
 
     def confirm(self, entries: Iterable[Entry]) -> bool:
         """Whether those of the entries that come from memory are what they were, each file there with its size.
@@ -353,7 +358,7 @@ class Catalogue:
             ) from error
 
     def _look_at(
-        self, names: list[tuple[str, StepName]], *, recall: bool = False, fresh: bool = False
+        self, names: list[tuple[str, StepName]], *, recall: bool = False
     ) -> tuple[dict[tuple[int, str], Entry], bool]:
         """The entry of each step, with those that stood aside for it for good, by their tags; and whether everything
         stayed where it was while we looked."""
@@ -361,9 +366,9 @@ class Catalogue:
         settled, folder, memory = True, os.fspath(self.root), self._memory if recall else None
         entry: Entry | None
         for name, parsed in names:
-            if parsed.kind not in ("step", "old", "abandoned"):
+            if parsed.kind not in _COUNTING:
                 continue
-            entry = memory.recall(f"{folder}/{name}", name, fresh) if memory is not None else None
+            entry = memory.recall(f"{folder}/{name}", name) if memory is not None else None
             if entry is None:
                 entry = self._read(name, parsed.step)
             if entry is None:
@@ -386,8 +391,9 @@ class Catalogue:
         entry = _look(path, step, before)
         after = _lstat(path)
         if before is None or after is None or not _stayed(before, after, entry.complete):
+            self.forget(name)
             return None
-        if entry.complete and self._memory is not None:
+        if self._memory is not None:
             self._memory.remember(name, entry, before)
         return entry
 

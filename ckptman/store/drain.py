@@ -46,6 +46,8 @@ from ckptman.store.tiers import (
 from ckptman.store.verified import remember_damage
 from ckptman.store.verify import verify_folder
 
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
 
 @dataclass(frozen=True)
 class Task:
@@ -144,9 +146,9 @@ def _mark(root: Path, holding: Holding) -> None:
         if read_identity(root) is None:
             make_identity(root, run_id, id)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in (*FULL, *_READ_ONLY):
             raise
-        return  # a root that is full needs copies all the more; the next drain marks the tier
+        return  # a root that is full needs copies all the more; a drain that can write to it marks the tier
     mark_tier(root, place, run_id, renew=False)
 
 

@@ -18,7 +18,7 @@ from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError, p
 from ckptman.store.catalogue import Catalogue
 from ckptman.store.durable import DISK, Disk
 from ckptman.store.manifest import FORMAT_VERSION, Manifest, parse_versioned
-from ckptman.store.names import DOT, ROOT_ID, TIER_OF, run_folder
+from ckptman.store.names import DOT, ROOT_ID, TIER_OF, journal_path, outcome_path, run_folder
 from ckptman.store.objects import ObjectPlace
 from ckptman.store.place import FolderPlace
 from ckptman.store.regular import read_regular
@@ -26,6 +26,7 @@ from ckptman.store.sealed import SealError, seal, unseal
 
 _MOST_BYTES = 64 * 1024
 _MOST_TEXT = 8192
+_REMEDY = "remove it, and the next start of the run writes it anew"
 
 
 class Whose(BaseModel):
@@ -122,6 +123,11 @@ def check_tier(
                 f"remove it in the copy, and give that tiers of its own"
             )
     else:
+        if isinstance(place, FolderPlace) and (trace := _trace_of_a_run(place.root)) is not None:
+            raise ConfigError(
+                f"{_where(place)} has no mark of a tier, and a run has been started in it ({trace}): name another "
+                f"folder for copies of {root}. Where no run is to go on there, remove {trace}"
+            )
         manifests = [each.manifest for each in entries() if each.complete and each.manifest is not None]
         known = _known(root, run_ids) if manifests else set()
         if (other := next((each for each in manifests if each.run_id not in known), None)) is not None:
@@ -195,6 +201,11 @@ def _same_path(root: Path, other: str) -> bool:
     return bool(other) and (str(root.absolute()) == other or os.path.realpath(root) == other)
 
 
+def _trace_of_a_run(root: Path) -> Path | None:
+    """What a run writes in its root, and nobody writes in a tier."""
+    return next((each for each in (outcome_path(root), journal_path(root)) if each.exists()), None)
+
+
 def _where(place: FolderPlace | ObjectPlace) -> str:
     return f"the tier {place.root if isinstance(place, FolderPlace) else place.url}"
 
@@ -212,7 +223,7 @@ def _read(root: Path, name: str) -> Whose | None:
     if path.parent.is_symlink():  # what lies elsewhere is none of this root's
         return None
     try:
-        return _parse(path, read_regular(path, _MOST_BYTES))
+        return _parse(path, read_regular(path, _MOST_BYTES, remedy=_REMEDY))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -226,6 +237,5 @@ def _parse(path: Path | str, data: bytes) -> Whose:
         return Whose.model_validate(parse_versioned(path, unseal(path, data)))
     except (ValidationError, SealError, CorruptError):
         raise CorruptError(
-            f"{path} is not what ckptman wrote there, so nobody can tell whose copies belong there: remove it, and the "
-            f"next start of the run writes it anew"
+            f"{path} is not what ckptman wrote there, so nobody can tell whose copies belong there: {_REMEDY}"
         ) from None

@@ -41,7 +41,7 @@ from ckptman.store.objectput import THREADS, put_files
 from ckptman.store.objects import REMOVING, ObjectEntry, ObjectPlace
 from ckptman.store.parallel import STRIDE_BYTES, share_out, stride_of
 from ckptman.store.pins import PINNED
-from ckptman.store.replaceable import is_left
+from ckptman.store.replaceable import has_data, is_left, is_of_a_checkpoint
 from ckptman.store.tiers import hand_on_to
 
 COPYING = "copying.json"
@@ -236,7 +236,8 @@ def _already(original: Original, place: ObjectPlace, there: dict[str, int], mean
 def _may_be_replaced(place: ObjectPlace, facts: Facts, there: Mapping[str, int]) -> bool:
     """Whether what is there is a checkpoint, what is left of one, or of a copy. Raises: RootError."""
     names = {name for name in there if name} - {COPYING, REMOVING}
-    if not names or is_left(names) or not there.keys().isdisjoint({COPYING, REMOVING}):
+    is_noted = not there.keys().isdisjoint({COPYING, REMOVING})
+    if not names or is_left(names) or (is_noted and is_of_a_checkpoint(names)):
         return True
     if there.get(MANIFEST, MOST_BYTES + 1) > MOST_BYTES:
         return False
@@ -244,7 +245,7 @@ def _may_be_replaced(place: ObjectPlace, facts: Facts, there: Mapping[str, int])
         data = place.read(f"{facts.name}/{MANIFEST}", 0, there[MANIFEST])
         return bool(parse_manifest(f"{place.url}/{facts.name}/{MANIFEST}", data))
     except FormatVersionError:
-        return True
+        return has_data(names)
     except (CorruptError, NotFoundError):
         return False
 

@@ -8,6 +8,7 @@ are tried again for a while, and then raised: what cannot be listed is never "no
 from __future__ import annotations
 
 import errno
+import os
 import random
 import re
 import time
@@ -23,6 +24,7 @@ from ckptman.errors import (
     NotFoundError,
     RootError,
     masked,
+    masked_address,
     plain,
 )
 from ckptman.store.abandoned import Rollback, abandoned_by, parse_rollback_file
@@ -117,10 +119,10 @@ def find_url(written: str) -> str | None:
     text = written.strip()
     if not text:
         raise ConfigError("a path is empty where a folder or an address is meant: is a variable not set?")
-    if (_URL.match(text) or _MEANT.match(text)) and masked(text) != text:
+    if (_URL.match(text) or _MEANT.match(text)) and masked_address(text) != text:
         raise ConfigError(
-            f"{plain(masked(text))} has a secret in it, and an address is shown and stored: take it out, and give "
-            f"credentials in the environment, such as AWS_PROFILE, or in the file of the store, such as ~/.aws"
+            f"{plain(masked_address(text))} has a secret in it, and an address is shown and stored: take it out, and "
+            f"give credentials in the environment, such as AWS_PROFILE, or in the file of the store, such as ~/.aws"
         )
     found = _URL.fullmatch(text)
     if found and found["protocol"] != "file":
@@ -131,6 +133,15 @@ def find_url(written: str) -> str | None:
             f"named without a protocol, and one that has this very name is ./{plain(text)}"
         )
     return None
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Raises: ConfigError where a folder to save to is the address of an object store."""
+    if (url := find_url(os.fspath(path))) is not None:
+        raise ConfigError(
+            f"{plain(url)} is an object store, and saves go to a folder: save to one, and have its checkpoints copied "
+            f"there by tiers=[Tier({url!r})], or by ckptman copy"
+        )
 
 
 class ObjectPlace:

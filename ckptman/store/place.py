@@ -163,7 +163,7 @@ class FolderPlace:
         return self.catalogue.scan(abandoned=abandoned)
 
     def last_sequence(self) -> int:
-        return max((entry.sequence for entry in self.catalogue.scan(abandoned=True, recall=True)), default=0)
+        return self.catalogue.last_sequence()
 
     def open(self, entry: Entry, name: str) -> BinaryIO:
         return open(open_regular(entry.path / name), "rb")

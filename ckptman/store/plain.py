@@ -105,6 +105,8 @@ def _encode(value: Any, path: str, hook: Hook | None, depth: int) -> Any:
         encoded = hook(value, path)
     if encoded is not None:
         return encoded
+    if hook is None and kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ("Tensor", "Parameter"):
+        raise ConfigError(f"{path} is a tensor in a tuple or a set, which a checkpoint cannot hold: make it a list")
     raise ConfigError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: "
         f"save plain values, containers and tensors (a state_dict of it, or its text)"

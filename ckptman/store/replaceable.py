@@ -9,14 +9,15 @@ from pathlib import Path
 
 from ckptman.errors import CkptmanError, CorruptError, FormatVersionError
 from ckptman.store.manifest import read_manifest
-from ckptman.store.names import CHUNKS, DOT, INDEX, MANIFEST, METADATA, parse_data, parse_half_written, rank_of
+from ckptman.store.names import CHUNKS, DOT, INDEX, MANIFEST, METADATA, parse_half_written, parse_owner, rank_of
 from ckptman.store.pins import PINNED
 from ckptman.store.regular import open_regular
 from ckptman.store.verified import VERIFIED
 
-_BESIDE = frozenset({MANIFEST, INDEX, VERIFIED, PINNED, DOT})
-"""Ours, but others give such names too."""
+_COMMON = frozenset({MANIFEST, INDEX, CHUNKS, METADATA, VERIFIED, PINNED, DOT})
+"""Names of ours that others may give to files of theirs."""
 _BLOCKS = re.compile(r"blocks-[0-9]{5,}-[0-9]+\.bin", re.ASCII)
+_DATA = ".distcp"
 _PICKLE = b"\x80"
 
 
@@ -28,30 +29,45 @@ def may_be_replaced(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     with os.scandir(folder) as items:
-        names = {item.name: item.is_dir(follow_symlinks=False) and item.name != DOT for item in items}
-    if not names or (is_left(names) and not any(names.values())):
-        return True
-    if METADATA in names and _begins_a_pickle(folder / METADATA):
+        names = {item.name: item.is_dir(follow_symlinks=False) for item in items}
+    if not names:
         return True
     try:
         read_manifest(folder)
-    except FormatVersionError:
         return True
+    except FormatVersionError:
+        return has_data(names)
     except (CkptmanError, FileNotFoundError):
+        pass
+    if any(is_folder and (name != DOT or not _is_of_claims(folder / DOT)) for name, is_folder in names.items()):
         return False
-    return True
+    return is_left(names) or (has_data(names) and METADATA in names and _begins_a_pickle(folder / METADATA))
 
 
 def is_left(names: Iterable[str]) -> bool:
     """Whether all of these are names of files of a checkpoint, and one is such that nobody else gives it."""
     every = set(names)
-    known = {name for name in every if name in (METADATA, CHUNKS) or _is_of_rank(name)}
-    others = every - known - _BESIDE
-    return bool(known) and all(parse_half_written(name) is not None for name in others)
+    return has_data(every) and is_of_a_checkpoint(every)
+
+
+def is_of_a_checkpoint(names: Iterable[str]) -> bool:
+    """Whether all of these are names of files of a checkpoint, or of files that were being written there."""
+    return all(name in _COMMON or _is_of_rank(name) or parse_half_written(name) is not None for name in names)
+
+
+def has_data(names: Iterable[str]) -> bool:
+    """Whether one of these names is of a file that holds what a rank saved."""
+    return any(map(_is_of_rank, names))
 
 
 def _is_of_rank(name: str) -> bool:
-    return rank_of(name) is not None or parse_data(name) is not None or _BLOCKS.fullmatch(name) is not None
+    return rank_of(name) is not None or name.endswith(_DATA) or _BLOCKS.fullmatch(name) is not None
+
+
+def _is_of_claims(folder: Path) -> bool:
+    """Whether a folder holds only what copies leave that are at work, or were killed."""
+    names = [each.name for each in folder.iterdir()]
+    return all(parse_owner(name) is not None or parse_half_written(name) is not None for name in names)
 
 
 def _begins_a_pickle(path: Path) -> bool:

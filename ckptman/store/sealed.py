@@ -37,6 +37,6 @@ def unseal(path: Path | str, data: bytes) -> bytes:
     if found is None or xxh3_128_hexdigest(data[: found.start()]).encode() != found[1]:
         raise SealError(
             f"{path} does not match its digest: its bytes have changed since it was written; bring it back from a "
-            f'copy, or, where it was edited by hand, take the line "digest" out of it'
+            f'copy, or, where it was edited by hand, take its last field, "digest", and the comma before it out of it'
         )
     return data[: found.start()] + b"\n}\n"

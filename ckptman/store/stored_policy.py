@@ -39,7 +39,7 @@ def read_policy(root: Path) -> RetentionPolicy | None:
     """
     path = retention_path(root)
     try:
-        raw: dict[str, Any] = parse_versioned(path, unseal(path, read_regular(path, _MOST_BYTES)))
+        raw: dict[str, Any] = parse_versioned(path, unseal(path, read_regular(path, _MOST_BYTES, remedy="remove it")))
         return from_data(raw)
     except FileNotFoundError:
         raise ConfigError(f"no run stored with {root} what it keeps, so there are no rules: {_REMEDY}") from None

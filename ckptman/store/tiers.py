@@ -399,7 +399,7 @@ def _read(path: Path) -> bytes | None:
         why = "is a link, and what lies elsewhere is none of this root's, so nobody can tell which tiers it has"
         raise RootError(errno.ELOOP, f"{path.parent} {why}: remove it, or put the folder there")
     try:
-        return read_regular(path, _MOST_BYTES)
+        return read_regular(path, _MOST_BYTES, remedy="remove it: the next start of the run writes it anew")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

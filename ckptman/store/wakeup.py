@@ -115,6 +115,9 @@ class Worker:
         self._name = name
         self._queue: SimpleQueue[Task[object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._runner: dict[str, threading.Thread] = {}
+        """The thread that takes the tasks. Ctrl-C may come between its start and the note of it: the first one that
+        runs stays the only one."""
         self._closed = False
         self._begun = self._ended = 0
 
@@ -143,9 +146,11 @@ class Worker:
     def close(self) -> None:
         """Wait for what was submitted, and end the thread."""
         self._closed = True
+        self._queue.put(None)
         if self._thread is not None:
-            self._queue.put(None)
             self._thread.join()
+        if (runner := self._runner.get("it")) is not None:  # after Ctrl-C it may be another one
+            runner.join()
 
     def __enter__(self) -> Worker:
         return self
@@ -154,6 +159,9 @@ class Worker:
         self.close()
 
     def _work(self) -> None:
+        me = threading.current_thread()
+        if self._runner.setdefault("it", me) is not me:
+            return
         while True:
             try:
                 task = self._queue.get(timeout=_LOOK_SECONDS)
