@@ -2,8 +2,9 @@
 
     python benchmarks/save_20000.py [--runs 10] [--checkpoints 20000] [--at FOLDER]
 
-Prints the minimum, median and maximum of the seconds from the decision until a save of a few bytes is durable, and until
-older checkpoints are pruned, and how far a loop of pure Python gets meanwhile, in per cent of what it does undisturbed.
+Prints the minimum, median and maximum of the seconds from the decision until a save of a few bytes is durable, and
+until older checkpoints are pruned, and how far a loop of pure Python gets meanwhile, in per cent of what
+it does undisturbed.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ def main() -> None:
 
 
 def saves(root: Path, last: int, runs: int) -> tuple[list[float], list[float], list[float]]:
-    """The seconds of each save until it is durable, and until the one before is pruned; and the rate of a loop meanwhile in per cent of what it is without. Each save but the
-    first prunes the one before; the first save of the run counts for nothing."""
+    """The seconds of each save until it is durable, and until the one before is pruned; and the rate of a loop
+    meanwhile in per cent of what it is without. Each save but the first prunes the one before; the first counts for
+    nothing."""
     retention = ckptman.KeepLast(1) | ckptman.KeepEvery(steps=100)
     seconds, rates = [], []
     with ckptman.Checkpointer(

@@ -360,7 +360,7 @@ class Changing:
     """Tensors of an application that differ at each save."""
 
     def __init__(self) -> None:
-        self.tensors = shapes_and_views()
+        self.tensors = {name: each for name, each in shapes_and_views().items() if not name.startswith("expanded")}
 
     def change(self) -> None:
         self.tensors["whole of shared"].add_(1)
@@ -390,14 +390,17 @@ def test_what_a_checkpointer_stages_is_what_everybody_reads(tmp_path: Path, opti
 
 def test_what_shares_memory_with_itself_is_refused_and_the_checkpoint_not_blamed(tmp_path: Path) -> None:
     layer = nn.Module()
-    layer.register_buffer("mask", torch.ones(1, 3).expand(2, 3))
+    layer.register_buffer("mask", torch.ones(2, 3))
     with ckptman.Checkpointer(tmp_path, {"layer": layer}) as checkpointer:
         checkpointer.save(1)
-    with (
-        pytest.raises(ckptman.ConfigError, match=r"layer\.mask is expanded: .*clone\(\)"),
-        ckptman.Checkpointer(tmp_path, {"layer": layer}) as checkpointer,
-    ):
-        checkpointer.restore()
+    layer.mask = torch.ones(1, 3).expand(2, 3)
+    for root in (tmp_path, tmp_path / "new"):
+        with (
+            pytest.raises(ckptman.ConfigError, match=r"layer\.mask is expanded: .*clone\(\)"),
+            ckptman.Checkpointer(root, {"layer": layer}) as checkpointer,
+        ):
+            checkpointer.restore()
+            checkpointer.save(1)
     layer.mask = layer.mask.clone().zero_()
     with ckptman.Checkpointer(tmp_path, {"layer": layer}) as checkpointer:
         assert checkpointer.restore() == 1

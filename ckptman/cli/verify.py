@@ -235,7 +235,10 @@ class _DoesNotLoad(CkptmanError):
     def __init__(self, stuck: list[Report]) -> None:
         report = stuck[0]
         if report.refused:
-            super().__init__(f"{report.name} holds what no load unpickles: see the lines above")
+            super().__init__(
+                f"{report.name} holds what no load unpickles, as the lines above say: allow its class (--allow here, "
+                f"torch.serialization.add_safe_globals in the script), or save plain values instead"
+            )
             return
         sizes = [str(size) for size, found in report.loads.items() if found.problems]
         verb = "does not load on {} processes as it was saved" if sizes else "cannot be planned onto {} ranks"

@@ -300,9 +300,8 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         return
     if problem.startswith(METADATA):
         raise CorruptError(
-            f"{folder}: {problem}: plain DCP saved over this checkpoint, or it is damaged. If that save is what you "
-            f"want, dcp.load loads it; or remove manifest.json, index.json, chunks.bin, blocks-* and values-* from the "
-            f"folder, and say `ckptman adopt {folder}`. If not, bring the checkpoint back from a copy"
+            f"{folder}: {problem}: it is damaged, or plain DCP saved over it. Restore an older checkpoint, or bring this "
+            f"one back from a copy; where what plain DCP saved is wanted, dcp.load loads it (docs/compatibility.md)"
         )
     raise CorruptError(
         f"{folder} is not what was saved: {problem}; restore an older checkpoint, or bring this one back from a copy"

@@ -81,8 +81,8 @@ def take_stock(talk: Channel, state: Mapping[str, Any], updates: Updates, saver:
 
 
 def _refuse_what_no_load_fills(state: Mapping[str, Any], shot: Snapshot) -> None:
-    """Raises: ConfigError. Of plain entries: modules and optimizers have none, and other objects load themselves."""
-    plain = {name for name, value in state.items() if not is_named(value) and not is_stateful(value)}
+    """Raises: ConfigError. Not of objects that load themselves."""
+    filled = {name for name, value in state.items() if is_named(value) or not is_stateful(value)}
     for name, tensor in shot.tensors.items():
-        if shot.paths[name][0] in plain:
+        if shot.paths[name][0] in filled:
             refuse_unfillable(name, tensor)

@@ -38,7 +38,7 @@ REMEDY = re.compile(
     r"|start the run again|check (?:the |its |that |permissions|mount|it )|make room|stop that one|let it end"
     r"|upgrade ckptman|build the model|move it away|bring (?:it|them|one|this one) back|load something else"
     r"|save (?:it flatter|plain|under another)|name (?:the folder|an older)|load it (?:by|on)|ask for more"
-    r"|such as step-",
+    r"|such as step-|leave the value out",
     re.IGNORECASE,
 )
 """What to do: one of the things that the messages of ckptman say."""
