@@ -471,7 +471,7 @@ def test_what_plain_dcp_saved_over_is_not_loaded_as_before(
         rewrite_step(tmp_path / "step-0000000001")
     path = tmp_path / "step-0000000001"
     save_plain({**state, "epoch": 4}, path)
-    with pytest.raises(ckptman.CorruptError, match=r"plain DCP saved over it\. Restore an older checkpoint.*dcp\.load loads it"):
+    with pytest.raises(ckptman.CorruptError, match=r"plain DCP saved over it\. Restore an older.*dcp\.load loads"):
         ckptman.load({"epoch": 0}, path)
     with pytest.raises(dcp.api.CheckpointException, match="plain DCP saved over"):
         dcp.load({"epoch": 0}, storage_reader=ckptman.StorageReader(path), no_dist=True)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_intdigest
 
-
 _MT19937_BYTES = 624 * 4 + 4
 
 

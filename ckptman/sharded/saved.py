@@ -300,8 +300,8 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         return
     if problem.startswith(METADATA):
         raise CorruptError(
-            f"{folder}: {problem}: it is damaged, or plain DCP saved over it. Restore an older checkpoint, or bring this "
-            f"one back from a copy; where what plain DCP saved is wanted, dcp.load loads it (docs/compatibility.md)"
+            f"{folder}: {problem}: it is damaged, or plain DCP saved over it. Restore an older checkpoint, or bring "
+            f"this one back from a copy; what plain DCP saved, dcp.load loads (docs/compatibility.md)"
         )
     raise CorruptError(
         f"{folder} is not what was saved: {problem}; restore an older checkpoint, or bring this one back from a copy"
