@@ -10,7 +10,8 @@ import io
 import os
 import pickle
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckptman.errors import ConfigError, CorruptError
+from ckptman.errors import CkptmanError, ConfigError, CorruptError
 from ckptman.sharded.commit import Draft
 from ckptman.sharded.container import is_plain
 from ckptman.sharded.describe import Describer, Part, write_part
@@ -191,7 +192,8 @@ class StorageReader(FileSystemReader):
 
     def read_metadata(self) -> Metadata:  # with `kwargs`, DCP would ask the ranks one by one
         self._saved = None  # by which each load begins: another checkpoint may have taken the place of the last one
-        written = self.saved.written_metadata()
+        with self._telling(""):
+            written = self.saved.written_metadata()
         known = self.saved.described or self.saved.metadata  # of ours, the index counts
         meta = replace(written.storage_meta or StorageMeta(), load_id=self.load_id)
         return replace(known, storage_meta=meta, version=written.version)
@@ -210,12 +212,8 @@ class StorageReader(FileSystemReader):
             tensors.append((item, target))
         # Values first: what is damaged there is found before a tensor is touched.
         loaded = [(item, self._value(item)) for item in values]
-        try:
+        with self._telling(f" {NOT_USABLE}"):
             read_fills(self.saved, fills, verify=self._verify)
-        except OSError as error:
-            raise CorruptError(
-                f"{self.path} cannot be read: {error}. Check the mount and its permissions. {NOT_USABLE}"
-            ) from error
         for item, target in tensors:
             planner.commit_tensor(item, target)
         for item, value in loaded:
@@ -223,6 +221,17 @@ class StorageReader(FileSystemReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    @contextmanager
+    def _telling(self, left: str) -> Iterator[None]:
+        try:
+            yield
+        except CkptmanError:
+            raise
+        except OSError as error:
+            raise CorruptError(
+                f"{self.path} cannot be read: {error}. Check the mount and its permissions.{left}"
+            ) from error
 
     def _value(self, item: ReadItem) -> io.BytesIO:
         # torch's own planner unpickles values without restriction: it is given what the restricted unpickler made.
