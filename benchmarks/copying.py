@@ -35,9 +35,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the threads of a pool do not co
 
 from benchmarks.engine.team import forked, fresh
 from benchmarks.verify import save_state
-from ckptman.store.catalogue import Catalogue
-from ckptman.store.copy import Means, copy_checkpoint
-from ckptman.store.place import FolderPlace
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.catalog import Catalogue
+from ckptman.transfer.copy import Means, copy_checkpoint
 
 TOOLS = (2, 4)
 """So many processes of each parallel tool."""

@@ -12,13 +12,13 @@ from typing import TypedDict
 
 import torch
 
-from ckptman.sharded.boxes import Box
-from ckptman.sharded.metadata import write_metadata
-from ckptman.sharded.plan import Held, divide
-from ckptman.sharded.rankfile import lay_out, make_rows
-from ckptman.store.assembly import assemble, pack, unpack
-from ckptman.store.chunks import ChunkTable
-from ckptman.store.names import data_name
+from ckptman.format.chunk_table import ChunkTable
+from ckptman.format.paths import data_name
+from ckptman.format.table_assembly import assemble, pack, unpack
+from ckptman.saving.dcp_metadata import write_metadata
+from ckptman.saving.rank_file import lay_out, make_rows
+from ckptman.saving.write_plan import Held, divide
+from ckptman.state.local_shards import Box
 
 WORLDS = (256, 1024, 4096)
 QUICK_WORLDS = (64, 256)

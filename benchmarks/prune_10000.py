@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.whole_process import report, wall_seconds
-from tests.fake_checkpoint import commit
+from tests.helpers.checkpoints import commit
 
 RULES = {
     "last 3": ["--keep-last", "3"],

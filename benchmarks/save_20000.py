@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import ckptman
 from benchmarks.whole_process import report
-from ckptman.monitor.journal import read_journal
-from ckptman.store.names import journal_path
-from tests.fake_checkpoint import commit
+from ckptman.format.paths import journal_path
+from ckptman.runtime.journal import read_journal
+from tests.helpers.checkpoints import commit
 
 _SAVE_SECONDS = 600.0
 _SLICE_SECONDS = 0.01

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptman
-from ckptman.sharded.agreement import FLAGS, Exchange
-from ckptman.sharded.ranks import Channel
+from ckptman.comm.control import Channel
+from ckptman.session.step_consensus import FLAGS, Exchange
 
 IDLE_SECONDS = 0.004
 LIMIT_SECONDS = 120

@@ -1,5 +1,8 @@
 """Checkpoints and job life for PyTorch training on Slurm clusters.
 
+The policies, the errors, and what is for torch's distributed checkpoint are in `ckptman.policies`, `ckptman.errors` and
+`ckptman.dcp`; their names can be had from here, too.
+
 Importing ckptman does not import torch: names are looked up when they are first used (PEP 562).
 """
 
@@ -8,38 +11,41 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from ckptman import _moved
+
 __version__ = "0.1.0"
 
+_ROOMS = ("dcp", "errors", "policies")
 _HOME = {
-    "Checkpointer": "ckptman.sharded.checkpointer",
-    "RNGState": "ckptman.sharded.rng",
-    "save": "ckptman.sharded.api",
-    "load": "ckptman.sharded.api",
-    "export": "ckptman.sharded.export",
-    "adopt": "ckptman.sharded.adopt",
-    "StorageReader": "ckptman.sharded.storage",
-    "StorageWriter": "ckptman.sharded.storage",
-    "SignalHandler": "ckptman.lifecycle.signals",
-    "AtStep": "ckptman.policy.saving",
-    "BeforeDeadline": "ckptman.policy.saving",
-    "DalyInterval": "ckptman.policy.saving",
-    "EverySeconds": "ckptman.policy.saving",
-    "EverySteps": "ckptman.policy.saving",
-    "InitTimeInterval": "ckptman.policy.saving",
-    "OnStop": "ckptman.policy.saving",
-    "SavePolicy": "ckptman.policy.saving",
-    "KeepBest": "ckptman.policy.retention",
-    "KeepEvery": "ckptman.policy.retention",
-    "KeepLast": "ckptman.policy.retention",
-    "KeepSteps": "ckptman.policy.rules",
-    "KeepWithin": "ckptman.policy.calendar",
-    "KeepHourly": "ckptman.policy.calendar",
-    "KeepDaily": "ckptman.policy.calendar",
-    "KeepWeekly": "ckptman.policy.calendar",
-    "KeepMonthly": "ckptman.policy.calendar",
-    "AtMost": "ckptman.policy.limit",
-    "Tier": "ckptman.policy.tiers",
-    "RetentionPolicy": "ckptman.policy.retention",
+    "Checkpointer": "ckptman.checkpointer",
+    "RNGState": "ckptman.state.generators",
+    "save": "ckptman.api",
+    "load": "ckptman.api",
+    "export": "ckptman.exporting.export",
+    "adopt": "ckptman.dcp.adopt",
+    "StorageReader": "ckptman.dcp.storage",
+    "StorageWriter": "ckptman.dcp.storage",
+    "SignalHandler": "ckptman.runtime.signals",
+    "AtStep": "ckptman.policies.save_policies",
+    "BeforeDeadline": "ckptman.policies.save_policies",
+    "DalyInterval": "ckptman.policies.save_policies",
+    "EverySeconds": "ckptman.policies.save_policies",
+    "EverySteps": "ckptman.policies.save_policies",
+    "InitTimeInterval": "ckptman.policies.save_policies",
+    "OnStop": "ckptman.policies.save_policies",
+    "SavePolicy": "ckptman.policies.save_policies",
+    "KeepBest": "ckptman.policies.retention",
+    "KeepEvery": "ckptman.policies.retention",
+    "KeepLast": "ckptman.policies.retention",
+    "KeepSteps": "ckptman.policies.rules",
+    "KeepWithin": "ckptman.policies.calendar",
+    "KeepHourly": "ckptman.policies.calendar",
+    "KeepDaily": "ckptman.policies.calendar",
+    "KeepWeekly": "ckptman.policies.calendar",
+    "KeepMonthly": "ckptman.policies.calendar",
+    "AtMost": "ckptman.policies.limit",
+    "Tier": "ckptman.policies.tiers",
+    "RetentionPolicy": "ckptman.policies.retention",
     "BusyError": "ckptman.errors",
     "CkptmanError": "ckptman.errors",
     "CommitError": "ckptman.errors",
@@ -57,10 +63,28 @@ _HOME = {
     "UnknownKeyError": "ckptman.errors",
 }
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+__all__ = [
+    "Checkpointer",
+    "CkptmanError",
+    "RNGState",
+    "SignalHandler",
+    "Tier",
+    "__version__",
+    "adopt",
+    "dcp",
+    "errors",
+    "export",
+    "load",
+    "policies",
+    "save",
+]
+
+_moved.install()
 
 
 def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return importlib.import_module(f"ckptman.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'ckptman' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
@@ -69,10 +93,19 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_HOME})
 
 
 if TYPE_CHECKING:
+    from ckptman import dcp as dcp
+    from ckptman import errors as errors
+    from ckptman import policies as policies
+    from ckptman.api import load as load
+    from ckptman.api import save as save
+    from ckptman.checkpointer import Checkpointer as Checkpointer
+    from ckptman.dcp.adopt import adopt as adopt
+    from ckptman.dcp.storage import StorageReader as StorageReader
+    from ckptman.dcp.storage import StorageWriter as StorageWriter
     from ckptman.errors import BusyError as BusyError
     from ckptman.errors import CkptmanError as CkptmanError
     from ckptman.errors import CommitError as CommitError
@@ -88,32 +121,26 @@ if TYPE_CHECKING:
     from ckptman.errors import SchedulerError as SchedulerError
     from ckptman.errors import SuspectError as SuspectError
     from ckptman.errors import UnknownKeyError as UnknownKeyError
-    from ckptman.lifecycle.signals import SignalHandler as SignalHandler
-    from ckptman.policy.calendar import KeepDaily as KeepDaily
-    from ckptman.policy.calendar import KeepHourly as KeepHourly
-    from ckptman.policy.calendar import KeepMonthly as KeepMonthly
-    from ckptman.policy.calendar import KeepWeekly as KeepWeekly
-    from ckptman.policy.calendar import KeepWithin as KeepWithin
-    from ckptman.policy.limit import AtMost as AtMost
-    from ckptman.policy.retention import KeepBest as KeepBest
-    from ckptman.policy.retention import KeepEvery as KeepEvery
-    from ckptman.policy.retention import KeepLast as KeepLast
-    from ckptman.policy.retention import RetentionPolicy as RetentionPolicy
-    from ckptman.policy.rules import KeepSteps as KeepSteps
-    from ckptman.policy.saving import AtStep as AtStep
-    from ckptman.policy.saving import BeforeDeadline as BeforeDeadline
-    from ckptman.policy.saving import DalyInterval as DalyInterval
-    from ckptman.policy.saving import EverySeconds as EverySeconds
-    from ckptman.policy.saving import EverySteps as EverySteps
-    from ckptman.policy.saving import InitTimeInterval as InitTimeInterval
-    from ckptman.policy.saving import OnStop as OnStop
-    from ckptman.policy.saving import SavePolicy as SavePolicy
-    from ckptman.policy.tiers import Tier as Tier
-    from ckptman.sharded.adopt import adopt as adopt
-    from ckptman.sharded.api import load as load
-    from ckptman.sharded.api import save as save
-    from ckptman.sharded.checkpointer import Checkpointer as Checkpointer
-    from ckptman.sharded.export import export as export
-    from ckptman.sharded.rng import RNGState as RNGState
-    from ckptman.sharded.storage import StorageReader as StorageReader
-    from ckptman.sharded.storage import StorageWriter as StorageWriter
+    from ckptman.exporting.export import export as export
+    from ckptman.policies.calendar import KeepDaily as KeepDaily
+    from ckptman.policies.calendar import KeepHourly as KeepHourly
+    from ckptman.policies.calendar import KeepMonthly as KeepMonthly
+    from ckptman.policies.calendar import KeepWeekly as KeepWeekly
+    from ckptman.policies.calendar import KeepWithin as KeepWithin
+    from ckptman.policies.limit import AtMost as AtMost
+    from ckptman.policies.retention import KeepBest as KeepBest
+    from ckptman.policies.retention import KeepEvery as KeepEvery
+    from ckptman.policies.retention import KeepLast as KeepLast
+    from ckptman.policies.retention import RetentionPolicy as RetentionPolicy
+    from ckptman.policies.rules import KeepSteps as KeepSteps
+    from ckptman.policies.save_policies import AtStep as AtStep
+    from ckptman.policies.save_policies import BeforeDeadline as BeforeDeadline
+    from ckptman.policies.save_policies import DalyInterval as DalyInterval
+    from ckptman.policies.save_policies import EverySeconds as EverySeconds
+    from ckptman.policies.save_policies import EverySteps as EverySteps
+    from ckptman.policies.save_policies import InitTimeInterval as InitTimeInterval
+    from ckptman.policies.save_policies import OnStop as OnStop
+    from ckptman.policies.save_policies import SavePolicy as SavePolicy
+    from ckptman.policies.tiers import Tier as Tier
+    from ckptman.runtime.signals import SignalHandler as SignalHandler
+    from ckptman.state.generators import RNGState as RNGState

@@ -26,10 +26,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from ckptman.catalog.catalog import Catalogue
 from ckptman.errors import CkptmanError
-from ckptman.monitor.journal import read_journal
-from ckptman.store.catalogue import Catalogue
-from ckptman.store.names import journal_path
+from ckptman.format.paths import journal_path
+from ckptman.runtime.journal import read_journal
 
 SAVE_EVERY_STEPS = 8
 GLOBAL_BATCH = 8

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
-from ckptman.store.durable import Disk
-from tests.ranks import run_ranks
+from ckptman.io.filesystem import Disk
+from tests.helpers.ranks import run_ranks
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -90,7 +90,7 @@ import atexit, os, sys
 import torch
 import torch.distributed.checkpoint as dcp
 import ckptman
-from ckptman.store.durable import Disk
+from ckptman.io.filesystem import Disk
 
 class Forks(Disk):
     def sync_file(self, fd):

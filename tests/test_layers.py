@@ -1,4 +1,4 @@
-"""The layers hold: who may import whom, what is pure, what knows torch, and where files become durable.
+"""The rooms hold: who may import whom, what is pure, what knows torch, and where files become durable.
 
 Each rule is a function from a source tree to the list of what breaks it. It is run on the package, and on a small tree
 that breaks it, so that a rule that can never fire is noticed.
@@ -17,18 +17,25 @@ import pytest
 import ckptman
 
 PACKAGE = Path(ckptman.__file__).parent
-ORDER = ("errors", "policy", "store", "lifecycle", "monitor", "scheduler", "doctor", "sharded", "train", "cli")
-"""Imports go only to the left."""
-ABOVE_ALL = ("__init__", "__main__")
-"""Modules beside the layers: names for users, and `python -m ckptman`."""
-TORCH_LAYERS = ("sharded", "train")
+ORDER = (
+    *("errors", "policies", "forecast", "io", "format", "catalog", "integrity", "transfer", "runtime", "scheduler"),
+    *("doctor", "state", "comm", "loading", "saving", "session", "verify", "diff", "exporting", "dcp", "api"),
+    *("checkpointer", "train", "cli"),
+)
+"""The rooms. Imports go only to the left."""
+ABOVE_ALL = ("__init__", "__main__", "_moved")
+"""Modules beside the rooms: names for users, what they were called before, and `python -m ckptman`."""
+TORCH_ROOMS = ORDER[ORDER.index("state") : ORDER.index("cli")]
+PURE_ROOMS = ("policies", "forecast")
+MOST_FILES = 14
+"""In a folder, but for that of the verbs."""
 PURE = {
     *("__future__", "abc", "collections", "collections.abc", "dataclasses", "enum", "functools", "itertools", "math"),
     *("numbers", "operator", "statistics", "typing"),
 }
-"""All that policies may import besides errors and each other: nothing that can look at a disk, a clock or a process."""
+"""All that pure rooms may import besides errors and each other: nothing that sees a disk, a clock or a process."""
 IMPURE_CALLS = {"open", "print", "input", "eval", "exec", "__import__", "import_module"}
-DURABLE = "store/durable.py"
+DURABLE = "io/filesystem.py"
 FILE_CALLS = {
     *("fsync", "fdatasync", "syncfs", "rename", "renames", "rmtree", "move", "link", "hardlink_to", "unlink", "rmdir"),
     *("removedirs", "copytree"),
@@ -45,7 +52,7 @@ def sources(package: Path) -> Iterator[tuple[str, ast.Module]]:
 
 
 def layer_of(module: str) -> str:
-    """The layer of `ckptman.store.names`: store. Names that the package lends out count as their home."""
+    """The room of `ckptman.format.paths`: format. Names that the package lends out count as their home."""
     parts = module.split(".")
     if len(parts) == 1:
         return "__init__"
@@ -87,23 +94,25 @@ def upward_imports(package: Path) -> list[str]:
 
 
 def eager_root_imports(package: Path) -> list[str]:
-    """What `ckptman/__init__.py` imports of the package for more than the type checker."""
+    """What `ckptman/__init__.py` imports of the package for more than the type checker, besides the names of before."""
     tree = ast.parse((package / "__init__.py").read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = [ast.Pass()]
-    return [f"__init__.py:{line} imports {name}" for line, name in imports(tree, ["ckptman"]) if "ckptman" in name]
+    found = [each for each in imports(tree, ["ckptman"]) if "ckptman" in each[1] and each[1] != "ckptman._moved"]
+    return [f"__init__.py:{line} imports {name}" for line, name in found]
 
 
 def impurities(package: Path) -> list[str]:
     """What policies import or call that could look at the world."""
     found = []
     for where, tree in sources(package):
-        if not where.startswith("policy/"):
+        room = where.split("/")[0]
+        if room not in PURE_ROOMS:
             continue
-        for line, name in imports(tree, ["ckptman", "policy"]):
+        for line, name in imports(tree, ["ckptman", room]):
             allowed = name in PURE or name.rpartition(".")[0] in PURE
-            if not allowed and layer_of(name) not in ("errors", "policy"):
+            if not allowed and layer_of(name) not in ("errors", *PURE_ROOMS):
                 found.append(f"{where}:{line} imports {name}")
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and _called(node) in IMPURE_CALLS:
@@ -116,14 +125,14 @@ def torch_below(package: Path) -> list[str]:
     return [
         f"{where}:{line} imports {name}"
         for where, tree in sources(package)
-        if where.split("/")[0] not in TORCH_LAYERS
+        if where.split("/")[0].removesuffix(".py") not in TORCH_ROOMS
         for line, name in imports(tree, ["ckptman", *where.split("/")[:-1]])
         if name.split(".")[0] in ("torch", "torchvision", "torchao")
     ]
 
 
 def durable_calls_elsewhere(package: Path) -> list[str]:
-    """Calls that flush, rename or remove files outside of `store/durable.py`, unless they are made on a `Disk`."""
+    """Calls that flush, rename or remove files outside of `io/filesystem.py`, unless they are made on a `Disk`."""
     found = []
     for where, tree in sources(package):
         if where == DURABLE:
@@ -134,6 +143,16 @@ def durable_calls_elsewhere(package: Path) -> list[str]:
                 found += [f"{where}:{node.lineno} imports {name}" for name in sorted(names)]
             elif isinstance(node, ast.Attribute) and not _is_disk(node.value) and _touches_files(node, tree):
                 found.append(f"{where}:{node.lineno} uses {node.attr}")
+    return found
+
+
+def crowded_folders(package: Path) -> list[str]:
+    """Folders with more files than somebody takes in at a look."""
+    found = []
+    for folder in sorted({path.parent for path in package.rglob("*.py")}):
+        count = len(list(folder.glob("*.py")))
+        if count > MOST_FILES and folder.name != "cli":
+            found.append(f"{folder.relative_to(package)} has {count} files")
     return found
 
 
@@ -170,6 +189,7 @@ RULES = {
     "impurities": impurities,
     "torch below": torch_below,
     "durable calls elsewhere": durable_calls_elsewhere,
+    "crowded folders": crowded_folders,
     "forbidden folders": forbidden_folders,
 }
 
@@ -188,25 +208,25 @@ def test_no_folder_of_the_project_hides_a_package() -> None:
 @pytest.mark.parametrize(
     ("rule", "where", "text", "complaint"),
     [
-        ("upward imports", "policy/x.py", "from ckptman.store.names import DOT", "policy/x.py:1"),
-        ("upward imports", "errors.py", "import ckptman.policy.saving", "errors.py:1"),
-        ("upward imports", "store/x.py", "def f():\n    from ckptman.lifecycle import signals", "store/x.py:2"),
-        ("upward imports", "store/x.py", "from ..sharded import ranks", "ckptman.sharded.ranks"),
-        ("upward imports", "store/x.py", "from .. import train", "ckptman.train"),
-        ("upward imports", "sharded/x.py", "from ckptman import cli", "ckptman.cli"),
-        ("upward imports", "monitor/x.py", "from ckptman import Checkpointer", "ckptman.Checkpointer"),
-        ("upward imports", "monitor/x.py", "import ckptman\nckptman.Checkpointer", "x.py:2"),
+        ("upward imports", "policies/x.py", "from ckptman.format.paths import DOT", "policies/x.py:1"),
+        ("upward imports", "errors.py", "import ckptman.policies.save_policies", "errors.py:1"),
+        ("upward imports", "io/x.py", "def f():\n    from ckptman.runtime import signals", "io/x.py:2"),
+        ("upward imports", "io/x.py", "from ..comm import control", "ckptman.comm.control"),
+        ("upward imports", "io/x.py", "from .. import train", "ckptman.train"),
+        ("upward imports", "saving/x.py", "from ckptman import cli", "ckptman.cli"),
+        ("upward imports", "runtime/x.py", "from ckptman import Checkpointer", "ckptman.Checkpointer"),
+        ("upward imports", "runtime/x.py", "import ckptman\nckptman.Checkpointer", "x.py:2"),
         ("upward imports", "util/x.py", "", "belongs to no layer"),
         ("eager root imports", "__init__.py", "from ckptman.errors import CkptmanError", "__init__.py:1"),
         ("eager root imports", "__init__.py", "from . import errors", "__init__.py:1"),
-        ("impurities", "policy/x.py", "import time", "imports time"),
-        ("impurities", "policy/x.py", "def f():\n    from os import environ", "imports os.environ"),
-        ("impurities", "policy/x.py", "from pathlib import Path", "imports pathlib"),
-        ("impurities", "policy/x.py", "import torch", "imports torch"),
-        ("impurities", "policy/x.py", "f = open('x')", "calls open"),
-        ("torch below", "store/x.py", "def f():\n    import torch.distributed as dist", "store/x.py:2"),
+        ("impurities", "policies/x.py", "import time", "imports time"),
+        ("impurities", "policies/x.py", "def f():\n    from os import environ", "imports os.environ"),
+        ("impurities", "policies/x.py", "from pathlib import Path", "imports pathlib"),
+        ("impurities", "policies/x.py", "import torch", "imports torch"),
+        ("impurities", "policies/x.py", "f = open('x')", "calls open"),
+        ("torch below", "io/x.py", "def f():\n    import torch.distributed as dist", "io/x.py:2"),
         ("torch below", "cli/x.py", "from torch import nn", "cli/x.py:1"),
-        ("durable calls elsewhere", "store/x.py", "import os\nos.fsync(3)", "uses fsync"),
+        ("durable calls elsewhere", "io/x.py", "import os\nos.fsync(3)", "uses fsync"),
         ("durable calls elsewhere", "train/x.py", "import os\nos.replace('a', 'b')", "uses replace"),
         ("durable calls elsewhere", "train/x.py", "path.replace(target)", "uses replace"),
         ("durable calls elsewhere", "train/x.py", "path.rename(target)", "uses rename"),
@@ -216,7 +236,7 @@ def test_no_folder_of_the_project_hides_a_package() -> None:
         ("durable calls elsewhere", "cli/x.py", "path.unlink()", "uses unlink"),
         ("forbidden folders", "train/dist/x.py", "", "dist"),
         ("forbidden folders", "torch/x.py", "", "torch"),
-        ("forbidden folders", "store/build/x.py", "", "build"),
+        ("forbidden folders", "io/build/x.py", "", "build"),
     ],
 )
 def test_each_rule_can_be_broken(tmp_path: Path, rule: str, where: str, text: str, complaint: str) -> None:
@@ -229,9 +249,9 @@ def test_each_rule_can_be_broken(tmp_path: Path, rule: str, where: str, text: st
 @pytest.mark.parametrize(
     ("where", "text"),
     [
-        ("sharded/x.py", "import ckptman\nimport torch\nfrom ckptman.store import names\nckptman.__version__"),
-        ("policy/x.py", "from collections.abc import Mapping\nfrom ckptman.errors import CkptmanError"),
-        ("store/x.py", "self._disk.rename(a, b)\nDISK.remove_tree(c)\n'a'.replace('a', 'b')\nreplace(x, y=1)"),
+        ("saving/x.py", "import ckptman\nimport torch\nfrom ckptman.format import paths\nckptman.__version__"),
+        ("policies/x.py", "from collections.abc import Mapping\nfrom ckptman.errors import CkptmanError"),
+        ("io/x.py", "self._disk.rename(a, b)\nDISK.remove_tree(c)\n'a'.replace('a', 'b')\nreplace(x, y=1)"),
         ("cli/x.py", "from ckptman import Checkpointer"),
         ("__init__.py", "if TYPE_CHECKING:\n    from ckptman.errors import CkptmanError"),
     ],
@@ -245,11 +265,11 @@ def test_what_is_allowed(tmp_path: Path, where: str, text: str) -> None:
 
 
 def torch_free_modules() -> list[str]:
-    """Every module that must load without torch: all but those of the layers that may know it."""
+    """Every module that must load without torch: all but those of the rooms that may know it."""
     names = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
-        if parts[0] not in TORCH_LAYERS and parts != ["__main__"]:
+        if parts[0] not in TORCH_ROOMS and parts != ["__main__"]:
             names.append(".".join(["ckptman", *parts]).removesuffix(".__init__"))
     return names
 
@@ -261,13 +281,13 @@ def loads_torch(modules: list[str]) -> bool:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip() == "True"
 
 
-def test_nothing_outside_sharded_and_train_loads_torch() -> None:
+def test_nothing_outside_the_rooms_of_torch_loads_it() -> None:
     modules = torch_free_modules()
-    assert {"ckptman", "ckptman.cli", "ckptman.store.catalogue", "ckptman.scheduler.chain"} <= set(modules)
+    assert {"ckptman", "ckptman.cli", "ckptman.catalog.catalog", "ckptman.scheduler.chain"} <= set(modules)
     assert not loads_torch(modules)
 
 
 def test_the_public_names_of_torch_free_layers_load_no_torch() -> None:
-    names = [f"ckptman.{name}" for name, home in HOMES.items() if home.split(".")[1] not in TORCH_LAYERS]
+    names = [f"ckptman.{name}" for name, home in HOMES.items() if home.split(".")[1] not in TORCH_ROOMS]
     assert not loads_torch(["ckptman\n" + "\n".join(names)])
     assert loads_torch(["sys\nsys.modules['torch'] = sys"]), "the check must be able to see torch"

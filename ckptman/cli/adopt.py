@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.list import AsJson
 from ckptman.cli.progress import progress
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError, RootError
 
 if TYPE_CHECKING:
-    from ckptman.sharded.adopt import Adopted
+    from ckptman.dcp.adopt import Adopted
 
 PathToAdopt = Annotated[
     Path,
@@ -38,11 +38,11 @@ def adopt(path: PathToAdopt, step: Step = None, keep_name: KeepName = False, as_
     No byte of its files changes. Its folder is renamed to what ckptman calls that step. What is damaged or incomplete
     is refused.
     """
-    from ckptman.store.names import METADATA
+    from ckptman.format.paths import METADATA
 
     wanted = [path]
     if is_root := path.is_dir() and not (path / METADATA).exists():
-        from ckptman.sharded.adopt import candidates
+        from ckptman.dcp.adopt import candidates
 
         if not (wanted := candidates(path)):
             raise NotFoundError(f"{path} holds nothing to adopt: no folder in it has a {METADATA} and no manifest.json")
@@ -76,7 +76,7 @@ def _one(folders: list[Path]) -> str:
 
 
 def _adopt(folder: Path, step: int | None, keep_name: bool) -> Adopted:
-    from ckptman.sharded.adopt import adopt as adopt_checkpoint
+    from ckptman.dcp.adopt import adopt as adopt_checkpoint
 
     # Each file is read twice: to compare its checksums, and for digests.
     sizes = [each.lstat().st_size for each in folder.glob("*.distcp")] if folder.is_dir() else []

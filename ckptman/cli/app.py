@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from ckptman.cli.text import complain, message, plain, say, stop_writing
+from ckptman.cli.console import complain, message, plain, say, stop_writing
 from ckptman.errors import CkptmanError, RootError
 
 TRACEBACK_ENV = "CKPTMAN_TRACEBACK"

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.errors import CkptmanError
 
 if TYPE_CHECKING:
-    from ckptman.scheduler.control import Seen
-    from ckptman.scheduler.record import AttemptRecord, Chain, EndRecord
-    from ckptman.scheduler.slurm import Slurm
+    from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord
+    from ckptman.scheduler.slurm.commands import Slurm
+    from ckptman.scheduler.slurm.control import Seen
 
 LINES_SHOWN = 20
 _COLOURS = {"finished": "green", "stopped": "red", "cancelled": "red", "paused": "yellow"}
@@ -46,7 +46,7 @@ def list_chains(
     as_json: AsJson = False,
 ) -> None:
     """List the chains that were submitted from a directory."""
-    from ckptman.scheduler.record import find_chains
+    from ckptman.scheduler.chain_record import find_chains
 
     chains = [(each, each.spec, each.state, each.attempts(), each.jobs()) for each in find_chains(folder.resolve())]
     if as_json:
@@ -90,7 +90,7 @@ def show_chain(
     as_json: AsJson = False,
 ) -> None:
     """Show the attempts of a chain, how each ended, and what is in the queue."""
-    from ckptman.scheduler.control import look
+    from ckptman.scheduler.slurm.control import look
 
     chain, slurm = _find(name)
     _show(chain, look(chain, slurm), as_json)
@@ -101,7 +101,7 @@ def show_chain(
 @chain_app.command("cancel")
 def cancel_chain(name: Name = None) -> None:
     """End a chain. The attempt that runs gets SIGTERM, and the time that the cluster gives, to save."""
-    from ckptman.scheduler.control import cancel
+    from ckptman.scheduler.slurm.control import cancel
 
     _act(name, cancel)
 
@@ -109,7 +109,7 @@ def cancel_chain(name: Name = None) -> None:
 @chain_app.command("pause")
 def pause_chain(name: Name = None) -> None:
     """Start no further attempt. The one that runs goes on to its end."""
-    from ckptman.scheduler.control import pause
+    from ckptman.scheduler.slurm.control import pause
 
     _act(name, pause)
 
@@ -117,14 +117,14 @@ def pause_chain(name: Name = None) -> None:
 @chain_app.command("resume")
 def resume_chain(name: Name = None) -> None:
     """Let a chain go on that was paused, or that crashes or a limit have stopped."""
-    from ckptman.scheduler.control import resume
+    from ckptman.scheduler.slurm.control import resume
 
     _act(name, resume)
 
 
 def _find(name: str | None) -> tuple[Chain, Slurm]:
-    from ckptman.scheduler.control import named
-    from ckptman.scheduler.submission import slurm_of
+    from ckptman.scheduler.slurm.control import named
+    from ckptman.scheduler.slurm.submission import slurm_of
 
     chain = named(name, Path.cwd())
     return chain, slurm_of(chain.spec, os.environ)
@@ -138,7 +138,7 @@ def _act(name: str | None, what: Callable[[Chain, Slurm, float], Seen]) -> None:
 def _show(chain: Chain, seen: Seen, as_json: bool) -> None:
     spec = chain.spec
     if as_json:
-        from ckptman.scheduler.pauses import pauses
+        from ckptman.scheduler.restart_gaps import pauses
 
         text.say_json(
             {
@@ -183,7 +183,7 @@ def _row(attempt: AttemptRecord, end: EndRecord | None, now: float) -> tuple[str
 
 
 def _show_times(chain: Chain) -> None:
-    from ckptman.scheduler.pauses import pauses
+    from ckptman.scheduler.restart_gaps import pauses
 
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:,.1f}"

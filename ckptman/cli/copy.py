@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.copy_progress import copy_progress
 from ckptman.cli.list import AsJson
 from ckptman.cli.objects import choose_objects
-from ckptman.cli.target import Step, choose, is_checkpoint, is_foreign
+from ckptman.cli.select import Step, choose, is_checkpoint, is_foreign
 from ckptman.cli.verify import MOST_THREADS, parse_speed
 from ckptman.errors import (
     BusyError,
@@ -27,11 +27,11 @@ from ckptman.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckptman.store.catalogue import Entry
-    from ckptman.store.copy import Copied, Means
-    from ckptman.store.meter import Meter
-    from ckptman.store.objects import ObjectEntry, ObjectPlace
-    from ckptman.store.place import FolderPlace
+    from ckptman.catalog.backends.local import FolderPlace
+    from ckptman.catalog.backends.object_store import ObjectEntry, ObjectPlace
+    from ckptman.catalog.catalog import Entry
+    from ckptman.transfer.copy import Copied, Means
+    from ckptman.transfer.progress import Meter
 
     AnyEntry = TypeVar("AnyEntry", Entry, ObjectEntry)
 
@@ -78,10 +78,10 @@ def copy(
     Interrupted, it goes on from where it was when it is run again. A copy keeps its name, step and sequence. One that
     is there already is not copied again.
     """
-    from ckptman.store.copy import copy_checkpoint, copy_foreign, copy_objects
-    from ckptman.store.copysource import GoneError
-    from ckptman.store.objects import find_url
-    from ckptman.store.place import FolderPlace
+    from ckptman.catalog.backends.local import FolderPlace
+    from ckptman.catalog.backends.object_store import find_url
+    from ckptman.transfer.copy import copy_checkpoint, copy_foreign, copy_objects
+    from ckptman.transfer.source import GoneError
 
     means = _means(limit, threads, overwrite)
     job = _Job(source, destination, as_json, every)
@@ -149,8 +149,8 @@ class _Job:
 
     def attempt(self, entry: Entry | ObjectEntry, copy: Callable[[Meter], Copied]) -> None:
         """Copy one. Raises: what went wrong; of several, only what keeps the others from being copied, too."""
-        from ckptman.store.copydraft import BusyCopyingError
-        from ckptman.store.copysource import GoneError, SourceError
+        from ckptman.transfer.partial_copy import BusyCopyingError
+        from ckptman.transfer.source import GoneError, SourceError
 
         try:
             with copy_progress(f"step {entry.step}") as meter:
@@ -231,7 +231,7 @@ class _NotAllError(CkptmanError):
 
 def _was_committed(entry: Entry | ObjectEntry) -> bool:
     """Whether what does not count was a checkpoint once, and is missed. A save that was never finished is not."""
-    from ckptman.store.names import MANIFEST
+    from ckptman.format.paths import MANIFEST
 
     if isinstance(entry.path, str):
         return MANIFEST in entry.sizes
@@ -264,9 +264,9 @@ def _pace(count: int, seconds: float) -> str:
 
 
 def _target(destination: str, url: str | None) -> FolderPlace | ObjectPlace:
-    from ckptman.store.names import parse_step
-    from ckptman.store.objects import ObjectPlace
-    from ckptman.store.place import FolderPlace
+    from ckptman.catalog.backends.local import FolderPlace
+    from ckptman.catalog.backends.object_store import ObjectPlace
+    from ckptman.format.paths import parse_step
 
     if url is None:
         return FolderPlace(destination)
@@ -286,9 +286,9 @@ def _means(
     limit: str | None, threads: int | None, overwrite: bool
 ) -> Callable[[Callable[[Means], Copied]], Callable[[Meter], Copied]]:
     """What makes of a copy that wants its means one that wants only a meter. Raises: ConfigError."""
-    from ckptman.policy.checks import check_count
-    from ckptman.store.copy import Means
-    from ckptman.store.meter import Limit
+    from ckptman.policies.checks import check_count
+    from ckptman.transfer.copy import Means
+    from ckptman.transfer.progress import Limit
 
     if threads is not None:
         check_count("copy", "--threads", threads)

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 
 if TYPE_CHECKING:
-    from ckptman.policy.remaining import Remaining
-    from ckptman.store.meter import Meter
+    from ckptman.forecast.transfer_time import Remaining
+    from ckptman.transfer.progress import Meter
 
 
 @contextmanager
 def copy_progress(name: str) -> Iterator[Meter]:
     """What counts the pieces of a copy; shown where somebody looks."""
-    from ckptman.store.meter import Meter
+    from ckptman.transfer.progress import Meter
 
     if not sys.stderr.isatty():
         yield Meter()

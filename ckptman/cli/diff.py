@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.differences import Findings, Side, as_dict, lines, weight
 from ckptman.cli.list import AsJson
 from ckptman.cli.progress import progress
-from ckptman.cli.target import choose, is_checkpoint, is_foreign
+from ckptman.cli.select import choose, is_checkpoint, is_foreign
 from ckptman.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
-    from ckptman.store.chunks import TensorRecord
+    from ckptman.format.chunk_table import TensorRecord
 
 DIFFERENT = 1
 """The exit code of a diff that found something, as of the diff that everybody knows."""
@@ -68,8 +68,8 @@ def diff(
     Exit code 0: nothing. 1: something. 2: wrong usage. 3: not found. 4: one of them is damaged. 9: a newer ckptman
     wrote one of them. 10: one of them could not be read.
     """
-    from ckptman.policy.checks import check_count
-    from ckptman.store.lease import reading
+    from ckptman.catalog.reader_lease import reading
+    from ckptman.policies.checks import check_count
 
     check_count("diff", "--top", top)
     before, after = _sides(a, b, _two_steps(steps))
@@ -132,9 +132,9 @@ def _wanted(patterns: list[str]) -> Callable[[str], bool]:
 
 def _compare(before: Side, after: Side, wanted: Callable[[str], bool], read: bool) -> Findings:
     """Compare all of it. Raises: CorruptError, FormatVersionError."""
-    from ckptman.sharded.diff import diff_tensors
-    from ckptman.sharded.diff_values import diff_values
-    from ckptman.sharded.piecewise import Frugal
+    from ckptman.diff.diff import diff_tensors
+    from ckptman.diff.values import diff_values
+    from ckptman.loading.piecewise import Frugal
 
     found = Findings()
     with _quiet():
@@ -161,7 +161,7 @@ def _compare(before: Side, after: Side, wanted: Callable[[str], bool], read: boo
 
 
 def _bytes(record: TensorRecord) -> int:
-    from ckptman.store.chunks import item_bytes
+    from ckptman.format.chunk_table import item_bytes
 
     return math.prod(record.shape) * (item_bytes(record.dtype) or 1)
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ckptman.sharded.diff import TensorDiff
-    from ckptman.sharded.diff_values import ValueDiff
-    from ckptman.store.manifest import Manifest
+    from ckptman.diff.diff import TensorDiff
+    from ckptman.diff.values import ValueDiff
+    from ckptman.format.manifest import Manifest
 
 VALUE_WIDTH = 36
 NOTE_WIDTH = 60
@@ -138,8 +138,8 @@ def _tensor_dict(tensor: TensorDiff) -> dict[str, Any]:
 
 
 def _value_dict(value: ValueDiff) -> dict[str, Any]:
-    from ckptman.sharded.diff_values import MISSING
-    from ckptman.store.plain import encode
+    from ckptman.diff.values import MISSING
+    from ckptman.format.value_codec import encode
 
     fields: dict[str, Any] = {"name": value.name, "kind": value.kind}
     for side, each in (("a", value.before), ("b", value.after)):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.list import AsJson
 from ckptman.cli.sizes import is_size, parse_size
 from ckptman.errors import CkptmanError, ConfigError
@@ -70,7 +70,7 @@ def doctor(
     in a folder of its own inside DIR, and removes it. Without DIR: torch, devices, Slurm, memory and limits around this
     process. Exit code 1: something is broken.
     """
-    from ckptman.policy.checks import check_positive
+    from ckptman.policies.checks import check_positive
 
     check_positive("doctor", "--timeout", timeout)
     if timeout > MOST_TIMEOUT_SECONDS:
@@ -119,7 +119,7 @@ def _against_bytes(written: str | None, timeout: float) -> int | None:
         return None
     if is_size(written):
         return parse_size("--against", written, needs_unit=True)
-    from ckptman.store.apart import NoAnswer, apart
+    from ckptman.io.isolated import NoAnswer, apart
 
     try:
         # A path may be on the very file system that hangs.
@@ -136,7 +136,7 @@ def _against_bytes(written: str | None, timeout: float) -> int | None:
 
 def _checkpoint_bytes(path: Path) -> int | None:
     """Bytes of a checkpoint, or of the newest of a root; None where there is nothing."""
-    from ckptman.cli.target import choose, is_foreign
+    from ckptman.cli.select import choose, is_foreign
 
     if not path.exists():
         return None
@@ -155,10 +155,10 @@ def _survey(against_bytes: int | None, timeout: float, note: Callable[[str], Non
 def _torch_facts(timeout: float) -> TorchFacts:
     """Asked in a process of its own: a driver that is broken may hang whoever asks for devices."""
     from ckptman.doctor.facts import TorchFacts
-    from ckptman.store.apart import Died, NoAnswer, apart
+    from ckptman.io.isolated import Died, NoAnswer, apart
 
     def ask() -> TorchFacts:
-        from ckptman.sharded.installed import torch_facts
+        from ckptman.state.installed_torch import torch_facts
 
         return torch_facts()
 

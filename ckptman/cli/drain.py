@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.copy import Speed, Threads, copied_lines
 from ckptman.cli.copy_progress import copy_progress
 from ckptman.cli.list import AsJson, Root
@@ -18,9 +18,9 @@ from ckptman.cli.verify import parse_speed
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError
 
 if TYPE_CHECKING:
-    from ckptman.policy.tiers import Tier
-    from ckptman.store.copyproof import Means
-    from ckptman.store.drain import Drained, DrainPlan, Task
+    from ckptman.policies.tiers import Tier
+    from ckptman.transfer.drain import Drained, DrainPlan, Task
+    from ckptman.transfer.read_back import Means
 
 To = Annotated[
     str | None,
@@ -50,8 +50,8 @@ def drain(
     The tiers are those that the run was started with; each copy is proved before it counts, and each tier is pruned by
     its own rules. Nothing is deleted in ROOT: its own retention does that, once the copies are there.
     """
-    from ckptman.store.drain import carry_out, plan_drain, prepare
-    from ckptman.store.meter import Limit
+    from ckptman.transfer.drain import carry_out, plan_drain, prepare
+    from ckptman.transfer.progress import Limit
 
     if not 0 < poll < 1e6:
         raise ConfigError(f"--poll: seconds above 0, not {poll:g}")
@@ -61,7 +61,7 @@ def drain(
 
     @contextmanager
     def means(task: Task) -> Iterator[Means]:
-        from ckptman.store.copyproof import Means
+        from ckptman.transfer.read_back import Means
 
         rates = [each for each in (rate, task.tier.bytes_per_second) if each is not None]
         with copy_progress(f"step {task.entry.step}") as meter:
@@ -96,8 +96,8 @@ def drain(
 
 
 def _tiers(root: Path, to: str | None, every: int, make: bool) -> tuple[Tier, ...]:
-    from ckptman.policy.tiers import Tier
-    from ckptman.store.tiers import absolute, check_tiers, make_tiers, read_tiers
+    from ckptman.catalog.tiers import absolute, check_tiers, make_tiers, read_tiers
+    from ckptman.policies.tiers import Tier
 
     if to is None:
         found = read_tiers(root)
@@ -114,8 +114,8 @@ def _tiers(root: Path, to: str | None, every: int, make: bool) -> tuple[Tier, ..
 
 
 def _is_finished(root: Path) -> bool:
-    from ckptman.lifecycle.outcome import read_outcome
-    from ckptman.store.names import outcome_path
+    from ckptman.format.paths import outcome_path
+    from ckptman.runtime.outcome import read_outcome
 
     try:
         found = read_outcome(outcome_path(root))
@@ -185,7 +185,7 @@ def _as_dict(drained: Drained) -> dict[str, Any]:
 
 def _raise_worst(done: list[Drained], plan: DrainPlan) -> None:
     """Raises: what went wrong, where something did; that of the first."""
-    from ckptman.store.copysource import GoneError
+    from ckptman.transfer.source import GoneError
 
     errors: list[CkptmanError] = [each.error for each in done if each.error is not None and not each.busy]
     for error in errors:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.list import AsJson
 from ckptman.cli.objects import check_is_folder
 from ckptman.cli.progress import progress
+from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.sizes import parse_size
-from ckptman.cli.target import PathOrRoot, Step, choose, is_foreign
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ckptman.sharded.export import Exported
-    from ckptman.sharded.export_target import Format
+    from ckptman.exporting.export import Exported
+    from ckptman.exporting.target import Format
 
 Out = Annotated[
     Path,
@@ -116,7 +116,7 @@ def export(
         entry.require_manifest()
         folder = entry.path
 
-    from ckptman.sharded.export import export as export_checkpoint
+    from ckptman.exporting.export import export as export_checkpoint
 
     with ExitStack() as stack, warnings.catch_warnings():
         # torch warns of dtypes that are experimental or deprecated wherever they are touched.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.tensors import TensorFacts, tensor_facts
 
 
@@ -29,8 +29,8 @@ def show_foreign(path: Path, as_json: bool) -> None:
 
 def _read(path: Path) -> tuple[list[TensorFacts], list[str], list[str]]:
     """Its tensors, the names of its plain values, and what it was transformed by. Raises: CorruptError."""
-    from ckptman.sharded.foreign import read_foreign_metadata, transforms_in
-    from ckptman.store.names import METADATA
+    from ckptman.format.paths import METADATA
+    from ckptman.loading.restricted_unpickler import read_foreign_metadata, transforms_in
 
     tensors, values = [], []
     metadata = read_foreign_metadata(path / METADATA)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from ckptman.cli import text
-from ckptman.policy.figures import time_text
+from ckptman.cli import console as text
+from ckptman.forecast.figures import time_text
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 400, 64, 40, 24, 52
 LINE, MARK, INK, FAINT, GRID = "#2563eb", "#b45309", "#1f2937", "#6b7280", "#e5e7eb"

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.objects import check_is_folder
-from ckptman.cli.roots import check_is_no_checkpoint
-from ckptman.cli.target import is_foreign
+from ckptman.cli.select import is_foreign
+from ckptman.cli.select_roots import check_is_no_checkpoint
 
 if TYPE_CHECKING:
-    from ckptman.store.catalogue import Entry
-    from ckptman.store.verified import Verified
+    from ckptman.catalog.catalog import Entry
+    from ckptman.catalog.verified import Verified
 
 SIZES_SHOWN = 4
 
@@ -52,9 +52,9 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
 
     Oldest commit first: the last complete one is what a run restores.
     """
-    from ckptman.store.catalogue import Catalogue
-    from ckptman.store.objects import find_url
-    from ckptman.store.verified import read_verified
+    from ckptman.catalog.backends.object_store import find_url
+    from ckptman.catalog.catalog import Catalogue
+    from ckptman.catalog.verified import read_verified
 
     if (url := find_url(root)) is not None:
         list_objects(url, as_json)
@@ -73,8 +73,8 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
 
 def list_objects(url: str, as_json: bool) -> None:
     """The same of an object store, where there are no notes and no leftovers. Raises: as `ObjectPlace.look`."""
-    from ckptman.store.catalogue import Entry
-    from ckptman.store.objects import ObjectPlace
+    from ckptman.catalog.backends.object_store import ObjectPlace
+    from ckptman.catalog.catalog import Entry
 
     found = ObjectPlace(url).look(abandoned=True)
     entries = [

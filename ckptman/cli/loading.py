@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
-from ckptman.sharded.proof import LoadReport, PlanReport, world_sizes_with
+from ckptman.verify.proof import LoadReport, PlanReport, world_sizes_with
 
 __all__ = ["LoadReport", "PlanReport", "load_on", "plan_on"]
 
@@ -20,7 +20,7 @@ __all__ = ["LoadReport", "PlanReport", "load_on", "plan_on"]
 # What was imported stays: looking for garbage in it took a quarter of the import, half a second at the end, and a copy
 # of each of its pages in every rank that is forked.
 _START = (
-    "import gc, sys; gc.disable(); sys.path[:] = {!r}; from ckptman.sharded.{} import main; "
+    "import gc, sys; gc.disable(); sys.path[:] = {!r}; from ckptman.verify.{} import main; "
     "gc.freeze(); gc.enable(); sys.exit(main(sys.argv[1:]))"
 )
 
@@ -35,7 +35,7 @@ def load_on(
     done: Callable[[float], None] | None = None,
     allow: Sequence[str] = (),
 ) -> Iterator[LoadReport]:
-    """What kept the checkpoint from loading on each world size bit for bit (see `sharded.reshard_check`).
+    """What kept the checkpoint from loading on each world size bit for bit (see `verify.reshard_check`).
 
     `mesh`, (S,) or (R, S): the world size R x S is loaded as R replicas of S shards; it is added where it is none of
     `world_sizes`. `done` is told how much of all of them is done, from 0 to 1. `allow`: classes
@@ -57,11 +57,11 @@ def load_on(
 
 
 def refused_on(path: Path, allow: Sequence[str] = ()) -> dict[str, list[str]]:
-    """What a load would refuse to unpickle, `refused`, and the tensors that are `quantized` (see `sharded.loadable`).
+    """What a load would refuse to unpickle, `refused`, and the tensors that are `quantized` (see `verify.refusals`).
 
     Raises: as `load_on`.
     """
-    (found,) = _answers("loadable", {"folder": str(path), "allow": allow}, 1)
+    (found,) = _answers("refusals", {"folder": str(path), "allow": allow}, 1)
     return found
 
 
@@ -72,7 +72,7 @@ def plan_on(
     mesh: tuple[int, ...] | None = None,
     rank_bandwidth_bytes_per_second: float | None = None,
 ) -> Iterator[PlanReport]:
-    """What it takes to load the checkpoint on each world size, and what keeps it from it (see `sharded.plan_check`).
+    """What it takes to load the checkpoint on each world size, and what keeps it from it (see `verify.plan_check`).
 
     Nothing is loaded and no rank is started. The bandwidths are those of the whole file system, and of one rank.
     `mesh` as for `load_on`. Raises: as `load_on`.
@@ -90,7 +90,7 @@ def plan_on(
 
 
 def _answers(module: str, request: dict[str, Any], expected: int) -> Iterator[dict[str, Any]]:
-    """What `main` of a module of `sharded` prints, line by line, in a process of its own."""
+    """What `main` of a module of `verify` prints, line by line, in a process of its own."""
     command = [sys.executable, "-c", _START.format(sys.path, module), json.dumps(request)]
     # One thread each: the ranks are forked, and share the cores.
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from ckptman.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
-    from ckptman.store.objects import ObjectEntry, ObjectPlace
+    from ckptman.catalog.backends.object_store import ObjectEntry, ObjectPlace
 
 
 def check_is_folder(path: Path | str) -> None:
     """Raises: ConfigError where this is the address of an object store, or is meant for one."""
-    from ckptman.store.objects import find_url
+    from ckptman.catalog.backends.object_store import find_url
 
     if os.path.lexists(path):  # whatever its name is
         return
@@ -31,8 +31,8 @@ def choose_objects(url: str, step: int | None, every: bool) -> tuple[ObjectPlace
     Without a choice: the newest that counts, after those that do not and may be newer.
     Raises: ConfigError, NotFoundError, RootError.
     """
-    from ckptman.store.names import parse_step
-    from ckptman.store.objects import ObjectPlace
+    from ckptman.catalog.backends.object_store import ObjectPlace
+    from ckptman.format.paths import parse_step
 
     if step is not None and every:
         raise ConfigError("--step and --all exclude each other: name one of them")

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.cli import text
-from ckptman.cli.target import PathOrRoot, Step, choose
+from ckptman.cli import console as text
+from ckptman.cli.select import PathOrRoot, Step, choose
 from ckptman.errors import CorruptError, NotFoundError, RootError
 
 if TYPE_CHECKING:
-    from ckptman.store.catalogue import Entry
+    from ckptman.catalog.catalog import Entry
 
 Why = Annotated[str, typer.Option("--why", metavar="TEXT", show_default=False, help="Why it is to stay. Required.")]
 
@@ -27,9 +27,9 @@ def pin(path: PathOrRoot, why: Why, step: Step = None) -> None:
     PATH is one checkpoint, or a root: then it is that of --step, or the newest. The pin is a file beside the manifest,
     and goes with every copy of the checkpoint. Pinned again, it gets the new reason.
     """
-    from ckptman.store import pins
-    from ckptman.store.durable import DISK
-    from ckptman.store.verified import read_verified
+    from ckptman.catalog import pins
+    from ckptman.catalog.verified import read_verified
+    from ckptman.io.filesystem import DISK
 
     entry = _entry(path, step)
     note = read_verified(entry.path, entry.require_manifest())
@@ -44,8 +44,8 @@ def pin(path: PathOrRoot, why: Why, step: Step = None) -> None:
 
 def unpin(path: PathOrRoot, step: Step = None) -> None:
     """Let the rules of a prune decide about a checkpoint again."""
-    from ckptman.store import pins
-    from ckptman.store.durable import DISK
+    from ckptman.catalog import pins
+    from ckptman.io.filesystem import DISK
 
     entry = _entry(path, step)
     try:

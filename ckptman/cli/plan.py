@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.list import AsJson
 from ckptman.cli.quantities import parse_rate, parse_seconds
 from ckptman.cli.rules import (
@@ -27,9 +27,9 @@ from ckptman.cli.sizes import parse_size
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ckptman.policy.figures import Figure
-    from ckptman.policy.retention import RetentionPolicy
-    from ckptman.policy.saving import SavePolicy
+    from ckptman.forecast.figures import Figure
+    from ckptman.policies.retention import RetentionPolicy
+    from ckptman.policies.save_policies import SavePolicy
 
 
 def _option(name: str, metavar: str, words: str) -> Any:
@@ -132,12 +132,12 @@ def plan(
     """
     from ckptman.cli.plan_inputs import Written, subject_of, tiers_of
     from ckptman.cli.plan_report import Plan, as_dict, lines
-    from ckptman.policy.checks import check_positive
-    from ckptman.policy.costs import Life, Saving, tier_figures
-    from ckptman.policy.failures import mtbf_figure, rate_named
-    from ckptman.policy.figures import Figure
-    from ckptman.policy.kept import Saves, disk_figures
-    from ckptman.policy.memory import memory_figures
+    from ckptman.forecast.disk_forecast import Saves, disk_figures
+    from ckptman.forecast.failure_rates import mtbf_figure, rate_named
+    from ckptman.forecast.figures import Figure
+    from ckptman.forecast.gpu_memory import memory_figures
+    from ckptman.forecast.save_costs import Life, Saving, tier_figures
+    from ckptman.policies.checks import check_positive
 
     check_positive("plan", "--factor", factor)
     if factor > MOST_FACTOR:
@@ -194,8 +194,8 @@ def plan(
 
 def _check_steps(given: float | None, policy: RetentionPolicy | None) -> None:
     """Raises: ConfigError for a rule that counts steps where nobody says what one takes."""
-    from ckptman.policy.limit import rules_of
-    from ckptman.policy.retention import KeepEvery, KeepSteps
+    from ckptman.policies.limit import rules_of
+    from ckptman.policies.retention import KeepEvery, KeepSteps
 
     if given is None and any(isinstance(each, KeepEvery | KeepSteps) for each in rules_of(policy)):
         raise ConfigError("a rule to keep checkpoints goes by steps: say what a step takes, as in --step 2s")
@@ -204,7 +204,7 @@ def _check_steps(given: float | None, policy: RetentionPolicy | None) -> None:
 def _cadence(policy: SavePolicy | None, figures: list[Figure], step_seconds: float | None) -> tuple[float, str]:
     """Seconds between saves: as the configuration says, where there is one, or the interval of the plan; and whose."""
     from ckptman.cli.plan_report import value_of
-    from ckptman.policy.kept import cadence_seconds
+    from ckptman.forecast.disk_forecast import cadence_seconds
 
     stall, save, restart = (value_of(figures, name) for name in ("stall", "save", "restart"))
     own = cadence_seconds(policy, stall, save, restart, step_seconds)
@@ -215,7 +215,7 @@ def _cadence(policy: SavePolicy | None, figures: list[Figure], step_seconds: flo
 
 
 def _limit_bytes(policy: RetentionPolicy | None) -> int | None:
-    from ckptman.policy.limit import limited
+    from ckptman.policies.limit import limited
 
     limit = limited(policy)
     return None if limit is None else limit.bytes

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptman.cli.quantities import parse_count, parse_rate
 from ckptman.errors import CkptmanError, ConfigError
-from ckptman.policy.checks import check_count
-from ckptman.policy.costs import TABLE, TABLE_SOURCE, Tier
-from ckptman.policy.failures import MOST_GPUS
-from ckptman.policy.figures import Figure, bytes_text
-from ckptman.policy.memory import Batch, Shape, Weights, likely_shape
-from ckptman.policy.sizing import (
+from ckptman.forecast.checkpoint_size import (
     DTYPE_BYTES,
     RULE_FACTOR,
     RULE_SOURCE,
@@ -25,11 +20,16 @@ from ckptman.policy.sizing import (
     state_bytes,
     with_optimizer,
 )
+from ckptman.forecast.failure_rates import MOST_GPUS
+from ckptman.forecast.figures import Figure, bytes_text
+from ckptman.forecast.gpu_memory import Batch, Shape, Weights, likely_shape
+from ckptman.forecast.save_costs import TABLE, TABLE_SOURCE, Tier
+from ckptman.policies.checks import check_count
 
 if TYPE_CHECKING:
-    from ckptman.policy.layout import Values
-    from ckptman.policy.retention import RetentionPolicy
-    from ckptman.policy.saving import SavePolicy
+    from ckptman.forecast.size_forecast import Values
+    from ckptman.policies.retention import RetentionPolicy
+    from ckptman.policies.save_policies import SavePolicy
 
 DEFAULT_VOCAB = 128_256
 DEFAULT_SEQUENCE = 4096
@@ -169,10 +169,10 @@ def _of_params(written: Written, params: str) -> Subject:
 
 
 def _of_config(written: Written, path: Path) -> Subject:
-    from ckptman.policy.layout import SCHEDULED_VALUES, Values
+    from ckptman.forecast.size_forecast import SCHEDULED_VALUES, Values
     from ckptman.train.config import load_config
+    from ckptman.train.dataset.tokenfile import read_meta
     from ckptman.train.size import parameter_shapes
-    from ckptman.train.tokenfile import read_meta
 
     for name in ("vocab", "dim", "layers", "sequence", "micro_batch"):
         if getattr(written, name) is not None:
@@ -216,8 +216,8 @@ def _of_config(written: Written, path: Path) -> Subject:
 
 
 def _of_model(written: Written) -> Subject:
-    from ckptman.policy.layout import Values
-    from ckptman.sharded.meta import tensors_of
+    from ckptman.forecast.size_forecast import Values
+    from ckptman.state.meta_model import tensors_of
 
     assert written.model is not None
     names = tensors_of(written.model)
@@ -245,7 +245,7 @@ def _exactly(
     accumulates: bool = False,
 ) -> Subject:
     """A model whose tensors are known one by one, so that the size of its checkpoints is known to the byte, nearly."""
-    from ckptman.policy.layout import checkpoint_size
+    from ckptman.forecast.size_forecast import checkpoint_size
 
     replicas, shards = mesh
     tensors = with_optimizer(names, moments)

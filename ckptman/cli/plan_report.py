@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 
 if TYPE_CHECKING:
     from ckptman.cli.plan_inputs import Subject
-    from ckptman.policy.costs import Tier
-    from ckptman.policy.figures import Figure
+    from ckptman.forecast.figures import Figure
+    from ckptman.forecast.save_costs import Tier
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _rows(made: Plan, headers: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _fits(memory: Sequence[Figure], room: int) -> list[str]:
-    from ckptman.policy.figures import bytes_text
+    from ckptman.forecast.figures import bytes_text
 
     lines = []
     for name, how in (("total_plain", "without"), ("total_checkpointed", "with")):
@@ -76,8 +76,8 @@ def _fits(memory: Sequence[Figure], room: int) -> list[str]:
 
 def _advice(made: Plan) -> list[str]:
     """What to do, by the numbers: the tier that yields most, and what to write where."""
-    from ckptman.policy.costs import BOUND_SECONDS
-    from ckptman.policy.figures import bytes_text
+    from ckptman.forecast.figures import bytes_text
+    from ckptman.forecast.save_costs import BOUND_SECONDS
 
     lines = []
     lasting = [each for each in made.tiers if each[0].lasts]
@@ -136,8 +136,8 @@ def _bound_costs(tier: Tier, figures: list[Figure], blocking: bool) -> list[str]
 
 def _by_configuration(made: Plan) -> list[str]:
     """How often the configuration saves, where it is one that says it: what is saved, kept and on disk is of that."""
-    from ckptman.policy.kept import intervals_of
-    from ckptman.policy.saving import EverySteps
+    from ckptman.forecast.disk_forecast import intervals_of
+    from ckptman.policies.save_policies import EverySteps
 
     intervals = intervals_of(made.subject.save_policy)
     known = [repr(each) for each in intervals if made.step_seconds is not None or not isinstance(each, EverySteps)]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 
 
 @contextmanager

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.list import AsJson
 from ckptman.cli.progress import progress
 from ckptman.cli.prune_report import as_dict, lines, summary
-from ckptman.cli.roots import check_is_root, roots_of
 from ckptman.cli.rules import (
     KeepBestOption,
     KeepDailyOption,
@@ -33,11 +32,12 @@ from ckptman.cli.rules import (
     Rules,
     check_meant,
 )
+from ckptman.cli.select_roots import check_is_root, roots_of
 from ckptman.errors import CkptmanError, ConfigError, RootError
 
 if TYPE_CHECKING:
-    from ckptman.policy.rules import RetentionPolicy
-    from ckptman.store.prune import Pruned, PrunePlan
+    from ckptman.catalog.prune import Pruned, PrunePlan
+    from ckptman.policies.rules import RetentionPolicy
 
 MOST_JOBS = 256
 Roots = Annotated[
@@ -104,7 +104,7 @@ def prune(
     Of several roots each is pruned for itself, also where another one cannot be; the exit code is that of the first
     that could not. Exit code 2: no rules, or a folder that holds no checkpoints. 10: something cannot be removed.
     """
-    from ckptman.policy.checks import check_count, check_positive
+    from ckptman.policies.checks import check_count, check_positive
 
     # Thousands of small things are made, and none of them is thrown away before the end.
     gc.disable()
@@ -133,7 +133,7 @@ def prune(
 
 def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
     """Prune each root, whatever becomes of the others. Ends with the exit code of the first that failed."""
-    from ckptman.store.lease import look
+    from ckptman.catalog.reader_lease import look
 
     for path in paths:
         # From now on all their readers are being watched, and not those of one root after the other.
@@ -171,7 +171,7 @@ def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
 
 def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError | None]:
     """Prune one root, say what was done, and return it as data; and what could not be removed. Raises: CkptmanError."""
-    from ckptman.store.prune import Pruned, one_at_a_time, plan_prune
+    from ckptman.catalog.prune import Pruned, one_at_a_time, plan_prune
 
     check_is_root(root)
     policy = _policy_for(root, wishes)
@@ -189,8 +189,8 @@ def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError |
 
 def _policy_for(root: Path, wishes: _Wishes) -> RetentionPolicy | None:
     """The rules of the options, or else of the run; with a limit in percent as one in bytes."""
-    from ckptman.policy.limit import in_bytes, needs_capacity
-    from ckptman.store.stored_policy import read_policy
+    from ckptman.catalog.stored_policy import read_policy
+    from ckptman.policies.limit import in_bytes, needs_capacity
 
     if wishes.leftovers_only:
         return None
@@ -204,10 +204,10 @@ def _policy_for(root: Path, wishes: _Wishes) -> RetentionPolicy | None:
 
 def _carry_out(root: Path, plan: PrunePlan, wishes: _Wishes, pruned: Pruned) -> RootError | None:
     """Delete, and say in `pruned` what is gone. Returns what could not be removed."""
-    from ckptman.store.durable import DISK
-    from ckptman.store.lease import lease
-    from ckptman.store.prune import execute
-    from ckptman.store.slowly import Slowly
+    from ckptman.catalog.prune import execute
+    from ckptman.catalog.reader_lease import lease
+    from ckptman.io.filesystem import DISK
+    from ckptman.io.throttled_delete import Slowly
 
     remove: Callable[[Path], None] | None = None
     if wishes.files_per_second is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.list import short_problem
 
 if TYPE_CHECKING:
-    from ckptman.policy.retention import Verdict
-    from ckptman.store.catalogue import Entry
-    from ckptman.store.leftovers import Leftover
-    from ckptman.store.prune import Pruned, PrunePlan
+    from ckptman.catalog.catalog import Entry
+    from ckptman.catalog.orphans import Leftover
+    from ckptman.catalog.prune import Pruned, PrunePlan
+    from ckptman.policies.retention import Verdict
 
 
 def lines(plan: PrunePlan, with_checkpoints: bool) -> list[str]:
@@ -38,7 +38,7 @@ def _ignored_row(entry: Entry, why: str) -> tuple[str, ...]:
 
 
 def _is_stranger(entry: Entry) -> bool:
-    from ckptman.store.names import like_step
+    from ckptman.format.paths import like_step
 
     return like_step(entry.path.name) is not None
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.list import AsJson, Root
 from ckptman.errors import ConfigError, plain
 
 if TYPE_CHECKING:
-    from ckptman.store.rollback import Change
+    from ckptman.catalog.rollback import Change
 
 ToStep = Annotated[
     int | None, typer.Option("--to-step", metavar="N", show_default=False, help="The checkpoint to go on from.")
@@ -40,7 +40,7 @@ def rollback(
     All that were committed after it are abandoned: the next run goes on from step N, and none of them is restored
     unless it is asked for by its step. They stay on disk until ckptman prune takes them. Refused while a run is alive.
     """
-    from ckptman.store.rollback import execute, plan_rollback, plan_undo
+    from ckptman.catalog.rollback import execute, plan_rollback, plan_undo
 
     def make() -> Change:
         return plan_undo(root) if to_step is None else plan_rollback(root, to_step)
@@ -69,8 +69,8 @@ def _who() -> str:
 
 
 def _note(root: Path, change: Change, why: str) -> None:
-    from ckptman.monitor.journal import Journal
-    from ckptman.store.names import journal_path
+    from ckptman.format.paths import journal_path
+    from ckptman.runtime.journal import Journal
 
     if not change.entries:
         return

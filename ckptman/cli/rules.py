@@ -17,8 +17,8 @@ from ckptman.cli.sizes import parse_size
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ckptman.policy.retention import Verdict
-    from ckptman.policy.rules import KeepBest, KeepSteps, RetentionPolicy
+    from ckptman.policies.retention import Verdict
+    from ckptman.policies.rules import KeepBest, KeepSteps, RetentionPolicy
 
 
 def _count(option: str, help: str) -> Any:
@@ -78,9 +78,9 @@ class Rules:
 
     def policy(self) -> RetentionPolicy | None:
         """What they come to; None where nothing is said. Raises: ConfigError."""
-        from ckptman.policy.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
-        from ckptman.policy.limit import AtMost
-        from ckptman.policy.rules import KeepEvery, KeepLast
+        from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+        from ckptman.policies.limit import AtMost
+        from ckptman.policies.rules import KeepEvery, KeepLast
 
         periods: dict[str, Callable[[int], RetentionPolicy]]
         periods = {"hourly": KeepHourly, "daily": KeepDaily, "weekly": KeepWeekly, "monthly": KeepMonthly}
@@ -107,7 +107,7 @@ class Rules:
 
 def parse_keep_best(written: str) -> KeepBest:
     """`loss`, `loss:2`, `accuracy:2:max`; a metric may have colons in its name. Raises: ConfigError."""
-    from ckptman.policy.rules import KeepBest
+    from ckptman.policies.rules import KeepBest
 
     parts = written.split(":")
     mode = parts.pop() if len(parts) > 1 and parts[-1] in ("min", "max") else "min"
@@ -123,7 +123,7 @@ def parse_keep_best(written: str) -> KeepBest:
 
 def parse_steps(written: str) -> KeepSteps:
     """`1000,5000`. Raises: ConfigError."""
-    from ckptman.policy.rules import KeepSteps
+    from ckptman.policies.rules import KeepSteps
 
     try:
         return KeepSteps(*(int(part) for part in written.split(",")))
@@ -133,7 +133,7 @@ def parse_steps(written: str) -> KeepSteps:
 
 def check_meant(root: Path, policy: RetentionPolicy | None, verdicts: Sequence[Verdict], *, stored: bool) -> None:
     """A slip must not delete what it was to keep. `stored`: the rules are those of the run. Raises: ConfigError."""
-    from ckptman.policy.slips import slip
+    from ckptman.policies.sanity_checks import slip
 
     if cause := slip(policy, [each.record for each in verdicts], time.time(), goes_on=stored):
         remedy = "say what to keep, with options such as --keep-last 3" if stored else "check the options"

@@ -6,17 +6,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.list import AsJson, describe, verified
-from ckptman.cli.target import PathOrRoot, Step, choose, is_foreign
+from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.tensors import TensorFacts, tensors_of
 from ckptman.errors import CorruptError
-from ckptman.policy.calendar import is_known_time
+from ckptman.policies.calendar import is_known_time
 
 if TYPE_CHECKING:
-    from ckptman.store.catalogue import Entry
-    from ckptman.store.index import Unit
-    from ckptman.store.verified import Verified
+    from ckptman.catalog.catalog import Entry
+    from ckptman.catalog.verified import Verified
+    from ckptman.format.index import Unit
 
 VALUES_SHOWN = 12
 """Plain values shown of one object: an optimizer has a dozen for each parameter."""
@@ -32,8 +32,8 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
 
         show_foreign(path, as_json)
         return
-    from ckptman.store.index import open_table, read_index
-    from ckptman.store.verified import read_verified
+    from ckptman.catalog.verified import read_verified
+    from ckptman.format.index import open_table, read_index
 
     (entry,) = choose(path, step)
     manifest = entry.require_manifest()
@@ -116,7 +116,7 @@ def _origin(entry: Entry, note: Verified | None, now: float) -> list[str]:
 
 def _decoded(unit: Unit, folder: Path) -> tuple[Any, Any]:
     """Key and value of a unit. Raises: CorruptError, naming it."""
-    from ckptman.store.plain import decode
+    from ckptman.format.value_codec import decode
 
     try:
         return decode(unit.key), decode(unit.value)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.list import AsJson
 from ckptman.cli.quantities import parse_seconds
 from ckptman.errors import ConfigError, ExistsError
 
 if TYPE_CHECKING:
-    from ckptman.monitor.failures import Trace
-    from ckptman.policy.goodput import Costs
-    from ckptman.policy.simulation import Played
+    from ckptman.forecast.goodput import Costs
+    from ckptman.forecast.simulation import Played
+    from ckptman.runtime.failure_trace import Trace
 
 
 def _option(name: str, metavar: str, words: str) -> Any:
@@ -76,7 +76,7 @@ def simulate(
     Says what each policy yields, beside the best fixed interval that a search finds on the same failures. "derived" is
     the best interval of `ckptman plan`, without the plan's bound of 15 minutes.
     """
-    from ckptman.policy.goodput import Costs
+    from ckptman.forecast.goodput import Costs
 
     if sum(each is not None for each in (mtbf, gpus, trace)) != 1:
         raise ConfigError("say how often it fails: one of --mtbf 8h, --gpus 1024, --trace FILE")
@@ -109,7 +109,7 @@ def simulate(
 def _recorded(path: Path | None) -> Trace | None:
     if path is None:
         return None
-    from ckptman.monitor.failures import read_trace
+    from ckptman.runtime.failure_trace import read_trace
 
     return read_trace(path, lambda written: parse_seconds("a failure", written))
 
@@ -139,8 +139,8 @@ def _mean(
     mtbf: str | None, gpus: int | None, rate: str, recorded: Trace | None, path: Path | None
 ) -> tuple[float, str]:
     """Mean seconds between failures, and what to call them."""
-    from ckptman.policy.checks import check_count
-    from ckptman.policy.failures import mtbf_figure, rate_named
+    from ckptman.forecast.failure_rates import mtbf_figure, rate_named
+    from ckptman.policies.checks import check_count
 
     if recorded is not None:
         how_often = f"one in {_time(recorded.mtbf_seconds)}" if recorded.failures else "none"
@@ -159,7 +159,7 @@ def _failures(
     """The failures of each run, and how long a run is. Raises: ConfigError."""
     import random
 
-    from ckptman.policy.checks import check_count
+    from ckptman.policies.checks import check_count
 
     seconds = None if length is None else parse_seconds("--length", length)
     if recorded is not None:
@@ -197,10 +197,10 @@ def _play(
     runs: Sequence[Sequence[float]], seconds: float, costs: Costs, mean: float, wanted: Sequence[float]
 ) -> list[_Named]:
     """What each policy yields; the best fixed interval first."""
-    from ckptman.policy.costs import BOUND_SECONDS, LEAST_INTERVAL_SECONDS
-    from ckptman.policy.goodput import best_interval_seconds
-    from ckptman.policy.simulation import best_fixed
-    from ckptman.policy.timing import daly_interval_seconds
+    from ckptman.forecast.goodput import best_interval_seconds
+    from ckptman.forecast.save_costs import BOUND_SECONDS, LEAST_INTERVAL_SECONDS
+    from ckptman.forecast.simulation import best_fixed
+    from ckptman.policies.intervals import daly_interval_seconds
 
     least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
     derived = max(least, best_interval_seconds(costs.stall_seconds, mean))
@@ -222,7 +222,7 @@ def _held(interval: float, costs: Costs) -> str:
 
 
 def _named(name: str, runs: Sequence[Sequence[float]], seconds: float, costs: Costs, interval: float) -> _Named:
-    from ckptman.policy.simulation import play, play_all
+    from ckptman.forecast.simulation import play, play_all
 
     each = sorted(play(failures, seconds, costs, interval).goodput for failures in runs)
     edge = len(each) // 20
@@ -231,15 +231,15 @@ def _named(name: str, runs: Sequence[Sequence[float]], seconds: float, costs: Co
 
 def _bounds(costs: Costs, mean: float, seconds: float) -> tuple[float, float]:
     """Between which the best interval is searched for: from as often as can be to some times the derived one."""
-    from ckptman.policy.costs import LEAST_INTERVAL_SECONDS
-    from ckptman.policy.goodput import best_interval_seconds
+    from ckptman.forecast.goodput import best_interval_seconds
+    from ckptman.forecast.save_costs import LEAST_INTERVAL_SECONDS
 
     least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
     return least, max(2 * least, 8 * best_interval_seconds(costs.stall_seconds, min(mean, seconds)))
 
 
 def _curve(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, mean: float) -> list[Played]:
-    from ckptman.policy.simulation import grid_of, play_all
+    from ckptman.forecast.simulation import grid_of, play_all
 
     return [play_all(runs, seconds, costs, each) for each in grid_of(*_bounds(costs, mean, seconds), _CURVE)]
 
@@ -317,6 +317,6 @@ def _as_dict(
 
 
 def _time(seconds: float) -> str:
-    from ckptman.policy.figures import time_text
+    from ckptman.forecast.figures import time_text
 
     return time_text(seconds)

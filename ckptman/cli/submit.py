@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.cli.text import plain, say
+from ckptman.cli.console import plain, say
 from ckptman.errors import ConfigError, SchedulerError
 
 if TYPE_CHECKING:
-    from ckptman.scheduler.submission import Prepared
+    from ckptman.scheduler.slurm.submission import Prepared
 
 Command = Annotated[
     list[str],
@@ -99,7 +99,7 @@ def submit(
 
     Each job puts the next into the queue when it begins, and a finished run takes it out again.
     """
-    from ckptman.policy.checks import check_count
+    from ckptman.policies.checks import check_count
 
     for name, value in (
         ("--crash-limit", crash_limit),
@@ -126,7 +126,7 @@ def submit(
         raise ConfigError(f"there is no scheduler {scheduler!r}; known: slurm, local")
     if requeue and upfront:
         raise ConfigError("--requeue runs one job again and again, --upfront submits many: choose one of them")
-    from ckptman.scheduler.submission import Wish, first_command, prepare, slurm_of, submit_chain
+    from ckptman.scheduler.slurm.submission import Wish, first_command, prepare, slurm_of, submit_chain
 
     now = time.time()
     wish = Wish(

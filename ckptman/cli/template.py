@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.errors import ConfigError, ExistsError, NotFoundError
 
 if TYPE_CHECKING:
-    from ckptman.scheduler.template import Template
+    from ckptman.scheduler.slurm.templates import Template
 
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False, help="The template: see --list.")]
 Output = Annotated[
@@ -43,8 +43,8 @@ def template(
     as_json: AsJson = False,
 ) -> None:
     """Make a batch script for Slurm from a template, for ckptman submit or sbatch."""
-    from ckptman.scheduler.template import TEMPLATES, read_settings, render_template
-    from ckptman.scheduler.template import template as find
+    from ckptman.scheduler.slurm.templates import TEMPLATES, read_settings, render_template
+    from ckptman.scheduler.slurm.templates import template as find
 
     if listing:
         _list_keys(name, find(name), as_json) if name else _list_templates(TEMPLATES, as_json)
@@ -114,7 +114,7 @@ def _list_templates(templates: Any, as_json: bool) -> None:
 
 
 def _list_keys(name: str, kind: Template, as_json: bool) -> None:
-    from ckptman.scheduler.template_keys import WHAT
+    from ckptman.scheduler.slurm.template_keys import WHAT
 
     fields = kind.keys.model_fields
     if as_json:

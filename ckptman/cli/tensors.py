@@ -8,8 +8,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptman.store.chunks import ChunkTable
-    from ckptman.store.index import Index
+    from ckptman.format.chunk_table import ChunkTable
+    from ckptman.format.index import Index
 
 Box = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes of a chunk, in elements."""

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli import verify_checks as checks
 from ckptman.cli.list import AsJson
+from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.sizes import parse_size
-from ckptman.cli.target import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.verify_checks import Wishes
 from ckptman.cli.verify_report import Report, byte_lines, refused_lines, remark_lines, summary_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
 
 if TYPE_CHECKING:
-    from ckptman.store.catalogue import Entry
+    from ckptman.catalog.catalog import Entry
 
 MOST_RANKS = 2**20
 MOST_LOADED = 2**13
@@ -94,7 +94,7 @@ def verify(
     Exit code 0: proved. 4: damaged. 7: it does not load, or not on one of the world sizes. 9: a newer ckptman wrote it.
     10: it could not be read.
     """
-    from ckptman.store.lease import reading
+    from ckptman.catalog.reader_lease import reading
 
     wishes = _wishes(world_size, mesh, plan_only, bandwidth, rank_bandwidth, threads, allow)
     say: Callable[[list[str]], None] = (lambda lines: None) if as_json else _say
@@ -178,7 +178,7 @@ def _wishes(
     threads: int | None,
     allow: list[str] | None,
 ) -> Wishes:
-    from ckptman.policy.checks import check_count
+    from ckptman.policies.checks import check_count
 
     if threads is not None:
         check_count("verify", "--threads", threads)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 from ckptman.cli.progress import progress
 from ckptman.cli.verify_report import Report, load_lines, not_tried_lines, plan_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
 
 if TYPE_CHECKING:
-    from ckptman.store.catalogue import Entry
-    from ckptman.store.manifest import Manifest
+    from ckptman.catalog.catalog import Entry
+    from ckptman.format.manifest import Manifest
 
 NAMES_TOLD = 3
 
@@ -35,8 +35,8 @@ class Wishes:
 
 def check_bytes(entry: Entry, wishes: Wishes) -> Report:
     """Digests and coverage of an entry, complete or not; without digests where only a plan is asked for."""
-    from ckptman.store.manifest import missing_file, read_manifest
-    from ckptman.store.verified import identify
+    from ckptman.catalog.verified import identify
+    from ckptman.format.manifest import missing_file, read_manifest
 
     report = Report(entry.step, entry.path, newer_format=entry.newer_format, mesh=wishes.mesh)
     if entry.newer_format is not None:
@@ -68,8 +68,8 @@ def check_bytes(entry: Entry, wishes: Wishes) -> Report:
 
 def check_foreign(path: Path, wishes: Wishes) -> Report:
     """What plain DCP or torchtitan wrote, as far as it says anything of itself. Needs torch."""
-    from ckptman.sharded import foreign_check
-    from ckptman.store.blockscan import default_threads
+    from ckptman.io.block_scan import default_threads
+    from ckptman.verify import foreign_check
 
     report = Report(None, path, digests=False, mesh=wishes.mesh)
     begun = time.perf_counter()
@@ -144,7 +144,7 @@ def _plan(report: Report, wishes: Wishes) -> Iterator[list[str]]:
 
 def check_freshness(report: Report, entry: Entry, known: Sequence[Entry]) -> None:
     """Remark on a checkpoint that has not one parameter of its own: all are those of the commit before it."""
-    from ckptman.store.freshness import stale_parameters
+    from ckptman.integrity.repeated_content import stale_parameters
 
     earlier = [each for each in known if each.complete and each.sequence < entry.sequence]
     if not earlier:
@@ -163,8 +163,8 @@ def check_freshness(report: Report, entry: Entry, known: Sequence[Entry]) -> Non
 
 def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
     """The entries among which the commit before one is looked for: those of its root."""
-    from ckptman.store.catalogue import Catalogue
-    from ckptman.store.names import parse_step
+    from ckptman.catalog.catalog import Catalogue
+    from ckptman.format.paths import parse_step
 
     if every or not entries:
         return entries
@@ -180,8 +180,8 @@ def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
 def remember(report: Report, entry: Entry) -> None:
     """Note beside the manifest what was proved, or found damaged. That it cannot be noted is a remark."""
     from ckptman import __version__
-    from ckptman.store.durable import DISK
-    from ckptman.store.verified import forget_verified, note_damaged, note_verified
+    from ckptman.catalog.verified import forget_verified, note_damaged, note_verified
+    from ckptman.io.filesystem import DISK
 
     good = report.is_checked and not report.problems_of_fit
     undecided = report.gone is not None or (report.unread and not report.is_damaged)
@@ -216,7 +216,7 @@ def remember(report: Report, entry: Entry) -> None:
 
 def see_whether_it_stayed(report: Report) -> None:
     """Nothing is said of a checkpoint that a run deleted, or saved again, while it was looked at."""
-    from ckptman.store.verified import identify
+    from ckptman.catalog.verified import identify
 
     if report.manifest is None or report.gone is not None:
         return
@@ -235,7 +235,7 @@ def see_whether_it_stayed(report: Report) -> None:
 
 
 def _check_files(report: Report, manifest: Manifest, wishes: Wishes) -> None:
-    from ckptman.store.verify import check_sizes, verify_folder
+    from ckptman.integrity.check import check_sizes, verify_folder
 
     begun = time.perf_counter()
     if wishes.plan_only:
@@ -251,8 +251,8 @@ def _check_files(report: Report, manifest: Manifest, wishes: Wishes) -> None:
 
 
 def _check_coverage(report: Report, manifest: Manifest, wishes: Wishes) -> None:
-    from ckptman.store.index import read_index
-    from ckptman.store.verify import check_coverage, only_pickled
+    from ckptman.format.index import read_index
+    from ckptman.integrity.check import check_coverage, only_pickled
 
     try:
         index = read_index(report.path, manifest)

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptman.cli import text
+from ckptman.cli import console as text
 
 if TYPE_CHECKING:
+    from ckptman.catalog.verified import Identity, Level
     from ckptman.cli.loading import LoadReport, PlanReport
     from ckptman.errors import FormatVersionError
-    from ckptman.store.damage import Damage
-    from ckptman.store.manifest import Manifest
-    from ckptman.store.verified import Identity, Level
+    from ckptman.format.manifest import Manifest
+    from ckptman.integrity.damage_report import Damage
 
 PROBLEMS_SHOWN = 40
 """Lines about one checkpoint: a screen. `--json` has all of them."""

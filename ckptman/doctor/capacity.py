@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptman.doctor.mount import MOUNTINFO, find_mount, parse_mountinfo
 from ckptman.doctor.quota import Run, quotas
-from ckptman.lifecycle.deadline import run_command
+from ckptman.runtime.deadline import run_command
 
 
 def capacity_bytes(root: Path, run: Run = run_command) -> int:

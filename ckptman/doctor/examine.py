@@ -20,10 +20,10 @@ from pathlib import Path
 from ckptman.doctor import mount, promises, quota, renames, speed
 from ckptman.doctor.finding import Finding, Verdict, size_text, why
 from ckptman.errors import CkptmanError, NotFoundError, RootError
-from ckptman.lifecycle.deadline import run_command
-from ckptman.policy.timing import seconds_text
-from ckptman.store.apart import Died, NoAnswer, apart
-from ckptman.store.durable import DISK, Disk
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.isolated import Died, NoAnswer, apart
+from ckptman.policies.intervals import seconds_text
+from ckptman.runtime.deadline import run_command
 
 SIZE_BYTES = 256 * 1024 * 1024
 TIMEOUT_SECONDS = 60.0

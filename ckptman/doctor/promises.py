@@ -18,13 +18,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
+from ckptman.catalog.writer_lock import Claim, claim
 from ckptman.doctor.finding import Finding, why
 from ckptman.errors import BusyError, CkptmanError
-from ckptman.policy.timing import seconds_text
-from ckptman.store.apart import hear, working
-from ckptman.store.durable import DISK, Disk
-from ckptman.store.owner import Claim, claim
-from ckptman.store.parallel import ALIGN_BYTES
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.isolated import hear, working
+from ckptman.io.workers import ALIGN_BYTES
+from ckptman.policies.intervals import seconds_text
 
 SLOW_SYNC_SECONDS = 0.5
 SKEW_SECONDS = 2.0

@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ckptman.doctor.finding import Finding, why
-from ckptman.store.apart import Child, hear, working
-from ckptman.store.durable import DISK, Disk
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.isolated import Child, hear, working
 
 PATIENCE_SECONDS = 10.0
 """How long the other process may take to see what was renamed."""

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from ckptman.doctor.finding import Finding, Verdict, size_text
 from ckptman.doctor.promises import set_direct
-from ckptman.store.durable import DISK, Disk
-from ckptman.store.parallel import ALIGN_BYTES, STRIDE_BYTES
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES
 
 STREAMS = 4
 """As many as a rank writes with."""

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from ckptman.doctor.facts import TorchFacts, first_number
 from ckptman.doctor.finding import Finding, size_text
 from ckptman.doctor.quota import Run
-from ckptman.lifecycle.deadline import deadline_from_environment, run_command
-from ckptman.lifecycle.memory import available_bytes
-from ckptman.policy.timing import seconds_text
+from ckptman.policies.intervals import seconds_text
+from ckptman.runtime.deadline import deadline_from_environment, run_command
+from ckptman.runtime.host_memory import available_bytes
 
 LEAST_TORCH = (2, 11)
 STAGING_SLOTS = 2

@@ -1,0 +1,1 @@
+"""Chains of jobs: attempts one after another, on Slurm or on this machine. No torch."""

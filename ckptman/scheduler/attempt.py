@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
-from ckptman.lifecycle.outcome import ATTEMPT_ENV, OUTCOME_ENV
+from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV
 from ckptman.scheduler.base import Say, patient
 from ckptman.scheduler.chain import judge
+from ckptman.scheduler.chain_record import AttemptRecord, Chain, Ending, JobRecord, Spec
 from ckptman.scheduler.history import (
     begun_anywhere,
     end_of,
@@ -30,12 +31,11 @@ from ckptman.scheduler.history import (
     settle,
     warned_too_late,
 )
-from ckptman.scheduler.inbox import Inbox
 from ckptman.scheduler.local import ENDING, WARNING
-from ckptman.scheduler.record import AttemptRecord, Chain, Ending, JobRecord, Spec
-from ckptman.scheduler.slurm import Slurm, submission_environment
-from ckptman.scheduler.submission import avoid_nodes, submit_next
-from ckptman.scheduler.tell import tell_to_stop
+from ckptman.scheduler.signal_forwarding import tell_to_stop
+from ckptman.scheduler.signal_queue import Inbox
+from ckptman.scheduler.slurm.commands import Slurm, submission_environment
+from ckptman.scheduler.slurm.submission import avoid_nodes, submit_next
 
 CHAIN_ENV = "CKPTMAN_CHAIN"
 """The folder of the chain, for whoever runs in one of its attempts."""

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, NotFoundError, RootError, SchedulerError
-from ckptman.lifecycle.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, read_outcome
-from ckptman.policy.calendar import is_known_time
-from ckptman.policy.resubmit import Attempt, decide
+from ckptman.io.filesystem import DISK
+from ckptman.policies.calendar import is_known_time
+from ckptman.policies.resubmit import Attempt, decide
+from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, read_outcome
 from ckptman.scheduler.base import Say, Scheduler, patient
-from ckptman.store.durable import DISK
 
 Ending = Literal["finished", "stopped", "crashed"]
 
@@ -99,7 +99,7 @@ def newest_sequence(root: str, since_seconds: float = 0.0) -> int:
 
     Raises: RootError.
     """
-    from ckptman.store.catalogue import Catalogue
+    from ckptman.catalog.catalog import Catalogue
 
     try:
         complete = Catalogue(root).complete()

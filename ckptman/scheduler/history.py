@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from ckptman.errors import CkptmanError, CorruptError, SchedulerError
-from ckptman.lifecycle.deadline import parse_end_time
-from ckptman.lifecycle.nodes import reported_nodes
-from ckptman.lifecycle.outcome import Outcome, read_outcome
-from ckptman.monitor.measured import save_seconds
-from ckptman.policy.avoidance import Found, nodes_to_avoid
-from ckptman.policy.resubmit import Attempt, Next, decide
-from ckptman.policy.timing import seconds_text
-from ckptman.policy.warning import warning_seconds
+from ckptman.forecast.warning_time import warning_seconds
+from ckptman.policies.intervals import seconds_text
+from ckptman.policies.resubmit import Attempt, Next, decide
+from ckptman.runtime.bad_nodes import reported_nodes
+from ckptman.runtime.deadline import parse_end_time
+from ckptman.runtime.measurements import save_seconds
+from ckptman.runtime.outcome import Outcome, read_outcome
 from ckptman.scheduler.chain import gone_text, newest_sequence
-from ckptman.scheduler.record import AttemptRecord, Chain, Ending, EndRecord, JobRecord
-from ckptman.scheduler.slurm import Job, Slurm
+from ckptman.scheduler.chain_record import AttemptRecord, Chain, Ending, EndRecord, JobRecord
+from ckptman.scheduler.node_blocklist import Found, nodes_to_avoid
+from ckptman.scheduler.slurm.commands import Job, Slurm
 
 _FROM_OUTSIDE = {
     "TIMEOUT": "the time limit",

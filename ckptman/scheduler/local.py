@@ -11,8 +11,8 @@ from types import TracebackType
 
 from ckptman.errors import ConfigError, SchedulerError
 from ckptman.scheduler.base import Say, patient
-from ckptman.scheduler.family import ATTEMPT_ID_ENV, Family, handles
-from ckptman.scheduler.inbox import Inbox
+from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, Family, handles
+from ckptman.scheduler.signal_queue import Inbox
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Passed on to the attempt; the chain ends with it."""

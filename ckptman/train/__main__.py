@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptman.errors import EXIT_OK, CkptmanError
-from ckptman.lifecycle.signals import SignalHandler
+from ckptman.runtime.signals import SignalHandler
 from ckptman.train.config import load_config
 from ckptman.train.launch import Launch, launch_from_environment
 from ckptman.train.setup import describe, prepare

@@ -16,8 +16,8 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from ckptman.errors import ConfigError, NotFoundError, UnknownKeyError
-from ckptman.policy.retention import KeepBest, KeepEvery, KeepLast, RetentionPolicy
-from ckptman.policy.saving import (
+from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast, RetentionPolicy
+from ckptman.policies.save_policies import (
     BeforeDeadline,
     DalyInterval,
     EverySeconds,

@@ -7,7 +7,7 @@ from typing import Literal
 import psutil
 
 import ckptman
-from ckptman.train.data import TokenData
+from ckptman.train.dataset.batches import TokenData
 from ckptman.train.optim import build_optimizer, build_scheduler
 from ckptman.train.parallel import build_model, choose_device, make_deterministic, process_group, seed_generators
 from ckptman.train.report import Report

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from ckptman.errors import ConfigError
 from ckptman.train.config import ModelConfig, ParallelConfig
 from ckptman.train.launch import Launch, mesh_shape
-from ckptman.train.meeting import meet
 from ckptman.train.model import Decoder, init_weights
+from ckptman.train.rendezvous import meet
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from ckptman.monitor.journal import Journal
+from ckptman.runtime.journal import Journal
 from ckptman.train.parallel import World
 from ckptman.train.setup import Setup
 from ckptman.train.size import peak_tflops

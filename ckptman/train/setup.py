@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ckptman.errors import ConfigError
 from ckptman.train.config import Config
+from ckptman.train.dataset.tokenfile import TokenMeta, read_meta, sample_count
 from ckptman.train.launch import Launch, mesh_shape
 from ckptman.train.size import flops_per_token, parameter_count
-from ckptman.train.tokenfile import TokenMeta, read_meta, sample_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from ckptman.errors import CkptmanError, ConfigError, ExistsError, NotFoundError
-from ckptman.store.digest import BlockDigester
-from ckptman.store.durable import DISK
-from ckptman.train.tokenfile import META, TOKENIZER, TOKENS, TokenMeta, dtype_for
+from ckptman.io.checksums import BlockDigester
+from ckptman.io.filesystem import DISK
+from ckptman.train.dataset.tokenfile import META, TOKENIZER, TOKENS, TokenMeta, dtype_for
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257

@@ -19,15 +19,15 @@ from typing import Any, Literal
 from unittest import mock
 
 import ckptman
+from ckptman.catalog.tiers import read_tiers, write_tiers
 from ckptman.cli.app import main
-from ckptman.store import drain
-from ckptman.store.copyproof import Means
-from ckptman.store.tiers import read_tiers, write_tiers
+from ckptman.transfer import drain
+from ckptman.transfer.read_back import Means
 from tests.faults.crash import goes_on_as_a_run, loaded
 from tests.faults.deaths import Scene, Tell, die_everywhere, impatient
 from tests.faults.subject import State, blank, content, open_run, save_versions, version_of
 from tests.faults.tally import Tally
-from tests.faulty_disk import holds
+from tests.helpers.faulty_disk import holds
 
 ROOT, NEAR, FAR = "root", "near", "far"
 VERSIONS = {1: 1, 2: 2, 3: 13, 50: 99}
@@ -195,7 +195,7 @@ class Draining:
         options: dict[str, Any] = {"tiers": self._tiers(world)} if self.way == "tiers" else {}
         keep = ckptman.KeepLast(1)
         with (
-            mock.patch("ckptman.sharded.attempt.Drainer", _DrainsHere),
+            mock.patch("ckptman.session.run_session.Drainer", _DrainsHere),
             open_run(world / ROOT, state, async_save=False, retention=keep, **options) as run,
         ):
             yield run

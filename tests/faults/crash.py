@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ckptman
-from ckptman.store.catalogue import Catalogue
-from ckptman.store.durable import Disk
-from ckptman.store.prune import execute, plan_prune
+from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.prune import execute, plan_prune
+from ckptman.io.filesystem import Disk
 from tests.faults.deaths import CASE_SECONDS, Tell, die_everywhere, impatient
 from tests.faults.limits import limit
 from tests.faults.powercut import LOSSES, Flushes, survive, watched
 from tests.faults.subject import State, blank, content, open_run, save_versions, version_of
 from tests.faults.tally import Tally
-from tests.faulty_disk import WHEN, Death, FaultyDisk, faults, holds
-from tests.test_store_crash import SCENES, allowed, goes_on
+from tests.helpers.faulty_disk import WHEN, Death, FaultyDisk, faults, holds
+from tests.saving.test_commit_crash import SCENES, allowed, goes_on
 
 
 class EveryDisk(FaultyDisk):
@@ -48,7 +48,7 @@ def run(tally: Tally) -> None:
 
 
 def store_scene(tally: Tally, name: str, folder: Path) -> None:
-    """Die before, in and after every operation of a scene of tests/test_store_crash.py."""
+    """Die before, in and after every operation of a scene of tests/saving/test_commit_crash.py."""
     before, act = SCENES[name]
     folder.mkdir()
     states = allowed((before, act), folder)

@@ -28,7 +28,7 @@ from tests.faults.limits import limit
 from tests.faults.regions import draw, flip, regions_of
 from tests.faults.subject import State, blank, content, open_run, save_versions, untouched, version_of
 from tests.faults.tally import Tally
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 CASE_SECONDS = 20.0
 SCALE = 32

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 from unittest import mock
 
-from ckptman.store.owner import claim
+from ckptman.catalog.writer_lock import claim
 from tests.faults.limits import Ended, in_child, limit
 from tests.faults.powercut import LOSSES, Flushes, Loss, survive, watched
 from tests.faults.tally import Tally

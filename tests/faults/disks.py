@@ -18,14 +18,14 @@ from shutil import rmtree
 from typing import Any
 
 import ckptman
-from ckptman.store.names import step_folder
+from ckptman.format.paths import step_folder
 from tests.faults import mounts
 from tests.faults.limits import Ended, in_child
 from tests.faults.mounts import NoMount, ext4, read_only, tmpfs
 from tests.faults.reads import READS, cli, judge_read
 from tests.faults.subject import State, blank, content, open_run, save_versions, version_of
 from tests.faults.tally import Tally
-from tests.faulty_disk import holds
+from tests.helpers.faulty_disk import holds
 
 CASE_SECONDS = 60.0
 NOBODY = 54321

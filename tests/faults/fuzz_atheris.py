@@ -16,8 +16,6 @@ def main(arguments: list[str]) -> None:
     import atheris  # type: ignore[import-not-found,unused-ignore]
 
     with atheris.instrument_imports(include=["ckptman", "zipfile", "pickle", "json"]):
-        import ckptman.sharded.foreign
-        import ckptman.sharded.saved  # noqa: F401
         from tests.faults.fuzz_targets import REFUSALS, TARGETS, Stage, seeds_of
 
     name = arguments[1]

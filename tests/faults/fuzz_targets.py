@@ -19,18 +19,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from xxhash import xxh3_128_hexdigest
 
+from ckptman.catalog.verified import VERIFIED, read_verified
+from ckptman.catalog.writer_lock import read_owner, this_process
 from ckptman.errors import CorruptError, FormatVersionError
-from ckptman.lifecycle.outcome import read_outcome
-from ckptman.monitor.journal import read_journal
-from ckptman.sharded.container import payload_of
-from ckptman.sharded.foreign import load_plain
-from ckptman.sharded.saved import SavedState, resolve
-from ckptman.store.digest import digest_bytes
-from ckptman.store.manifest import FileRecord, read_manifest
-from ckptman.store.owner import read_owner, this_process
-from ckptman.store.pickles import HostilePickle, check_pickle
-from ckptman.store.plain import TensorRef, decode, encode, tensor_ref
-from ckptman.store.verified import VERIFIED, read_verified
+from ckptman.format.manifest import FileRecord, read_manifest
+from ckptman.format.pickle_guard import HostilePickle, check_pickle
+from ckptman.format.value_codec import TensorRef, decode, encode, tensor_ref
+from ckptman.io.checksums import digest_bytes
+from ckptman.loading.checkpoint_reader import SavedState, resolve
+from ckptman.loading.restricted_unpickler import load_plain
+from ckptman.runtime.journal import read_journal
+from ckptman.runtime.outcome import read_outcome
+from ckptman.state.tensor_container import payload_of
 from tests.faults.subject import content, save_versions
 
 REFUSALS = (CorruptError, FormatVersionError)
@@ -232,8 +232,8 @@ def seeds_of(there: Stage) -> dict[str, list[bytes]]:
 
 
 def _verified(there: Stage) -> bytes:
-    from ckptman.store.durable import DISK
-    from ckptman.store.verified import identify, note_verified
+    from ckptman.catalog.verified import identify, note_verified
+    from ckptman.io.filesystem import DISK
 
     identity = identify(there.ours, there.manifest)
     note_verified(there.ours, identity, time_seconds=1.5, ckptman_version="0", levels=["digests"], disk=DISK)

@@ -16,8 +16,8 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from tests.faults.hostile_pickles import BOMBS, COMMANDS
-from tests.faulty_disk import rewrite
-from tests.test_engine_faults import forge
+from tests.helpers.faulty_disk import rewrite
+from tests.loading.test_damage import forge
 
 STEP = "step-0000000007"
 OUTSIDE = "CKPTMAN_FAULTS_OUTSIDE"
@@ -97,7 +97,7 @@ def _as_pickle(container: bytes) -> Make:
             table[place : place + 8] = number.to_bytes(8, "little", signed=True)
         forge(folder, "chunks.bin", bytes(table))
         forge(folder, "__0_0.distcp", bytes(data))
-        from tests.fake_checkpoint import blocks_of
+        from tests.helpers.checkpoints import blocks_of
 
         forge(folder, "blocks-00000.bin", blocks_of(bytes(data)))
 

@@ -20,14 +20,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ckptman.store.durable import Disk
+from ckptman.io.filesystem import Disk
 from tests.faults.crash import EveryDisk
 from tests.faults.disks import CASE_SECONDS, WAYS, fail_and_go_on, judge_save
 from tests.faults.limits import Ended, in_child, limit
 from tests.faults.reads import READS, judge_read
 from tests.faults.subject import save_versions
 from tests.faults.tally import Tally
-from tests.faulty_disk import WHEN, Fault
+from tests.helpers.faulty_disk import WHEN, Fault
 
 OPERATIONS = 18
 """About as many as a save has: beyond it, the fault is injected until it is not reached any more."""

@@ -21,13 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptman
-from ckptman.store.catalogue import Catalogue
-from tests import test_copy_faults, test_store_kill
+from ckptman.catalog.catalog import Catalogue
 from tests.faults.mutants import apply
 from tests.faults.subject import State, blank, bytes_of, content, open_run, version_of
 from tests.faults.tally import Tally
-from tests.faulty_disk import holds
-from tests.ranks import RankError, say, start_ranks
+from tests.helpers.faulty_disk import holds
+from tests.helpers.ranks import RankError, say, start_ranks
+from tests.saving import test_commit_kill as test_store_kill
+from tests.transfer import test_copy_faults
 
 KEPT = 2
 WAYS: dict[str, dict[str, Any]] = {"sync": {"async_save": False}, "async": {}}

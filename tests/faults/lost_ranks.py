@@ -26,8 +26,8 @@ from tests.faults.kills import fill, sharded
 from tests.faults.mutants import apply
 from tests.faults.subject import blank, open_run, version_of
 from tests.faults.tally import Tally
-from tests.faulty_disk import holds
-from tests.ranks import RankError, say, start_ranks
+from tests.helpers.faulty_disk import holds
+from tests.helpers.ranks import RankError, say, start_ranks
 
 Way = Literal["dies", "is stopped", "has a disk that hangs"]
 TIMEOUT_SECONDS = 2.0

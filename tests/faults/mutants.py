@@ -16,24 +16,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ckptman
-from ckptman import errors
-from ckptman.sharded import checkpointer, foreign, ranks, reading, recorded, saved, sharing, storage
-from ckptman.store import (
-    blockio,
-    catalogue,
-    chunks,
-    copyfolder,
-    drain,
-    index,
-    manifest,
-    owner,
-    place,
-    prune,
-    ranges,
-    tiers,
-)
-from ckptman.store.durable import Disk
-from ckptman.store.names import step_folder
+from ckptman import checkpointer, errors
+from ckptman.catalog import catalog as catalogue
+from ckptman.catalog import prune, tiers
+from ckptman.catalog import writer_lock as owner
+from ckptman.catalog.backends import local as place
+from ckptman.comm import control as ranks
+from ckptman.dcp import storage
+from ckptman.format import chunk_table as chunks
+from ckptman.format import index, manifest
+from ckptman.format.paths import step_folder
+from ckptman.io import file_writer as blockio
+from ckptman.io import range_reader as ranges
+from ckptman.io.filesystem import Disk
+from ckptman.loading import checkpoint_reader as saved
+from ckptman.loading import exchange as sharing
+from ckptman.loading import read as reading
+from ckptman.loading import restricted_unpickler as foreign
+from ckptman.state import step_record as recorded
+from ckptman.transfer import drain
+from ckptman.transfer import to_folder as copyfolder
 
 
 def _no_digests() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import ckptman
 from ckptman.cli.app import main
-from ckptman.store.names import step_folder
+from ckptman.format.paths import step_folder
 from tests.faults.limits import Ended
 from tests.faults.subject import blank, open_run, untouched, version_of
 from tests.faults.tally import Tally

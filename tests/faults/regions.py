@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from ckptman.sharded.saved import SavedState
-from ckptman.store.names import CHUNKS, INDEX, MANIFEST, METADATA
+from ckptman.format.paths import CHUNKS, INDEX, MANIFEST, METADATA
+from ckptman.loading.checkpoint_reader import SavedState
 
 Range = tuple[str, int, int]
 """A file, and bytes [low, high) of it."""

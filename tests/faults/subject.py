@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import ckptman
-from tests.apps import App
+from tests.helpers.apps import App
 
 State = dict[str, Any]
 POISON = 0xA5

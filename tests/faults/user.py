@@ -27,10 +27,10 @@ from torch import nn
 from xxhash import xxh3_128_hexdigest
 
 import ckptman
-from ckptman.lifecycle.outcome import read_outcome
-from ckptman.store.catalogue import Catalogue
-from ckptman.store.names import outcome_path
-from ckptman.store.owner import read_owner
+from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.writer_lock import read_owner
+from ckptman.format.paths import outcome_path
+from ckptman.runtime.outcome import read_outcome
 from tests.faults.limits import in_child
 from tests.faults.mutants import apply
 from tests.faults.tally import Tally

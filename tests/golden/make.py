@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from xxhash import xxh3_128_hexdigest
 
 import ckptman
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 HOST = "node001"
 FOLDER = Path("/tmp/golden")

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import ckptman
 from ckptman.cli.app import main
 from tests.golden.make import SHARDED, App, digest, tensors, text, values
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ckptman.monitor.journal import read_journal
-from ckptman.store.manifest import read_manifest
-from ckptman.store.names import step_folder
-from tests.scenarios import Act, Scene, submit
+from ckptman.format.manifest import read_manifest
+from ckptman.format.paths import step_folder
+from ckptman.runtime.journal import read_journal
+from tests.helpers.scenarios import Act, Scene, submit
 from tests.slurm.cluster import Cluster
 
 STEPS = 80

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.scheduler.record import find_chains
-from tests.counting_run import counting, there
-from tests.scenarios import SCENARIOS, SRUN, Scene, names, play, script, submit
+from ckptman.scheduler.chain_record import find_chains
+from tests.helpers.counting_run import counting, there
+from tests.helpers.scenarios import SCENARIOS, SRUN, Scene, names, play, script, submit
 from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(240)

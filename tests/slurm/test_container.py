@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.scheduler.record import find_chains
+from ckptman.scheduler.chain_record import find_chains
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_templates import RANKS, WAITING, rendered
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.monitor.journal import read_journal
-from ckptman.policy.patience import Patience
-from ckptman.store.names import journal_path, stacks_path
+from ckptman.format.paths import journal_path, stacks_path
+from ckptman.policies.hang_timeout import Patience
+from ckptman.runtime.journal import read_journal
 from tests.slurm.bundled import begin, check, script, trains
 from tests.slurm.cluster import Cluster
 

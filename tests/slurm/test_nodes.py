@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.scheduler.record import find_chains
-from tests.scenarios import script, submit
+from ckptman.scheduler.chain_record import find_chains
+from tests.helpers.scenarios import script, submit
 from tests.slurm.cluster import CRED_SECONDS, Cluster
 
 pytestmark = pytest.mark.timeout(240)

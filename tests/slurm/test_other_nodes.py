@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios import warn
+from tests.helpers.scenarios import warn
 from tests.slurm.bundled import STEPS, begin, script, steps, trains
 from tests.slurm.cluster import Cluster
 

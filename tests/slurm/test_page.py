@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.test_docs import SLURM_PAGE, run_page
 from tests.slurm.cluster import Cluster
-from tests.test_docs import SLURM_PAGE, run_page
 
 
 @pytest.mark.timeout(120)

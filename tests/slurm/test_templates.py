@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.scheduler.record import find_chains
+from ckptman.scheduler.chain_record import find_chains
 from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(240)

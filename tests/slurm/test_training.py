@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios import (
+from tests.helpers.scenarios import (
     Act,
     cancel,
     cut_the_power,

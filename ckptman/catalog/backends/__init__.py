@@ -1,0 +1,1 @@
+"""Where checkpoints are kept: a folder, an object store, a folder with tiers behind it."""

@@ -1,0 +1,136 @@
+"""A root with tiers behind it: saves go to the root, and what is there to go on from is wherever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.object_store import ObjectEntry, ObjectPlace
+from ckptman.catalog.catalog import Entry, commit_order, mark
+from ckptman.catalog.rollback_records import Rollback, abandoned_by, hand_on, read_rollbacks
+from ckptman.catalog.tiers import (
+    absolute,
+    check_tiers,
+    entries_of,
+    hand_on_to,
+    look_whose,
+    make_tiers,
+    open_tier,
+    read_drained,
+    rollbacks_of,
+)
+from ckptman.errors import CkptmanError, ConfigError, NotFoundError, RootError, plain, warn
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.policies.tiers import Tier
+
+
+@dataclass(frozen=True)
+class Remote(Entry):
+    """A checkpoint in an object store. `path` is where it comes to lie when it is fetched, `url` where it is."""
+
+    url: str = ""
+
+
+class TieredPlace(FolderPlace):
+    """The root of a run, with its tiers behind it. Only the leader looks.
+
+    Of several copies of a checkpoint the nearest is the last in a list: the root's, then those of the tiers in the
+    order in which they were named. `strict`: a tier that cannot be looked at is an error, whatever else there is.
+    `run_ids`: of the run, by which a root that was lost knows its tiers.
+    Raises: ConfigError where tiers cannot be those of the root.
+    """
+
+    def __init__(self, root: Path, tiers: Sequence[Tier], disk: Disk = DISK, *, strict: bool = False) -> None:
+        super().__init__(root, disk)
+        self.tiers = tuple(absolute(tier) for tier in tiers)
+        check_tiers(self.root, self.tiers)
+        self._places = [open_tier(tier, disk) for tier in self.tiers]
+        self._strict = strict
+        self.run_ids: frozenset[str] = frozenset()
+        self._highest = 0
+        self._objects: dict[str, tuple[ObjectPlace, ObjectEntry]] = {}
+
+    def make(self) -> None:
+        super().make()
+        make_tiers(self.root, self.tiers, self._disk)
+
+    def list(self, *, abandoned: bool = False) -> list[Entry]:
+        """What is in the root and in the tiers. What a rollback left behind in one of them is so everywhere.
+
+        What does not count in a tier is among it only where no other copy does, or where a newer ckptman wrote it.
+        Raises: CkptmanError where a tier cannot be looked at and there is nothing else: it may be all there is.
+        """
+        found: list[Entry] = super().list(abandoned=True)
+        rollbacks = list(read_rollbacks(self.root).values())
+        troubles: list[tuple[object, CkptmanError]] = []
+        for place in self._places:
+            where = place.root if isinstance(place, FolderPlace) else place.url
+            try:
+                look_whose(self.root, place, self.run_ids)
+                there = [self._entry(place, entry) for entry in entries_of(place)]
+                rollbacks += rollbacks_of(place)
+            except CkptmanError as error:
+                troubles.append((where, error))
+                continue
+            found = [*there, *found]
+        left = abandoned_by(rollbacks)
+        found = sorted((mark(entry, left) for entry in found), key=commit_order)
+        self._highest = max([self._highest, *(entry.sequence for entry in found)])
+        counting = [entry for entry in found if entry.complete and not entry.abandoned]
+        for troubled, trouble in troubles:
+            self._tolerate(troubled, trouble, bool(counting))
+        whole, own = {entry.step for entry in counting}, self.root
+        found = [
+            each
+            for each in found
+            if each.complete
+            or each.newer_format is not None
+            or (each.path.parent == own and not isinstance(each, Remote))
+            or each.step not in whole
+        ]
+        return [entry for entry in found if abandoned or not entry.abandoned]
+
+    def last_sequence(self) -> int:
+        told = (record.sequence for records in read_drained(self.root).values() for record in records)
+        return max([super().last_sequence(), self._highest, *told])
+
+    def hand_on(self) -> None:
+        """Write down in the root and in all tiers what rollbacks there are anywhere. Raises: CkptmanError, OSError."""
+        known: list[list[Rollback]] = [rollbacks_of(place) for place in self._places]
+        every = [*read_rollbacks(self.root).values(), *(each for one in known for each in one)]
+        hand_on(every, self.root, self._disk)
+        for place, one in zip(self._places, known):
+            hand_on_to(place, every, one)
+
+    def source_of(self, entry: Remote) -> tuple[ObjectPlace, ObjectEntry, bool]:
+        """Where what only an object store has is copied from, and whether that may replace what has its name in the
+        root: a damaged copy of it, and no other checkpoint."""
+        store, found = self._objects[entry.url]
+        here = next((each for each in super().list(abandoned=True) if each.path == entry.path), None)
+        another = here is not None and (
+            here.newer_format is not None or (here.manifest is not None and here.manifest.identity != entry.identity)
+        )
+        return store, found, not another
+
+    def _entry(self, place: FolderPlace | ObjectPlace, entry: Entry | ObjectEntry) -> Entry:
+        if isinstance(entry, Entry):
+            return entry
+        assert isinstance(place, ObjectPlace)
+        self._objects[entry.url] = place, entry
+        path = self.root / entry.name
+        return Remote(entry.step, path, entry.manifest, entry.problem, entry.newer_format, url=entry.url)
+
+    def _tolerate(self, where: object, error: CkptmanError, has_others: bool) -> None:
+        if self._strict or not has_others or not isinstance(error, RootError | NotFoundError):
+            raise error
+        why = getattr(error, "strerror", None) or error
+        warn(f"the tier {plain(where)} cannot be looked at, and what it has is not restored: {plain(why)}")
+
+
+def place_of(root: Path, tiers: Sequence[Tier], disk: Disk) -> FolderPlace:
+    """Where a run saves. Raises: ConfigError."""
+    if isinstance(tiers, str | Tier) or not all(isinstance(tier, Tier) for tier in tiers):
+        raise ConfigError(f"tiers: give a list of ckptman.Tier(...), not {tiers!r}")
+    return TieredPlace(root, tiers, disk) if tiers else FolderPlace(root, disk)

@@ -1,0 +1,466 @@
+"""What a root holds: looked up on disk each time, never read from a pointer or a date.
+
+A run that saves looks at its root again and again, and of what has not changed since it looked last it does not read
+the manifest anew (`Memory`). That it is there, and unchanged, is looked up each time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import itemgetter
+from pathlib import Path
+
+from ckptman.catalog.pins import PINNED, read_pin
+from ckptman.catalog.rollback_records import read_abandoned
+from ckptman.catalog.verified import VERIFIED, read_verified
+from ckptman.errors import CkptmanError, CorruptError, FormatVersionError, NotFoundError, RootError
+from ckptman.format.manifest import Manifest, compare_names, read_manifest
+from ckptman.format.paths import StepName, like_step, parse_step
+from ckptman.policies.rules import Record
+
+_LONG_AGO = "by an earlier rollback"
+_LOOKS = 10
+"""A commit renames folders while others look: after so many looks what was gone each time is taken to be gone."""
+_SETTLED_SECONDS = 2.0
+"""A folder that was written to less than that before it was looked at is looked at again the next time: by the clock of
+its file system, what is written now may have the same time."""
+_COUNTING = ("step", "old", "abandoned")
+"""Kinds of folders that may hold a checkpoint that counts."""
+_INODE = 2
+_Stamp = tuple[int, ...]
+"""Inode, size and times of a folder."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A folder that has a checkpoint's name. Complete if `problem` is None; otherwise it does not count.
+
+    `newer_format`: it does not count here, but a newer ckptman wrote it, so nobody may conclude that it is damaged.
+    `unreadable`: nobody can say what it is, because it could not be looked at.
+    `abandoned`: which rollback left it behind; then it is whole, and no restore takes it that is not asked for it.
+    """
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    problem: str | None = None
+    newer_format: FormatVersionError | None = None
+    unreadable: RootError | None = None
+    abandoned: str = ""
+    beside: frozenset[str] = frozenset({VERIFIED, PINNED})
+    """Names in the folder that are not the manifest's, where somebody has looked: what is not there is not opened."""
+
+    @property
+    def complete(self) -> bool:
+        return self.problem is None
+
+    @property
+    def sequence(self) -> int:
+        """Commit sequence; 0 if there is no manifest to tell."""
+        return self.manifest.sequence if self.manifest else 0
+
+    @property
+    def time_seconds(self) -> float:
+        """When it was saved, in unix seconds; 0 if there is no manifest to tell."""
+        return self.manifest.time_seconds if self.manifest else 0.0
+
+    @property
+    def identity(self) -> str:
+        """See `Manifest.identity`. Only for complete entries."""
+        return self.require_manifest().identity
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether a folder holds this very checkpoint. Raises: as `read_manifest`."""
+        # As bytes: a metric that is NaN is not equal to itself.
+        return read_manifest(folder).to_json() == self.require_manifest().to_json()
+
+    @property
+    def pinned(self) -> str:
+        """Why it is pinned, as its folder says now; "" where it is not, or had no pin when it was looked at."""
+        note = read_pin(self.path) if PINNED in self.beside else None
+        return note.why if note is not None else ""
+
+    def record(self) -> Record:
+        """The facts that retention rules look at. Only for complete entries."""
+        manifest = self.require_manifest()
+        note = read_verified(self.path, manifest) if VERIFIED in self.beside else None
+        return Record(
+            self.step,
+            manifest.sequence,
+            manifest.time_seconds,
+            manifest.total_bytes,
+            manifest.metrics,
+            verified=note is not None and note.every_byte,
+            damaged=note.damaged if note is not None else "",
+            pinned=self.pinned,
+            abandoned=f"abandoned {self.abandoned}" if self.abandoned else "",
+        )
+
+    def require_manifest(self) -> Manifest:
+        """The manifest. Raises: FormatVersionError, RootError, CorruptError if this is no complete checkpoint."""
+        if self.newer_format is not None:
+            raise self.newer_format
+        if self.unreadable is not None:
+            raise self.unreadable
+        if self.manifest is None or self.problem is not None:
+            raise CorruptError(
+                f"{self.path} is not a complete checkpoint: {self.problem}. "
+                f"ckptman list shows the complete ones; no command touches this one, so move it away by hand"
+            )
+        return self.manifest
+
+
+@dataclass(frozen=True)
+class Remembered(Entry):
+    """A complete entry that is as it was when its manifest was read. `facts`: what its manifest says.
+
+    The manifest is not kept, as it grows with the ranks; whoever asks for it has it read again.
+    """
+
+    facts: Record = field(kw_only=True)
+    stamp: _Stamp = field(kw_only=True, repr=False)
+
+    @property
+    def sequence(self) -> int:
+        return self.facts.sequence
+
+    @property
+    def time_seconds(self) -> float:
+        return self.facts.time_seconds
+
+    @cached_property
+    def identity(self) -> str:
+        try:
+            return self.require_manifest().identity
+        except (FileNotFoundError, NotADirectoryError, CorruptError):  # gone since, or damaged: no rollback names it
+            return ""
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
+    def is_in(self, folder: Path) -> bool:
+        # Renamed, it is the same folder; nobody else has its inode while it is there.
+        if _stamp_of(os.lstat(folder))[:_INODE] != self.stamp[:_INODE]:
+            return False
+        found, facts = read_manifest(folder), self.facts
+        return (found.step, found.sequence, found.time_seconds) == (facts.step, facts.sequence, facts.time_seconds)
+
+    def record(self) -> Record:
+        return replace(self._noted, abandoned=f"abandoned {self.abandoned}") if self.abandoned else self._noted
+
+    def require_manifest(self) -> Manifest:
+        return read_manifest(self.path)
+
+    @cached_property
+    def _noted(self) -> Record:
+        """With what is noted beside the manifest: a note that is made later changes the folder."""
+        if self.beside.isdisjoint((VERIFIED, PINNED)):
+            return self.facts
+        try:
+            return replace(self, abandoned="", manifest=self.require_manifest()).plain_record()
+        except (CkptmanError, OSError):  # gone since: a prune sees that itself
+            return replace(self.facts, pinned=self.pinned)
+
+    def plain_record(self) -> Record:
+        """By its manifest, as an entry that was never remembered."""
+        return super().record()
+
+
+class Memory:
+    """What was read of the checkpoints of a root, to be used as long as nothing of it has changed.
+
+    By name: what was read, with inode, size and times of the folder. A folder that was replaced or renamed, or in which
+    a name came or went (a pin, a note of a verify), is read anew. A file that was cut short or written to in its place
+    is not seen: see `Catalogue.confirm`. Thread-safe: a run may restore while a save of it is in the background.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Remembered] = {}
+
+    def known(self, name: str) -> Remembered | None:
+        """What was read under a name, whether or not it is still so."""
+        return self._known.get(name)
+
+    def recall(self, folder: str, name: str) -> Remembered | None:
+        """What is known about a folder, if it is as it was."""
+        known = self.known(name)
+        return known if known is not None and _stamp(folder) == known.stamp else None
+
+    def remember(self, name: str, entry: Entry, before: os.stat_result) -> None:
+        """Keep what was read of an entry, if it is complete and its folder is as it was `before` it was read."""
+        manifest, stamp = entry.manifest, _stamp_of(before)
+        is_settled = 0 <= before.st_mtime + _SETTLED_SECONDS <= time.time()
+        if manifest is None or not entry.complete or not is_settled or stamp != _stamp(entry.path):
+            self.forget(name)
+            return
+        facts = Record(
+            entry.step, manifest.sequence, manifest.time_seconds, manifest.total_bytes, dict(manifest.metrics)
+        )
+        self._known[name] = Remembered(entry.step, entry.path, None, beside=entry.beside, facts=facts, stamp=stamp)
+
+    def forget(self, name: str) -> None:
+        """Have it read anew."""
+        self._known.pop(name, None)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forget what is gone: these names there are."""
+        for name in set(self._known).difference(names):  # a copy: another thread may add to it
+            self._known.pop(name, None)
+
+
+class Catalogue:
+    """The checkpoints under one root.
+
+    Only the leader of a run looks; the others are told what it saw, because ranks can see different files on NFS.
+    `memory`: what earlier looks have read; without it each look reads all.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], memory: Memory | None = None) -> None:
+        self.root = Path(root)
+        self._memory = memory
+
+    def scan(self, *, abandoned: bool = False, names: Sequence[str] | None = None, recall: bool = False) -> list[Entry]:
+        """All entries, in order of commit; those with no readable manifest first, by step.
+
+        `abandoned`: also those that a rollback left behind. Of one step there can then be several. `names`: of the
+        root, where they have been listed just now. `recall`: take from the memory what has not changed; it has no
+        manifest.
+
+        Raises: NotFoundError (no such root), RootError (not a folder, or it or a checkpoint cannot be read: that is
+        never "none yet"), CorruptError (what was abandoned cannot be told).
+        """
+        entries = self.look(abandoned=abandoned, names=names, recall=recall)
+        for entry in entries:
+            if entry.unreadable is not None:
+                raise entry.unreadable
+        return entries
+
+    def look(self, *, abandoned: bool = False, names: Sequence[str] | None = None, recall: bool = False) -> list[Entry]:
+        """The same, with those that cannot be read: for who says what is there, not for who acts on it.
+
+        Raises: NotFoundError, RootError and CorruptError of the root itself.
+        """
+        for _ in range(_LOOKS):
+            listed = self.names() if names is None else names
+            entries, settled = self._look_at(_ours(listed), recall=recall)
+            if settled:
+                break
+            names = None
+        if self._memory is not None:
+            self._memory.keep_only(listed)
+        left = read_abandoned(self.root)
+        found = [mark(entry, left) for entry in entries.values()]
+        return sorted((entry for entry in found if abandoned or not entry.abandoned), key=commit_order)
+
+    def complete(self) -> list[Entry]:
+        """The complete entries, oldest commit first."""
+        return [entry for entry in self.scan() if entry.complete]
+
+    def entry(self, step: int) -> Entry:
+        """The entry of a step, complete or not; one that was abandoned, where there is no other.
+
+        Raises: NotFoundError, which names the steps there are.
+        """
+        found = sorted(self.look(abandoned=True), key=lambda entry: not entry.abandoned)
+        entries = {entry.step: entry for entry in found}
+        if step not in entries:
+            known = ", ".join(str(each) for each in list(entries)[-10:]) or "none"
+            raise NotFoundError(f"{self.root} has no checkpoint of step {step}; the latest there are: {known}")
+        return entries[step]
+
+    def last_sequence(self) -> int:
+        """Return the highest commit sequence of all that is there, abandoned or not; 0 where there is nothing.
+
+        Of what is remembered it takes the memory's word: no look at each folder delays a commit.
+
+        Raises: NotFoundError, RootError.
+        """
+        highest = 0
+        for name, parsed in _ours(self.names()):
+            if parsed.kind not in _COUNTING:
+                continue
+            known: Entry | None = self._memory.known(name) if self._memory is not None else None
+            entry = known or self._read(name, parsed.step)
+            if entry is not None and entry.unreadable is not None:
+                raise entry.unreadable
+            highest = max(highest, entry.sequence if entry is not None else 0)
+        return highest
+
+    def confirm(self, entries: Iterable[Entry]) -> bool:
+        """Whether those of the entries that come from memory are what they were, each file there with its size.
+
+        What is not so is forgotten, for the next look to say what it is. Raises: RootError.
+        """
+        whole = True
+        for entry in entries:
+            if not isinstance(entry, Remembered):
+                continue
+            found = _look(entry.path, entry.step, _lstat(entry.path))
+            if not found.complete or found.sequence != entry.sequence:
+                whole = False
+                self.forget(entry.path.name)
+        return whole
+
+    def forget(self, name: str) -> None:
+        """Have what lies under a name read anew: another checkpoint has it now."""
+        if self._memory is not None:
+            self._memory.forget(name)
+
+    def leftovers(self, names: Sequence[str] | None = None) -> list[tuple[Path, StepName]]:
+        """Folders that a crash or an unfinished deletion left: `tmp`, `trash`, and `old` that stands in for nothing.
+
+        `names`: as for `scan`.
+        """
+        ours = _ours(self.names() if names is None else names)
+        olds = {parsed.step for _, parsed in ours if parsed.kind == "old"}
+        entries, _ = self._look_at([(name, parsed) for name, parsed in ours if parsed.step in olds])
+        counting = {entry.path.name for entry in entries.values()}
+        unsure = {step for (step, _), entry in entries.items() if entry.unreadable is not None}
+        return [
+            (self.root / name, parsed)
+            for name, parsed in ours
+            if parsed.kind not in ("step", "abandoned")
+            and name not in counting
+            and not (parsed.kind == "old" and parsed.step in unsure)
+        ]
+
+    def strangers(self, names: Sequence[str] | None = None) -> list[Entry]:
+        """What has a name that looks like one of ours and is none: somebody made it, such as a `.old-best`.
+
+        `names`: as for `scan`.
+        """
+        names = self.names() if names is None else names
+        found = [(name, step) for name in names if (step := like_step(name)) is not None]
+        return [Entry(step, self.root / name, None, "its name is none that ckptman gives") for name, step in found]
+
+    def names(self) -> list[str]:
+        """All names under the root, ours or not. Raises: NotFoundError, RootError."""
+        try:
+            return sorted(os.listdir(self.root))  # noqa: PTH208 names alone are wanted
+        except FileNotFoundError as error:
+            raise NotFoundError(
+                f"there is no checkpoint root {self.root}: name another one, or check the mount"
+            ) from error
+        except NotADirectoryError as error:
+            raise RootError(
+                errno.ENOTDIR, f"the checkpoint root {self.root} is a file, not a folder: name another root"
+            ) from error
+        except OSError as error:
+            raise RootError(
+                error.errno or errno.EIO,
+                f"the checkpoint root {self.root} cannot be read ({error.strerror}): "
+                f"nothing is started over what may be there; check the mount and its permissions",
+            ) from error
+
+    def _look_at(
+        self, names: list[tuple[str, StepName]], *, recall: bool = False
+    ) -> tuple[dict[tuple[int, str], Entry], bool]:
+        """The entry of each step, with those that stood aside for it for good, by their tags; and whether everything
+        stayed where it was while we looked."""
+        found: dict[tuple[int, str], list[tuple[tuple[bool, bool, int], Entry]]] = {}
+        settled, folder, memory = True, os.fspath(self.root), self._memory if recall else None
+        entry: Entry | None
+        for name, parsed in names:
+            if parsed.kind not in _COUNTING:
+                continue
+            entry = memory.recall(f"{folder}/{name}", name) if memory is not None else None
+            if entry is None:
+                entry = self._read(name, parsed.step)
+            if entry is None:
+                settled = False
+                continue
+            # A crash between the two renames of a commit leaves the previous save of this step as "old" only. It also
+            # stands in for one that was damaged since: nothing good is passed over for something bad.
+            counts = entry.complete or entry.newer_format is not None or entry.unreadable is not None
+            merit = (counts, parsed.kind == "step", entry.sequence)
+            aside = parsed.tag if parsed.kind == "abandoned" else ""
+            if aside:
+                entry = replace(entry, abandoned=_LONG_AGO)
+            found.setdefault((parsed.step, aside), []).append((merit, entry))
+        return {key: max(each, key=itemgetter(0))[1] for key, each in found.items()}, settled
+
+    def _read(self, name: str, step: int) -> Entry | None:
+        """What lies under a name; None: it did not stay there while it was looked at."""
+        path = self.root / name
+        before = _lstat(path)
+        entry = _look(path, step, before)
+        after = _lstat(path)
+        if before is None or after is None or not _stayed(before, after, entry.complete):
+            self.forget(name)
+            return None
+        if self._memory is not None:
+            self._memory.remember(name, entry, before)
+        return entry
+
+
+def mark(entry: Entry, left: Mapping[str, str]) -> Entry:
+    """An entry, with the rollback that left it behind, of those that `read_abandoned` gave."""
+    why = left.get(entry.identity) if left and entry.complete else None
+    return replace(entry, abandoned=why) if why else entry
+
+
+def _ours(names: Iterable[str]) -> list[tuple[str, StepName]]:
+    return [(name, parsed) for name in names if (parsed := parse_step(name))]
+
+
+def _stamp(folder: str | Path) -> _Stamp | None:
+    """What tells whether a folder is as it was; None where that cannot be told."""
+    try:
+        return _stamp_of(os.lstat(folder))
+    except OSError:
+        return None
+
+
+def _stamp_of(found: os.stat_result) -> _Stamp:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _stayed(before: os.stat_result, after: os.stat_result, complete: bool) -> bool:
+    # Two saves later a folder may have the inode of one that was deleted: what is incomplete may not have changed.
+    return os.path.samestat(before, after) and (complete or before.st_ctime_ns == after.st_ctime_ns)
+
+
+def _look(path: Path, step: int, before: os.stat_result | None) -> Entry:
+    try:
+        if before is not None and stat.S_ISLNK(before.st_mode):
+            return Entry(step, path, None, "it is a link, not a folder", beside=frozenset())
+        manifest = read_manifest(path)
+        if manifest.step != step:
+            return Entry(step, path, manifest, f"its manifest is of step {manifest.step}")
+        problem, beside = compare_names(path, manifest)
+        return Entry(step, path, manifest, problem, beside=beside)
+    except FileNotFoundError:
+        return Entry(step, path, None, "it has no manifest.json")
+    except NotADirectoryError:
+        return Entry(step, path, None, "it is a file, not a folder")
+    except FormatVersionError as error:
+        return Entry(step, path, None, f"format version {error.found} is newer than this ckptman", error)
+    except CorruptError as error:
+        return Entry(step, path, None, str(error))
+    except OSError as error:
+        return Entry(step, path, None, f"it cannot be read ({error.strerror})", unreadable=_unreadable(path, error))
+
+
+def _lstat(path: Path) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> RootError:
+    remedy = "check its permissions" if isinstance(error, PermissionError) else "check the mount"
+    return RootError(error.errno or errno.EIO, f"{path} cannot be read ({error.strerror}): {remedy}")
+
+
+def commit_order(entry: Entry) -> tuple[int, float, int]:
+    """What entries are sorted by."""
+    # Time and step decide only between folders that were copied from several roots and share a sequence.
+    return entry.sequence, entry.time_seconds, entry.step

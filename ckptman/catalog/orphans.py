@@ -1,0 +1,170 @@
+"""What crashes leave: folders of saves and deletions that nobody will finish, half-written files, dead leases."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.pins import read_pin
+from ckptman.catalog.reader_lease import Leases, look
+from ckptman.catalog.writer_lock import is_alive, is_this_process, read_owner
+from ckptman.errors import CkptmanError
+from ckptman.format.manifest import missing_file, read_manifest
+from ckptman.format.paths import Kind, StepName, parse_half_written, run_folder, step_folder
+from ckptman.io.filesystem import DISK, Disk
+
+_REASONS: dict[Kind, str] = {
+    "tmp": "a save that was never committed; its writer is gone",
+    "trash": "a deletion that was interrupted",
+    "old": "an earlier save of a step that was saved again",
+}
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What a crash left of a save or of a deletion, and nobody will finish. `bytes` on disk.
+
+    `step` is None for a file of the run itself that was being written, and for a lease.
+    """
+
+    path: Path
+    step: int | None
+    reason: str
+    bytes: int
+
+
+def find_leftovers(
+    root: Path, leases: Leases | None = None, there: Sequence[tuple[Path, StepName]] | None = None
+) -> list[Leftover]:
+    """The leftovers whose owner is gone. Those of a run that is alive are its own business.
+
+    A run that asks for itself also gets what its own deletions left; the folder of a save may be in use. `leases`: of
+    the root, where they have been looked for, and `there` what `Catalogue.leftovers` says of names that were listed
+    before that: whoever has made one since is not known. Raises: RootError (it cannot be read, so nobody can tell).
+    """
+    there = Catalogue(root).leftovers() if there is None else there
+    leases = look(root, wait=False) if leases is None else leases
+    left = [Leftover(path, None, "a lease whose reader is gone", _tree_bytes(path)) for path in leases.dead]
+    found = [
+        (path, parsed)
+        for path, parsed in there
+        if not _is_held(path, parsed, leases) and os.path.lexists(path)  # a save may have been committed meanwhile
+    ]
+    halves = _half_written(root)
+    if not found and not halves:
+        return left
+    owner = read_owner(root)
+    alive = owner.nonce if owner is not None and is_alive(root, owner) else None
+    mine = alive is not None and owner is not None and is_this_process(owner)
+    left += [
+        Leftover(path, parsed.step, _REASONS[parsed.kind], _tree_bytes(path))
+        for path, parsed in found
+        if _tagger(parsed) != alive or (mine and parsed.kind != "tmp")
+    ]
+    if alive is None or mine:
+        left += [
+            Leftover(path, None, "a file that was never finished", _tree_bytes(path))
+            for path, pid in halves
+            if not mine or pid != os.getpid()
+        ]
+    return left
+
+
+def find_strays(root: Path, leases: Leases, there: Sequence[tuple[Path, StepName]]) -> list[Leftover]:
+    """Checkpoints under a trash name that are whole, and wanted: who took one away was killed before it saw that.
+
+    `leases` and `there`: as in `find_leftovers`. Who has taken one away since then may be removing it this moment.
+    """
+    owner = read_owner(root)
+    alive = owner.nonce if owner is not None and is_alive(root, owner) else None
+    strays = []
+    for path, parsed in there:
+        if parsed.kind != "trash" or _tagger(parsed) in (alive, *leases.nonces):
+            continue
+        reason = leases.holder(step_folder(parsed.step)) or ("it is pinned" if _is_pinned(path) else "")
+        if reason and _is_whole(path):
+            strays.append(Leftover(path, parsed.step, f"{reason}, and the prune that took it was killed", 0))
+    return strays
+
+
+def clear(root: Path, leftovers: Iterable[Leftover], tag: str, disk: Disk = DISK) -> None:
+    """Remove leftovers. Raises: OSError in the end, if some could not be removed."""
+    place = FolderPlace(root, disk)
+    with first_error_last() as attempt:
+        for count, leftover in enumerate(leftovers):
+            if leftover.step is None:
+                attempt(partial(disk.remove_file, leftover.path))
+            else:
+                name = step_folder(leftover.step)
+                attempt(partial(place.remove, leftover.path, name, f"{tag}-left{count}"))
+
+
+@contextmanager
+def first_error_last() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Hands out a function that tries a step and goes on after an OSError; the first of those is raised at the end."""
+    errors: list[OSError] = []
+
+    def attempt(step: Callable[[], None]) -> None:
+        try:
+            step()
+        except OSError as error:
+            errors.append(error)
+
+    yield attempt
+    if errors:
+        raise errors[0]
+
+
+def _is_held(path: Path, parsed: StepName, leases: Leases) -> bool:
+    """Whether somebody writes, reads or removes there, or wants it kept."""
+    if leases.holder(path.name) or _tagger(parsed) in leases.nonces:
+        return True
+    # See `find_strays`.
+    if parsed.kind in ("old", "trash") and leases.holder(step_folder(parsed.step)):
+        return True
+    return parsed.kind in ("old", "trash") and _is_pinned(path) and _is_whole(path)
+
+
+def _tagger(parsed: StepName) -> str:
+    """The nonce of who gave a folder its name: of a claim, or of a lease."""
+    return parsed.tag.partition("-")[0]
+
+
+def _is_pinned(path: Path) -> bool:
+    return not path.is_symlink() and read_pin(path) is not None
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return not path.is_symlink() and missing_file(path, read_manifest(path)) is None
+    except (CkptmanError, OSError):
+        return False
+
+
+def _half_written(root: Path) -> list[tuple[Path, int]]:
+    folder = run_folder(root)
+    if not folder.is_dir() or folder.is_symlink():
+        return []
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError:
+        return []
+    names = [(path, pid) for path in paths if (pid := parse_half_written(path.name)) is not None]
+    return [(path, pid) for path, pid in names if path.is_symlink() or not path.is_dir()]
+
+
+def _tree_bytes(path: Path) -> int:
+    total = 0
+    is_folder = path.is_dir() and not path.is_symlink()
+    for folder, _, names in os.walk(path) if is_folder else [(path.parent, (), [path.name])]:
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total

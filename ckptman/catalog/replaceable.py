@@ -1,0 +1,82 @@
+"""What may be replaced, and so be removed: a checkpoint, or what is left of one. A name alone makes nothing ours."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckptman.catalog.pins import PINNED
+from ckptman.catalog.verified import VERIFIED
+from ckptman.errors import CkptmanError, CorruptError, FormatVersionError
+from ckptman.format.manifest import read_manifest
+from ckptman.format.paths import CHUNKS, DOT, INDEX, MANIFEST, METADATA, parse_half_written, parse_owner, rank_of
+from ckptman.io.safe_open import open_regular
+
+_COMMON = frozenset({MANIFEST, INDEX, CHUNKS, METADATA, VERIFIED, PINNED, DOT})
+"""Names of ours that others may give to files of theirs."""
+_BLOCKS = re.compile(r"blocks-[0-9]{5,}-[0-9]+\.bin", re.ASCII)
+_DATA = ".distcp"
+_PICKLE = b"\x80"
+
+
+def may_be_replaced(folder: Path) -> bool:
+    """Whether a folder is empty, a checkpoint of ckptman or of plain DCP, or holds only what is left of one.
+
+    Raises: OSError where it cannot be looked at.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    with os.scandir(folder) as items:
+        names = {item.name: item.is_dir(follow_symlinks=False) for item in items}
+    if not names:
+        return True
+    try:
+        read_manifest(folder)
+        return True
+    except FormatVersionError:
+        return has_data(names)
+    except (CkptmanError, FileNotFoundError):
+        pass
+    if any(is_folder and (name != DOT or not _is_of_claims(folder / DOT)) for name, is_folder in names.items()):
+        return False
+    return is_left(names) or (has_data(names) and METADATA in names and _begins_a_pickle(folder / METADATA))
+
+
+def is_left(names: Iterable[str]) -> bool:
+    """Whether all of these are names of files of a checkpoint, and one is such that nobody else gives it."""
+    every = set(names)
+    return has_data(every) and is_of_a_checkpoint(every)
+
+
+def is_of_a_checkpoint(names: Iterable[str]) -> bool:
+    """Whether all of these are names of files of a checkpoint, or of files that were being written there."""
+    return all(name in _COMMON or _is_of_rank(name) or parse_half_written(name) is not None for name in names)
+
+
+def has_data(names: Iterable[str]) -> bool:
+    """Whether one of these names is of a file that holds what a rank saved."""
+    return any(map(_is_of_rank, names))
+
+
+def _is_of_rank(name: str) -> bool:
+    return rank_of(name) is not None or name.endswith(_DATA) or _BLOCKS.fullmatch(name) is not None
+
+
+def _is_of_claims(folder: Path) -> bool:
+    """Whether a folder holds only what copies leave that are at work, or were killed."""
+    names = [each.name for each in folder.iterdir()]
+    return all(parse_owner(name) is not None or parse_half_written(name) is not None for name in names)
+
+
+def _begins_a_pickle(path: Path) -> bool:
+    """Whether a file may be what torch writes under that name; others have folders and texts of it."""
+    try:
+        fd = open_regular(path)
+    except CorruptError:
+        return False
+    try:
+        return os.read(fd, 1) == _PICKLE
+    finally:
+        os.close(fd)

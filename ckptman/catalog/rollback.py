@@ -1,0 +1,146 @@
+"""Going back to an earlier checkpoint: the newer ones are abandoned by one small file, and none of them is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptman.catalog.backends.tiered import Remote, TieredPlace
+from ckptman.catalog.catalog import Entry
+from ckptman.catalog.reader_lease import reading
+from ckptman.catalog.rollback_records import Left, Rollback, hand_on, read_rollbacks, standing
+from ckptman.catalog.tiers import read_tiers
+from ckptman.catalog.verified import read_verified
+from ckptman.catalog.writer_lock import claim
+from ckptman.errors import ConfigError, CorruptError, NotFoundError
+from ckptman.format.paths import step_folder
+from ckptman.io.filesystem import DISK, Disk
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a rollback does: `target` becomes the newest, and `entries` are left behind, or come back from there.
+
+    `undoes`: the id of the rollback that is undone; None: this is a new one.
+    """
+
+    target: Entry
+    entries: list[Entry]
+    undoes: str | None = None
+
+
+def plan_rollback(root: Path, step: int) -> Change:
+    """What going back to a step leaves behind, in the root and in its tiers. Nothing is changed.
+
+    Raises: NotFoundError (no such step, or it was abandoned itself), CorruptError (it is not whole, or was found
+    damaged), FormatVersionError (a newer ckptman wrote one after it), RootError (also of a tier: what is there and
+    newer would be restored).
+    """
+    entries = _everywhere(root).list(abandoned=True)
+    counting = [entry for entry in entries if not entry.abandoned]
+    at = max((number for number, entry in enumerate(counting) if entry.step == step), default=None)
+    if at is None:
+        gone = next((entry for entry in entries if entry.step == step), None)
+        if gone is not None:
+            why = f"was abandoned {gone.abandoned}: name an earlier one, or undo that with --undo"
+            raise NotFoundError(f"{root}: step {step} {why}")
+        known = ", ".join(dict.fromkeys(str(entry.step) for entry in counting[-10:])) or "none"
+        raise NotFoundError(f"{root} has no checkpoint of step {step}; the latest there are: {known}")
+    target = counting[at]
+    note = read_verified(target.path, target.require_manifest())
+    if note is not None and note.damaged:
+        raise CorruptError(f"{target.path} is damaged ({note.damaged}): roll back to another step")
+    newer = counting[at + 1 :]
+    for entry in newer:
+        if entry.newer_format is not None:
+            raise entry.newer_format
+    return Change(target, _each_once(entry for entry in newer if entry.complete))
+
+
+def plan_undo(root: Path) -> Change:
+    """What comes back when the last rollback is undone.
+
+    Raises: NotFoundError (there is none), ConfigError (what was saved since would be in its way), RootError.
+    """
+    holding = standing(read_rollbacks(root).values())
+    if not holding:
+        raise NotFoundError(f"{root}: there is no rollback to undo")
+    last = holding[-1]
+    lost = {left.identity for left in last.abandoned}
+    entries = _everywhere(root).list(abandoned=True)
+    back = [entry for entry in entries if entry.abandoned and entry.complete and entry.identity in lost]
+    counting = [entry for entry in entries if entry.complete and not entry.abandoned]
+    known = {entry.step for entry in counting}
+    again = sorted(entry.step for entry in back if entry.step in known or entry.path.name != step_folder(entry.step))
+    if again:
+        raise ConfigError(
+            f"{root}: step {again[0]} was saved again after the rollback to step {last.to_step}, so that "
+            f"rollback cannot be undone: a restore(step=...) or ckptman export can still read what was abandoned"
+        )
+    if not back:
+        raise NotFoundError(f"{root}: no checkpoint is left of those that the last rollback abandoned")
+    return Change(max(counting + back, key=lambda entry: entry.sequence), _each_once(back), last.id)
+
+
+def _everywhere(root: Path) -> TieredPlace:
+    return TieredPlace(root, read_tiers(root), strict=True)
+
+
+def _each_once(entries: Iterable[Entry]) -> list[Entry]:
+    """One of several copies: the nearest."""
+    return list({entry.identity: entry for entry in entries}.values())
+
+
+def execute(
+    root: Path,
+    make: Callable[[], Change],
+    *,
+    why: str,
+    by: str,
+    time_seconds: float,
+    job_id: str | None = None,
+    disk: Disk = DISK,
+) -> Change:
+    """Make a plan while no run writes to the root, and write it down: it holds for all who look from then on.
+
+    Where there is nothing to leave behind, nothing is written. Raises: BusyError (a run is alive), and as the plans.
+    """
+    claimed = claim(root, "rollback", job_id, disk=disk)
+    try:
+        change = make()
+        with _kept(change.target, disk):
+            if change.entries or change.undoes is not None:
+                _write_down(root, change, why, by, time_seconds, disk)
+        return change
+    finally:
+        claimed.release()
+
+
+@contextmanager
+def _kept(target: Entry, disk: Disk) -> Iterator[None]:
+    """A prune that made its plan before this must not take what the run is to go on from."""
+    if isinstance(target, Remote):
+        yield
+        return
+    with reading(target.path, what="rollback", disk=disk):
+        if not target.path.exists():
+            raise NotFoundError(f"{target.path} was pruned meanwhile: ckptman list shows what is left")
+        yield
+
+
+def _write_down(root: Path, change: Change, why: str, by: str, time_seconds: float, disk: Disk) -> None:
+    left = [Left(step=each.step, sequence=each.sequence, identity=each.identity) for each in change.entries]
+    rollback = Rollback(
+        id=os.urandom(8).hex(),
+        to_step=change.target.step,
+        time_seconds=time_seconds,
+        why=why,
+        by=by,
+        abandoned=[] if change.undoes is not None else left,
+        undoes=change.undoes,
+    )
+    hand_on([rollback], root, disk)
+    _everywhere(root).hand_on()

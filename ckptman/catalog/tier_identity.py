@@ -1,0 +1,241 @@
+"""Whose a tier is: the identity of a root, in the root itself and in each of its tiers.
+
+`.ckptman/root.json` in a root holds a random id, made once by the first run there. `.ckptman/tier-of.json` in a tier
+holds the id of the root whose copies it takes. Both are created exclusively: of two roots that want the same tier at
+the same moment one gets it. An object store that knows no condition of a put gives it to the last one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Annotated, NoReturn, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.object_store import ObjectPlace
+from ckptman.catalog.catalog import Catalogue
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError, plain
+from ckptman.format.manifest import FORMAT_VERSION, Manifest, parse_versioned
+from ckptman.format.paths import DOT, ROOT_ID, TIER_OF, journal_path, outcome_path, run_folder
+from ckptman.format.sealed_json import SealError, seal, unseal
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.safe_open import read_regular
+
+_MOST_BYTES = 64 * 1024
+_MOST_TEXT = 8192
+_REMEDY = "remove it, and the next start of the run writes it anew"
+
+
+class Whose(BaseModel):
+    """A root: its `id`, and, to tell people which it is, its absolute path and its run id when this was written."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
+    format_version: int = FORMAT_VERSION
+    id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    root: Annotated[str, Field(max_length=_MOST_TEXT)] = ""
+    run_id: Annotated[str, Field(max_length=_MOST_TEXT)] = ""
+
+    def to_json(self) -> bytes:
+        """The bytes of its file."""
+        return seal(self.model_dump_json(indent=1).encode())
+
+
+class AnyEntry(Protocol):
+    """A checkpoint, in a folder or in an object store."""
+
+    @property
+    def manifest(self) -> Manifest | None: ...
+    @property
+    def complete(self) -> bool: ...
+
+
+def read_identity(root: Path) -> str | None:
+    """The id of a root; of a tier that nobody has run in, the id of its root. None: it has none yet.
+
+    Raises: CorruptError, FormatVersionError, RootError.
+    """
+    found = _read(root, ROOT_ID) or _read(root, TIER_OF)
+    return found.id if found is not None else None
+
+
+def make_identity(root: Path, run_id: str, id: str | None = None, disk: Disk = DISK) -> str:
+    """The id of a root, made now where it has none. `id`: to take over. Called by the leader, and by drains.
+
+    Raises: as `read_identity`, OSError.
+    """
+    if (found := _read(root, ROOT_ID)) is not None:
+        return found.id
+    # A tier in which a run is started stays what it is.
+    mine = Whose(id=id or read_identity(root) or os.urandom(16).hex(), root=str(root.absolute()), run_id=run_id)
+    disk.make_folders(run_folder(root))
+    try:
+        disk.create_whole_file(run_folder(root) / ROOT_ID, mine.to_json())
+        disk.sync_folder(run_folder(root))
+    except FileExistsError:
+        return make_identity(root, run_id, id, disk)
+    return mine.id
+
+
+def read_mark(place: FolderPlace | ObjectPlace) -> Whose | None:
+    """Whose tier a place is; None: nobody's. Raises: CorruptError, FormatVersionError, RootError."""
+    if isinstance(place, FolderPlace):
+        return _read(place.root, TIER_OF)
+    data = place.read_whole(f"{DOT}/{TIER_OF}")
+    return _parse(f"{place.url}/{DOT}/{TIER_OF}", data) if data is not None else None
+
+
+def check_tier(
+    root: Path,
+    place: FolderPlace | ObjectPlace,
+    entries: Callable[[], Iterable[AnyEntry]],
+    *,
+    run_ids: Collection[str] = (),
+    answers: Callable[[Path], bool],
+) -> Whose | None:
+    """Refuse a place that is the tier of another root, or a root itself; the mark that it has.
+
+    A root without an id, lost or of an earlier version, may use a tier that was marked by a root at the same path, or
+    by a run of the same id (`run_ids`, and those of what the root holds) whose root is gone. In a tier without a mark
+    all checkpoints have to be of such a run. `answers`: whether a folder can be asked for.
+
+    Raises: ConfigError, CorruptError, FormatVersionError, RootError.
+    """
+    if isinstance(place, FolderPlace) and (its := _read(place.root, ROOT_ID)) is not None:
+        raise ConfigError(
+            f"{_where(place)} is the root of a run itself ({_run(its.run_id)}), and not filled from {root}: name "
+            f"another folder. Where no run is to go on there, remove {run_folder(place.root) / ROOT_ID}"
+        )
+    mark, mine = read_mark(place), read_identity(root)
+    if mark is not None:
+        twin = _is_elsewhere(root, mark, answers)
+        if mine is None:
+            may = not twin and (_same_path(root, mark.root) or mark.run_id in _known(root, run_ids))
+        else:
+            may = mark.id == mine
+        if not may:
+            _refuse(place, root, mark)
+        if twin:
+            raise ConfigError(
+                f"{root} and {plain(mark.root)} have the same {DOT}/{ROOT_ID}, so one of them is a copy of the other: "
+                f"remove it in the copy, and give that tiers of its own"
+            )
+    else:
+        if isinstance(place, FolderPlace) and (trace := _trace_of_a_run(place.root)) is not None:
+            raise ConfigError(
+                f"{_where(place)} has no mark of a tier, and a run has been started in it ({trace}): name another "
+                f"folder for copies of {root}. Where no run is to go on there, remove {trace}"
+            )
+        manifests = [each.manifest for each in entries() if each.complete and each.manifest is not None]
+        known = _known(root, run_ids) if manifests else set()
+        if (other := next((each for each in manifests if each.run_id not in known), None)) is not None:
+            how = f"start it with run_id={other.run_id!r}" if other.run_id else f"ckptman copy the newest to {root}"
+            raise ConfigError(
+                f"{_where(place)} has no mark of a root, and holds checkpoints of another run ({_run(other.run_id)}): "
+                f"give this run a tier of its own. Where it is to go on from them, {how}"
+            )
+    return mark
+
+
+def mark_tier(root: Path, place: FolderPlace | ObjectPlace, run_id: str, *, renew: bool, disk: Disk = DISK) -> None:
+    """Mark a place that was checked as a tier of a root, which has an id. `renew`: where the root is by now.
+
+    Raises: as `check_tier`, OSError.
+    """
+    mine = read_identity(root)
+    assert mine is not None
+    mark = Whose(id=mine, root=str(root.absolute()), run_id=run_id)
+    found = read_mark(place)
+    if found is None:
+        _create(place, mark, disk)
+        found = read_mark(place)  # of two at once one has won
+    if found is None or found.id != mine:
+        _refuse(place, root, found or mark)
+    if renew and found != mark:
+        if isinstance(place, FolderPlace):
+            disk.replace_file(run_folder(place.root) / TIER_OF, mark.to_json())
+        else:
+            place.write(f"{DOT}/{TIER_OF}", mark.to_json())
+
+
+def _create(place: FolderPlace | ObjectPlace, mark: Whose, disk: Disk) -> None:
+    if isinstance(place, ObjectPlace):
+        place.create(f"{DOT}/{TIER_OF}", mark.to_json())
+        return
+    try:
+        disk.create_whole_file(run_folder(place.root) / TIER_OF, mark.to_json())
+        disk.sync_folder(run_folder(place.root))
+    except FileExistsError:
+        pass
+
+
+def _known(root: Path, run_ids: Collection[str]) -> set[str]:
+    entries = Catalogue(root).look(abandoned=True)
+    return {*run_ids, *(each.manifest.run_id for each in entries if each.manifest is not None)}
+
+
+def _refuse(place: FolderPlace | ObjectPlace, root: Path, mark: Whose) -> NoReturn:
+    raise ConfigError(
+        f"{_where(place)} is of another root, {plain(mark.root) or 'which is not named'} ({_run(mark.run_id)}), and "
+        f"not of {root}: give each run a tier of its own. Where this run is to go on from it, remove {_file(place)} "
+        f"and start the run with run_id={mark.run_id!r}"
+    )
+
+
+def _is_elsewhere(root: Path, mark: Whose, answers: Callable[[Path], bool]) -> bool:
+    """Whether the root that a mark is of is still there, and another folder than this one."""
+    if not mark.root or _same_path(root, mark.root):
+        return False
+    other = Path(mark.root)
+    try:
+        found = _read(other, ROOT_ID) if answers(other) else None
+        return found is not None and found.id == mark.id and not other.samefile(root)
+    except (CkptmanError, OSError):  # it cannot be looked at from here
+        return False
+
+
+def _same_path(root: Path, other: str) -> bool:
+    # By its text first: what the other one was may be on a mount that is away.
+    return bool(other) and (str(root.absolute()) == other or os.path.realpath(root) == other)
+
+
+def _trace_of_a_run(root: Path) -> Path | None:
+    """What a run writes in its root, and nobody writes in a tier."""
+    return next((each for each in (outcome_path(root), journal_path(root)) if each.exists()), None)
+
+
+def _where(place: FolderPlace | ObjectPlace) -> str:
+    return f"the tier {place.root if isinstance(place, FolderPlace) else place.url}"
+
+
+def _file(place: FolderPlace | ObjectPlace) -> str:
+    return f"{place.root if isinstance(place, FolderPlace) else place.url}/{DOT}/{TIER_OF}"
+
+
+def _run(run_id: str) -> str:
+    return f"run {plain(run_id)}" if run_id else "no run id"
+
+
+def _read(root: Path, name: str) -> Whose | None:
+    path = run_folder(root) / name
+    if path.parent.is_symlink():  # what lies elsewhere is none of this root's
+        return None
+    try:
+        return _parse(path, read_regular(path, _MOST_BYTES, remedy=_REMEDY))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise RootError(
+            error.errno or 0, f"{path} cannot be read ({error.strerror}): check its permissions and the mount"
+        ) from error
+
+
+def _parse(path: Path | str, data: bytes) -> Whose:
+    try:
+        return Whose.model_validate(parse_versioned(path, unseal(path, data)))
+    except (ValidationError, SealError, CorruptError):
+        raise CorruptError(
+            f"{path} is not what ckptman wrote there, so nobody can tell whose copies belong there: {_REMEDY}"
+        ) from None

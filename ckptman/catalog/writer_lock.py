@@ -1,0 +1,313 @@
+"""Who writes to a root. Two runs that write to one root would rename and prune each other's checkpoints.
+
+A run that claims a root makes the next of the numbered files `owner-000007.json`; the highest number owns the root.
+The file is created exclusively, so each number goes to one claimant, on NFS too; a number stays taken until there is a
+higher one, and nobody moves a claim that may be alive. The owner touches its file every few seconds, and adds a line
+to it when it leaves. A claim that was not given back is dead when its process is, on the same host; from another host,
+when it was not touched for `PATIENCE_SECONDS` while we watched: clocks of two hosts are never compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ckptman.errors import BusyError, CorruptError, RootError
+from ckptman.format.paths import new_nonce, owner_path, parse_owner, run_folder
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.safe_open import open_regular, read_regular
+from ckptman.io.wakeup import Flag
+
+BEAT_SECONDS = 5.0
+PATIENCE_SECONDS = 30.0
+_LOOKS = 10
+_MOST_BYTES = 1024 * 1024
+
+
+class Owner(BaseModel):
+    """A process that claims a root.
+
+    `host_key` tells apart boots and containers that share a host name. `start_ticks` (clock ticks since boot) tells
+    apart processes that share a pid; unlike a time of day it cannot change when the clock is set.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+    host: str
+    host_key: str
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    start_ticks: int
+    job_id: str | None
+    run_id: str
+    nonce: str
+
+
+def this_process(run_id: str, job_id: str | None) -> Owner:
+    """The owner that this process would be."""
+    _, ticks = _state_and_start(os.getpid()) or ("", 0)
+    return Owner(
+        host=socket.gethostname(),
+        host_key=_host_key(),
+        pid=os.getpid(),
+        start_ticks=ticks,
+        job_id=job_id,
+        run_id=run_id,
+        nonce=new_nonce(),
+    )
+
+
+def read_owner(root: Path) -> Owner | None:
+    """Who claims a root, dead or alive; None if nobody does, or if the claim is rubbish. Raises: RootError."""
+    try:
+        mark = _newest(root)
+    except OSError as error:
+        raise _root_error(root, "read", error) from error
+    return mark.owner if mark is not None and not mark.released else None
+
+
+def is_alive(root: Path, owner: Owner, patience_seconds: float = PATIENCE_SECONDS) -> bool:
+    """Whether the process behind a claim lives. From another host this takes up to `patience_seconds` to deny."""
+    mark = _newest(root)
+    return mark is not None and mark.owner == owner and _lives(root, mark, patience_seconds)
+
+
+def is_this_process(owner: Owner) -> bool:
+    """Whether a claim is that of the process that asks."""
+    return (owner.host, owner.host_key, owner.pid) == (socket.gethostname(), _host_key(), os.getpid())
+
+
+class Claim:
+    """This process's right to write to a root, held until `release`. Made by `claim`."""
+
+    def __init__(self, root: Path, owner: Owner, number: int, disk: Disk = DISK) -> None:
+        self.root, self.owner = root, owner
+        self._number, self._disk = number, disk
+        self._device = root.stat().st_dev
+        self._counter = itertools.count(1)
+        self._done = Flag()
+        self._thread = threading.Thread(target=self._beat, name="ckptman-owner", daemon=True)
+        self._thread.start()
+
+    def next_tag(self) -> str:
+        """A tag for a tmp or trash name that nobody used before, and that tells whose it is."""
+        return f"{self.owner.nonce}-{next(self._counter)}"
+
+    def check(self) -> None:
+        """Raises: BusyError if another run took the root over (this process was silent for too long), RootError where
+        something else lies there now, OSError."""
+        mark = _newest(self.root)
+        if mark is None and self.root.stat().st_dev != self._device:
+            raise RootError(
+                errno.ENODEV,
+                f"{self.root} is not on the file system that this run began on, so what is saved there would be hidden "
+                f"once that is back: see whether it is still mounted",
+            )
+        if mark is None:
+            # Somebody removed the run's own files: claimed again, or the next run would come in unhindered.
+            self._disk.make_folders(run_folder(self.root))
+            _stake(self.root, self._number, self.owner, self._disk)
+        elif not self._is_mine(mark):
+            raise _busy(self.root)
+
+    def release(self) -> None:
+        """Give the root free. Never takes away somebody else's claim; nothing in a forked child, whose it is not."""
+        if os.getpid() != self.owner.pid:
+            return
+        self._done.set()
+        self._thread.join(BEAT_SECONDS)
+        with contextlib.suppress(OSError):
+            if self._is_mine(_read(self.root, self._number)):
+                # Marked, not removed: a claimant that looked a moment ago must not find this number free again.
+                with owner_path(self.root, self._number).open("r+b", buffering=0) as file:
+                    file.seek(0, os.SEEK_END)
+                    file.write(b"released\n")
+
+    def _is_mine(self, mark: _Mark) -> bool:
+        return mark.number == self._number and mark.owner == self.owner
+
+    def _beat(self) -> None:
+        while not self._done.wait(BEAT_SECONDS):
+            # A file system that is away for a moment is no reason to die here: the next save will tell.
+            with contextlib.suppress(OSError):
+                os.utime(owner_path(self.root, self._number))
+
+
+def claim(
+    root: Path, run_id: str, job_id: str | None, *, patience_seconds: float = PATIENCE_SECONDS, disk: Disk = DISK
+) -> Claim:
+    """Claim a root for this process. A dead owner's claim is taken over. Called by the leader only.
+
+    Raises: BusyError (a live run owns it), RootError (it cannot be written).
+    """
+    me = this_process(run_id, job_id)
+    if run_folder(root).is_symlink():
+        raise RootError(
+            errno.ELOOP,
+            f"{run_folder(root)} is a link, and a run writes nothing outside of its root: remove it, or name another "
+            f"root",
+        )
+    try:
+        disk.make_folders(run_folder(root))
+        last = _newest(root)
+        if last is not None and _lives(root, last, patience_seconds):
+            raise _busy(root)
+        number = last.number + 1 if last is not None else 1
+        try:
+            _stake(root, number, me, disk)
+        except FileNotFoundError:  # a reader that is done removed the folder that it had made
+            disk.make_folders(run_folder(root))
+            _stake(root, number, me, disk)
+    except OSError as error:
+        raise _root_error(root, "written", error) from error
+    # Claims that are over mean nothing any more: one that cannot be removed does no harm.
+    with contextlib.suppress(OSError):
+        for older in _numbers(root):
+            if older < number:
+                disk.remove_file(owner_path(root, older))
+    return Claim(root, me, number, disk)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A claim as it is on disk. `owner` is None if it cannot be read: rubbish, or being written this very moment."""
+
+    number: int
+    owner: Owner | None
+    released: bool
+
+
+def _stake(root: Path, number: int, me: Owner, disk: Disk) -> None:
+    path = owner_path(root, number)
+    try:
+        disk.create_file(path, me.model_dump_json().encode() + b"\n")
+    except FileExistsError:
+        raise _busy(root) from None
+    with contextlib.ExitStack() as undo:
+        undo.callback(disk.remove_file, path)
+        # What we saw before may be old (NFS remembers listings): whoever has a higher number looked after us, and wins.
+        now = _newest(root)
+        if now is None or now.owner != me:
+            raise _busy(root)
+        undo.pop_all()
+
+
+def _newest(root: Path) -> _Mark | None:
+    for _ in range(_LOOKS):
+        numbers = _numbers(root)
+        if not numbers:
+            return None
+        # A claim that is gone was taken over just now: then there is one with a higher number.
+        with contextlib.suppress(FileNotFoundError):
+            return _read(root, max(numbers))
+    return None
+
+
+def _numbers(root: Path) -> list[int]:
+    try:
+        names = os.listdir(run_folder(root))  # noqa: PTH208 names alone are wanted
+    except FileNotFoundError:
+        return []
+    return [number for name in names if (number := parse_owner(name)) is not None]
+
+
+def _read(root: Path, number: int) -> _Mark:
+    try:
+        owner, _, more = read_regular(owner_path(root, number), _MOST_BYTES).partition(b"\n")
+    except CorruptError:  # a link, a pipe, a device: no run claims a root like that
+        return _Mark(number, None, released=True)
+    try:
+        return _Mark(number, Owner.model_validate_json(owner), released=bool(more))
+    except ValidationError:
+        return _Mark(number, None, released=False)
+
+
+def _busy(root: Path) -> BusyError:
+    mark = _newest(root)
+    owner = mark.owner if mark is not None else None
+    if owner is None:
+        return BusyError(str(root), "unknown", 0, None)
+    return BusyError(str(root), owner.host, owner.pid, owner.job_id, is_this_process(owner))
+
+
+def _root_error(root: Path, done: str, error: OSError) -> RootError:
+    return RootError(
+        error.errno or errno.EIO,
+        f"the checkpoint root {root} cannot be {done} ({error.strerror}): check permissions, quota and the mount",
+    )
+
+
+def _lives(root: Path, mark: _Mark, patience_seconds: float) -> bool:
+    if mark.released:
+        return False
+    lives = process_lives(mark.owner) if mark.owner is not None else None
+    return lives if lives is not None else _is_touched(root, mark, patience_seconds)
+
+
+def process_lives(owner: Owner) -> bool | None:
+    """Whether a process lives; None where this host cannot tell: it is another's, or is not shown to us (`hidepid`)."""
+    if not owner.host_key or (owner.host, owner.host_key) != (socket.gethostname(), _host_key()):
+        return None
+    found = _state_and_start(owner.pid)
+    if found is not None:
+        state, ticks = found
+        # A pid is reused; the start tells. A zombie has closed its files and will write no more.
+        return ticks == owner.start_ticks and state not in "ZX"
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return None
+
+
+def _state_and_start(pid: int) -> tuple[str, int] | None:
+    try:
+        # After the command in brackets, which may hold anything: state is field 3, start time field 22 (proc(5)).
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[0].decode(), int(fields[19])
+
+
+def _is_touched(root: Path, mark: _Mark, patience_seconds: float) -> bool:
+    path = owner_path(root, mark.number)
+    first = touched_at(path)
+    deadline = time.monotonic() + patience_seconds
+    while time.monotonic() < deadline:
+        time.sleep(min(0.1, patience_seconds / 10))
+        # Compared with what was judged, too: a claim that was being written then may have been whole ever since.
+        now = _newest(root)
+        if now != mark or touched_at(path) != first:
+            return now is not None and now.number == mark.number and not now.released
+    return False
+
+
+def touched_at(path: Path) -> int | None:
+    """When a file was written or touched last (nanoseconds); None where there is no such file. Raises: OSError."""
+    # Opened, not only stat'ed: NFS looks at the server again when a file is opened.
+    try:
+        fd = open_regular(path)
+    except (FileNotFoundError, CorruptError):
+        return None
+    try:
+        return os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)
+
+
+def _host_key() -> str:
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
+    try:
+        return f"{boot.read_text().strip()} {os.readlink(namespace)}"  # noqa: PTH115 not a path, a label
+    except OSError:
+        return ""

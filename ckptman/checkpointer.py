@@ -1,0 +1,491 @@
+"""The Checkpointer: what a training loop talks to."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
+
+from ckptman.catalog.backends.tiered import place_of
+from ckptman.comm.control import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, warn
+from ckptman.format.paths import MAX_STEP
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.policies.retention import RetentionPolicy
+from ckptman.policies.save_policies import BeforeDeadline, InitTimeInterval, OnStop, SavePolicy
+from ckptman.policies.tiers import Tier
+from ckptman.runtime.deadline import deadline_from_environment
+from ckptman.runtime.signals import SignalHandler
+from ckptman.saving.preflight import Stock, take_stock
+from ckptman.saving.retention_runner import Keeper, OnFull
+from ckptman.saving.saver import Saver, SaveReport
+from ckptman.saving.stale_saves import Watcher
+from ckptman.session.arguments import check_arguments, metric_numbers, step_number
+from ckptman.session.restorer import Restorer
+from ckptman.session.run_session import Attempt
+from ckptman.session.step_consensus import Agreed, Agreement
+from ckptman.session.timings import Pace, process_started
+from ckptman.session.watchdog_actions import Setting, make_watchdog
+from ckptman.state.named_state import is_settled
+from ckptman.state.optimizer_hooks import Updates, updated_tensors
+from ckptman.state.step_record import Recorded, Recorder
+
+_REGULAR = (None, EXIT_OK, EXIT_AGAIN)
+"""Codes of a SystemExit with which a loop leaves its block in order."""
+
+
+class _Step(NamedTuple):
+    """A step that ended and is not saved, and what there was to see then."""
+
+    step: int
+    metrics: Mapping[str, Any] | None
+    state: Recorded
+
+
+def _kept(metric: Any) -> Any:
+    """Return a metric that does not change when the loop uses its tensor again."""
+    return metric.detach().clone() if isinstance(metric, torch.Tensor) else copy.copy(metric)
+
+
+class Checkpointer:
+    """Saves and restores a training run, and says when to stop.
+
+        with (
+            ckptman.SignalHandler() as signals,
+            ckptman.Checkpointer(
+                "runs/italia-9b/checkpoints",
+                {"model": model, "optimizer": optimizer, "data": loader, "rng": ckptman.RNGState()},
+                save_policy=ckptman.InitTimeInterval(factor=4) | ckptman.OnStop() | ckptman.BeforeDeadline(),
+                retention=ckptman.KeepLast(3) | ckptman.KeepBest("loss", count=2),
+                signals=signals,
+            ) as checkpointer,
+        ):
+            start = checkpointer.restore()
+            for step in range(start + 1, total_steps + 1):
+                loss = train_step(next(batches))
+                checkpointer.step(step, metrics={"loss": loss})
+                if checkpointer.should_stop():
+                    break
+        sys.exit(checkpointer.exit_code)
+
+    Args:
+        root: folder of the checkpoints of one run; made where it is missing.
+        state: what to save, by name: modules, optimizers, LR schedulers, anything with `state_dict` and
+            `load_state_dict`, nested dicts, tensors, plain values. `restore` fills tensors where they are, and replaces
+            plain values in this mapping.
+        save_policy, retention: see `ckptman.policies`; retention None keeps every checkpoint.
+        on_full: "prune": where the disk is full, delete at once what would go after the save, and save again.
+        tiers: further places where checkpoints are copied to behind the training, nearest first (see `policies.tiers`).
+        signals: a SignalHandler that is entered, or None not to listen.
+        deadline: when the job ends, in unix seconds; "auto" asks Slurm; None: never.
+        async_save: copy to host memory, then write behind the training; False: training waits until it is durable.
+            Where host memory is too small for the copy, a warning says so and saves block as with False.
+        overlap: let that copy run on under the next forward and backward, and wait for it only before the next
+            `optimizer.step`. Only for what the optimizers in `state` update, and if nothing else writes to it.
+        timeout_seconds: for how long a rank waits for the others before it gives up.
+        watchdog: seconds after which a step that does not end counts as stuck and the process is ended (see
+            `policies.hang_timeout`); "auto": 600 where there are several ranks, or a chain; None: no watchdog.
+
+    Every rank makes one and calls the same methods in the same order. Raises: BusyError (another run writes to the
+    root), RootError, ConfigError. A failed save, also one in the background, is raised by the next call of `step`,
+    `save`, `wait` or the end of the `with` block, on every rank, as CommitError; after it the run can save again.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        state: MutableMapping[str, Any],
+        *,
+        save_policy: SavePolicy | None = None,
+        retention: RetentionPolicy | None = None,
+        on_full: OnFull = "fail",
+        tiers: Sequence[Tier] = (),
+        signals: SignalHandler | None = None,
+        deadline: float | Literal["auto"] | None = "auto",
+        async_save: bool = True,
+        overlap: bool = False,
+        timeout_seconds: float = 1800.0,
+        watchdog: Setting = "auto",
+        run_id: str | None = None,
+        disk: Disk = DISK,
+    ) -> None:
+        self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
+        check_arguments(root, state, self._policy, retention, on_full, deadline, timeout_seconds, watchdog)
+        await_ranks(timeout_seconds)
+        self.root, self.state = Path(root), state
+        self._talk = Channel(timeout_seconds)
+        self._disk = disk
+        self._place = place_of(self.root.absolute(), tiers, disk)  # the process may go to another folder
+        with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
+            with failing_as_one():
+                self._attempt = Attempt.open(self._talk, self._place, run_id, disk)
+                undone.callback(self._attempt.release)
+                end = self._talk.ask_leader(
+                    lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
+                )
+            self._watchdog = make_watchdog(watchdog, self._talk, self._attempt)
+            undone.callback(self._watchdog.close)
+            self._timeout_seconds = timeout_seconds
+            self._saver = Saver(
+                self._place,
+                Channel(timeout_seconds),
+                self._attempt.journal,
+                self._attempt.claim,
+                Keeper(self._place, retention, on_full, self._attempt.claim, self._attempt.journal, disk),
+                self._watchdog,
+                background=async_save,
+                disk=disk,
+            )
+            undone.callback(self._saver.close)
+            self._pace = Pace(process_started(), end, durable_seconds=self._attempt.save_seconds)
+            self._updates = Updates(state, before=self._saver.hold)
+            undone.callback(self._updates.close)
+            self._recorder = Recorder(state, self._updates)
+            self._agreement = Agreement(self._talk, self._policy, self._pace, signals, self._saver, self._recorder)
+            self._restored_from: int | None = None
+            self._ready = not self._attempt.finds_checkpoints
+            self._rehearsed = False
+            self._overlap = overlap
+            self._last: _Step | None = None
+            self._stepped = False
+            self._pid = os.getpid()
+            self._stop: str | None = None
+            self._closed = False
+            self._rehearse_early()
+            undone.pop_all()
+
+    # ---- what a loop calls -------------------------------------------------------------------------------------
+
+    def restore(
+        self, step: int | None = None, *, path: str | os.PathLike[str] | None = None, allow_suspect: bool = False
+    ) -> int:
+        """Load the newest good checkpoint into `state`, on any number of ranks, and return its step; 0 on a fresh run.
+
+        A damaged or incomplete one is passed over with a warning and the one before is used; there is no way from
+        damaged checkpoints to a fresh start. `step` names one of this root. `path` says where a *new* run starts: any
+        checkpoint folder, also one that plain `dcp.save` wrote (the run then starts at its step, or at 0 where it has
+        none). A root that has checkpoints of its own goes on from those, or raises: each attempt of a chain is given
+        the same `path`, and must not start over. One after which the run crashed twice at the same step is passed over
+        too, unless `allow_suspect` or `step` says otherwise.
+
+        Raises: NotFoundError (no such step or path), CorruptError (nothing good is left; SuspectError: nothing that did
+        not crash the run twice), FormatVersionError, MismatchError (names and shapes that differ, before a byte is
+        copied), RootError, ConfigError (a folder in the root is a checkpoint, but none of a run); SystemExit(75) if a
+        signal asked to stop meanwhile: there is nothing to save yet. Every rank calls it, once, before the first step.
+        """
+        self._check_usable()
+        self._watchdog.beat("start", 0)
+        self._check_alike(step, path, allow_suspect)
+        self._leave_if_asked()
+        try:
+            self.wait()  # for a save that is still being written: it may be what is to be loaded
+        except CommitError as error:
+            warn(str(error))
+        restorer = Restorer(self._talk, self._place, self._attempt, self.beat, self._disk)
+        with failing_as_one():
+            if path is None or self._attempt.finds_checkpoints:
+                found = restorer.best(self.state, step, allow_suspect=allow_suspect)
+            else:
+                found = restorer.at(self.state, Path(path))
+        self._restored_from, self._ready = found, True
+        self._last, self._stepped = None, False
+        self._saver.keeper.restored(restorer.damaged, restorer.held)
+        self._pace.start(found or 0, restored=found is not None)
+        self._rehearse_early()
+        self._leave_if_asked()
+        self._watchdog.beat("start", 0)
+        return found or 0
+
+    def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> str | None:
+        """Tell that optimizer step `step` has ended; save if it is time. Returns why it saved, or None.
+
+        On a step without a save this costs one small exchange between the ranks that is not waited for: what a rank
+        wants (a signal came, a save failed, the leader's policy is due) is known to all at the end of the next step.
+        `metrics` are looked at only when it saves, so a loss may stay on its device.
+
+        Raises: CommitError (this save or the one before failed), ConfigError. Every rank calls it after every step.
+        """
+        if type(step) is not int or not 0 <= step <= MAX_STEP:
+            step = step_number(step)
+        if self._closed or os.getpid() != self._pid:
+            self._check_usable()
+        if not self._rehearsed:
+            self._rehearse()
+        if (news := self._pace.step_ended()) is not None:
+            self._attempt.note(news[0], step=step, **news[1])
+        self._account_for(self._saver.poll(), None)
+        agreed = self._agreement.at(step)
+        stride = max(1, step - self._pace.previous_step)
+        reason = None
+        try:
+            if agreed is not None:
+                reason = self._act(step, metrics, agreed)
+        finally:
+            self._last, self._stepped = self._record(step, metrics), True
+            self._pace.step_begins(after=step)
+            self._watchdog.beat("step", step)
+        if self._stop is None:
+            self._agreement.ahead(step + stride)
+        return reason
+
+    def save(self, step: int, metrics: Mapping[str, Any] | None = None, *, reason: str = "asked for") -> None:
+        """Save now, whatever the policy says. Every rank calls it. Raises: CommitError, ConfigError."""
+        self._check_usable()
+        step = step_number(step)
+        self._save(step, metrics, reason)
+        self._last, self._stepped = self._record(step, metrics), True
+        self.beat()
+
+    def wait(self) -> None:
+        """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
+        self._check_usable()
+        self._watchdog.beat("save", self._pace.previous_step)
+        reports, failure = self._saver.wait_together(self._talk, self._pace.saved_step or 0)
+        self.beat()
+        self._account_for(reports, failure)
+
+    def beat(self) -> None:
+        """A sign of life for the watchdog, from an evaluation or whatever else takes long. A rank may call it alone."""
+        self._watchdog.beat("step" if self._stepped else "start", self._pace.previous_step)
+
+    def should_stop(self) -> bool:
+        """Whether `step` agreed to stop: the same on every rank. The state is durable then, if the policy saves."""
+        return self._stop is not None
+
+    @property
+    def exit_code(self) -> int:
+        """What to exit with: 0, the run is finished; 75, it saved and wants to be started again."""
+        return EXIT_OK if self._stop is None else EXIT_AGAIN
+
+    # ---- the block ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._closed or os.getpid() != self._pid:  # what ends a run is for the process that began it
+            return
+        code = error.code if isinstance(error, SystemExit) else None
+        if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and code in _REGULAR):
+            try:
+                self._end("sys.exit(75)" if code == EXIT_AGAIN else None)
+            except BaseException as late:
+                self._fail(late)
+                raise
+        else:
+            self._fail(error)
+
+    def close(self) -> None:
+        """End the run's block: save the last step if it is not saved, wait until it is durable, write the outcome.
+
+        The end of the `with` block calls it. Every rank calls it; in a forked child it does nothing. What the loop has
+        changed after its last `step` is not saved. Raises: CommitError.
+        """
+        if not self._closed and os.getpid() == self._pid:
+            self._end(None)
+
+    def _end(self, again: str | None) -> None:
+        """`again`: why the run is to be started again although nobody asked it to stop; None: it is finished."""
+        again = next(filter(None, self._talk.gather(again)), None)
+        if self._stop is None:
+            agreed = self._agreement.at(self._pace.previous_step)
+            self._settle()
+            self._save_the_end((agreed.stop if agreed is not None else None) or again)
+        self.wait()
+        self._closed = True
+        self._watchdog.beat("save", self._pace.previous_step)
+        state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
+        self._attempt.end(state, self._pace.previous_step, self._stop or "the run ended", self.exit_code)
+        self._saver.close(tidy=True)
+        self._updates.close()
+        # Nobody leaves before the outcome is on disk: a launcher may kill the others when the first one exits.
+        self._talk.tell(None)
+        self._watchdog.close()
+        self._attempt.release()
+        self._talk.close()
+        self._saver.channel.close()
+
+    def _save_the_end(self, stop: str | None) -> None:
+        """Save the last step if it is not saved, as `step` saw it, or not at all: its name would be a lie then."""
+        self._stop, last = stop, self._last
+        if last is None or last.step == self._pace.saved_step:
+            return
+        if why := next(filter(None, self._talk.gather(self._recorder.changed(last.state))), ""):
+            if self._talk.is_leader:
+                saved = "nothing" if self._pace.saved_step is None else f"step {self._pace.saved_step}"
+                with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
+                    warn(
+                        f"step {last.step}, the last one, is not saved at the end of the run: {why}. What is there is "
+                        f"{saved}. To have the last step too, call save(step) after it, or leave the loop right after "
+                        f"step()"
+                    )
+            return
+        with self._recorder.as_of(last.state) as state:
+            self._save(last.step, last.metrics, "the run ended", state)
+
+    def _record(self, step: int, metrics: Mapping[str, Any] | None) -> _Step:
+        if self._agreement.recording_is_slow and not self._recorder.given_up:
+            self._recorder.given_up = True
+            if self._recorder.too_slow:
+                warn(
+                    f"it takes too long to note after each step what {self._recorder.too_slow!r} holds, so the end of "
+                    f"the run does not save its last step by itself: call save(step) after it"
+                )
+        numbers = {name: _kept(each) for name, each in metrics.items()} if isinstance(metrics, Mapping) else metrics
+        return _Step(step, numbers, self._recorder.record(self._pace.step_seconds))
+
+    # ---- checking ----------------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        """Raises: ConfigError."""
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"this process ({os.getpid()}) is a fork of the one that made this Checkpointer ({self._pid}), and "
+                f"cannot save or restore for it: do that in the process that made it"
+            )
+        if self._closed:
+            raise ConfigError(
+                f"this Checkpointer of {self.root} is closed, as its `with` block has ended: make a new one to go on"
+            )
+
+    def _check_alike(self, *arguments: object) -> None:
+        """Raises, on every rank: ConfigError where `restore` is called with other arguments on another rank."""
+        told = self._talk.gather(Call("restore", tuple(str(each) for each in arguments)))
+        refuse_other_calls(told)
+        for rank, (_, each) in enumerate(told):
+            if each != (first := told[0].arguments):
+                raise ConfigError(
+                    f"restore(step={first[0]}, path={first[1]}, allow_suspect={first[2]}) on rank 0, and "
+                    f"restore(step={each[0]}, path={each[1]}, allow_suspect={each[2]}) on rank {rank}: every rank has "
+                    f"to name the same checkpoint"
+                )
+
+    # ---- deciding ----------------------------------------------------------------------------------------------
+
+    def _act(self, step: int, metrics: Mapping[str, Any] | None, agreed: Agreed) -> str | None:
+        if agreed.stop is not None:
+            self._settle()
+        elif agreed.failed > self._saver.told:
+            self._raise_failure(step, agreed.failed)
+        with failing_as_one():
+            decision = self._talk.ask_leader(lambda: self._agreement.decision(step, agreed.stop))
+        if decision is not None and decision.stop and agreed.stop is None:
+            self._settle()
+        if decision is not None:
+            self._save(step, metrics, decision.reason)
+        if agreed.stop is not None or (decision is not None and decision.stop):
+            why = agreed.stop or (decision.reason if decision is not None else "")
+            self._attempt.note("stop_asked", step=step, reason=why)
+            self.wait()
+            self._stop = why
+        return decision.reason if decision is not None else None
+
+    def _raise_failure(self, step: int, number: int) -> NoReturn:
+        """Some rank knows that save `number` failed: wait until this one does too, and raise on all of them."""
+        self.wait()
+        self._saver.told = number
+        self._pace.save_failed()
+        raise CommitError(step, -1, "another rank reports that its part of the save failed")
+
+    def _settle(self) -> None:
+        """Wait for the running save; if it failed, say so and go on, because the last chance to save comes now."""
+        try:
+            self.wait()
+        except CommitError as error:
+            warn(f"{error} It is tried once more before the run ends.")
+
+    def _leave_if_asked(self) -> None:
+        agreed = self._agreement.at(self._pace.previous_step)
+        if agreed is not None and agreed.stop is not None:
+            self._stop = agreed.stop
+            self._attempt.note("stop_asked", step=self._pace.previous_step, reason=agreed.stop)
+            raise SystemExit(EXIT_AGAIN)
+
+    # ---- saving and restoring ----------------------------------------------------------------------------------
+
+    def _save(
+        self, step: int, metrics: Mapping[str, Any] | None, reason: str, state: Mapping[str, Any] | None = None
+    ) -> None:
+        self._watchdog.beat("save", step)
+        stock = self._take_stock(self.state if state is None else state)
+        if stock.failed > self._saver.told:
+            self._raise_failure(step, stock.failed)
+        if stock.lost:
+            self.wait()
+            self._saver.channel = Channel(self._timeout_seconds)
+        if not stock.planned:
+            self.wait()
+            self._saver.prepare(self._talk, stock.snapshot)
+        shot = stock.snapshot
+        with failing_as_one():
+            numbers = self._talk.ask_leader(lambda: metric_numbers(metrics))
+        info = self._attempt.save_info(step, reason, self._talk, shot, self._restored_from, numbers)
+        overlapped = updated_tensors(self.state, shot) if self._overlap else ()
+        self._pace.save_begins(step)
+        try:
+            report = self._saver.save(shot, info, overlapped, Watcher(self.state, self._updates))
+        except CommitError as error:
+            self._account_for([], error)
+        else:
+            self._account_for([report] if report is not None else [], None)
+
+    def _account_for(self, reports: list[SaveReport], failure: CommitError | None) -> None:
+        """Let the policies know how saves ended. Raises: the failure."""
+        for report in reports:
+            self._pace.save_ended(report)
+            self._attempt.committed()
+        if failure is not None:
+            self._pace.save_failed()
+            raise failure
+
+    def _take_stock(self, state: Mapping[str, Any]) -> Stock:
+        """What is to be saved. Raises on all ranks: ConfigError (it cannot be saved as it is)."""
+        if not self._ready:
+            raise ConfigError(
+                f"{self.root} holds checkpoints and restore() was not called: a save would begin a second history over "
+                f"them. Call restore() before the first step, or name another root"
+            )
+        self._recorder.refresh()
+        return take_stock(self._talk, state, self._updates, self._saver)
+
+    def _rehearse(self) -> None:
+        """At the first step: what cannot be saved is better known now, and the first save finds its plan and memory."""
+        self._rehearsed = True
+        stock = self._take_stock(self.state)
+        if not stock.planned:
+            self.wait()
+            self._saver.prepare(self._talk, stock.snapshot)
+
+    def _rehearse_early(self) -> None:
+        """Before the first step, where the state is already all that a save will find."""
+        if all(self._talk.gather(self._ready and is_settled(self.state))):
+            with contextlib.suppress(CkptmanError):  # the first step says so, when the state may be another one
+                self._rehearse()
+            self._rehearsed = False
+
+    # ---- closing -----------------------------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException) -> None:
+        """The block ends with an error: nothing that needs the other ranks, who may be gone."""
+        if self._closed:
+            return
+        self._closed = True
+        self._attempt.blame(error)
+        # A save that runs may be a second from durable, and is bounded by its own timeout.
+        self._watchdog.beat("save", self._pace.previous_step)
+        _, failed = self._saver.wait()
+        if failed is not None:
+            warn(str(failed))
+        self._attempt.fail(self._pace.previous_step, error)
+        self._saver.close()
+        self._updates.close()
+        self._watchdog.close()
+        self._attempt.release()

@@ -1,0 +1,103 @@
+"""Whether what ranks have as a whole, under one name, is the same on all of them: it is saved once, for all.
+
+Small tensors are digested and compared, once in the life of a process: a counter or an average that each rank keeps for
+itself would come back as another rank's, and nobody would know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
+
+from ckptman.comm.control import Channel, RankFailed
+from ckptman.errors import ConfigError
+from ckptman.state.file_layout import put, view_of
+from ckptman.state.named_state import Snapshot
+from ckptman.state.tensor_container import is_plain
+
+SMALL_BYTES = 64 * 1024
+"""Larger tensors are not compared."""
+TOTAL_BYTES = 16 * 1024 * 1024
+"""Nor are more than so many bytes. A tensor counts as `LEAST_BYTES` at least: each costs a copy from its device."""
+LEAST_BYTES = 1024
+TELLERS = 64
+"""So many ranks whose tensors differ tell the others their digests, name by name."""
+_OF_BATCH_NORM = ("running_mean", "running_var")
+
+Digests = dict[str, int]
+
+
+def compare_replicas(talk: Channel, shot: Snapshot, state: Mapping[str, Any]) -> str | None:
+    """Compare the small tensors that ranks have as a whole. Every rank calls it, over `talk`.
+
+    Returns what to warn of: buffers of modules that differ, as those of batch norm do between the ranks of
+    DistributedDataParallel, which takes those of rank 0 itself. Raises on every rank alike: ConfigError, for all else.
+    """
+    if talk.world_size == 1:
+        return None
+    mine: list[Digests] = []
+
+    def digest() -> tuple[str, ...]:
+        mine.extend(_digests(shot, state))
+        return tuple(xxh3_128_hexdigest(repr(each).encode()) for each in mine)
+
+    try:
+        told = talk.everywhere(digest)
+    except RankFailed as failed:
+        raise failed.as_ckptman_error() from failed
+    if text := _difference(talk, mine[0], [each[0] for each in told]):
+        raise ConfigError(
+            f"{text}, and one is saved for all: make it a DTensor, put it into an object with per_rank = True, or give "
+            f"it an entry of its own in the state of each rank, such as f'x.rank{{rank}}'"
+        )
+    if text := _difference(talk, mine[1], [each[1] for each in told]):
+        return f"{text}: those of the lowest rank are saved, as DistributedDataParallel takes those of rank 0"
+    return None
+
+
+def _digests(shot: Snapshot, state: Mapping[str, Any]) -> tuple[Digests, Digests]:
+    """Those that have to be the same, and those of buffers."""
+    strict: Digests = {}
+    buffers: Digests = {}
+    left = TOTAL_BYTES
+    for name, tensor in sorted(shot.tensors.items()):
+        if isinstance(tensor, DTensor | ShardedTensor) or not is_plain(tensor) or tensor.is_meta or shot.is_own(name):
+            continue
+        if tensor.nbytes > SMALL_BYTES or (left := left - max(tensor.nbytes, LEAST_BYTES)) < 0:
+            continue
+        is_buffer = name in shot.from_lowest and isinstance(state[str(shot.paths[name][0])], torch.nn.Module)
+        is_buffer = is_buffer or name.endswith(_OF_BATCH_NORM)  # also in a state dict that was handed over
+        (buffers if is_buffer else strict)[name] = _digest(tensor)
+    return strict, buffers
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    put(held, tensor.detach())
+    return int(xxh3_64_intdigest(view_of(held)))
+
+
+def _difference(talk: Channel, mine: Digests, told: Sequence[str]) -> str | None:
+    """Which tensors differ between which two ranks; None: no rank has another one than those before it."""
+    first_of = {digest: rank for rank, digest in reversed(list(enumerate(told)))}
+    if len(first_of) == 1:
+        return None
+    # Ranks may have other names, such as those of another stage of a pipeline.
+    tellers = sorted(first_of.values())[:TELLERS]
+    known: dict[str, tuple[int, int]] = {}
+    differing: dict[str, tuple[int, int]] = {}
+    for rank, digests in enumerate(talk.gather(mine if talk.rank in tellers else {})):
+        for name, digest in digests.items():
+            first, other = known.setdefault(name, (rank, digest))
+            if other != digest:
+                differing.setdefault(name, (first, rank))
+    if not differing:
+        return None
+    name, (first, second) = min(differing.items())
+    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+    return f"{name}{more} differs between ranks {first} and {second}"

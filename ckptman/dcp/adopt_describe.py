@@ -1,0 +1,180 @@
+"""What ckptman keeps about a checkpoint, made for one that plain DCP wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+
+import ckptman
+from ckptman.catalog.catalog import Catalogue
+from ckptman.errors import ConfigError, CorruptError
+from ckptman.format.chunk_table import FRAME_BYTES, item_bytes
+from ckptman.format.index import Index, Unit
+from ckptman.format.manifest import FileRecord, Manifest
+from ckptman.format.paths import CHUNKS, INDEX, METADATA, digests_name, parse_data, parse_step
+from ckptman.format.table_assembly import assemble
+from ckptman.format.value_codec import TensorRef, encode, tensor_ref
+from ckptman.io.checksums import BLOCK_BYTES, digest_bytes, group_bytes
+from ckptman.io.safe_open import open_regular, read_regular
+from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState, resolve
+from ckptman.policies.calendar import time_to_store
+from ckptman.saving.rank_file import make_rows
+from ckptman.state.file_layout import Placed
+from ckptman.verify.chunk_files import Saved, Tensors
+
+_READ_BYTES = 4 * 1024 * 1024
+_THREADS = 2
+_MOST_BYTES = 2**40
+
+
+@dataclass(frozen=True)
+class Digested:
+    """The files that are put beside those of DCP, and the manifest that names all of them."""
+
+    files: dict[str, bytes]
+    manifest: Manifest
+
+
+def describe(
+    saved: SavedState,
+    data_names: list[str],
+    step: int,
+    final: Path,
+    reason: str,
+    done: Callable[[int], None] | None,
+) -> Digested:
+    """Read all files of a checkpoint of plain DCP that is known to be whole, and describe it.
+
+    The same bytes give the same files, whenever they are read. `data_names`: by rank and number; `final`: the name that
+    the folder will have.
+    Raises: CorruptError (a value that is not loaded), OSError.
+    """
+    records: dict[str, FileRecord] = {}
+    files: dict[str, bytes] = {}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for name, (size, blocks, groups) in zip(
+            data_names, pool.map(partial(_digests, done=done), [saved.folder / name for name in data_names])
+        ):
+            records[name] = FileRecord(bytes=size, digest=xxh3_128_hexdigest(blocks))
+            files[digests_name(name) or ""] = blocks + groups
+    index, table = _indexed(saved, data_names)
+    files |= {CHUNKS: table, INDEX: index.to_json()}
+    described = {METADATA: read_regular(saved.folder / METADATA, _MOST_BYTES), **files}
+    records |= {name: FileRecord(bytes=len(data), digest=digest_bytes(data)) for name, data in described.items()}
+    ranks = [parsed[0] for name in data_names if (parsed := parse_data(name))]
+    return Digested(files, _manifest(saved.folder, step, final, reason, records, 1 + max(ranks, default=0)))
+
+
+def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
+    numbers = {name: number for number, name in enumerate(data_names)}
+    tensors = [(name, record.dtype, record.shape) for name, record in saved.index.tensors.items()]
+    saved.check(saved.index.tensors)
+    containers = Tensors(saved)
+    entries: list[list[tuple[int, tuple[int, ...], tuple[int, ...], Placed]]] = [[] for _ in data_names]
+    for number, (name, dtype, _) in enumerate(tensors):
+        for chunk in saved.all_chunks(name):
+            payload = saved.payload(name, chunk)
+            elements = item_bytes(dtype)
+            for size in chunk.sizes:
+                elements = elements * size if elements is not None else None
+            if payload is None:
+                # Only torch.load can tell whether it is what the description says, as it is of a transposed tensor.
+                _load(containers, Saved(name, saved.tensor(name).shape, saved.dtype(name)), chunk)
+            if payload is None or elements is None or chunk.bytes - elements > FRAME_BYTES:
+                payload = -1
+            place = Placed(chunk.offset, chunk.bytes, payload)
+            entries[numbers[chunk.file]].append((number, chunk.offsets, chunk.sizes, place))
+    records, table = assemble(tensors, [make_rows(each) for each in entries])
+    index = Index(files=data_names, tensors=records, objects=saved.index.objects, units=_units(saved))
+    return index, table.astype("<i8").tobytes()
+
+
+def _load(containers: Tensors, saved: Saved, chunk: ChunkPlace) -> None:
+    try:
+        containers.torch_load(saved, chunk)
+    except CorruptError as error:
+        raise CorruptError(f"{containers.state.folder}: {saved.name}: {error}; bring it back from a copy") from error
+
+
+def _units(saved: SavedState) -> list[Unit]:
+    """The plain values by which ckptman restores a state. What has no form in JSON is left to its pickle."""
+    units = []
+    for state, value in saved.values.items():
+        value = resolve(value)
+        entries = [(key, each, False) for key, each in value.items()] if isinstance(value, dict) else []
+        for key, each, whole in entries or [(None, value, True)]:
+            where = state if whole else f"{state}.{key}"
+            try:
+                units.append(Unit(state=state, key=key, whole=whole, value=encode(each, where, _ref)))
+            except ConfigError:
+                continue
+    return units
+
+
+def _ref(value: Any, path: str) -> Any:
+    return tensor_ref(value.name) if isinstance(value, TensorRef) else None
+
+
+def _digests(path: Path, done: Callable[[int], None] | None) -> tuple[int, bytes, bytes]:
+    """Size in bytes, and the digests of the blocks and the groups of blocks of a file."""
+    group, size = group_bytes(BLOCK_BYTES), 0
+    blocks, groups = bytearray(), bytearray()
+    scratch = memoryview(bytearray(_READ_BYTES))
+    with open(open_regular(path), "rb", buffering=0) as file:
+        while count := os.preadv(file.fileno(), [scratch], size):
+            while count < len(scratch) and (more := os.preadv(file.fileno(), [scratch[count:]], size + count)):
+                count += more
+            data = scratch[:count]
+            for at in range(0, count, group):
+                groups += xxh3_128_digest(data[at : at + group])
+            for at in range(0, count, BLOCK_BYTES):
+                blocks += xxh3_128_digest(data[at : at + BLOCK_BYTES])
+            size += count
+            if done is not None:
+                done(count)
+    return size, bytes(blocks), bytes(groups)
+
+
+def _manifest(
+    folder: Path, step: int, final: Path, reason: str, records: dict[str, FileRecord], world_size: int
+) -> Manifest:
+    manifest = Manifest(
+        step=step,
+        sequence=1,
+        time_seconds=0,
+        reason=reason,
+        world_size=world_size,
+        torch_version="unknown",
+        ckptman_version=ckptman.__version__,
+        run_id="",
+        block_bytes=BLOCK_BYTES,
+        files=records,
+    )
+    return placed(manifest, folder, final)
+
+
+def placed(manifest: Manifest, folder: Path, final: Path) -> Manifest:
+    """The manifest, with the sequence and the time that it has among the others beside `final` as they are now."""
+    entries = Catalogue(final.parent).scan(abandoned=True) if parse_step(final.name) else []
+    others = [each.manifest for each in entries if each.manifest is not None and not each.abandoned]
+    last = max((each.sequence for each in entries), default=0)
+    sequence, time_seconds = _place(manifest.step, time_to_store((folder / METADATA).stat().st_mtime), others, last)
+    return Manifest.model_validate(dict(manifest) | {"sequence": sequence, "time_seconds": time_seconds})
+
+
+def _place(step: int, time_seconds: float, others: Sequence[Manifest], last: int) -> tuple[int, float]:
+    """Sequence and time of one among others: where its step belongs. DCP keeps no order of commits, and copies have
+    new dates. Those of one sequence are told apart by their times, and then by their steps. `last`: the highest
+    sequence, that of one which was abandoned included."""
+    sequence = min((each.sequence for each in others if each.step > step), default=1 + last)
+    alike = [each for each in others if each.sequence == sequence]
+    earliest = max((each.time_seconds for each in alike if each.step < step), default=0.0)
+    latest = min((each.time_seconds for each in alike if each.step > step), default=time_seconds)
+    return sequence, max(earliest, min(time_seconds, latest))

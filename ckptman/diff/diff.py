@@ -1,0 +1,188 @@
+"""What changed between two checkpoints, tensor by tensor, in bounded memory.
+
+A tensor is read in boxes of whole rows from both, whatever layouts they were saved in; the next box is read while one
+is compared. Where both lie alike and the digests say that nothing changed, nothing is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from ckptman.diff.difference import Difference, Measuring, comparable
+from ckptman.diff.digest_compare import digests_agree, same_containers
+from ckptman.errors import CorruptError
+from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.loading.piecewise import PIECE_BYTES, Reader, Refused, Shape, ahead, boxes
+from ckptman.loading.read import Fill
+
+BATCH_STEPS = 1024
+Kind = Literal["same", "changed", "added", "removed", "reshaped", "retyped"]
+
+
+class Form(NamedTuple):
+    """What a tensor is: its global shape, and torch's name of its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TensorDiff:
+    """A tensor in A (`before`) and B (`after`); None where it is not there.
+
+    `difference`: None where the elements were not compared: the digests agree, or the shapes or kinds of dtype do not.
+    `note`: why there are no numbers although it changed.
+    """
+
+    name: str
+    kind: Kind
+    before: Form | None
+    after: Form | None
+    difference: Difference | None = None
+    note: str = ""
+
+
+class _Step(NamedTuple):
+    """What the thread that reads hands over: a piece of a tensor from both, or its end. `settled`: there is nothing to
+    add to what is known."""
+
+    tensor: TensorDiff
+    pieces: tuple[torch.Tensor, torch.Tensor] | None = None
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.uint8, torch.uint8)
+    settled: bool = False
+
+
+def diff_tensors(
+    a: SavedState, b: SavedState, wanted: Callable[[str], bool] = lambda name: True, *, read_all: bool = False
+) -> Iterator[TensorDiff]:
+    """All tensors of two checkpoints whose names are `wanted`, by name, the unchanged ones too.
+
+    `read_all`: do not trust the digests, read every tensor that both have. Holds `PIECE_BYTES` of each checkpoint,
+    twice. Raises: CorruptError naming the file.
+    """
+    total = Difference()
+    with Measuring() as measuring:
+        for batch in ahead(_batches(a, b, wanted, read_all)):
+            for step in batch:
+                if step.pieces is not None:
+                    total += measuring.measure(*step.pieces, step.dtypes)
+                    continue
+                yield step.tensor if step.settled else _judged(step.tensor, total)
+                total = Difference()
+
+
+def _judged(tensor: TensorDiff, total: Difference) -> TensorDiff:
+    kind: Kind = "changed" if tensor.kind == "same" and total.changed else tensor.kind
+    return replace(tensor, kind=kind, difference=total)
+
+
+class _Batch:
+    """What is read together: pieces of one large tensor, or many small tensors."""
+
+    def __init__(self, readers: tuple[Reader, Reader], memory: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.steps: list[_Step] = []
+        self._readers, self._memory = readers, memory
+        self._fills: tuple[list[Fill], list[Fill]] = [], []
+        self._used = 0
+
+    def has_room(self, size: int) -> bool:
+        """Whether that many bytes of each checkpoint fit."""
+        return self._used + size <= PIECE_BYTES and len(self.steps) < BATCH_STEPS
+
+    def add(self, tensor: TensorDiff, dtypes: tuple[torch.dtype, torch.dtype], offsets: Shape, sizes: Shape) -> None:
+        """Add a box of a tensor. Raises: CorruptError, Refused."""
+        count = math.prod(sizes)
+        mine, other = (
+            memory[self._used : self._used + count * dtype.itemsize] for memory, dtype in zip(self._memory, dtypes)
+        )
+        found = [reader.fills(tensor.name, offsets, sizes, data) for reader, data in zip(self._readers, (mine, other))]
+        # Not before both are known: where one is refused, this memory is for the next tensor.
+        for fills, more in zip(self._fills, found):
+            fills += more
+        self.steps.append(_Step(tensor, (mine, other), dtypes))
+        self._used += _up(count * max(dtype.itemsize for dtype in dtypes))
+
+    def read(self) -> list[_Step]:
+        """Read all of it. Raises: CorruptError."""
+        for reader, fills in zip(self._readers, self._fills):
+            reader.read(fills)
+        return self.steps
+
+
+def _batches(a: SavedState, b: SavedState, wanted: Callable[[str], bool], read_all: bool) -> Iterator[list[_Step]]:
+    readers = Reader(a), Reader(b)
+    # Two pairs: one is compared while the other is filled. Memory that is not used is not taken.
+    memory = [(_memory(), _memory()), (_memory(), _memory())]
+    batch = _Batch(readers, memory[0])
+    for name in sorted(a.index.tensors.keys() | b.index.tensors.keys()):
+        if not wanted(name):
+            continue
+        tensor = _described(a, b, name)
+        dtypes = _to_compare(tensor, readers, read_all)
+        if dtypes is None or tensor.before is None:
+            batch.steps.append(_Step(tensor, settled=True))
+            continue
+        item = max(dtype.itemsize for dtype in dtypes)
+        try:
+            for offsets, sizes in boxes(tensor.before.shape, PIECE_BYTES // item):
+                if not batch.has_room(math.prod(sizes) * item):
+                    yield batch.read()
+                    memory.reverse()
+                    batch = _Batch(readers, memory[0])
+                batch.add(tensor, dtypes, offsets, sizes)
+        except Refused as refused:
+            batch.steps.append(_Step(_by_bytes(a, b, tensor, refused), settled=True))
+        else:
+            batch.steps.append(_Step(tensor))
+    yield batch.read()
+
+
+def _to_compare(
+    tensor: TensorDiff, readers: tuple[Reader, Reader], read_all: bool
+) -> tuple[torch.dtype, torch.dtype] | None:
+    """The dtypes in which a tensor is compared; None where there is nothing to compare. Raises: CorruptError."""
+    if tensor.kind not in ("same", "retyped"):
+        return None
+    dtypes = readers[0].dtype(tensor.name), readers[1].dtype(tensor.name)
+    if tensor.kind == "same" and not read_all and digests_agree(readers[0].saved, readers[1].saved, tensor.name):
+        return None
+    return dtypes if comparable(*dtypes) else None
+
+
+def _described(a: SavedState, b: SavedState, name: str) -> TensorDiff:
+    """A tensor by what the indexes say of it."""
+    before, after = (
+        Form(saved.index.tensors[name].shape, saved.index.tensors[name].dtype) if name in saved.index.tensors else None
+        for saved in (a, b)
+    )
+    kind: Kind = "same"
+    if before is None or after is None:
+        kind = "added" if before is None else "removed"
+    elif before.shape != after.shape:
+        kind = "reshaped"
+    elif before.dtype != after.dtype:
+        kind = "retyped"
+    return TensorDiff(name, kind, before, after)
+
+
+def _by_bytes(a: SavedState, b: SavedState, tensor: TensorDiff, refused: Refused) -> TensorDiff:
+    """A tensor of a class that this program does not know. Raises: CorruptError where bytes cannot tell either."""
+    same = same_containers(a, b, tensor.name) if tensor.kind == "same" else False
+    if same is None:
+        raise CorruptError(f"{refused}. The two were not cut alike, so their bytes cannot be compared either")
+    if same:
+        return tensor
+    return replace(tensor, kind="changed" if tensor.kind == "same" else tensor.kind, note=str(refused))
+
+
+def _memory() -> torch.Tensor:
+    return torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
+
+
+def _up(size: int) -> int:
+    return -(-size // 64) * 64

@@ -1,0 +1,134 @@
+"""What changed between the plain values of two checkpoints: learning rates, counters, positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ckptman.errors import CorruptError
+from ckptman.format.value_codec import TensorRef
+from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.loading.piecewise import why_refused
+from ckptman.loading.read import read_bytes
+from ckptman.state.file_layout import as_bytes
+from ckptman.state.local_shards import is_dense
+
+Kind = Literal["same", "changed", "added", "removed"]
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "-"
+
+
+MISSING = _Missing()
+
+
+@dataclass(frozen=True, eq=False)
+class Unreadable:
+    """A value that was pickled from a class that is no plain one. Nothing of it was run. Like no other."""
+
+    why: str
+
+    def __repr__(self) -> str:
+        return f"<{self.why}>"
+
+
+@dataclass(frozen=True)
+class ValueDiff:
+    """A plain value in A (`before`) and B (`after`); `MISSING` where it is not there."""
+
+    name: str
+    kind: Kind
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class _Pickled:
+    """A value that is there as a pickle alone."""
+
+    saved: SavedState
+    name: str
+
+    def bytes(self) -> bytes:
+        return read_bytes(self.saved, self.name)
+
+    def value(self) -> Any:
+        data = self.bytes()
+        try:
+            return self.saved.pickled(self.name, data)
+        except CorruptError as error:
+            return Unreadable(why_refused(error))
+
+
+def diff_values(a: SavedState, b: SavedState, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[ValueDiff]:
+    """All plain values of two checkpoints whose flat names are `wanted`, by name. Raises: CorruptError."""
+    ours, theirs = _values(a), _values(b)
+    for name in sorted(ours.keys() | theirs.keys()):
+        if wanted(name):
+            yield _compared(name, ours.get(name, MISSING), theirs.get(name, MISSING))
+
+
+def _compared(name: str, before: Any, after: Any) -> ValueDiff:
+    if isinstance(before, _Pickled) and isinstance(after, _Pickled) and before.bytes() == after.bytes():
+        return ValueDiff(name, "same", before, after)
+    before, after = (each.value() if isinstance(each, _Pickled) else each for each in (before, after))
+    kind: Kind = "added" if before is MISSING else "removed" if after is MISSING else "changed"
+    try:
+        if kind == "changed" and alike(before, after):
+            kind = "same"
+    except RecursionError as error:
+        raise CorruptError(f"{name} is nested too deeply to be compared") from error
+    return ValueDiff(name, kind, before, after)
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two plain values are the same, of the same types: NaN is like NaN, 1 is not like True."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, (np.ndarray, np.generic)):
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
+    if isinstance(a, torch.Tensor):
+        if (a.dtype, a.shape) != (b.dtype, b.shape) or not (is_dense(a) and is_dense(b)) or a.is_quantized:
+            return repr(a) == repr(b)
+        return torch.equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
+    return bool(a == b)
+
+
+def _values(saved: SavedState) -> dict[str, Any]:
+    """The plain values by flat name: from the index, or from their pickles where there is nothing else."""
+    found: dict[str, Any] = {}
+    if saved.manifest is not None:
+        for name, value in saved.values.items():
+            found |= _leaves(value, name)
+    return found | {name: _Pickled(saved, name) for name in saved.index.objects if name not in found}
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What is below a value, named as torch's DCP flattens it. Tensors are compared as tensors."""
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _leaves(each, f"{name}.{key}")
+    elif isinstance(value, list) and not _is_leaf(value):
+        for number, each in enumerate(value):
+            yield from _leaves(each, f"{name}.{number}")
+    elif not isinstance(value, TensorRef):
+        yield name, value
+
+
+def _is_leaf(value: list[Any]) -> bool:
+    return not any(
+        isinstance(each, (dict, TensorRef)) or (isinstance(each, list) and not _is_leaf(each)) for each in value
+    )

@@ -1,0 +1,1 @@
+"""A checkpoint for other programs: safetensors, one file of torch.save, plain DCP."""

@@ -1,0 +1,246 @@
+"""What of a checkpoint is exported, and under which names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from ckptman.errors import ConfigError, CorruptError, plain
+from ckptman.exporting.target import Format
+from ckptman.format.value_codec import TensorRef
+from ckptman.loading.checkpoint_reader import Lazy, SavedState, resolve
+from ckptman.loading.read import read_bytes
+
+MODEL = "model"
+"""The entry of a state that is exported where nothing else is asked for."""
+CASTS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What tensors can be cast to, by name."""
+_NOTHING = object()
+Keys = tuple[str | int, ...]
+"""From the top of a state down to a value, as torch's DCP has it: keys as texts, and numbers of list entries."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor that is exported. `source`: its flat name in the checkpoint. `dtype`: as it is saved; `as_dtype`: as it
+    is exported. `shape` is global."""
+
+    source: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    as_dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """As exported."""
+        return prod(self.shape) * self.as_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is exported: `tree`, nested as it was saved, with each tensor as a `TensorRef`, from `prefix` of the state
+    on; its tensors, and its plain values by name, which are not read for safetensors. `renamed`: names are not those of
+    the tree."""
+
+    tree: Any
+    prefix: Keys
+    items: list[Item]
+    values: dict[str, Any]
+    renamed: bool
+
+
+def choose(
+    saved: SavedState,
+    only: str | None,
+    everything: bool,
+    exclude: Sequence[re.Pattern[str]],
+    rename: Callable[[str], str],
+    dtype: torch.dtype | None,
+    format: Format,
+) -> Choice:
+    """The part of a checkpoint that is wanted: `everything`, the entry `only`, or the model; without what has a name
+    that `exclude` finds. For plain DCP names begin at the top of the state, for others below the entry.
+
+    Raises: ConfigError (no such entry; two of one name; what has no dtype to be exported in), CorruptError.
+    """
+    state = _state_of(saved)
+    tree, prefix = _part(saved, state, only, everything)
+
+    def named(path: Keys) -> str:
+        return ".".join(map(str, (*prefix, *path) if format == "dcp" or not path else path))
+
+    if exclude:
+        tree = _without(tree, (), lambda path: any(pattern.search(named(path)) for pattern in exclude))
+        tree = {} if tree is _NOTHING else tree
+    if format != "safetensors":  # which has no place for plain values: then it does not matter if they can be read
+        tree = resolve(tree)
+    items: list[Item] = []
+    values: dict[str, Any] = {}
+    seen: dict[str, str] = {}
+    renamed = False
+    for path, leaf in leaves(tree, ()):
+        whole = ".".join(map(str, (*prefix, *path)))
+        given = named(path)
+        name = rename(given)
+        renamed |= name != given
+        if not name or name in seen:
+            what = f"{seen[name]} and {whole} would both be {name}" if name else f"{whole} would have no name"
+            raise ConfigError(f"{what}: choose another --strip or --rename")
+        seen[name] = whole
+        if isinstance(leaf, TensorRef):
+            items.append(_item(saved, leaf.name, name, dtype))
+        else:
+            values[name] = leaf
+    if not items:
+        what = plain(".".join(map(str, prefix))) or "the state"
+        raise ConfigError(f"{saved.folder}: there is no tensor in what is to be exported ({what})")
+    return Choice(tree, prefix, items, values, renamed)
+
+
+def excluding(patterns: Sequence[str]) -> list[re.Pattern[str]]:
+    """Raises: ConfigError."""
+    found = []
+    for pattern in patterns:
+        try:
+            found.append(re.compile(pattern))
+        except re.error as error:
+            raise ConfigError(f"--exclude {pattern}: {error}: it is a regular expression of Python's re") from None
+    return found
+
+
+def renaming(strip: str, rename: Sequence[tuple[str, str]]) -> Callable[[str], str]:
+    """Gives a tensor its new name: without the prefix `strip`, then with each regular expression replaced.
+
+    Raises: ConfigError.
+    """
+    patterns: list[tuple[re.Pattern[str], str]] = []
+    for pattern, replacement in rename:
+        try:
+            patterns.append((re.compile(pattern), replacement))
+            re.sub(pattern, replacement, "")
+        except (re.error, IndexError) as error:
+            raise ConfigError(
+                f"--rename {pattern}={replacement}: {error}: it is FROM=TO, as of Python's re.sub"
+            ) from None
+
+    def new_name(name: str) -> str:
+        name = name.removeprefix(strip)
+        for pattern, replacement in patterns:
+            name = pattern.sub(replacement, name)
+        return name
+
+    return new_name
+
+
+def leaves(value: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
+    """What is below a value, as torch's DCP flattens it: dicts always, lists only where a tensor or a dict is below."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from leaves(each, (*path, str(key)))
+    elif isinstance(value, list) and not _is_leaf(value):
+        for number, each in enumerate(value):
+            yield from leaves(each, (*path, number))
+    else:
+        yield path, value
+
+
+def _without(value: Any, path: Keys, is_excluded: Callable[[Keys], bool]) -> Any:
+    """The same tree without some of its leaves, and what holds nothing else. In a list that holds more None takes their
+    place: what follows keeps its name."""
+    if isinstance(value, dict):
+        each = {key: _without(below, (*path, str(key)), is_excluded) for key, below in value.items()}
+        kept = {key: below for key, below in each.items() if below is not _NOTHING}
+        return kept if kept or not each else _NOTHING
+    if isinstance(value, list) and not _is_leaf(value):
+        entries = [_without(below, (*path, number), is_excluded) for number, below in enumerate(value)]
+        left = [None if below is _NOTHING else below for below in entries]
+        return left if any(below is not _NOTHING for below in entries) else _NOTHING
+    return _NOTHING if is_excluded(path) else value
+
+
+def _is_leaf(value: list[Any]) -> bool:
+    return not any(
+        isinstance(each, (dict, TensorRef)) or (isinstance(each, list) and not _is_leaf(each)) for each in value
+    )
+
+
+def _state_of(saved: SavedState) -> dict[str, Any]:
+    """The state by key. What was saved and is in no value of the index (because something beside it has no form in
+    JSON) is found by its flat name."""
+    state = {key: dict(value) if type(value) is dict else value for key, value in saved.values.items()}
+    if saved.manifest is None:
+        return state
+    known = {leaf.name if isinstance(leaf, TensorRef) else ".".join(map(str, path)) for path, leaf in leaves(state, ())}
+    for name in (*saved.index.tensors, *saved.index.objects):
+        if name in known:
+            continue
+        top, _, rest = name.partition(".")
+        entry = state.setdefault(top, {}) if rest else None
+        leaf = TensorRef(name) if name in saved.index.tensors else Lazy(partial(_unpickled, saved, name))
+        if isinstance(entry, dict):
+            entry[rest] = leaf
+        else:
+            state[name] = leaf
+    return state
+
+
+def _unpickled(saved: SavedState, name: str) -> Any:
+    return saved.pickled(name, read_bytes(saved, name))
+
+
+def _part(saved: SavedState, state: dict[str, Any], only: str | None, everything: bool) -> tuple[Any, Keys]:
+    if everything:
+        return state, ()
+    if only is not None:
+        found = _entry(state, only, ())
+        if found is None:
+            raise ConfigError(f"{saved.folder} has no entry {plain(only)!r}: --only takes {_named(state)}")
+        return found
+    if isinstance(state.get(MODEL), (dict, list)):
+        return state[MODEL], (MODEL,)
+    # Of torchtitan, and of whoever saves the state dict of a model and nothing else.
+    bare = {key: value for key, value in state.items() if isinstance(value, TensorRef)}
+    if not bare:
+        raise ConfigError(
+            f"{saved.folder} has no entry {MODEL!r}: say which is to be exported, --only with {_named(state)}; or --all"
+        )
+    return bare, ()
+
+
+def _entry(value: Any, only: str, path: Keys) -> tuple[Any, Keys] | None:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if str(key) == only:
+                return each, (*path, str(key))
+        for key, each in value.items():
+            if only.startswith(f"{key}.") and (found := _entry(each, only.removeprefix(f"{key}."), (*path, str(key)))):
+                return found
+    return None
+
+
+def _named(state: dict[str, Any]) -> str:
+    names = sorted(plain(key) for key, value in state.items() if any(True for _ in leaves(value, ())))
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+
+
+def _item(saved: SavedState, source: str, name: str, dtype: torch.dtype | None) -> Item:
+    record, own = saved.tensor(source), saved.dtype(source)
+    if str(own).startswith(("torch.qint", "torch.quint")):
+        raise ConfigError(f"{source} is quantized ({record.dtype}), and is not exported: dequantize it before a save")
+    saved.check((source,))
+    size_bytes, there = prod(record.shape) * own.itemsize, int(saved.table.chunks(source).bytes.sum())
+    if size_bytes > there:
+        raise CorruptError(
+            f"{saved.folder}: {source} {list(record.shape)} is to have {size_bytes} bytes, and {there} were saved: "
+            f"export an older checkpoint"
+        )
+    # Numbers of 8 bits and less mean nothing without their scales: they stay what they are.
+    is_cast = dtype is not None and own.is_floating_point and own.itemsize > 1
+    return Item(source, name, record.shape, own, dtype if is_cast and dtype is not None else own)

@@ -1,0 +1,216 @@
+"""`export`: a checkpoint, or a part of it, for other programs: safetensors, one file of torch.save, plain DCP."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from ckptman.catalog.reader_lease import reading
+from ckptman.errors import ConfigError
+from ckptman.exporting.choice import CASTS, Choice, Item, choose, excluding, renaming
+from ckptman.exporting.formats import config_file, dcp_files, safetensors_files, torch_file
+from ckptman.exporting.source import opened
+from ckptman.exporting.target import Format, aside_of, check_target, clear_leftovers, draft_of
+from ckptman.exporting.write import FilePlan, same_bits, write_files
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.loading.piecewise import Reader
+
+MAX_SHARD_BYTES = 5_000_000_000
+_OUTPUT = "lm_head.weight"
+_INPUTS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "tok_embeddings.weight")
+"""How models of Hugging Face call their input embedding, to which the output is tied."""
+
+
+@dataclass
+class Exported:
+    """What was written: the files with their sizes, and the bytes of the tensors in them. `remarks`: what was left out
+    or is odd."""
+
+    path: Path
+    files: dict[str, int] = field(default_factory=dict)
+    tensors: int = 0
+    bytes: int = 0
+    remarks: list[str] = field(default_factory=list)
+
+
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    format: Format = "safetensors",
+    *,
+    only: str | None = None,
+    everything: bool = False,
+    exclude: Sequence[str] = (),
+    dtype: str | None = None,
+    strip: str = "",
+    rename: Sequence[tuple[str, str]] = (),
+    tied: Sequence[tuple[str, str]] = (),
+    config: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+    begin: Callable[[int], Callable[[int], None] | None] | None = None,
+    disk: Disk = DISK,
+) -> Exported:
+    """Write the model of the checkpoint `path`, or another part of it, for other programs.
+
+    Args:
+        path: the folder of one checkpoint: of ckptman, plain DCP or torchtitan.
+        out: the folder (of the format torch: the file) that appears when, and only when, it is whole.
+        only, everything: another entry of the state than `model`; all of it.
+        exclude: regular expressions; what has a name in which one of them is found is left out.
+        dtype: cast tensors of floating-point numbers to `float32`, `bfloat16`, ...; those of 8 bits stay.
+        strip, rename: a prefix that names lose; then pairs of a regular expression and what takes its place.
+        tied: pairs of names. The first is left out: it has to be the same as the second, bit for bit.
+        config: the `config.json` of the model: copied, and asked whether embeddings are tied.
+        max_shard_bytes: how much a file of safetensors holds at most.
+        overwrite: replace an earlier export; it stays until the new one takes its place.
+        begin: told the bytes of all tensors, gives what is told the bytes that were written.
+
+    Memory: some 100 MB and the index of the checkpoint, however large its tensors are. Every block that is read is
+    checked. Where there are several processes, one of them calls it. Raises: NotFoundError, CorruptError,
+    FormatVersionError, ConfigError, ExistsError, OSError: nothing is left of `out` then.
+    """
+    if format not in get_args(Format):
+        raise ConfigError(f"--format {format}: it is one of {', '.join(get_args(Format))}")
+    if (config is not None or tied) and format != "safetensors":
+        raise ConfigError(f"--config and --tied are for what Hugging Face loads (safetensors), not for {format}")
+    if only is not None and everything:
+        raise ConfigError("--only and --all exclude each other: name one of them")
+    if everything and dtype is not None:
+        raise ConfigError("--dtype is for weights, and --all exports optimizers and counters too: name a part (--only)")
+    if max_shard_bytes < 1:
+        raise ConfigError(f"a file of {max_shard_bytes} bytes holds no tensor: ask for larger ones (--max-shard-size)")
+    folder, target = Path(path), Path(os.path.abspath(out))  # noqa: PTH100 a link stays one
+    allowed = partial(check_target, folder, target, format, overwrite=overwrite, has_config=config is not None)
+    allowed()
+    with reading(folder, what="export"), opened(folder) as source:
+        reader = Reader(source.read())
+        choice = choose(
+            reader.saved,
+            only,
+            everything,
+            excluding(exclude),
+            renaming(strip, rename),
+            _cast_to(dtype),
+            format,
+        )
+        extra: list[FilePlan] = []
+        if config is not None:
+            copied, are_tied = config_file(Path(config))
+            extra.append(copied)
+            tied = [*tied, *(_usual_pair(choice, tied) if are_tied else ())]
+        result = Exported(target, remarks=clear_leftovers(target, disk))
+        choice = replace(choice, items=_untied(reader, choice.items, tied, result.remarks))
+        plans = [*_plans(choice, format, max_shard_bytes, target, result.remarks), *extra]
+        result.tensors, result.bytes = len(choice.items), sum(item.bytes for item in choice.items)
+        done = begin(result.bytes) if begin is not None else None
+
+        def ready() -> None:
+            source.check()
+            allowed()  # somebody may have made it meanwhile
+
+        aside = _write(target, plans, reader, format, overwrite, disk, done, ready)
+        if aside is not None:
+            result.remarks.append(f"{aside}, which was {target.name} before, could not be removed: remove it")
+    result.files = {plan.name: plan.size_bytes for plan in plans}
+    return result
+
+
+def _plans(choice: Choice, format: Format, max_shard_bytes: int, target: Path, remarks: list[str]) -> list[FilePlan]:
+    if format == "torch":
+        return [torch_file(choice, target.name)]
+    if format == "dcp":
+        return dcp_files(choice, target)
+    if choice.values:
+        remarks.append(f"safetensors holds tensors alone: {len(choice.values):,} plain values were left out")
+    return safetensors_files(choice, max_shard_bytes)
+
+
+def _cast_to(name: str | None) -> torch.dtype | None:
+    if name is not None and name not in CASTS:
+        raise ConfigError(f"--dtype {name}: tensors are cast to one of {', '.join(CASTS)}")
+    return CASTS[name] if name is not None else None
+
+
+def _usual_pair(choice: Choice, tied: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The output embedding and the input embedding, where both are there under the names that they usually have, and
+    nobody said yet to what the output is tied."""
+    names = [item.name for item in choice.items if item.name not in dict(tied)]
+    inputs = [name for name in names if name.endswith(_INPUTS)]
+    return [(_OUTPUT, inputs[0])] if _OUTPUT in names and len(inputs) == 1 else []
+
+
+def _untied(reader: Reader, items: list[Item], tied: Sequence[tuple[str, str]], remarks: list[str]) -> list[Item]:
+    """The tensors without those that are tied to others, as Hugging Face saves them."""
+    by_name = {item.name: item for item in items}
+    for name, other in tied:
+        missing = [each for each in (name, other) if each not in by_name]
+        if missing or name == other:
+            raise ConfigError(f"--tied {name}={other}: there is no other tensor {(missing or [other])[0]}")
+        if not same_bits(reader, by_name[name], by_name[other]):
+            raise ConfigError(
+                f"{name} and {other} are not the same, so they are not tied: export both (without --tied; in the "
+                f"config.json tie_word_embeddings is to be false)"
+            )
+        del by_name[name]
+        remarks.append(f"{name} was left out: it is tied to {other}")
+    return list(by_name.values())
+
+
+def _write(
+    target: Path,
+    plans: Sequence[FilePlan],
+    reader: Reader,
+    format: Format,
+    overwrite: bool,
+    disk: Disk,
+    done: Callable[[int], None] | None,
+    ready: Callable[[], None],
+) -> Path | None:
+    """Write all files under a name of our own, then give it the name that is wanted, if it is `ready` then. What had
+    that name before is removed; where it cannot be, say where it is."""
+    disk.make_folders(target.parent)
+    draft = draft_of(target)
+    try:
+        if format == "torch":
+            write_files(target.parent, [replace(plan, name=draft.name) for plan in plans], reader, disk, done)
+        else:
+            disk.make_folder(draft)
+            write_files(draft, plans, reader, disk, done)
+            disk.sync_folder(draft)
+        ready()
+        aside = _move_in(draft, target, overwrite, disk)
+        disk.sync_folder(target.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.remove_tree(draft)
+        raise
+    if aside is not None:
+        try:
+            disk.remove_tree(aside)
+        except OSError:
+            return aside
+    return None
+
+
+def _move_in(draft: Path, target: Path, overwrite: bool, disk: Disk) -> Path | None:
+    """Rename; where a folder stands aside for it, say where that is now."""
+    if not (overwrite and target.is_dir()):
+        disk.rename(draft, target)  # refused where somebody has made a folder this very moment, and something is in it
+        return None
+    aside = aside_of(draft)
+    try:
+        disk.rename(target, aside)
+        disk.rename(draft, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.rename(aside, target)
+        raise
+    return aside

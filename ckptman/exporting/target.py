@@ -1,0 +1,112 @@
+"""OUT of an export: what may be replaced, the name that it has until it is whole, and what killed exports left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from xxhash import xxh3_64_hexdigest
+
+from ckptman.catalog.writer_lock import Owner, process_lives, this_process
+from ckptman.errors import ConfigError, ExistsError
+from ckptman.exporting.mark import is_export_file, is_marked
+from ckptman.format.paths import MANIFEST, METADATA, data_name, parse_step
+from ckptman.format.safetensors import INDEX_NAME
+from ckptman.io.filesystem import Disk
+
+Format = Literal["safetensors", "torch", "dcp"]
+CONFIG = "config.json"
+_OLD = ".old"
+_TAG = re.compile(rf"(?P<pid>[0-9]+)-(?P<host>[0-9a-f]{{8}})-(?P<ticks>[0-9]+)-[0-9a-f]{{8}}(?P<old>{_OLD})?", re.ASCII)
+
+
+def check_target(folder: Path, target: Path, format: Format, *, overwrite: bool, has_config: bool) -> None:
+    """See that an export may be made there. `has_config`: it comes with a `config.json`.
+
+    Raises: ConfigError, ExistsError, OSError.
+    """
+    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(folder)):
+        raise ConfigError(f"{target} is within the checkpoint {folder}, to which nothing is added: name another path")
+    if parse_step(target.name):
+        raise ConfigError(f"{target.name} is the name of a checkpoint of ckptman, which an export is not: name another")
+    if not os.path.lexists(target):
+        if format != "torch" and target.suffix in (".pt", ".pth"):
+            raise ConfigError(
+                f"{target} is named like a file, and --format {format} writes a folder: say --format torch, or name a "
+                f"folder"
+            )
+        return
+    if not overwrite:
+        raise ExistsError(f"{target} exists already: name another path, or say --overwrite (overwrite=True)")
+    other = _not_ours(target, format)
+    if other is not None:
+        raise ExistsError(f"{target} {other}, so it is not replaced: name another path, or move it away")
+    config = target / CONFIG
+    if format == "safetensors" and config.exists() and not has_config:
+        raise ExistsError(f"{config} would be lost: keep it by --config {config}, or name another path")
+
+
+def _not_ours(target: Path, format: Format) -> str | None:
+    """Why a path is no export of this format; None where it is one, or an empty folder."""
+    if format == "torch":
+        if target.is_symlink() or not target.is_file():
+            return "is no file"
+        return None if is_export_file(target) else "is a file that no export wrote"
+    if target.is_symlink() or not target.is_dir():
+        return "is no folder"
+    names = sorted(os.listdir(target))  # noqa: PTH208 names alone are wanted
+    if MANIFEST in names:
+        return "is a checkpoint"
+    marked = [name for name in names if (name == METADATA) == (format == "dcp") and is_marked(target / name)]
+    beside = {data_name(0)} if format == "dcp" else {INDEX_NAME, CONFIG}
+    others = [name for name in names if name not in marked and not (marked and name in beside)]
+    return f"holds {others[0]}, which no export wrote" if others else None
+
+
+def draft_of(target: Path) -> Path:
+    """A name beside the target that nobody has, and that tells whose it is."""
+    me = this_process("", None)
+    return target.with_name(f"{target.name}.tmp-{me.pid}-{_host(me)}-{me.start_ticks}-{me.nonce}")
+
+
+def aside_of(draft: Path) -> Path:
+    """Where what had the name before stands while the draft takes it."""
+    return draft.with_name(f"{draft.name}{_OLD}")
+
+
+def clear_leftovers(target: Path, disk: Disk) -> list[str]:
+    """Remove what exports to the same target left that were killed, and say so. What may be of one that still runs,
+    and an earlier export while there is no other, stay, and are named."""
+    told = []
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = sorted(each.name for each in target.parent.iterdir() if each.name.startswith(f"{target.name}.tmp-"))
+    for name in names:
+        path, tag = target.with_name(name), _TAG.fullmatch(name.removeprefix(f"{target.name}.tmp-"))
+        if tag is None or not _is_dead(tag):
+            told.append(f"{path} is of another export: remove it, unless that still runs")
+        elif tag["old"] and not (target.is_dir() and any(target.iterdir())):
+            told.append(f"{path} is what {target.name} was before an export that was killed: remove it")
+        else:
+            try:
+                disk.remove_tree(path)
+                told.append(f"{name}, which an export left that was killed, was removed")
+            except OSError as error:
+                told.append(f"{path}, which an export left that was killed, could not be removed ({error}): remove it")
+    return told
+
+
+def _is_dead(tag: re.Match[str]) -> bool:
+    """Whether the process that a name tells of is known to be gone."""
+    me = this_process("", None)
+    with contextlib.suppress(ValueError):  # a number that is no pid
+        other = Owner(**(me.model_dump() | {"pid": int(tag["pid"]), "start_ticks": int(tag["ticks"])}))
+        return tag["host"] == _host(me) and process_lives(other) is False
+    return False
+
+
+def _host(me: Owner) -> str:
+    return xxh3_64_hexdigest(f"{me.host}\n{me.host_key}".encode())[:8]

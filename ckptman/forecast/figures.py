@@ -1,0 +1,71 @@
+"""A number of a plan, with the formula it comes from. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptman.policies.intervals import seconds_text
+
+Unit = Literal["bytes", "bytes_per_second", "seconds", "count", "share"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number. `formula`: how it came about, with the numbers that went in; `source`: whose formula or number."""
+
+    name: str
+    value: float
+    unit: Unit
+    formula: str
+    source: str = ""
+
+    @property
+    def key(self) -> str:
+        """Its name with its unit, as in JSON."""
+        return self.name if self.unit in ("count", "share") else f"{self.name}_{self.unit}"
+
+    @property
+    def text(self) -> str:
+        """Its value as people read it."""
+        return value_text(self.value, self.unit)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same, for JSON."""
+        return {"value": self.value, "formula": self.formula, "source": self.source}
+
+
+def value_text(value: float, unit: Unit) -> str:
+    """`70 GB`, `2 GB/s`, `35 s`, `1,024`, `97.5 %`."""
+    if unit == "bytes":
+        return bytes_text(value)
+    if unit == "bytes_per_second":
+        return f"{bytes_text(value)}/s"
+    if unit == "seconds":
+        return time_text(value)
+    return f"{100 * value:.4g} %" if unit == "share" else f"{value:,.6g}" if value < 1e6 else f"{value:,.0f}"
+
+
+def bytes_text(count: float) -> str:
+    """Bytes in powers of 1000, as storage is sold and checkpoints are talked about: `70 GB`, `1.5 TB`."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if abs(value) < 999.5 or unit == "PB":
+            break
+        value /= 1000
+    return f"{value:,.4g} {unit}"
+
+
+def time_text(seconds: float) -> str:
+    """`0.03 s`, `95 s`, `15 min`, `3.1 h`, `12 d`."""
+    for length, unit in ((2 * 86400, "d"), (2 * 3600, "h"), (3 * 60, "min")):
+        if seconds >= length:
+            return (
+                f"{seconds / _LENGTHS[unit]:,.3g} {unit}"
+                if seconds < 1e3 * _LENGTHS[unit]
+                else (f"{seconds / _LENGTHS[unit]:,.0f} {unit}")
+            )
+    return seconds_text(seconds)
+
+
+_LENGTHS = {"d": 86400, "h": 3600, "min": 60}

@@ -1,0 +1,96 @@
+"""What an interval between saves costs when failures come at random, and which one costs least. Pure.
+
+The model, which `simulation` plays and whose mean is exact here: failures are exponential with mean M. After one, the
+run needs R seconds undisturbed until it trains again. It begins a save every T seconds, the first T after it began to
+train; each blocks training for S and is durable D >= S after it began. What was trained since the last durable save
+is lost. So the time between two failures, of which the run is up a mean of M, yields
+
+    E = ((T - S) / (e^(T/M) - 1) + S e^(-T/M)) e^(-D/M)
+
+seconds of training that last, and takes M e^(R/M) with its restart (the restart is disturbed, too).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ckptman.policies.checks import check_at_least, check_positive
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds: `stall` a save blocks training, `durable` until it counts, `restart` from a failure until training goes
+    on. Raises IntervalError."""
+
+    stall_seconds: float
+    durable_seconds: float
+    restart_seconds: float
+
+    def __post_init__(self) -> None:
+        for name in ("stall_seconds", "durable_seconds", "restart_seconds"):
+            check_at_least("Costs", name, getattr(self, name), 0)
+
+    @property
+    def settled_seconds(self) -> float:
+        """After so long a save counts: not before it has let go of training."""
+        return max(self.stall_seconds, self.durable_seconds)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where the time goes, as shares of all of it; they add up to 1. `good`: training that lasts. And the mean of what
+    one failure loses, in seconds."""
+
+    good: float
+    lost: float
+    stalled: float
+    restarting: float
+    lost_per_failure_seconds: float
+
+
+def best_interval_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
+    """Seconds from the start of one save to that of the next that lose least, when failures are exponential.
+
+    T = M (1 + S/M + W(-e^(-1 - S/M))), with W the main branch of Lambert's function. It does not depend on what a
+    restart takes: that is paid once for each failure, whatever the interval. sqrt(2 M S) is its limit for short saves.
+    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
+    Generation Computer Systems 22(3), 2006.
+
+    Raises IntervalError. 0 where saves block nothing: then it is as often as saves can follow each other.
+    """
+    check_at_least("best_interval_seconds", "stall_seconds", stall_seconds, 0)
+    check_positive("best_interval_seconds", "mtbf_seconds", mtbf_seconds)
+    part = stall_seconds / mtbf_seconds
+    # x = T/M solves 1 - e^-x = x - S/M, whose left side bends down: Newton from above never leaves that side.
+    x = part + math.sqrt(2 * part) + 1e-12
+    for _ in range(60):
+        step = (x - part + math.expm1(-x)) / -math.expm1(-x)
+        x -= step
+        if abs(step) <= 1e-14 * x:
+            break
+    return max(x, 0.0) * mtbf_seconds if part else 0.0
+
+
+def shares(interval_seconds: float, costs: Costs, mtbf_seconds: float) -> Shares:
+    """Where the time goes in the long run, at a fixed interval (see the top). Raises IntervalError.
+
+    The interval is at least what a save takes: the next one waits for it.
+    """
+    check_positive("shares", "interval_seconds", interval_seconds)
+    check_positive("shares", "mtbf_seconds", mtbf_seconds)
+    mean, stall = mtbf_seconds, costs.stall_seconds
+    interval = max(interval_seconds, costs.settled_seconds)
+    rounds = _rounds(interval / mean)
+    exists = math.exp(-costs.settled_seconds / mean)
+    lasts = ((interval - stall) * rounds + stall * math.exp(-interval / mean)) * exists
+    # Of a stall that a failure cuts short, the mean of what had passed counts.
+    stalled = rounds * mean * -math.expm1(-stall / mean)
+    up = math.exp(-costs.restart_seconds / mean)
+    lost = max(0.0, mean - lasts - stalled)
+    return Shares(lasts / mean * up, lost / mean * up, stalled / mean * up, 1 - up, lost)
+
+
+def _rounds(x: float) -> float:
+    """1 / (e^x - 1): the mean number of intervals of length x that are over before an exponential of mean 1 is."""
+    return 1 / math.expm1(x) if x < 700 else 0.0

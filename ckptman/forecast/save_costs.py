@@ -1,0 +1,154 @@
+"""What saves cost on a tier of storage: seconds, stall, the interval between them, what is lost, the time of a warning.
+Pure: each number comes with its formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptman.forecast.figures import Figure, bytes_text, time_text
+from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
+from ckptman.forecast.warning_time import warning_seconds
+from ckptman.policies.checks import check_positive
+from ckptman.policies.intervals import daly_interval_seconds
+from ckptman.policies.save_policies import BeforeDeadline
+
+BOUND_SECONDS = 900.0
+"""A run should save at least so often: HKUST, training of a 7B model, 2024."""
+LEAST_INTERVAL_SECONDS = 1.0
+_SAXENA = "DalyInterval; Saxena et al., arXiv 2410.18124"
+_DALY = "J. T. Daly, FGCS 22(3), 2006: the optimum for failures at random (forecast/goodput.py)"
+
+_LASTING = "E = ((T - S) / (e^(T/M) - 1) + S e^(-T/M)) e^(-D/M)"
+_BLOCKED = "B = M (1 - e^(-S/M)) / (e^(T/M) - 1)"
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place that checkpoints go to. Rates are what the whole run gets there; `how`: by which formula; `source`: whose
+    number that is."""
+
+    name: str
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    how: str
+    source: str = ""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it outlives a node, as far as its name tells."""
+        return self.name.lower() not in IN_MEMORY
+
+
+IN_MEMORY = ("shm", "ram", "tmpfs", "memory", "dev-shm")
+TABLE = (("shm", 4e9), ("scratch", 2e9), ("project", 0.5e9))
+TABLE_SOURCE = "assumed: one process, by the practitioners' table (2024). Measure yours: --tier NAME=DIR"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How a run saves. `largest_bytes`: the most that one rank writes; `staging`: bytes per second into its private
+    copy. `blocking`: training waits until a save is durable."""
+
+    total_bytes: int
+    largest_bytes: int
+    staging_bytes_per_second: float
+    blocking: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Life:
+    """How a run lives. `init_seconds`: from the start of a process to the end of its first step, the load left out, and
+    where that number is from; `factor`: of the rule by init time."""
+
+    init_seconds: float
+    mtbf_seconds: float
+    factor: float = 4.0
+    source: str = ""
+
+
+def tier_figures(tier: Tier, saving: Saving, life: Life) -> list[Figure]:
+    """Everything about saves to one tier. Raises IntervalError."""
+    for name, rate in (("write rate", tier.write_bytes_per_second), ("read rate", tier.read_bytes_per_second)):
+        check_positive(f"tier {tier.name}", name, rate)
+    check_positive("plan", "staging rate", saving.staging_bytes_per_second)
+    save = saving.total_bytes / tier.write_bytes_per_second
+    load = saving.total_bytes / tier.read_bytes_per_second
+    size = bytes_text(saving.total_bytes)
+    staged = saving.largest_bytes / saving.staging_bytes_per_second
+    stall = save if saving.blocking else min(staged, save)
+    restart = life.init_seconds + load
+    copied = f"{bytes_text(saving.largest_bytes)} of a rank / {bytes_text(saving.staging_bytes_per_second)}/s"
+    stalled = "as long as the save: saves block training" if saving.blocking else f"private copy: {copied}"
+    if not saving.blocking and staged > save:
+        stalled += f" = {time_text(staged)}, but no longer than the save, {time_text(save)}"
+    return [
+        Figure("rate", tier.write_bytes_per_second, "bytes_per_second", tier.how, tier.source),
+        Figure("save", save, "seconds", f"{size} / {bytes_text(tier.write_bytes_per_second)}/s"),
+        Figure("load", load, "seconds", f"{size} / {bytes_text(tier.read_bytes_per_second)}/s"),
+        Figure("stall", stall, "seconds", stalled, "" if saving.blocking else saving.source),
+        Figure(
+            "restart", restart, "seconds", f"init {time_text(life.init_seconds)} + load {time_text(load)}", life.source
+        ),
+        *interval_figures(Costs(stall, save, restart), life),
+        _warning(save),
+    ]
+
+
+def interval_figures(costs: Costs, life: Life) -> list[Figure]:
+    """The interval by each rule, the one to take, and what it yields. Raises IntervalError."""
+    init = life.factor * costs.restart_seconds
+    daly = daly_interval_seconds(costs.stall_seconds, life.mtbf_seconds, costs.restart_seconds)
+    best = best_interval_seconds(costs.stall_seconds, life.mtbf_seconds)
+    least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
+    free = max(least, best)
+    taken = max(least, min(best, BOUND_SECONDS))
+    unbound = shares(free, costs, life.mtbf_seconds)
+    at = shares(taken, costs, life.mtbf_seconds)
+    s, m, r = (time_text(each) for each in (costs.stall_seconds, life.mtbf_seconds, costs.restart_seconds))
+    where, parts = f"T = {time_text(taken)}, S = {s}, M = {m}", f"{_LASTING}; {_BLOCKED}"
+    held = "" if taken == best else f", held to {time_text(taken)}"
+    return [
+        Figure("interval_by_init", init, "seconds", f"{life.factor:g} x {r}, what a restart costs", "InitTimeInterval"),
+        Figure("interval_by_daly", daly, "seconds", f"S + sqrt(2 (M + R) S + S^2); S = {s}, M = {m}, R = {r}", _SAXENA),
+        Figure("interval_best", best, "seconds", f"M (1 + S/M + W(-e^(-1 - S/M))); S = {s}, M = {m}", _DALY),
+        Figure("interval_bound", BOUND_SECONDS, "seconds", "at least every 15 minutes", "HKUST, a 7B model, 2024"),
+        Figure(
+            "interval",
+            taken,
+            "seconds",
+            f"the best, {time_text(best)}, but no shorter than a save ({time_text(least)}) and no longer than the "
+            f"bound{held}",
+        ),
+        Figure(
+            "lost_per_failure",
+            at.lost_per_failure_seconds,
+            "seconds",
+            f"M - E - B; {parts}; {where}, D = {time_text(costs.settled_seconds)}",
+            "trained since the last durable save: of the M between failures E lasts, and saves block B",
+        ),
+        Figure("lost", at.lost, "share", f"(M - E - B) e^(-R/M) / M; {parts}; {where}, R = {r}: trained and lost"),
+        Figure("stalled", at.stalled, "share", f"B e^(-R/M) / M; {_BLOCKED}; {where}, R = {r}: blocked by saves"),
+        Figure("restarting", at.restarting, "share", f"1 - e^(-R/M); R = {r}, M = {m}"),
+        Figure(
+            "goodput",
+            at.good,
+            "share",
+            f"E e^(-R/M) / M; {_LASTING}; {where}, D = {time_text(costs.settled_seconds)}, R = {r}",
+            "forecast/goodput.py; ckptman simulate plays it",
+        ),
+        Figure("goodput_best", unbound.good, "share", f"the same without the bound: T = {time_text(free)}"),
+    ]
+
+
+def _warning(save_seconds: float) -> Figure:
+    policy = BeforeDeadline()
+    return Figure(
+        "warning",
+        warning_seconds(save_seconds),
+        "seconds",
+        f"{policy.safety:g} x {time_text(save_seconds)} + margin of {policy.margin_seconds:g} s + 30 s between two "
+        f"looks of Slurm, in full half minutes",
+        "BeforeDeadline; sbatch --signal",
+    )

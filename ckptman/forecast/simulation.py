@@ -1,0 +1,133 @@
+"""A run as it is stopped by failures, played from one failure to the next: what an interval yields on given failures.
+
+Pure: the failures are an argument, in seconds from the beginning, so that every interval can be played against the same
+ones. Between two failures everything is arithmetic, so a month costs microseconds and a century a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ckptman.forecast.goodput import Costs
+from ckptman.policies.checks import check_positive
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Played:
+    """What became of the time. All in seconds but the counts; `good`, `lost`, `stalled` and `restarting` add up to
+    `seconds`. `failures`: those that hit, during a restart too. `interval`: the one that was played, no shorter than a
+    save."""
+
+    interval_seconds: float
+    seconds: float
+    good_seconds: float
+    lost_seconds: float
+    stalled_seconds: float
+    restarting_seconds: float
+    failures: int
+    saves: int
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time in which training was done that lasted."""
+        return self.good_seconds / self.seconds
+
+
+def play(failures: Sequence[float], seconds: float, costs: Costs, interval_seconds: float) -> Played:
+    """Play a run of `seconds` with failures at these times (ascending) and saves every `interval_seconds`.
+
+    It begins to train at 0. A save begins each interval, counted from the start of the one before, or from where
+    training went on; while one is not durable the next waits. At the end the run is stopped in order, and saves: what
+    was trained since the last failure counts, unless a failure comes at that very moment. Raises IntervalError for
+    times that cannot be.
+    """
+    check_positive("play", "seconds", seconds)
+    check_positive("play", "interval_seconds", interval_seconds)
+    settled, stall, restart = costs.settled_seconds, costs.stall_seconds, costs.restart_seconds
+    interval = max(interval_seconds, settled)
+    good = lost = stalled = restarting = begun = 0.0
+    saves = hits = 0
+    for number, failure in enumerate([*failures, seconds]):
+        over = number == len(failures) or failure > seconds
+        if failure < begun:  # it hit the restart, which begins again
+            if not over:
+                hits += 1
+                restarting += failure + restart - begun
+                begun = failure + restart
+            continue
+        up = min(failure, seconds) - begun
+        if up < 0:
+            break
+        started = int(up / interval)
+        kept = 0 if up < interval + settled else int((up - settled) / interval)
+        # Of the save that is at work when it ends, only a part of the stall has passed.
+        blocked = stall * max(0, started - 1) + (min(stall, up - started * interval) if started else 0.0)
+        trained = up - blocked
+        lasting = trained if over else interval + (kept - 1) * (interval - stall) if kept else 0.0
+        good, lost, stalled = good + lasting, lost + trained - lasting, stalled + blocked
+        saves += started
+        if over:
+            break
+        hits += 1
+        restarting += restart
+        begun = failure + restart
+    # A restart that goes on beyond the end is counted to the end.
+    restarting -= max(0.0, begun - seconds)
+    return Played(interval, seconds, good, lost, stalled, restarting, hits, saves)
+
+
+def play_all(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, interval_seconds: float) -> Played:
+    """Several runs of `seconds`, each with failures of its own, added up."""
+    each = [play(failures, seconds, costs, interval_seconds) for failures in runs]
+    return Played(
+        max(interval_seconds, costs.settled_seconds),
+        sum(one.seconds for one in each),
+        sum(one.good_seconds for one in each),
+        sum(one.lost_seconds for one in each),
+        sum(one.stalled_seconds for one in each),
+        sum(one.restarting_seconds for one in each),
+        sum(one.failures for one in each),
+        sum(one.saves for one in each),
+    )
+
+
+def grid_of(shortest: float, longest: float, points: int) -> list[float]:
+    """Intervals between two bounds, each a fixed factor longer than the one before. Raises IntervalError."""
+    check_positive("grid_of", "shortest", shortest)
+    factor = max(longest / shortest, 1.0001) ** (1 / (points - 1))
+    return [shortest * factor**number for number in range(points)]
+
+
+def best_fixed(
+    runs: Sequence[Sequence[float]], seconds: float, costs: Costs, shortest: float, longest: float, points: int = 48
+) -> Played:
+    """The fixed interval that yields most on these runs, searched for between two bounds: first on a grid whose steps
+    are factors, then around its best."""
+
+    def played(interval: float) -> Played:
+        return play_all(runs, seconds, costs, interval)
+
+    grid = [played(interval) for interval in grid_of(shortest, longest, points)]
+    place = max(range(points), key=lambda number: grid[number].goodput)
+    low, high = grid[max(place - 1, 0)].interval_seconds, grid[min(place + 1, points - 1)].interval_seconds
+    around = _narrow(played, low, high)
+    return max([grid[place], *around], key=lambda each: each.goodput)
+
+
+def _narrow(played: Callable[[float], Played], low: float, high: float, rounds: int = 12) -> list[Played]:
+    """Golden section. On few failures the yield has steps, so everything that was tried is told."""
+    tried = []
+    left, right = played(high - _GOLDEN * (high - low)), played(low + _GOLDEN * (high - low))
+    for _ in range(rounds):
+        tried += [left, right]
+        if left.goodput >= right.goodput:
+            high, right = right.interval_seconds, left
+            left = played(high - _GOLDEN * (high - low))
+        else:
+            low, left = left.interval_seconds, right
+            right = played(low + _GOLDEN * (high - low))
+    return tried

@@ -1,0 +1,302 @@
+"""The chunk table: which box of which tensor lies where. One array of integers for a whole checkpoint.
+
+`chunks.bin` holds little-endian int64 numbers. A tensor of d dimensions has `count` consecutive rows of 4 + 2 d numbers
+from number `start` on: the file's number, offset and bytes of the container in that file, offset of the payload in that
+file (-1: only the container's reader knows), then offsets and sizes of the box in elements. The rows of a tensor are
+sorted by their offset along `axis`, the dimension in which the chunks begin at the most places, so that the chunks that
+share elements with a box are found by bisection. Four million chunks take some seconds to assemble: no row is ever an
+object of Python.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from ckptman.errors import CorruptError
+from ckptman.io.safe_open import ELSEWHERE, open_regular
+
+Ints = NDArray[np.int64]
+Rows = dict[int, Ints]
+"""What one rank wrote: for d dimensions an array [n, 4 + 2 d], as in the table, but with the tensor's number first."""
+
+FRAME_BYTES = 8192
+"""A container is no more than this larger than its payload."""
+HEAD = 4
+"""Numbers of a row before its offsets."""
+LITTLE = np.dtype("<i8")
+_MANY = 256
+"""Candidates along one dimension from which on it pays to ask the others too."""
+_REMEDY = "restore an older checkpoint, or bring this one back from a copy"
+_ROWS_AT_ONCE = 16_384
+_ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
+    **dict.fromkeys(("float4_e2m1fn_x2", *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32", "qint32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+def item_bytes(dtype: str) -> int | None:
+    """Bytes of one element of torch's dtype of that name; None where they are not known, or not whole."""
+    return _ITEM_BYTES.get(dtype)
+
+
+class TensorRecord(BaseModel):
+    """A tensor: its dtype (torch's name), its global shape, and where the rows of its chunks are in the table."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    count: int
+    axis: int
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of one tensor: views into the table, sorted by `offsets[:, axis]`."""
+
+    file: Ints
+    offset: Ints
+    bytes: Ints
+    payload: Ints
+    offsets: Ints
+    sizes: Ints
+    axis: int
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def boxes(self) -> list[tuple[list[int], list[int]]]:
+        """Offsets and sizes of all chunks."""
+        return list(zip(self.offsets.tolist(), self.sizes.tolist()))
+
+    def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Ints:
+        """The rows, ascending, of the chunks that have at least one element in common with a box."""
+        dims = self.offsets.shape[1]
+        if len(offsets) != dims or len(sizes) != dims:
+            raise ValueError(f"a box of {len(offsets)} dimensions in a tensor of {dims}")
+        if not len(self) or not all(size > 0 for size in sizes):
+            return np.empty(0, np.int64)
+        if not dims:
+            return np.arange(len(self))
+        if self._slab is not None:
+            begin, end = self._slab
+            if not all(o < e and o + s > b for o, s, b, e in zip(offsets, sizes, begin, end)):
+                return np.empty(0, np.int64)
+            begins = self.offsets[:, self.axis]
+            first = max(bisect_right(begins, offsets[self.axis]) - 1, 0)
+            return np.arange(first, bisect_left(begins, offsets[self.axis] + sizes[self.axis]))
+        low, high = self._reach(self.axis, offsets, sizes)
+        rows: slice | Ints = slice(low, high)
+        if high - low > _MANY:
+            best = high - low
+            for dim in self._varying:
+                first, last = self._reach(dim, offsets, sizes)
+                if last - first < best:
+                    best, rows = last - first, np.sort(self._orders[dim][0][first:last])
+        begins, lengths = self.offsets[rows], self.sizes[rows]
+        box = np.array([offsets, sizes])
+        keep = (begins < box[0] + box[1]) & (begins + lengths > box[0]) & (lengths > 0)
+        found = np.flatnonzero(keep.all(axis=1))
+        return found + low if isinstance(rows, slice) else rows[found]
+
+    @cached_property
+    def _slab(self) -> tuple[list[int], list[int]] | None:
+        """Both ends of the box that the chunks fill, where they cut it along `axis` alone, one behind the other."""
+        begins, ends = self.offsets, self.offsets + self.sizes
+        if len(self) == 1:
+            return (begins[0].tolist(), ends[0].tolist()) if self.sizes.all() else None
+        alike = (begins == begins[0]) & (ends == ends[0])
+        alike[:, self.axis] = True
+        in_turn = (begins[1:, self.axis] == ends[:-1, self.axis]).all()
+        return (begins[0].tolist(), ends[-1].tolist()) if alike.all() and in_turn and self.sizes.all() else None
+
+    @cached_property
+    def _varying(self) -> list[int]:
+        """The dimensions in which not all chunks begin at the same place."""
+        return [int(dim) for dim in np.flatnonzero((self.offsets != self.offsets[0]).any(axis=0))]
+
+    @cached_property
+    def _orders(self) -> dict[int, tuple[Ints, Ints, Ints]]:
+        return {}
+
+    def _reach(self, dim: int, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+        """Where, in the order of one dimension, the chunks are that can touch the box in that dimension."""
+        if dim not in self._orders:
+            order = np.arange(len(self)) if dim == self.axis else np.argsort(self.offsets[:, dim], kind="stable")
+            begins = self.offsets[order, dim]
+            # The farthest end so far only grows, even where a long chunk precedes short ones.
+            self._orders[dim] = order, begins, np.maximum.accumulate(begins + self.sizes[order, dim])
+        _, begins, ends = self._orders[dim]
+        return bisect_right(ends, offsets[dim]), bisect_left(begins, offsets[dim] + sizes[dim])
+
+
+class RowFile:
+    """The numbers in a file, read when they are wanted: on a large run the whole table is larger than what is needed.
+
+    Not mapped: a file that is cut short while it is looked at would end the process, not the load.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = open_regular(path)
+        weakref.finalize(self, os.close, self._fd)
+        self.size_bytes = os.fstat(self._fd).st_size
+
+    def __len__(self) -> int:
+        return self.size_bytes // LITTLE.itemsize
+
+    def __getitem__(self, which: slice) -> Ints:
+        size = (which.stop - which.start) * LITTLE.itemsize
+        try:
+            data = os.pread(self._fd, size, which.start * LITTLE.itemsize)
+        except OSError as error:
+            if error.errno in ELSEWHERE:
+                raise
+            raise CorruptError(f"{self._path} cannot be read: {error.strerror or error}; {_REMEDY}") from error
+        if len(data) != size:
+            raise CorruptError(f"{self._path} ends early: it has changed since it was opened; {_REMEDY}")
+        return np.frombuffer(data, LITTLE)
+
+
+class ChunkTable:
+    """The table of a checkpoint, from the file (by `open`) or from what `assemble` made."""
+
+    def __init__(
+        self, tensors: Mapping[str, TensorRecord], rows: Ints | RowFile, where: str = "the chunk table"
+    ) -> None:
+        self._tensors = tensors
+        self._rows = rows
+        self._where = where
+        self._last: tuple[str, Chunks] | None = None
+
+    @classmethod
+    def open(cls, path: Path, tensors: Mapping[str, TensorRecord], expected_bytes: int) -> ChunkTable:
+        """The table in a file, of which rows are read as they are wanted. Raises: CorruptError, OSError."""
+        rows = RowFile(path)
+        if rows.size_bytes != expected_bytes:
+            raise CorruptError(f"{path} has {rows.size_bytes} bytes instead of {expected_bytes}; {_REMEDY}")
+        if expected_bytes % LITTLE.itemsize:
+            raise CorruptError(f"{path} is no chunk table: {expected_bytes} bytes are no whole numbers; {_REMEDY}")
+        return cls(tensors, rows, str(path))
+
+    def chunks(self, name: str) -> Chunks:
+        """The chunks of a tensor. Raises: KeyError; CorruptError where the table ends before them."""
+        if self._last is None or self._last[0] != name:
+            record, rows = self._tensors[name], self._rows_of(name)
+            dims = len(record.shape)
+            boxes = rows[:, HEAD : HEAD + dims], rows[:, HEAD + dims :]
+            self._last = name, Chunks(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], *boxes, record.axis)
+        return self._last[1]
+
+    def check(self, files: Sequence[tuple[str, int]], names: Iterable[str] | None = None) -> None:
+        """Raises: CorruptError where a row of a tensor (of these; None: of any) cannot be; KeyError.
+
+        `files`: names and bytes, by number.
+        """
+        ends = np.array([size for _, size in files], np.int64)
+        # Small tensors of as many dimensions are looked at together: a call of numpy costs more than a row.
+        waiting: dict[int, list[str]] = {}
+        counts: dict[int, int] = {}
+        for name in self._tensors if names is None else names:
+            record = self._tensors[name]
+            self._check_shape(name, record)
+            dims = len(record.shape)
+            waiting.setdefault(dims, []).append(name)
+            counts[dims] = counts.get(dims, 0) + record.count
+            if counts[dims] > _ROWS_AT_ONCE:
+                self._check_rows(waiting.pop(dims), files, ends)
+                del counts[dims]
+        for together in waiting.values():
+            self._check_rows(together, files, ends)
+
+    def _rows_of(self, name: str) -> Ints:
+        record = self._tensors[name]
+        width = HEAD + 2 * len(record.shape)
+        end = record.start + record.count * width
+        if (
+            record.start < 0
+            or record.count < 0
+            or end > len(self._rows)
+            or not 0 <= record.axis < max(len(record.shape), 1)
+        ):
+            raise self._corrupt(name, f"its rows ({record.count} from number {record.start}) are not in the table")
+        return self._rows[record.start : end].reshape(record.count, width)
+
+    def _check_shape(self, name: str, record: TensorRecord) -> None:
+        elements, item = prod(record.shape), item_bytes(record.dtype)
+        if min(record.shape, default=0) < 0 or max(record.shape, default=0) >= 2**62 or elements * (item or 1) >= 2**62:
+            raise self._corrupt(name, f"no tensor has the shape {list(record.shape)}")
+        if elements and not record.count:
+            raise self._corrupt(name, "no part of it was saved")
+
+    def _check_rows(self, names: Sequence[str], files: Sequence[tuple[str, int]], ends: Ints) -> None:
+        """Check all rows of tensors of as many dimensions."""
+        parts = [self._rows_of(name) for name in names]
+        counts = [len(part) for part in parts]
+        records = [self._tensors[name] for name in names]
+        dims = len(records[0].shape)
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        shape = np.repeat(
+            np.array([record.shape for record in records], np.int64).reshape(len(records), dims), counts, axis=0
+        )
+        items = np.repeat(np.array([item_bytes(record.dtype) or 0 for record in records], np.int64), counts)
+        first = np.cumsum([0, *counts[:-1]])
+        file, offset, size, payload = (rows[:, column] for column in range(HEAD))
+        offsets, sizes = rows[:, HEAD : HEAD + dims], rows[:, HEAD + dims :]
+
+        def require(good: NDArray[np.bool_], what: str, in_file: bool = False) -> None:
+            if not good.all():
+                row = int(np.argmin(good))
+                of = int(np.searchsorted(first, row, side="right")) - 1
+                raise self._flaw(names[of], row - int(first[of]), what, files if in_file else None)
+
+        # Nothing here is added up before it is known to be small: what is damaged must not wrap around.
+        inside = (offsets >= 0) & (sizes >= 0) & (offsets <= shape)
+        require(np.all(inside & (sizes <= shape - offsets), axis=1), "lies outside of the tensor")
+        require((file >= 0) & (file < len(files)), "is in a file that there is not")
+        room = ends[file]
+        inside = (offset >= 0) & (size >= 0) & (offset <= room)
+        require(inside & (size <= room - offset), "lies outside of its file", in_file=True)
+        within = payload - offset
+        around = size - sizes.prod(axis=1) * items
+        inside = (within >= 0) & (within <= size)
+        inside &= (items == 0) | ((within <= around) & (around <= FRAME_BYTES))
+        require(inside | (payload == -1), "has a payload that does not fit its container", in_file=True)
+        if dims:
+            axes = np.repeat(np.array([record.axis for record in records], np.int64), counts)
+            begins = np.take_along_axis(offsets, axes[:, None], axis=1)[:, 0]
+            in_turn = np.ones(len(rows), np.bool_)
+            in_turn[1:] = begins[1:] >= begins[:-1]
+            in_turn[first[first < len(rows)]] = True
+            require(in_turn, "is not where its offset belongs")
+
+    def _flaw(self, name: str, row: int, what: str, files: Sequence[tuple[str, int]] | None) -> CorruptError:
+        chunks = self.chunks(name)
+        flaw = (
+            f"chunk {row} of {len(chunks)} {what} (offsets {chunks.offsets[row].tolist()}, "
+            f"sizes {chunks.sizes[row].tolist()} of {list(self._tensors[name].shape)})"
+        )
+        if files is not None:
+            file, size = files[int(chunks.file[row])]
+            begin, length, payload = int(chunks.offset[row]), int(chunks.bytes[row]), int(chunks.payload[row])
+            flaw += f": {length} bytes at {begin}, payload at {payload}, in {file} of {size} bytes"
+        return self._corrupt(name, flaw)
+
+    def _corrupt(self, name: str, flaw: str) -> CorruptError:
+        return CorruptError(f"{self._where}: {name}: {flaw}; {_REMEDY}")

@@ -1,0 +1,163 @@
+"""Digests of files, block by block, so that whoever reads a slice can check exactly the bytes it read.
+
+A file is cut into blocks of `BLOCK_BYTES`; each has an xxh3-128 digest (Collet, https://xxhash.com). The digest of the
+file is the xxh3-128 of its block digests one after the other. xxh3 finds accidents, not forgers.
+
+`GROUP_BLOCKS` blocks are a group, which has a digest of its own bytes as well. It proves nothing that those of the
+blocks do not: it is there for speed. xxhash holds the interpreter's lock while it digests as little as a block, so
+that threads would do it one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
+
+from ckptman.io.safe_open import open_regular
+
+BLOCK_BYTES = 32 * 1024
+"""Small, because a rank that reads a slice reads whole blocks at both ends of it."""
+GROUP_BLOCKS = 16
+DIGEST_BYTES = 16
+_READ_BYTES = 4 * 1024 * 1024
+_MOST_GROUP_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Digests:
+    """The digests of the blocks of one file, 16 bytes each, and the size of that file.
+
+    `groups`: those of its groups, or nothing where they were not made.
+    """
+
+    block_bytes: int
+    blocks: bytes
+    size_bytes: int
+    groups: bytes = b""
+
+
+def group_bytes(block_bytes: int) -> int:
+    """The size of a group; 0 where blocks are so large that none are made."""
+    size = GROUP_BLOCKS * block_bytes
+    return size if size <= _MOST_GROUP_BYTES else 0
+
+
+def digests_bytes(size_bytes: int, block_bytes: int) -> int:
+    """How many bytes the digests of a file of this size are, cut into blocks of that size."""
+    return -(-size_bytes // block_bytes) * DIGEST_BYTES
+
+
+def digest_together(segments: Sequence[memoryview]) -> bytes:
+    """The digest of what segments hold one after the other. Several threads can be at this at the same time."""
+    if len(segments) == 1:
+        return xxh3_128_digest(segments[0])
+    hasher = xxh3_128()
+    for segment in segments:
+        hasher.update(segment)
+    return hasher.digest()
+
+
+class BlockDigester:
+    """Digests a stream as it passes. `update` in any pieces, then `finish` once."""
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
+        self._room = block_bytes
+        self._current = xxh3_128()
+        self.blocks: list[bytes] = []
+        self.size_bytes = 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        if not view.nbytes:  # a view with a zero in its shape cannot be cast
+            return
+        view = view.cast("B")
+        self.size_bytes += len(view)
+        while view:
+            piece, view = view[: self._room], view[self._room :]
+            self._current.update(piece)
+            self._room -= len(piece)
+            if not self._room:
+                self._close_block()
+
+    def finish(self) -> str:
+        """The digest of the whole stream, as 32 hexadecimal characters."""
+        if self._room < self._block_bytes:
+            self._close_block()
+        return digest_of_blocks(self.blocks)
+
+    def _close_block(self) -> None:
+        self.blocks.append(self._current.digest())
+        self._current.reset()
+        self._room = self._block_bytes
+
+
+def digest_segments(segments: Sequence[memoryview], block_bytes: int) -> list[bytes]:
+    """The digests of the blocks that segments make one after the other; the last block may be shorter."""
+    digests: list[bytes] = []
+    hasher, room = xxh3_128(), block_bytes
+    for segment in segments:
+        at, size = 0, len(segment)
+        if room < block_bytes:
+            at = min(room, size)
+            hasher.update(segment[:at])
+            room -= at
+            if room:
+                continue
+            digests.append(hasher.digest())
+            hasher.reset()
+            room = block_bytes
+        while at + block_bytes <= size:
+            digests.append(xxh3_128_digest(segment[at : at + block_bytes]))
+            at += block_bytes
+        if at < size:
+            hasher.update(segment[at:])
+            room -= size - at
+    if room < block_bytes:
+        digests.append(hasher.digest())
+    return digests
+
+
+def digest_of_blocks(blocks: Sequence[bytes]) -> str:
+    """The digest of a file from the digests of its blocks."""
+    return xxh3_128_hexdigest(b"".join(blocks))
+
+
+def digest_bytes(data: bytes, block_bytes: int = BLOCK_BYTES) -> str:
+    """The digest of a file that holds `data`."""
+    digester = BlockDigester(block_bytes)
+    digester.update(data)
+    return digester.finish()
+
+
+def digest_file(path: Path, block_bytes: int = BLOCK_BYTES) -> tuple[int, list[bytes]]:
+    """Size in bytes and block digests of a regular file, read once from front to back.
+
+    Raises: CorruptError (it is no file), OSError.
+    """
+    blocks: list[bytes] = []
+    size = 0
+    with open(open_regular(path), "rb", buffering=0) as file:
+        # A byte more than there is, to see the end; and not all that a damaged block size asks for.
+        there = os.fstat(file.fileno()).st_size
+        buffer = memoryview(bytearray(min(block_bytes * max(1, _READ_BYTES // block_bytes), there + 1)))
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while True:
+            filled = 0
+            while filled < len(buffer):
+                count = file.readinto(buffer[filled:])
+                if not count:
+                    break
+                filled += count
+            blocks += [
+                xxh3_128_digest(buffer[start : min(start + block_bytes, filled)])
+                for start in range(0, filled, block_bytes)
+            ]
+            size += filled
+            if filled < len(buffer):
+                return size, blocks

@@ -1,0 +1,399 @@
+"""Reading ranges of files straight to where they go, checked block by block. Torch-free.
+
+Ranges are sorted into spans. What lies in the page cache is read from there straight to its place; a large span that
+does not is read by direct I/O through scratch memory, which on a fast disk takes half the time. With digests a span is
+made of whole blocks, and each of them is checked before `deliver` sees a byte of it and before the call returns.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from ckptman.errors import CorruptError
+from ckptman.io.checksums import (
+    DIGEST_BYTES,
+    Digests,
+    digest_segments,
+    digest_together,
+    digests_bytes,
+    group_bytes,
+)
+from ckptman.io.spans import WHOLE_BYTES, Part, Span, Wanted, lay_out, plan
+from ckptman.io.workers import (
+    ALIGN_BYTES,
+    COLD_STRIDE_BYTES,
+    STRIDE_BYTES,
+    computing_threads,
+    cores,
+    io_threads,
+    relay,
+    share_out,
+    stride_of,
+)
+
+GAP_BYTES = 64 * 1024
+_CHECKED_BYTES = 512 * 1024
+"""What is read, checked and copied at a time where there are digests: all while it lies in the cache of the core."""
+DIRECT_BYTES = 1024 * 1024
+"""Spans of less than this are read through the page cache: the next ones lie near, and it reads ahead."""
+_LOOKS = 8
+"""At how many places of a range it is seen whether all of it is in the page cache."""
+_IOV_MAX = 1024
+UNREADABLE = (errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ)
+_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""To open what is no file, such as a pipe, must not wait for somebody to write to it."""
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+
+
+@dataclass
+class ReadReport:
+    """What a read came to: bytes asked for, bytes that were read for them, calls."""
+
+    wanted_bytes: int
+    read_bytes: int
+    calls: int
+
+
+def read_wanted(
+    folder: Path,
+    wanted: Iterable[Wanted],
+    digests: Mapping[str, Digests] | None,
+    *,
+    threads: int | None = None,
+    gap_bytes: int = GAP_BYTES,
+) -> ReadReport:
+    """Read ranges of the files of a folder, each byte once as far as possible. With digests, check every block read.
+
+    Destinations may be filled in part when an error is raised. Ranges closer than `gap_bytes` are read in one call.
+
+    Raises: CorruptError where a file is missing, has another size, ends early, cannot be read or differs from its
+    digests; whatever `deliver` raises; ValueError where a range is no range.
+    """
+    chosen: dict[_File, list[Wanted]] = {}
+    for name, ranges in groupby(sorted(wanted, key=lambda each: (each.file, each.offset)), lambda each: each.file):
+        if digests is not None and name not in digests:
+            raise CorruptError(f"{folder / name} has no digests: what was read from it cannot be checked")
+        file = _File(folder / name, None if digests is None else digests[name])
+        chosen[file] = list(ranges)
+        for each in chosen[file]:
+            file.admit(each)
+    try:
+        _read_chosen(chosen, threads or io_threads(), gap_bytes)
+    finally:
+        for file in chosen:
+            file.close()
+    wanted_bytes = sum(each.bytes for ranges in chosen.values() for each in ranges)
+    return ReadReport(wanted_bytes, sum(file.read_bytes for file in chosen), sum(file.calls for file in chosen))
+
+
+def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, gap_bytes: int) -> None:
+    cold = _begins_cold(chosen) if threads > 1 else None
+    if cold is False:  # nothing is waited for: more threads than cores would only take turns
+        threads = min(threads, max(2, cores()))
+    spans: list[tuple[_File, Span]] = []
+    for file, ranges in chosen.items():
+        stride = stride_of(file.unit_bytes, COLD_STRIDE_BYTES if cold else STRIDE_BYTES)
+        planned = plan(ranges, file.block_bytes, file.size_bytes, gap_bytes, stride, file.unit_bytes)
+        file.spans_left = len(planned)
+        spans += [(file, span) for span in planned]
+    around = 2 * ALIGN_BYTES if any(file.block_bytes % ALIGN_BYTES for file in chosen) else 0
+    scratch_bytes = max((span.bytes for _, span in spans), default=0) + around
+
+    def fetch(number: int, scratch: memoryview) -> int | None:
+        file, span = spans[number]
+        return file.fetch(span, scratch)
+
+    def finish(number: int, scratch: memoryview, fetched: int | None) -> None:
+        file, span = spans[number]
+        file.finish(span, scratch, fetched)
+
+    if cold:
+        relay(
+            len(spans),
+            fetch,
+            finish,
+            first_threads=threads - 1,
+            then_threads=computing_threads(threads),
+            scratch_bytes=scratch_bytes,
+        )
+    else:
+        share_out(
+            len(spans),
+            lambda number, scratch: finish(number, scratch, fetch(number, scratch)),
+            threads=threads,
+            scratch_bytes=scratch_bytes,
+        )
+
+
+def _begins_cold(chosen: Mapping[_File, Sequence[Wanted]]) -> bool | None:
+    """Whether the longest range has to come from a disk; None where that cannot be told, or is so in part."""
+    ranges = ((each, file) for file, ranges in chosen.items() for each in ranges)
+    longest, file = max(ranges, key=lambda found: found[0].bytes, default=(None, None))
+    if longest is None or file is None:
+        return None
+    stride = stride_of(file.block_bytes, max(longest.bytes // _LOOKS, DIRECT_BYTES))
+    looks = map(file.is_cold, plan([longest], file.block_bytes, file.size_bytes, 0, stride))
+    first = next(looks, None)
+    return None if first is False and any(looks) else first
+
+
+class _File:
+    """A file of which spans are read: opened for the first of them, closed after the last."""
+
+    def __init__(self, path: Path, digests: Digests | None) -> None:
+        self.path, self._digests = path, digests
+        self.block_bytes = 1 if digests is None else digests.block_bytes
+        self._group_bytes = group_bytes(self.block_bytes) if digests is not None and digests.groups else 0
+        self.unit_bytes = self._group_bytes or self.block_bytes
+        """What a span should be made of as far as it can."""
+        self.size_bytes = 1 << 62 if digests is None else digests.size_bytes
+        self.spans_left = self.read_bytes = self.calls = 0
+        self._fd = self._direct_fd = -1
+        # What others wrote may be stored as links; ours, of which the digests are known, never is.
+        self._flags = _OPEN if digests is None else _OPEN | os.O_NOFOLLOW
+        self._takes_direct = hasattr(os, "O_DIRECT") and hasattr(os, "RWF_NOWAIT")
+        self._lock = threading.Lock()
+        if digests is not None and len(digests.blocks) != digests_bytes(digests.size_bytes, digests.block_bytes):
+            raise CorruptError(
+                f"{path}: there are {len(digests.blocks)} bytes of digests for {digests.size_bytes} bytes in blocks of "
+                f"{digests.block_bytes}; {self._remedy}"
+            )
+
+    @property
+    def _remedy(self) -> str:
+        return f"restore an older checkpoint, or run `ckptman verify {self.path.parent}` to see what is damaged"
+
+    def admit(self, each: Wanted) -> None:
+        """Raises: ValueError or CorruptError where a range cannot be one of this file."""
+        if each.offset < 0 or each.bytes < 0 or (each.whole and each.bytes > WHOLE_BYTES):
+            raise ValueError(f"no range to read: {each.offset} + {each.bytes} bytes of {each.file}")
+        if (each.into is None) == (each.deliver is None) or (each.into is not None and len(each.into) != each.bytes):
+            raise ValueError(f"{each.bytes} bytes of {each.file} need one destination, of that many bytes")
+        if each.offset + each.bytes > self.size_bytes:
+            raise CorruptError(
+                f"{self.path} has {self.size_bytes} bytes and is to give {each.offset} + {each.bytes} bytes"
+                f"{_of([each])}; {self._remedy}"
+            )
+
+    def is_cold(self, span: Span) -> bool | None:
+        """Whether a large span begins with what is not in the page cache; None where the file system cannot say so."""
+        if not self._takes_direct or span.bytes < DIRECT_BYTES:
+            return None
+        try:
+            return not os.preadv(self._open(span), [bytearray(1)], span.low, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:  # it cannot say; an error of the disk comes again with the read itself
+            self._takes_direct = False
+            return None
+
+    def fetch(self, span: Span, scratch: memoryview) -> int | None:
+        """Read a span to scratch memory if it has to come from a disk. Returns how much of it was; None: it has not."""
+        return self._read_direct(span, scratch) if self.is_cold(span) else None
+
+    def finish(self, span: Span, scratch: memoryview, fetched: int | None) -> None:
+        """Fill the destinations of a span from what was fetched, or read it to them: checked batch by batch."""
+        calls, done = (1 if fetched else 0), fetched or 0
+        if fetched is not None:
+            inside = span.low % ALIGN_BYTES
+            scratch = scratch[inside : inside + span.bytes]
+            segments, copies = [scratch], span.parts
+        else:
+            scratch = scratch[: span.bytes]
+            segments, copies = lay_out(span, scratch)
+        fd, offset = self._open(span), span.low
+        step = span.bytes if self._digests is None else self._group_bytes or stride_of(self.block_bytes, _CHECKED_BYTES)
+        begin = span.low - span.low % step if self._group_bytes else span.low
+        ready = _by_batch(copies, begin, step)
+        for number, (batch, size) in enumerate(_batches(segments, step, begin + step - span.low)):
+            there = min(done, size)
+            done -= there
+            if there < size:
+                calls += self._read_batch(fd, span, offset + there, _after(batch, there), size - there)
+            if self._digests is not None:
+                self._check(span, offset, batch, size)
+            for start, stop, each in ready.get(number, ()):  # now, while it lies in the cache of the core
+                piece = scratch[start - span.low : stop - span.low]
+                if each.into is not None:
+                    _copy(each.into[start - each.offset : stop - each.offset], piece)
+                elif each.deliver is not None:
+                    each.deliver(piece, start - each.offset)
+            offset += size
+        with self._lock:
+            self.read_bytes += len(scratch)
+            self.calls += calls
+            self.spans_left -= 1
+            if not self.spans_left:
+                self.close()
+
+    def close(self) -> None:
+        for fd in {self._fd, self._direct_fd} - {-1}:
+            os.close(fd)
+        self._fd = self._direct_fd = -1
+
+    def _open(self, span: Span) -> int:
+        with self._lock:
+            if self._fd >= 0:
+                return self._fd
+            try:
+                self._fd = os.open(self.path, self._flags)
+            except OSError as error:
+                if error.errno in _MISSING:
+                    what = "no file, but a link or a folder" if os.path.lexists(self.path) else "missing"
+                    raise CorruptError(f"{self.path} is {what}{_of_span(span)}; {self._remedy}") from error
+                if error.errno in UNREADABLE:
+                    raise self._unreadable(error, span.low, span.high, span) from error
+                raise
+            found = os.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise CorruptError(f"{self.path} is no file{_of_span(span)}; {self._remedy}")
+            if self._digests is not None and found.st_size != self.size_bytes:
+                raise CorruptError(
+                    f"{self.path} has {found.st_size} bytes instead of {self.size_bytes}: it has changed since it was "
+                    f"saved{_of_span(span)}; {self._remedy}"
+                )
+            return self._fd
+
+    def _read_direct(self, span: Span, scratch: memoryview) -> int:
+        """Read a span past the page cache in one call, from a page of the file and so perhaps from before the span on.
+
+        Returns how much of it was read: where that is refused or gives less, the rest is for the page cache, which says
+        best what is wrong.
+        """
+        with self._lock:
+            if self._direct_fd < 0 and self._takes_direct:
+                try:
+                    self._direct_fd = os.open(self.path, self._flags | os.O_DIRECT)
+                except OSError:
+                    self._takes_direct = False
+            fd = self._direct_fd
+        if fd < 0:
+            return 0
+        inside = span.low % ALIGN_BYTES
+        try:
+            count = os.preadv(fd, [scratch[: _up(inside + span.bytes)]], span.low - inside)
+        except OSError:
+            self._takes_direct = False
+            return 0
+        return min(max(count - inside, 0), span.bytes)
+
+    def _read_batch(self, fd: int, span: Span, offset: int, batch: list[memoryview], size: int) -> int:
+        end, calls = offset + size, 0
+        while offset < end:
+            try:
+                count = os.preadv(fd, batch[:_IOV_MAX], offset)
+            except OSError as error:
+                if error.errno in UNREADABLE:
+                    raise self._unreadable(error, offset, end, span) from error
+                error.filename = error.filename or str(self.path)
+                raise
+            if not count:
+                raise CorruptError(
+                    f"{self.path} has only {os.fstat(fd).st_size} bytes and ends before {self._where(offset, end)} does"
+                    f"{_of_span(span, offset, end)}; {self._remedy}"
+                )
+            calls += 1
+            offset += count
+            batch = _after(batch, count) if offset < end else []
+        return calls
+
+    def _check(self, span: Span, offset: int, segments: Sequence[memoryview], size: int) -> None:
+        assert self._digests is not None
+        group = self._group_bytes
+        if group and offset % group == 0 and (size == group or offset + size == self.size_bytes):
+            at = offset // group * DIGEST_BYTES
+            if digest_together(segments) == self._digests.groups[at : at + DIGEST_BYTES]:
+                return
+        found = b"".join(digest_segments(segments, self.block_bytes))
+        at = offset // self.block_bytes * DIGEST_BYTES
+        if found == self._digests.blocks[at : at + len(found)]:
+            return
+        for number in range(0, len(found), DIGEST_BYTES):
+            if found[number : number + DIGEST_BYTES] != self._digests.blocks[at + number : at + number + DIGEST_BYTES]:
+                low = offset + number // DIGEST_BYTES * self.block_bytes
+                high = min(low + self.block_bytes, self.size_bytes)
+                raise CorruptError(
+                    f"{self.path} does not match its digests in {self._where(low, high)}: these bytes have changed "
+                    f"since they were saved{_of_span(span, low, high)}; {self._remedy}"
+                )
+
+    def _where(self, low: int, high: int) -> str:
+        if self._digests is None:
+            return f"bytes {low} to {high}"
+        return f"block {low // self.block_bytes} (bytes {low} to {high})"
+
+    def _unreadable(self, error: OSError, low: int, high: int, span: Span) -> CorruptError:
+        return CorruptError(
+            f"{self.path} cannot be read in {self._where(low, high)}: {error.strerror}"
+            f"{_of_span(span, low, high)}; {self._remedy}"
+        )
+
+
+def _batches(segments: list[memoryview], step: int, first: int) -> Iterator[tuple[list[memoryview], int]]:
+    """Cut segments into batches of `step` bytes in all, but of `first` bytes the first; the last may be shorter."""
+    batch: list[memoryview] = []
+    size = room = first
+    for segment in segments:
+        while len(segment) > room:
+            batch.append(segment[:room])
+            yield batch, size
+            segment = segment[room:]
+            batch, size, room = [], step, step
+        batch.append(segment)
+        room -= len(segment)
+        if not room:
+            yield batch, size
+            batch, size, room = [], step, step
+    if batch:
+        yield batch, size - room
+
+
+def _by_batch(parts: Iterable[Part], low: int, step: int) -> dict[int, list[Part]]:
+    """Cut parts of a span at batches of `step` bytes from `low` on: what can be handed out after each of them."""
+    found: dict[int, list[Part]] = {}
+    for start, stop, each in parts:
+        while start < stop:
+            number = ((stop - 1 if each.whole else start) - low) // step
+            end = min(stop, low + (number + 1) * step)
+            found.setdefault(number, []).append((start, end, each))
+            start = end
+    return found
+
+
+def _after(segments: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of segments when the first `count` bytes are taken away."""
+    for number, segment in enumerate(segments):
+        if count < len(segment):
+            return [segment[count:], *segments[number + 1 :]]
+        count -= len(segment)
+    return []
+
+
+def _copy(into: memoryview, piece: memoryview) -> None:
+    # As memoryviews they would be copied under the interpreter's lock.
+    np.frombuffer(into, np.uint8)[:] = np.frombuffer(piece, np.uint8)
+
+
+def _up(number: int) -> int:
+    return -(-number // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _of(wanted: Iterable[Wanted]) -> str:
+    names = list(dict.fromkeys(each.label for each in wanted if each.label))
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f" (of {', '.join(names[:3])}{more})"
+
+
+def _of_span(span: Span, low: int = 0, high: int = 1 << 62) -> str:
+    return _of(each for start, stop, each in span.parts if start < high and stop > low)

@@ -1,0 +1,1 @@
+"""From a checkpoint to the state of an application: fit, read, exchange, check, apply."""

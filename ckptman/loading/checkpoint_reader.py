@@ -1,0 +1,418 @@
+"""What a checkpoint holds, whoever wrote it: tensors by flat name, and the plain values around them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptman.errors import CorruptError, NotFoundError, plain, warn
+from ckptman.format.chunk_table import ChunkTable, Rows, TensorRecord
+from ckptman.format.index import (
+    Index,
+    Location,
+    data_files,
+    open_table,
+    ranks_with_values,
+    read_checked,
+    read_digests,
+    read_index,
+)
+from ckptman.format.manifest import Manifest, missing_file, read_manifest
+from ckptman.format.paths import INDEX, MANIFEST, METADATA, parse_step
+from ckptman.format.table_assembly import assemble
+from ckptman.format.torch_zip import PartOfFile
+from ckptman.format.value_codec import TensorRef, decode, paths_in
+from ckptman.io.checksums import digest_file, digest_of_blocks
+from ckptman.io.file_writer import Digests
+from ckptman.io.safe_open import open_regular
+from ckptman.loading.restricted_unpickler import load_plain, read_foreign_metadata, read_foreign_object, transforms_in
+from ckptman.state.tensor_container import payload_of
+
+MAX_LIST = 1_000_000
+"""The longest list of a foreign checkpoint that is believed."""
+
+
+class ChunkPlace(NamedTuple):
+    """A saved box of a tensor, and the container that holds it. `payload`: -1 if it has to be looked for."""
+
+    file: str
+    offset: int
+    bytes: int
+    payload: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass
+class SavedState:
+    """A checkpoint that can be read.
+
+    `values` holds, for each key of the application's state, its entries or its one plain value, with each tensor as a
+    `TensorRef`. `manifest` is None for a foreign one, and `described` what its `.metadata` says.
+    """
+
+    folder: Path
+    index: Index
+    table: ChunkTable
+    manifest: Manifest | None
+    values: dict[str, Any] = field(default_factory=dict)
+    described: Metadata | None = None
+
+    @classmethod
+    def read(cls, folder: Path, rank: int | None = None) -> SavedState:
+        """`rank`: of what each rank saved for itself, read only what is for this one; None: for all.
+
+        Raises: NotFoundError (no checkpoint there), CorruptError, FormatVersionError.
+        """
+        if (folder / MANIFEST).exists():
+            manifest = read_manifest(folder)
+            named = parse_step(folder.name)
+            if named is not None and named.step != manifest.step:
+                raise CorruptError(
+                    f"{folder} holds the checkpoint of step {manifest.step} under another name: load it by the name of "
+                    f"its own step, or restore an older checkpoint"
+                )
+            index = read_index(folder, manifest, ranks=None if rank is None else _own(manifest, rank))
+            return cls(folder, index, open_table(folder, manifest, index), manifest, _values_of(index, folder))
+        if (folder / METADATA).exists():
+            metadata = read_foreign_metadata(folder / METADATA)
+            index, table = _index_of(folder, metadata)
+            return cls(folder, index, table, None, _foreign_values(folder, metadata), metadata)
+        raise NotFoundError(
+            f"{folder} is no checkpoint: it has neither {MANIFEST} nor {METADATA}. Name the folder of one step"
+        )
+
+    def refuse_transformed(self) -> None:
+        """Raises: CorruptError where plain DCP changed what torch.save made, such as compressed it."""
+        changed = transforms_in(self.described) if self.described is not None else {}
+        if changed:
+            raise CorruptError(
+                f"{self.folder} is compressed, or transformed otherwise ({plain(next(iter(changed.values())))}), which "
+                f"torch alone undoes: load it by dcp.load with the extensions it was saved with, and save it again by "
+                f"ckptman"
+            )
+
+    def tensor(self, name: str) -> TensorRecord:
+        """Shape and dtype of a tensor."""
+        if name not in self.index.tensors:
+            raise CorruptError(f"{self.folder}: {name} is referred to and not saved: restore an older checkpoint")
+        return self.index.tensors[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor. Raises: CorruptError."""
+        text = self.tensor(name).dtype
+        dtype = vars(torch).get(text)  # not getattr: that imports what torch leaves for later
+        if not isinstance(dtype, torch.dtype):
+            raise CorruptError(
+                f"{self.folder}: {name} has the dtype {text[:100]!r}, which this torch does not know: use a newer "
+                f"torch, or restore an older checkpoint"
+            )
+        return dtype
+
+    def chunks_in(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[ChunkPlace]:
+        """The chunks of a tensor that have elements in a box. Raises: CorruptError."""
+        self.check((name,))
+        chunks = self.table.chunks(name)
+        for row in chunks.overlapping(offsets, sizes):
+            yield self._place(chunks, int(row))
+
+    def all_chunks(self, name: str) -> Iterator[ChunkPlace]:
+        """All chunks of a tensor. Raises: CorruptError."""
+        self.check((name,))
+        chunks = self.table.chunks(name)
+        for row in range(len(chunks)):
+            yield self._place(chunks, row)
+
+    def payload(self, name: str, chunk: ChunkPlace) -> int | None:
+        """Where the payload of a chunk begins in its file; None where only `torch.load` can read it."""
+        if chunk.payload >= 0:
+            return chunk.payload
+        if self.manifest is not None:
+            return None
+        with open(open_regular(self.folder / chunk.file, follow=True), "rb") as file:
+            file.seek(chunk.offset)
+            # Only the ends of a container are looked at: zipfile seeks, and nothing reads the payload.
+            inside = payload_of(
+                io.BufferedReader(PartOfFile(file.fileno(), chunk.offset, chunk.bytes)), self.dtype(name), chunk.sizes
+            )
+        return None if inside is None else chunk.offset + inside
+
+    def pickled(self, name: str, data: bytes) -> Any:
+        """A plain value out of its pickle, by the restricted unpickler. Raises: CorruptError."""
+        return load_plain(io.BytesIO(data), f"{self.folder}: the value {name}")
+
+    def object(self, name: str) -> Location:
+        """Where the pickle of a plain value lies. Raises: CorruptError."""
+        if name not in self.index.objects:
+            raise CorruptError(f"{self.folder}: {name} is referred to and not saved: restore an older checkpoint")
+        place = self.index.objects[name]
+        if self.manifest is None:
+            size = size_of(self.folder / place.file)
+            if min(place.offset, place.bytes) < 0 or place.offset + place.bytes > size:
+                raise CorruptError(
+                    f"{self.folder / place.file} has {size} bytes, and the value {name} is to lie at {place.offset} + "
+                    f"{place.bytes}: restore another checkpoint"
+                )
+        return place
+
+    def digests(self, file: str) -> Digests | None:
+        """The block digests of a data file; None for a foreign checkpoint. Raises: CorruptError."""
+        if self.manifest is None:
+            return None
+        if file not in self._digests:
+            self._digests[file] = read_digests(self.folder, file, self.manifest)
+        return self._digests[file]
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """What DCP plans with. It grows with the number of chunks: ckptman itself plans without it."""
+        described: dict[str, Any] = {}
+        places: dict[MetadataIndex, Any] = {}
+        for name, record in self.index.tensors.items():
+            chunks = list(self.all_chunks(name))
+            boxes = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in chunks]
+            properties = TensorProperties(dtype=self.dtype(name))
+            described[name] = TensorStorageMetadata(properties, torch.Size(record.shape), boxes)
+            for each in chunks:
+                places[MetadataIndex(name, each.offsets)] = _StorageInfo(each.file, each.offset, each.bytes)
+        for name, at in self.index.objects.items():
+            described[name] = BytesStorageMetadata()
+            places[MetadataIndex(name)] = _StorageInfo(at.file, at.offset, at.bytes)
+        paths = dict(paths_in(self.values, (TensorRef, Lazy)))
+        if self.manifest is not None and not described.keys() <= paths.keys():
+            # What has no plain form is no part of the values; torch's own description knows where it is in the state.
+            read_checked(self.folder, METADATA, self.manifest)
+            paths = dict(read_foreign_metadata(self.folder / METADATA).planner_data or {})
+        paths = {name: paths.get(name, (name,)) for name in described}
+        return Metadata(state_dict_metadata=described, planner_data=paths, storage_data=places)
+
+    def written_metadata(self) -> Metadata:
+        """`.metadata` as it was written, whoever did that. Raises: CorruptError."""
+        if self.described is not None:
+            return self.described
+        if self.manifest is not None:
+            read_checked(self.folder, METADATA, self.manifest)
+        return read_foreign_metadata(self.folder / METADATA)
+
+    def chunk(self, index: MetadataIndex) -> ChunkPlace:
+        """The chunk that DCP names by its offset. Raises: CorruptError."""
+        offsets = tuple(index.offset or ())
+        for place in self.chunks_in(index.fqn, offsets, (1,) * len(offsets)):
+            if place.offsets == offsets:
+                return place
+        raise CorruptError(f"{self.folder}: no chunk of {index.fqn} begins at {list(offsets)}")
+
+    @cached_property
+    def _files(self) -> list[tuple[str, int]]:
+        if self.manifest is not None:
+            return data_files(self.manifest, self.index)
+        return [(name, size_of(self.folder / name)) for name in self.index.files]
+
+    @cached_property
+    def _digests(self) -> dict[str, Digests]:
+        return {}
+
+    @cached_property
+    def _checked(self) -> set[str]:
+        return set()
+
+    def check(self, names: Iterable[str]) -> None:
+        """See that the rows of these tensors can be, if not yet done; many at once are faster. Raises: CorruptError."""
+        new = [name for name in names if name not in self._checked]
+        if new:
+            for name in new:
+                self.tensor(name)
+            self.table.check(self._files, new)
+            self._checked.update(new)
+
+    def _place(self, chunks: Any, row: int) -> ChunkPlace:
+        return ChunkPlace(
+            self.index.files[int(chunks.file[row])],
+            int(chunks.offset[row]),
+            int(chunks.bytes[row]),
+            int(chunks.payload[row]),
+            tuple(chunks.offsets[row].tolist()),
+            tuple(chunks.sizes[row].tolist()),
+        )
+
+
+def _own(manifest: Manifest, rank: int) -> list[int]:
+    ranks = ranks_with_values(manifest)
+    return [rank] if rank in ranks else ranks[rank % len(ranks) :][:1] if ranks else []
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; -1 where there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
+
+
+def read_to_load(folder: Path, rank: int | None = None) -> SavedState:
+    """As `SavedState.read`; who is about to load what nobody can check, though ckptman wrote it, is told so.
+
+    The files are those that the manifest names, by their sizes: of several ranks the first one looks.
+
+    Raises: as `SavedState.read`; CorruptError where a file is another, or where it can be read by torch alone.
+    """
+    saved = SavedState.read(folder, rank)
+    saved.refuse_transformed()
+    if saved.manifest is not None and not rank:
+        _check_files(folder, saved.manifest)
+    if saved.manifest is None and (folder / INDEX).exists() and not rank:
+        warn(
+            f"{folder} has lost its {MANIFEST}, or never got one: a copy or an adoption of it was stopped. It is "
+            f"loaded as a checkpoint of plain DCP, of which no byte can be checked. Load another copy if there is one, "
+            f"or end what was stopped"
+        )
+    return saved
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    """See that no other program has saved over a checkpoint: its plain values would be those of the save before.
+
+    Raises: CorruptError, OSError.
+    """
+    problem = missing_file(folder, manifest)
+    record = manifest.files.get(METADATA)
+    if record is not None and size_of(folder / METADATA) == record.bytes and problem is None:
+        # The same state gives one of the same size.
+        _, blocks = digest_file(folder / METADATA, manifest.block_bytes)
+        problem = None if digest_of_blocks(blocks) == record.digest else f"{METADATA} does not match its digest"
+    if problem is None:
+        return
+    if problem.startswith(METADATA):
+        raise CorruptError(
+            f"{folder}: {problem}: it is damaged, or plain DCP saved over it. Restore an older checkpoint, or bring "
+            f"this one back from a copy; what plain DCP saved, dcp.load loads (docs/compatibility.md)"
+        )
+    raise CorruptError(
+        f"{folder} is not what was saved: {problem}; restore an older checkpoint, or bring this one back from a copy"
+    )
+
+
+def _values_of(index: Index, folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for unit in index.units:
+        try:
+            if unit.whole:
+                values[unit.state] = decode(unit.value)
+            else:
+                values.setdefault(unit.state, {})[decode(unit.key)] = decode(unit.value)
+        except (CorruptError, TypeError) as error:
+            raise CorruptError(
+                f"{folder}: the value {unit.state[:100]!r} cannot be read: {error}; restore an older checkpoint"
+            ) from error
+    return values
+
+
+def _index_of(folder: Path, metadata: Metadata) -> tuple[Index, ChunkTable]:
+    """The index of a checkpoint that plain DCP wrote. Where payloads begin is not known yet."""
+    files: dict[str, int] = {}
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    numbers: dict[str, int] = {}
+    parts: list[dict[int, list[list[int]]]] = []
+    objects: dict[str, Location] = {}
+    chunks: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    for name, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            numbers[name] = len(tensors)
+            tensors.append((name, str(described.properties.dtype).removeprefix("torch."), tuple(described.size)))
+            for each in described.chunks:
+                chunks[name, tuple(each.offsets)] = tuple(each.sizes)
+    for index, info in metadata.storage_data.items():
+        if index.fqn not in numbers:
+            objects[index.fqn] = Location(file=info.relative_path, offset=info.offset, bytes=info.length)
+            continue
+        offsets = tuple(index.offset or ())
+        number = files.setdefault(info.relative_path, len(files))
+        if number == len(parts):
+            parts.append({})
+        sizes = chunks.get((index.fqn, offsets))
+        if sizes is None:
+            raise CorruptError(
+                f"{folder / METADATA} places a chunk of {index.fqn} that it does not describe: restore another "
+                f"checkpoint"
+            )
+        row = [numbers[index.fqn], info.offset, info.length, -1, *offsets, *sizes]
+        parts[number].setdefault(len(offsets), []).append(row)
+    rows: list[Rows] = [{dims: np.array(each, dtype=np.int64) for dims, each in part.items()} for part in parts]
+    try:
+        records, table = assemble(tensors, rows)
+    except (ValueError, OverflowError) as error:
+        raise CorruptError(f"{folder / METADATA}: {error}; restore another checkpoint") from error
+    index = Index(files=list(files), tensors=records, objects=objects)
+    return index, ChunkTable(records, table, where=str(folder / METADATA))
+
+
+def _foreign_values(folder: Path, metadata: Metadata) -> dict[str, Any]:
+    """The nested state that plain DCP flattened, rebuilt from the paths in its metadata."""
+    values: dict[str, Any] = {}
+    paths = metadata.planner_data or {}
+    for name, described in metadata.state_dict_metadata.items():
+        path = paths.get(name, (name,)) if isinstance(paths, dict) else None
+        if not isinstance(path, tuple) or not path or not all(isinstance(part, (str, int)) for part in path):
+            raise CorruptError(
+                f"{folder / METADATA} does not say where in the state {name} is, but {path!r}: restore another "
+                f"checkpoint"
+            )
+        if isinstance(described, TensorStorageMetadata):
+            _set(values, path, TensorRef(name), folder)
+        else:
+            _set(values, path, Lazy(partial(read_foreign_object, folder, metadata, name)), folder)
+    return values
+
+
+class Lazy:
+    """A plain value of a foreign checkpoint, read once, when it is wanted."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = cache(read)
+
+
+def resolve(value: Any) -> Any:
+    """A value with what was not yet read, read."""
+    if isinstance(value, Lazy):
+        return value.read()
+    if type(value) is dict:
+        return {key: resolve(each) for key, each in value.items()}
+    if type(value) is list:
+        return [resolve(each) for each in value]
+    return value
+
+
+def _set(root: dict[str, Any], path: tuple[str | int, ...], leaf: Any, folder: Path) -> None:
+    here: Any = root
+    for part, following in zip(path, (*path[1:], None)):
+        is_last = following is None
+        fresh: Any = leaf if is_last else ([] if isinstance(following, int) else {})
+        if isinstance(here, list) and isinstance(part, int) and 0 <= part <= MAX_LIST:
+            here.extend([None] * (part + 1 - len(here)))
+            if is_last or here[part] is None:
+                here[part] = fresh
+            here = here[part]
+        elif isinstance(here, dict):
+            if is_last or part not in here:
+                here[part] = fresh
+            here = here[part]
+        else:
+            raise CorruptError(
+                f"{folder / METADATA} has a value at {path!r}, where there can be none: restore another checkpoint"
+            )

@@ -1,0 +1,353 @@
+"""Reading once what several ranks need: each of them reads a share from storage and sends it to the others.
+
+Ranks that hold the same part of a tensor (replicas), or columns of the same rows, make a family. Laid end to end, the
+rows that a family needs are a line of bytes; every member reads an equal length of it, in bands of whole rows, and
+after each band the members exchange what the others need. So nobody reads columns by reading all of every row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import product
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from xxhash import xxh3_128_hexdigest
+
+from ckptman.comm.control import Channel
+from ckptman.io.wakeup import Task, Worker
+from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.loading.read import Fill, fills_for, fills_for_box, read_fills, refuse_unfillable
+from ckptman.loading.upload import Uploads
+from ckptman.state.file_layout import as_bytes, put
+from ckptman.state.local_shards import local_parts
+from ckptman.state.tensor_container import is_plain
+
+BAND_BYTES = 32 * 1024 * 1024
+"""What the members of a family hold in flight together, twice: one band is read while the one before is exchanged."""
+MEMBERS = 32
+"""The most ranks in a family: of more that need the same, every so many make one of their own."""
+SHARED_BYTES = 4096
+"""Tensors of less than this are read by every rank: asking others for them would take longer."""
+
+T = TypeVar("T")
+
+
+class Member(NamedTuple):
+    """The box of one member of a family, in elements of the global tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Common(NamedTuple):
+    """A tensor that a family reads together: `memory` is this rank's part of it, `boxes` are the parts of all.
+
+    `offsets` and `sizes` are the box that holds them all; along dimension 0 it is no larger than each of them.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    boxes: tuple[Member, ...]
+    memory: torch.Tensor
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.sizes[1:]) * self.memory.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        return self.sizes[0]
+
+
+class Band(NamedTuple):
+    """Rows of a tensor that one member reads."""
+
+    common: Common
+    first: int
+    rows: int
+
+    @property
+    def target(self) -> torch.Tensor:
+        """Where this rank's part of them belongs."""
+        return self.common.memory.narrow(0, self.first, self.rows)
+
+
+def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, torch.Tensor], *, verify: bool) -> int:
+    """Fill the targets of all ranks, with each byte read from storage by one rank only where that can be.
+
+    Every rank calls it. Returns the bytes that this one read. Raises: RankFailed on every rank alike, RankLostError.
+    """
+    families, own = _families(channel, targets)
+    error: Exception | None = None
+    read_bytes = 0
+    try:
+        saved.check(own)
+        fills = [each for name in own for each in fills_for(saved, name, targets[name])]
+        read_bytes = read_fills(saved, fills, verify=verify).read_bytes
+    except Exception as failed:  # noqa: BLE001 the others wait for this rank's bands
+        error = failed
+    # Families in the same order on every rank: whoever waits for one waits for the smallest that is not done.
+    for ranks in sorted(families):
+        work = _Exchange(saved, families[ranks], ranks, channel, verify)
+        read_bytes += work.run(error)
+        error = error or work.error
+
+    def tell() -> None:
+        if error is not None:
+            raise error
+
+    channel.everywhere(tell)
+    return read_bytes
+
+
+def _families(
+    channel: Channel, targets: Mapping[str, torch.Tensor]
+) -> tuple[dict[tuple[int, ...], list[Common]], list[str]]:
+    """The tensors that this rank reads together with others, by family, and the names of those it reads by itself."""
+    families: dict[tuple[int, ...], list[Common]] = {}
+    own = []
+    everyone = tuple(range(channel.world_size))
+
+    def find() -> dict[str, str]:
+        for name, tensor in sorted(targets.items()):
+            refuse_unfillable(name, tensor)
+            found = _common(name, tensor, everyone, channel.rank)
+            if found is None:
+                own.append(name)
+            else:
+                families.setdefault(found[0], []).append(found[1])
+        return {_digest(ranks): _digest(each[:4] for each in line) for ranks, line in families.items()}
+
+    # Together only if all members know it: ranks of another pipeline stage have other tensors.
+    digests = channel.everywhere(find)
+    for ranks in list(families):
+        if len({digests[rank].get(_digest(ranks)) for rank in ranks}) > 1:
+            own += [each.name for each in families.pop(ranks)]
+    return families, own
+
+
+def _digest(what: Iterable[object]) -> str:
+    return xxh3_128_hexdigest(repr(list(what)).encode())
+
+
+def _common(
+    name: str, tensor: torch.Tensor, everyone: tuple[int, ...], rank: int
+) -> tuple[tuple[int, ...], Common] | None:
+    parts = local_parts(tensor, name)
+    if len(everyone) == 1 or len(parts) != 1 or not tensor.dim():
+        return None
+    box, memory = parts[0]
+    if not is_plain(memory) or memory.is_conj() or memory.is_neg():
+        return None
+    if isinstance(tensor, DTensor):
+        if not is_plain(tensor._local_tensor):  # several shards, of which this rank has one
+            return None
+        ranks, boxes = _relatives(tensor)
+    elif box.holders is None:
+        ranks, boxes = everyone, (Member(box.offsets, box.sizes),) * len(everyone)
+    else:
+        return None
+    start = ranks.index(rank) // MEMBERS * MEMBERS
+    ranks, boxes = ranks[start : start + MEMBERS], boxes[start : start + MEMBERS]
+    low = tuple(min(each.offsets[dim] for each in boxes) for dim in range(tensor.dim()))
+    high = tuple(max(each.offsets[dim] + each.sizes[dim] for each in boxes) for dim in range(tensor.dim()))
+    common = Common(name, low, tuple(end - start for start, end in zip(low, high)), boxes, memory)
+    total = common.rows * common.row_bytes
+    if len(ranks) == 1 or total < SHARED_BYTES or common.row_bytes > BAND_BYTES // len(ranks):
+        return None
+    return ranks, common
+
+
+def _relatives(tensor: DTensor) -> tuple[tuple[int, ...], tuple[Member, ...]]:
+    """The ranks that hold parts of the same rows of a DTensor, and their parts."""
+    mine = tensor.device_mesh.get_coordinate()
+    assert mine is not None
+    return _relatives_of(tuple(tensor.shape), tensor.device_mesh, tensor.placements, tuple(mine))
+
+
+@lru_cache(maxsize=8192)
+def _relatives_of(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], mine: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[Member, ...]]:
+    together = [isinstance(each, Replicate) or (isinstance(each, Shard) and each.dim > 0) for each in placements]
+    axes = [range(size) if shared else [at] for size, shared, at in zip(mesh.shape, together, mine)]
+    found = {}
+    for coordinate in product(*axes):
+        sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)
+        found[int(mesh.mesh[coordinate])] = Member(tuple(offsets), tuple(sizes))
+    ranks = tuple(sorted(found))
+    return ranks, tuple(found[rank] for rank in ranks)
+
+
+class _Exchange:
+    """A family at work on its line of rows."""
+
+    def __init__(
+        self, saved: SavedState, line: Sequence[Common], ranks: tuple[int, ...], channel: Channel, verify: bool
+    ) -> None:
+        self._saved, self._ranks, self._channel, self._verify = saved, ranks, channel, verify
+        self._me = ranks.index(channel.rank)
+        self._bands = [list(_bands(line, member, len(ranks))) for member in range(len(ranks))]
+        self._uploads = Uploads()
+        self.error: Exception | None = None
+
+    def run(self, failed: Exception | None) -> int:
+        """Take part in all rounds, or until one in which a member says that it `failed`. Returns the bytes read."""
+        self.error = failed
+        rounds = max(len(bands) for bands in self._bands)
+        read_bytes = 0
+        with Worker("ckptman-read") as reader:
+            begin = reader.submit if _has_thread(reader) else _at_once
+            ahead = begin(self._read, 0)
+            for number in range(rounds):
+                pieces, count = ahead.result()
+                read_bytes += count
+                if number + 1 < rounds:
+                    ahead = begin(self._read, number + 1)
+                if self._exchange(number, pieces):
+                    ahead.result()
+                    break
+        try:
+            self._uploads.finish()
+        except Exception as error:  # noqa: BLE001 told with everything else
+            self.error = self.error or error
+        return read_bytes
+
+    def _read(self, number: int) -> tuple[list[torch.Tensor], int]:
+        """This rank's bands of one round, whole rows. What goes wrong is kept in `error`: the others wait for them."""
+        if self.error is not None:
+            return [], 0
+        try:
+            fills: list[Fill] = []
+            pieces = []
+            for band in self._band(self._me, number):
+                common, memory = band.common, band.target
+                if tuple(memory.shape[1:]) != common.sizes[1:] or memory.device.type != "cpu":
+                    memory = torch.empty((band.rows, *common.sizes[1:]), dtype=memory.dtype, device="cpu")
+                offsets = (common.offsets[0] + band.first, *common.offsets[1:])
+                fills += fills_for_box(self._saved, common.name, offsets, memory)
+                pieces.append(memory)
+            return pieces, read_fills(self._saved, fills, verify=self._verify).read_bytes
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+            return [], 0
+
+    def _exchange(self, number: int, pieces: list[torch.Tensor]) -> bool:
+        """Send each member what it needs of this rank's bands, and take what it has. Whether any member failed."""
+        sent = self._pack(number, pieces)
+        sizes = {
+            rank: 1 + sum(_bytes_for(band, self._me) for band in self._band(member, number))
+            for member, rank in enumerate(self._ranks)
+            if member != self._me
+        }
+        received = self._channel.swap(sent, sizes)
+        # What was said, and not `error`, which the reading of the next round may set any moment: all end alike.
+        if any(int(each[0]) for each in (*sent.values(), *received.values())):
+            return True
+        try:
+            self._take(number, pieces, received)
+        except Exception as error:  # noqa: BLE001 told with the next message
+            self.error = error
+        return False
+
+    def _pack(self, number: int, pieces: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The messages to the others: a flag, 1 if something went wrong here, and the bytes they need."""
+        mine = self._band(self._me, number)
+        sizes = {
+            rank: sum(_bytes_for(band, member) for band in mine)
+            for member, rank in enumerate(self._ranks)
+            if member != self._me
+        }
+        messages = {rank: torch.ones(1 + size, dtype=torch.uint8, device="cpu") for rank, size in sizes.items()}
+        if self.error is not None:
+            return messages
+        try:
+            for member, rank in enumerate(self._ranks):
+                at = 1
+                for band, piece in zip(mine, pieces) if member != self._me else []:
+                    part = torch.empty(_part(band, piece, member).shape, dtype=piece.dtype, device="cpu")
+                    put(part, _part(band, piece, member))
+                    size = _bytes_for(band, member)
+                    messages[rank][at : at + size] = as_bytes(part)
+                    at += size
+            for message in messages.values():
+                message[0] = 0
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+        return messages
+
+    def _take(self, number: int, pieces: list[torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        for band, piece in zip(self._band(self._me, number), pieces):
+            part, target = _part(band, piece, self._me), band.target
+            if part.data_ptr() != target.data_ptr():
+                self._uploads.to(target.device)(target, part)
+        for member, rank in enumerate(self._ranks):
+            at = 1
+            for band in self._band(member, number) if member != self._me else []:
+                target, size = band.target, _bytes_for(band, self._me)
+                if size:
+                    # A view of bytes as another dtype has to begin at a multiple of its size: cloned, it does.
+                    data = received[rank][at : at + size].clone()
+                    self._uploads.to(target.device)(target, data.view(target.dtype).view(target.shape))
+                at += size
+
+    def _band(self, member: int, number: int) -> list[Band]:
+        bands = self._bands[member]
+        return bands[number] if number < len(bands) else []
+
+
+def _has_thread(worker: Worker) -> bool:
+    try:
+        worker.start()
+    except RuntimeError:  # no more threads for this user: slower, not wrong
+        return False
+    return True
+
+
+def _at_once(work: Callable[[int], T], number: int) -> Task[T]:
+    task = Task(partial(work, number))
+    task.run()
+    return task
+
+
+def _bands(line: Sequence[Common], member: int, members: int) -> Iterator[list[Band]]:
+    """What one member reads, round by round: an equal length of the line, cut between rows."""
+    total = sum(each.rows * each.row_bytes for each in line)
+    low, high = total * member // members, total * (member + 1) // members
+    band_bytes = BAND_BYTES // members
+    band: list[Band] = []
+    room, start = band_bytes, 0
+    for common in line:
+        size = common.row_bytes
+        first, last = (min(max(-(-(edge - start) // size), 0), common.rows) for edge in (low, high))
+        start += common.rows * size
+        while first < last:
+            rows = min(last - first, max(room // size, 0 if band else 1))
+            if not rows:
+                yield band
+                band, room = [], band_bytes
+                continue
+            band.append(Band(common, first, rows))
+            first, room = first + rows, room - rows * size
+    if band:
+        yield band
+
+
+def _part(band: Band, piece: torch.Tensor, member: int) -> torch.Tensor:
+    """What a member needs of the rows of a band."""
+    box = band.common.boxes[member]
+    for dim in range(1, piece.dim()):
+        piece = piece.narrow(dim, box.offsets[dim] - band.common.offsets[dim], box.sizes[dim])
+    return piece
+
+
+def _bytes_for(band: Band, member: int) -> int:
+    return band.rows * math.prod(band.common.boxes[member].sizes[1:]) * band.common.memory.dtype.itemsize

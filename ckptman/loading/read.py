@@ -1,0 +1,220 @@
+"""Reading byte ranges of a checkpoint into tensors: only what is needed, in parallel, each block checked."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ckptman.errors import ConfigError, CorruptError
+from ckptman.format.pickle_guard import NotAllowed
+from ckptman.io.checksums import BLOCK_BYTES
+from ckptman.io.file_writer import Digests, ReadReport, Wanted, read_wanted
+from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
+from ckptman.loading.restricted_unpickler import load_plain
+from ckptman.loading.upload import Uploads
+from ckptman.state.file_layout import address_of, flat, put, view_of
+from ckptman.state.local_shards import local_parts
+from ckptman.state.tensor_container import is_plain
+
+PIECE_BYTES = 4 * 1024 * 1024
+"""What cannot go straight to its place passes through memory of this size."""
+CONTAINERS_BYTES = 32 * 1024 * 1024
+"""Containers that only torch can read are in memory as a whole: so much of them at a time, or one that is larger."""
+NOT_USABLE = "What was to be filled is not usable: it may hold old and new bytes. Load something else into it"
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A part of a saved chunk that is wanted: it begins at `start` in the chunk, and `target` has its shape."""
+
+    name: str
+    chunk: ChunkPlace
+    start: tuple[int, ...]
+    target: torch.Tensor
+
+
+def refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
+    """Raises: ConfigError where nothing can be loaded into a tensor."""
+    for _, part in local_parts(tensor, name):
+        if _is_overlapping(part):
+            raise ConfigError(
+                f"{name} is expanded: elements of it share memory, and nothing can be loaded into it. Make it one "
+                f"of its own (clone())"
+            )
+        if part.is_meta:
+            raise ConfigError(
+                f"{name} is on the meta device, where nothing can be loaded: materialise it first (to_empty())"
+            )
+
+
+def _is_overlapping(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor certainly share memory."""
+    return is_plain(tensor) and not tensor.is_meta and bool(torch._debug_has_internal_overlap(tensor) == 1)
+
+
+def fills_for(saved: SavedState, name: str, target: torch.Tensor) -> Iterator[Fill]:
+    """What this rank needs to fill a tensor of its own, whole or sharded in any way."""
+    for box, memory in local_parts(target, name):
+        if not box.is_empty:
+            yield from fills_for_box(saved, name, box.offsets, memory)
+
+
+def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: torch.Tensor) -> Iterator[Fill]:
+    """What is needed to fill `memory`, the box of a tensor that begins at `offsets`."""
+    sizes = tuple(memory.shape)
+    found = 0
+    for chunk in saved.chunks_in(name, offsets, sizes):
+        region, start = memory, []
+        for dim, (low, size) in enumerate(zip(offsets, sizes)):
+            begin = max(low, chunk.offsets[dim])
+            end = min(low + size, chunk.offsets[dim] + chunk.sizes[dim])
+            if end - begin != size:
+                region = region.narrow(dim, begin - low, end - begin)
+            start.append(begin - chunk.offsets[dim])
+        found += region.numel()
+        yield Fill(name, chunk, tuple(start), region)
+    if found != memory.numel():
+        raise CorruptError(
+            f"{saved.folder}: of {memory.numel()} elements of {name} that are needed, {found} were saved: restore an "
+            f"older checkpoint"
+        )
+
+
+def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True) -> ReadReport:
+    """Read. Raises: CorruptError; the targets may be partly filled then, and its text says so."""
+    uploads = Uploads()
+    wanted: list[Wanted] = []
+    special: list[list[Fill]] = []
+    room = 0
+    for fill in fills:
+        if not fill.target.numel():
+            continue
+        dtype = saved.dtype(fill.name)
+        # A tensor of a class of its own has memory that only its own copy_ knows.
+        payload = saved.payload(fill.name, fill.chunk) if is_plain(fill.target) else None
+        if payload is not None:
+            wanted += _Cut(fill, dtype, uploads.to(fill.target.device)).from_payload(payload)
+            continue
+        if fill.chunk.bytes > room:
+            special.append([])
+            room = CONTAINERS_BYTES
+        special[-1].append(fill)
+        room -= fill.chunk.bytes
+    try:
+        try:
+            report = _read(saved, wanted, verify)
+        finally:
+            uploads.finish()
+        for batch in special:
+            containers = [memoryview(bytearray(fill.chunk.bytes)) for fill in batch]
+            whole = [
+                Wanted(fill.chunk.file, fill.chunk.offset, len(container), into=container, label=fill.name)
+                for fill, container in zip(batch, containers)
+            ]
+            found = _read(saved, whole, verify)
+            report.wanted_bytes += found.wanted_bytes
+            report.read_bytes += found.read_bytes
+            report.calls += found.calls
+            for fill, container in zip(batch, containers):
+                _unpack(saved, fill, container)
+    except CorruptError as error:
+        raise CorruptError(f"{error}. {NOT_USABLE}") from error
+    return report
+
+
+def _read(saved: SavedState, wanted: Sequence[Wanted], verify: bool) -> ReadReport:
+    return read_wanted(saved.folder, wanted, _digests(saved, wanted) if verify else None)
+
+
+def read_bytes(saved: SavedState, name: str, *, verify: bool = True) -> bytes:
+    """The pickle of a plain value. Raises: CorruptError."""
+    at = saved.object(name)
+    data = bytearray(at.bytes)
+    _read(saved, [Wanted(at.file, at.offset, at.bytes, into=memoryview(data), label=name)], verify)
+    return bytes(data)
+
+
+def _digests(saved: SavedState, wanted: Sequence[Wanted]) -> dict[str, Digests] | None:
+    """The block digests of the files that are read; None for a checkpoint that has none."""
+    found = {name: saved.digests(name) for name in {each.file for each in wanted}}
+    return {name: each for name, each in found.items() if each is not None} or None
+
+
+class _Cut:
+    """Cuts a part of a chunk into ranges of bytes: straight into the target where both are one run of bytes."""
+
+    def __init__(self, fill: Fill, dtype: torch.dtype, put: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        self._fill, self._dtype, self._put = fill, dtype, put
+        self._strides = [math.prod(fill.chunk.sizes[dim + 1 :]) for dim in range(len(fill.chunk.sizes))]
+
+    def from_payload(self, payload: int) -> Iterator[Wanted]:
+        """The ranges, given where the chunk's payload begins in its file."""
+        first = sum(start * stride for start, stride in zip(self._fill.start, self._strides))
+        yield from self._cut(self._fill.target, payload + first * self._dtype.itemsize)
+
+    def _cut(self, target: torch.Tensor, offset: int) -> Iterator[Wanted]:
+        item, fill = self._dtype.itemsize, self._fill
+        span = item * (1 + sum((size - 1) * stride for size, stride in zip(target.shape, self._strides)))
+        in_one_run = span == item * target.numel()
+        if in_one_run and target.dtype == self._dtype and _is_flat_memory(target):
+            yield Wanted(fill.chunk.file, offset, span, into=view_of(target), label=fill.name)
+            return
+        dim = next((dim for dim, size in enumerate(target.shape) if size > 1), None)
+        step = self._strides[dim] * item if dim is not None else 0
+        if dim is None or (span <= PIECE_BYTES and (in_one_run or not self._has_wide_gaps(target, dim))):
+            deliver = partial(self._deliver, target)
+            yield Wanted(fill.chunk.file, offset, span, deliver=deliver, whole=True, label=fill.name)
+            return
+        rows = 1 if self._has_wide_gaps(target, dim) else max(1, PIECE_BYTES // step)
+        for row in range(0, target.shape[dim], rows):
+            yield from self._cut(target.narrow(dim, row, min(rows, target.shape[dim] - row)), offset + row * step)
+
+    def _has_wide_gaps(self, target: torch.Tensor, dim: int) -> bool:
+        """Whether what lies between two rows along `dim` is better left unread."""
+        inner = 1 + sum((size - 1) * stride for size, stride in zip(target.shape[dim + 1 :], self._strides[dim + 1 :]))
+        return (self._strides[dim] - inner) * self._dtype.itemsize >= BLOCK_BYTES
+
+    def _deliver(self, target: torch.Tensor, data: memoryview, _: int) -> None:
+        # Plain DCP puts elements anywhere; torch takes it that they begin at a multiple of their size.
+        if address_of(data) % self._dtype.itemsize:
+            data = memoryview(bytearray(data))
+        self._put(target, flat(data, self._dtype).as_strided(target.shape, self._strides))
+
+
+def _is_flat_memory(tensor: torch.Tensor) -> bool:
+    """Whether the bytes in a tensor's memory are its elements one after the other."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _unpack(saved: SavedState, fill: Fill, container: memoryview) -> None:
+    where = f"{saved.folder / fill.chunk.file}: {fill.name}"
+    try:
+        tensor = load_plain(io.BytesIO(container), where)
+    except NotAllowed as error:
+        if saved.manifest is None:
+            raise
+        # Digests say that it is what was saved: an older checkpoint would be no better.
+        raise ConfigError(f"{error}. {NOT_USABLE}") from error
+    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != fill.chunk.sizes:
+        raise CorruptError(f"{where} is not a tensor of the shape {list(fill.chunk.sizes)}, as it should be")
+    for dim, (start, size) in enumerate(zip(fill.start, fill.target.shape)):
+        if size != tensor.shape[dim]:  # not every class of tensors can be cut
+            tensor = tensor.narrow(dim, start, size)
+    if fill.target.is_quantized and _scales(fill.target) != _scales(tensor):
+        raise ConfigError(
+            f"{where} was saved with other scales than those of the tensor that it is loaded into: quantize that one "
+            f"as the one that was saved. {NOT_USABLE}"
+        )
+    put(fill.target, tensor)
+
+
+def _scales(tensor: torch.Tensor) -> tuple[object, ...]:
+    if not tensor.is_quantized or tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return (tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()) if tensor.is_quantized else ()
+    scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return tensor.qscheme(), scales.tolist(), zeros.tolist(), tensor.q_per_channel_axis()

@@ -1,0 +1,128 @@
+"""How long a rank may show no sign of life before it is taken for stuck. Pure: time is measured elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptman.policies.checks import check_at_least, check_positive
+
+Doing = Literal["start", "step", "save"]
+"""What a rank is at: restoring, compiling and all else before the end of the first step; a step, with what the loop
+does between two steps, such as an evaluation; a save, or waiting for one."""
+
+SLOW = 3.0
+"""Starting and saving may take that many times as long as a step: both depend on a file system that others use too."""
+_LOOKS, _LONGEST_LOOK_SECONDS = 20, 5.0
+
+
+@dataclass(frozen=True)
+class Patience:
+    """The longest silence that is allowed: `factor` times the longest pause of that kind so far, but never less than a
+    floor, which is `floor_seconds` in a step and three times that while a run starts or saves.
+
+    A pause is the time between two signs of life. The default floor is the time after which NCCL, too, gives up.
+
+    Raises: IntervalError (a floor that is not above 0, a factor below 1).
+    """
+
+    floor_seconds: float = 600.0
+    factor: float = 3.0
+
+    def __post_init__(self) -> None:
+        check_positive("watchdog", "floor_seconds", self.floor_seconds)
+        check_at_least("watchdog", "factor", self.factor, 1)
+
+    @property
+    def look_seconds(self) -> float:
+        """The time between two looks at the clock."""
+        return min(self.floor_seconds / _LOOKS, _LONGEST_LOOK_SECONDS)
+
+    def limit_seconds(self, doing: Doing, longest_seconds: float = 0.0) -> float:
+        """For how long a rank may be silent, when `longest_seconds` is the longest pause of this kind so far."""
+        floor = self.floor_seconds * (1.0 if doing == "step" else SLOW)
+        return max(floor, self.factor * longest_seconds)
+
+    def notice_seconds(self, doing: Doing, longest_seconds: float = 0.0) -> float:
+        """After how long at the latest a silence is noticed: it is looked for only now and then."""
+        return self.limit_seconds(doing, longest_seconds) + 2 * self.look_seconds
+
+
+class Progress:
+    """The signs of life of one rank, and what was learnt from them. Every time is one that the caller passes.
+
+    The training thread calls `beat`, threads that save call `begin` and `end`, the watchdog calls `overdue`.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        self.patience = patience
+        self.longest_seconds: dict[Doing, float] = {"start": 0.0, "step": 0.0, "save": 0.0}
+        """The longest pause of each kind so far."""
+        self._last: tuple[float, Doing, int] = (0.0, "start", 0)
+        self._saves: dict[int, tuple[float, int]] = {}
+        self._count = 0
+
+    def beat(self, now: float, doing: Doing, step: int) -> None:
+        """The rank is alive, and goes on with `doing`, after `step`."""
+        since, before, _ = self._last
+        if now - since > self.longest_seconds[before]:
+            self.longest_seconds[before] = now - since
+        self._last = (now, doing, step)
+
+    def begin(self, now: float, step: int) -> int:
+        """The save of `step` begins behind the training; what to tell `end`."""
+        self._count += 1
+        self._saves[self._count] = (now, step)
+        return self._count
+
+    def end(self, now: float, save: int) -> None:
+        """A save has ended, well or not."""
+        since, _ = self._saves.pop(save)
+        self.longest_seconds["save"] = max(self.longest_seconds["save"], now - since)
+
+    @property
+    def limit_seconds(self) -> float:
+        """The limit for what the rank is at."""
+        doing = self._last[1]
+        return self.patience.limit_seconds(doing, self.longest_seconds[doing])
+
+    def overdue(self, now: float) -> Stall | None:
+        """What has been silent for longer than its limit; None: nothing."""
+        running: list[tuple[float, Doing, int, bool]] = [(*self._last, False)]
+        running += [(since, "save", step, True) for since, step in list(self._saves.values())]
+        for since, doing, step, behind in running:
+            limit = self.patience.limit_seconds(doing, self.longest_seconds[doing])
+            if now - since > limit:
+                return Stall(doing, step, behind, now - since, limit)
+        return None
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A silence that was too long: what the rank is at, after which step, whether behind the training, for how long."""
+
+    doing: Doing
+    step: int
+    behind: bool
+    waited_seconds: float
+    limit_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"no sign of life for {_seconds(self.waited_seconds)} (limit {_seconds(self.limit_seconds)}) {self.where}"
+        )
+
+    @property
+    def where(self) -> str:
+        """Where it is stuck, in words."""
+        if self.behind:
+            return f"from the save of step {self.step} in the background"
+        if self.doing == "start":
+            return "between the start of the run and the end of its first step"
+        if self.doing == "save":
+            return f"while saving, or waiting for a save, at step {self.step}"
+        return f"in what came after step {self.step}: the next step, an evaluation"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f} s" if value >= 10 else f"{value:.1f} s"

@@ -1,0 +1,103 @@
+"""Whether a chain starts another attempt. A run that stopped or crashed goes on; one that crashes in a loop ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from ckptman.policies.checks import check_count
+
+FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 60.0, 3600.0
+"""How long to wait after the first crash with no new checkpoint, and at most."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a chain that is over."""
+
+    number: int
+    """1 for the first attempt of the chain."""
+    outcome: Literal["finished", "stopped", "crashed", "interrupted"]
+    """Stopped: it saved and left on purpose (exit code 75). Interrupted: it was ended from outside, by a time limit,
+    a preemption, a node that failed, somebody's `scancel`. Crashed: anything else that was not the end."""
+    reason: str
+    """Why it ended, for people: "SIGTERM on rank 2", "exit code 1"."""
+    committed_sequence: int
+    """The newest commit sequence on disk after it; 0: no checkpoint."""
+
+
+@dataclass(frozen=True)
+class Next:
+    """Whether to start another attempt (`again`), why, and how long to wait before it."""
+
+    again: bool
+    reason: str
+    delay_seconds: float = 0.0
+
+
+def decide(
+    attempts: Sequence[Attempt],
+    crash_limit: int = 3,
+    max_attempts: int | None = None,
+    sequence_before: int = 0,
+    stall_limit: int | None = None,
+) -> Next:
+    """Decide, from all attempts so far (oldest first), whether there is another one.
+
+    Finished ends the chain. Stopped goes on. Crashed goes on, until `crash_limit` attempts in a row crashed without
+    one new checkpoint: the next would meet the same end. What was interrupted in between neither counts nor begins a
+    new row; but after `stall_limit` attempts (None: no limit) of any kind with no new checkpoint the chain ends too: a
+    time limit that is too short for one save would go on for ever. `max_attempts` (None: no limit) bounds the chain in
+    any case. `sequence_before` is the newest commit sequence on disk before the first attempt.
+
+    After a crash with no new checkpoint the next attempt waits: a minute, and twice as long each time.
+
+    Raises IntervalError unless all limits are at least 1. Called by the chain, after each attempt.
+    """
+    check_count("resubmit", "crash_limit", crash_limit)
+    for name, limit in (("max_attempts", max_attempts), ("stall_limit", stall_limit)):
+        if limit is not None:
+            check_count("resubmit", name, limit)
+    if not attempts:
+        return Next(True, "nothing has run yet")
+
+    last = attempts[-1]
+    told = f"attempt {last.number} {last.outcome}: {last.reason}"
+    if last.outcome == "finished":
+        return Next(False, told)
+    in_vain = _crashed_in_vain(attempts, sequence_before)
+    if in_vain >= crash_limit:
+        row = "1 attempt" if in_vain == 1 else f"{in_vain} attempts in a row"
+        return Next(False, f"{row} crashed with no new checkpoint; {told}")
+    stalled = sum(1 for _ in _in_vain(attempts, sequence_before))
+    if stall_limit is not None and stalled >= stall_limit:
+        return Next(False, f"{stalled} attempts in a row ended with no new checkpoint; {told}")
+    if max_attempts is not None and last.number >= max_attempts:
+        return Next(False, f"{told}; no more than {max_attempts} attempts were allowed")
+    if not in_vain or last.outcome != "crashed":
+        return Next(True, told)
+    delay_seconds = min(FIRST_DELAY_SECONDS * 2 ** (in_vain - 1), LONGEST_DELAY_SECONDS)
+    return Next(True, f"{told} (crash {in_vain} of {crash_limit} with no new checkpoint)", delay_seconds)
+
+
+def _in_vain(attempts: Sequence[Attempt], sequence_before: int) -> Iterator[Attempt]:
+    """The attempts after the one that committed last, the newest first."""
+    committed = [sequence_before, *(attempt.committed_sequence for attempt in attempts)]
+    for attempt, (before, after) in zip(reversed(attempts), reversed(list(pairwise(committed)))):
+        if after > before:
+            return
+        yield attempt
+
+
+def _crashed_in_vain(attempts: Sequence[Attempt], sequence_before: int) -> int:
+    """How many attempts at the end of the list crashed with no new checkpoint."""
+    count = 0
+    for attempt in _in_vain(attempts, sequence_before):
+        if attempt.outcome == "interrupted":
+            continue
+        if attempt.outcome != "crashed":
+            break
+        count += 1
+    return count

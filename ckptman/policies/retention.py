@@ -1,0 +1,137 @@
+"""What to keep: a plan gives a verdict on every checkpoint, with its reasons. Nothing here touches a disk or a clock.
+
+    plan(records, (KeepLast(3) | KeepBest("loss", count=2)) & AtMost(bytes=2_000_000_000_000))
+
+The rules are in `rules`, `calendar` and `limit`. Whatever they say, these stay: the newest checkpoint, the newest that
+was verified, one that is pinned, and one that somebody reads or went on from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptman.policies.calendar import KeepDaily as KeepDaily
+from ckptman.policies.calendar import KeepHourly as KeepHourly
+from ckptman.policies.calendar import KeepMonthly as KeepMonthly
+from ckptman.policies.calendar import KeepWeekly as KeepWeekly
+from ckptman.policies.calendar import KeepWithin as KeepWithin
+from ckptman.policies.calendar import is_known_time, newest_time
+from ckptman.policies.limit import ROOM, KeepAll, Limited, limited, rules_of, size_text, trim
+from ckptman.policies.limit import AtMost as AtMost
+from ckptman.policies.rules import KeepAny as KeepAny
+from ckptman.policies.rules import KeepBest as KeepBest
+from ckptman.policies.rules import KeepEvery as KeepEvery
+from ckptman.policies.rules import KeepLast as KeepLast
+from ckptman.policies.rules import KeepSteps as KeepSteps
+from ckptman.policies.rules import Record as Record
+from ckptman.policies.rules import RetentionPolicy as RetentionPolicy
+from ckptman.policies.rules import sequence_of
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a checkpoint is kept, and every reason why: "newest", "keep last 2 of 3"; or why nothing keeps it."""
+
+    record: Record
+    keep: bool
+    reasons: tuple[str, ...]
+
+
+def plan(
+    records: Sequence[Record],
+    policy: RetentionPolicy | None,
+    *,
+    now_seconds: float | None = None,
+    coming: Record | None = None,
+) -> list[Verdict]:
+    """A verdict on every checkpoint, in the order of their commits.
+
+    The newest is always kept, and so are the newest that was verified, what is pinned and what is in use, whatever the
+    policy says. Without a policy everything is kept. For rules by age, what was committed later than now (unix time;
+    None: as the newest says) is as young as can be. `coming` has no verdict and counts as committed: what would go once
+    it is there.
+
+    Raises: ConfigError for a limit in percent (see `limit.in_bytes`). Called after a commit, by the leader only, and by
+    `ckptman prune`.
+    """
+    if now_seconds is None:
+        now_seconds = newest_time(records)
+    counted = [record for record in records if not record.abandoned]
+    untouchable = untouchables(records)
+    rules: Sequence[RetentionPolicy] = rules_of(policy) or (KeepAll(),)
+    considered = [*counted, coming] if coming is not None else counted
+    kept_by = [rule.keeps_at(considered, now_seconds) for rule in rules] if policy is not None else []
+    trimmed = _trimmed(policy, records, coming, kept_by, untouchable)
+    verdicts = []
+    for record in sorted(records, key=sequence_of):
+        reasons = [each[record.sequence] for each in kept_by if record.sequence in each]
+        if policy is None:
+            reasons = ["no retention policy"]
+        if record.sequence in untouchable:
+            reasons, keep = [*untouchable[record.sequence], *reasons], True
+        elif record.sequence in trimmed:
+            worth = "" if reasons == [ROOM] else f" ({', '.join(reasons)})"
+            reasons, keep = [trimmed[record.sequence] + worth], False
+        else:
+            keep = bool(reasons)
+        if not keep and not reasons:
+            reasons = [record.abandoned or f"no rule keeps it: {', '.join(rule.why_not(record) for rule in rules)}"]
+        if not is_known_time(record.time_seconds):
+            reasons.append("its time is not known")
+        elif record.time_seconds > now_seconds:
+            # Which day it was does not depend on what the clock says today; how old it is does.
+            by_age = ", and counts as now" if any(isinstance(rule, KeepWithin) for rule in rules) else ""
+            reasons.append(f"its time is in the future{by_age}")
+        verdicts.append(Verdict(record, keep, tuple(reasons)))
+    return verdicts
+
+
+def untouchables(records: Sequence[Record]) -> dict[int, list[str]]:
+    """What stays whatever the rules say, by sequence, with the reasons."""
+    reasons: dict[int, list[str]] = {}
+    # Where a rollback left all of them behind (nobody should), the newest of them is still the only way on.
+    counted = [record for record in records if not record.abandoned] or records
+    for name, group in (("newest", counted), ("newest verified", [each for each in counted if each.verified])):
+        if group:
+            reasons.setdefault(max(map(sequence_of, group)), []).append(name)
+    for record in records:
+        if record.pinned:
+            reasons.setdefault(record.sequence, []).append(f"pinned: {record.pinned}")
+        if record.in_use:
+            reasons.setdefault(record.sequence, []).append(record.in_use)
+    return reasons
+
+
+def over_limit(verdicts: Sequence[Verdict], policy: RetentionPolicy | None) -> int:
+    """By how many bytes what a plan keeps is more than the limit of its policy: nothing more of it may go."""
+    limit = limited(policy)
+    return max(0, sum(each.record.bytes for each in verdicts if each.keep) - limit.bytes) if limit is not None else 0
+
+
+def _trimmed(
+    policy: RetentionPolicy | None,
+    records: Sequence[Record],
+    coming: Record | None,
+    kept_by: Sequence[Mapping[int, str]],
+    untouchable: Mapping[int, object],
+) -> dict[int, str]:
+    """What goes although a rule keeps it, because a limit has no room for it, by sequence, with the reason."""
+    limit = limited(policy)
+    if limit is None:
+        return {}
+    count = Counter(sequence for each in kept_by for sequence in each)
+    fixed = sum(record.bytes for record in records if record.sequence in untouchable) + (coming.bytes if coming else 0)
+    loose = [record for record in records if record.sequence in count and record.sequence not in untouchable]
+    going, _ = trim(loose, count, limit.bytes, fixed)
+    return {
+        record.sequence: f"no room within {size_text(limit.bytes)}, {_standing(limit, count[record.sequence])}"
+        for record in going
+    }
+
+
+def _standing(limit: Limited, rules: int) -> str:
+    if isinstance(limit.policy, KeepAll):
+        return "and there are newer ones"
+    return "and only 1 rule keeps it" if rules == 1 else f"although {rules} rules keep it"

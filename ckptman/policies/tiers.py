@@ -1,0 +1,92 @@
+"""Places further away where some of a run's checkpoints go too: which of them, and why. Pure, no I/O.
+
+Tier("/project/run/checkpoints", every=4, retention=KeepLast(10))
+Tier("s3://archive/run", retention=KeepBest("loss"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckptman.errors import ConfigError, masked_address, plain
+from ckptman.policies.checks import check_count, check_positive
+from ckptman.policies.limit import needs_capacity
+from ckptman.policies.rules import Record, RetentionPolicy
+
+
+class AsPath(Protocol):
+    """What `pathlib.Path` is, without looking at a disk."""
+
+    def __fspath__(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place for copies of a run's checkpoints.
+
+    Args:
+        path: a folder, or the address of an object store such as `s3://bucket/prefix`. It is of this tier of
+            one root alone: that of another run is refused.
+        every: each so many-th commit of the run's root is a candidate.
+        retention: of the candidates those go there that it would keep there, and it is what prunes the tier after a
+            copy. None: all of them, and nothing is deleted.
+        bytes_per_second: a copy is no faster than this.
+
+    Raises: ConfigError, IntervalError.
+    """
+
+    path: str | AsPath
+    every: int = 1
+    retention: RetentionPolicy | None = None
+    bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        path = self.path if isinstance(self.path, str) else getattr(self.path, "__fspath__", lambda: None)()
+        if not isinstance(path, str) or not path:
+            raise ConfigError(f"Tier: path must be a folder, or an address such as s3://bucket/run, not {self.path!r}")
+        if masked_address(path) != path:
+            raise ConfigError(
+                f"Tier: {plain(masked_address(path))} has a secret in it, and an address is shown and stored: take it "
+                f"out, and give credentials in the environment, such as AWS_PROFILE"
+            )
+        object.__setattr__(self, "path", path)
+        check_count("Tier", "every", self.every, "to copy nothing, leave the tier away")
+        if self.retention is not None and not isinstance(self.retention, RetentionPolicy):
+            raise ConfigError(f"Tier: retention must be a retention policy such as KeepLast(3), not {self.retention!r}")
+        if needs_capacity(self.retention):
+            raise ConfigError("Tier: a limit in percent is one of the disk that the root is on: say AtMost(bytes=...)")
+        if self.bytes_per_second is not None:
+            check_positive("Tier", "bytes_per_second", self.bytes_per_second)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+def due(records: Sequence[Record], there: Sequence[Record], tier: Tier, now_seconds: float) -> dict[int, str]:
+    """What of a root has still to go to a tier: the place of each in `records`, with the reason.
+
+    `there`: what the tier holds; what is damaged there has to go there again. What is damaged or abandoned in the root
+    goes nowhere. Called by drains, and by prunes of the root, which leave alone what is due.
+    """
+    good = [record for record in there if not record.damaged]
+    known = {_key(record) for record in good}
+    new = {
+        place: record
+        for place, record in enumerate(records)
+        if record.sequence % tier.every == 0
+        and not record.damaged
+        and not record.abandoned
+        and _key(record) not in known
+    }
+    if tier.retention is None:
+        rule = "every commit" if tier.every == 1 else f"every {tier.every} commits"
+        return dict.fromkeys(new, rule)
+    counted = [*(record for record in good if not record.abandoned), *new.values()]
+    wanted = tier.retention.keeps_at(counted, now_seconds)
+    return {place: wanted[record.sequence] for place, record in new.items() if record.sequence in wanted}
+
+
+def _key(record: Record) -> tuple[int, int, float]:
+    return record.step, record.sequence, record.time_seconds

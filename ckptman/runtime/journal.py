@@ -1,0 +1,198 @@
+"""The run journal: one JSON object per line, appended, never changed. Every report is built from it.
+
+An attempt that finds it larger than `ROTATE_BYTES` gives it another name and begins a new one; what had that name goes.
+Readers read both, and of each no more than the last `MOST_BYTES`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import numbers
+import os
+import stat
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptman.errors import NotFoundError, masked
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.safe_open import read_end
+
+ROTATE_BYTES = 8 * 1024 * 1024
+"""Some 50,000 events: months of a run that saves every half hour."""
+MOST_BYTES = 32 * 1024 * 1024
+_MOST_LINE_BYTES = 1024 * 1024
+
+_OPEN = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+
+
+class Journal:
+    """Appends the events of a run to a file.
+
+    Each event is one `write` of one whole line to a file opened for appending: a kill leaves all of a line or none, a
+    power cut or a full disk at worst a torn last line, and the next event starts on a line of its own.
+    A journal that cannot be written warns once and never ends a run. Thread-safe. Written by the leader of a run;
+    nothing is opened before the first event.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.time, disk: Disk = DISK) -> None:
+        self.path = Path(path)
+        self._clock, self._disk = clock, disk
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        self._torn = False
+        self._warned = False
+        self._bound: dict[str, object] = {}
+
+    def bind(self, **fields: object) -> None:
+        """Add fields to each later line, such as `attempt=2`."""
+        with self._lock:
+            self._bound |= fields
+
+    def record(self, event: str, /, *, sync: bool = False, **fields: object) -> None:
+        """Append one event, with its time in unix seconds; with `sync`, flushed to storage before this returns.
+
+        Values that JSON does not know are written as their text, numbers that are not finite as "nan", "inf" and "-inf"
+        (`float()` reads them back). What looks like a secret in a text is masked: whoever may read the root reads this.
+        """
+        with self._lock:
+            line: dict[str, object] = {"time": self._clock(), "event": event}
+            for name, value in {**self._bound, **fields}.items():
+                line.setdefault(name, _plain(value))
+            try:
+                self._append(json.dumps(line).encode("ascii") + b"\n", sync)
+            except OSError as error:
+                self._warn(error)
+
+    def rotate(self) -> None:
+        """Begin a new file if the one there is too large, and keep that beside it. Called before the first event, by
+        the one who holds the root."""
+        try:
+            found = os.lstat(self.path)
+            if stat.S_ISREG(found.st_mode) and found.st_size > ROTATE_BYTES:
+                self._disk.rename(self.path, previous_path(self.path))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        """Close the file. A later event opens it again."""
+        with self._lock:
+            fd, self._fd = self._fd, None
+            try:
+                if fd is not None:
+                    os.close(fd)
+            except OSError as error:  # where a server is told only now what was written
+                self._warn(error)
+
+    def _append(self, line: bytes, sync: bool) -> None:
+        fd = self._open()
+        data = b"\n" + line if self._torn else line
+        written = os.write(fd, data)
+        self._torn = written < len(data)
+        if self._torn:
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written")
+        if sync:
+            self._disk.sync_file(fd)
+
+    def _open(self) -> int:
+        if self._fd is None:
+            self._disk.make_folders(self.path.parent)
+            # Not through a link, and not to a pipe: nobody may have us write to what is none of ours, or wait.
+            fd = os.open(self.path, _OPEN | os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                os.close(fd)
+                raise OSError(errno.EINVAL, "it is no file", str(self.path))
+            self._torn = found.st_size > 0 and os.pread(fd, 1, found.st_size - 1) != b"\n"
+            self._fd = fd
+        return self._fd
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the journal {self.path} cannot be written ({error}): the run goes on, and reports will have a gap. "
+                f"Make room, or check permissions",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def previous_path(path: str | os.PathLike[str]) -> Path:
+    """Where the file before a journal is kept: `journal.1.jsonl` beside `journal.jsonl`."""
+    return Path(path).with_suffix(f".1{Path(path).suffix}")
+
+
+def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
+    """The events of a journal and of the file before it, oldest first, and how many torn lines were left out.
+
+    Of a file larger than `MOST_BYTES` the last events that fit. Raises: NotFoundError.
+    """
+    files = []
+    for each in (previous_path(path), Path(path)):
+        try:
+            files.append(_events(each))
+        except FileNotFoundError as error:
+            if isinstance(error, NotFoundError) and each == Path(path):
+                raise
+    if not files:
+        raise NotFoundError(f"there is no journal {os.fspath(path)}: no run has been started there")
+    return [event for events, _ in files for event in events], sum(torn for _, torn in files)
+
+
+def _events(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Those of one file. Raises: FileNotFoundError; NotFoundError where something else lies there."""
+    try:
+        with open(os.open(path, os.O_RDONLY | _OPEN), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise NotFoundError(f"{os.fspath(path)} is no journal, but a pipe or a device: remove it")
+            data, is_whole = read_end(file.fileno(), MOST_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotFoundError(f"{os.fspath(path)} is no journal, but a link: remove it") from error
+        error.filename = error.filename or os.fspath(path)
+        raise
+    lines = data.split(b"\n")
+    events, torn = [], 0
+    for line in lines if is_whole else lines[1:]:  # the first one is a part of a line
+        if not line:
+            continue
+        try:
+            event = json.loads(line) if len(line) <= _MOST_LINE_BYTES else None
+        except (ValueError, RecursionError):
+            event = None
+        if isinstance(event, dict) and "event" in event and "time" in event:
+            events.append(event)
+        else:
+            torn += 1
+    return events, torn
+
+
+def _plain(value: object) -> object:
+    """The same value in types that JSON knows."""
+    if isinstance(value, str):
+        return masked(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        number = float(value)
+        return number if math.isfinite(number) else str(number)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    try:
+        return masked(str(value))
+    except Exception:  # noqa: BLE001 somebody else's __str__ must not end a run
+        return f"<{type(value).__name__}>"

@@ -1,0 +1,81 @@
+"""What earlier attempts of a run measured, by its journal: what a save takes, and when an attempt was under way."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptman.format.paths import journal_path
+from ckptman.runtime.journal import read_journal
+
+LAST_SAVES = 5
+"""How many saves are looked at: one slow save must not count for ever."""
+_LARGEST = 1e12
+"""Seconds: what is more was never measured."""
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """When an attempt got where, in unix seconds; None: it did not, or not yet."""
+
+    started_seconds: float | None = None
+    """Its Checkpointer took the root."""
+    restored_seconds: float | None = None
+    """Its restore was done; None also on a fresh start."""
+    first_step_seconds: float | None = None
+    """Its first step ended."""
+
+
+def save_seconds(root: str | os.PathLike[str]) -> float | None:
+    """What a save takes by the journal of a root (`typical_save_seconds`); None too where that cannot be read."""
+    try:
+        events, _ = read_journal(journal_path(Path(root)))
+    except OSError:
+        return None
+    return typical_save_seconds(events)
+
+
+def typical_save_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds from decision to durable of the longest but one of the last 5 saves; None: none was measured.
+
+    Of fewer than three the longest. One save that met a file system in trouble is not what the next one takes.
+    """
+    took = [_number(event.get("seconds")) for event in events if event.get("event") == "save_durable"]
+    last = sorted([seconds for seconds in took if seconds is not None][-LAST_SAVES:], reverse=True)
+    return (last[1] if len(last) > 2 else last[0]) if last else None
+
+
+def start_up(
+    events: Sequence[Mapping[str, Any]], job_id: str, since_seconds: float, until_seconds: float = math.inf
+) -> StartUp:
+    """How the first attempt of a Slurm job came up that began in between two moments, in unix seconds.
+
+    A job that was requeued keeps its id: the time says which of its attempts is meant.
+    """
+    for position, event in enumerate(events):
+        started = _time(event)
+        if event.get("event") != "attempt_started" or event.get("job_id") != job_id:
+            continue
+        if started is not None and since_seconds <= started < until_seconds:
+            own = [each for each in events[position:] if each.get("attempt") == event.get("attempt")]
+            return StartUp(started, _first(own, "restored"), _first(own, "first_step"))
+    return StartUp()
+
+
+def _first(events: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return next((_time(event) for event in events if event.get("event") == name), None)
+
+
+def _time(event: Mapping[str, Any]) -> float | None:
+    return _number(event.get("time"))
+
+
+def _number(value: object) -> float | None:
+    """A journal is text that anybody may have damaged. To Python a bool is a number, and an int has no bound."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value <= _LARGEST else None

@@ -1,0 +1,106 @@
+"""How an attempt ended, written to disk: a launcher may swallow the exit code (torchrun always does)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from ckptman.errors import ConfigError, CorruptError, masked
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.safe_open import read_regular
+
+OUTCOME_ENV = "CKPTMAN_OUTCOME"
+"""Where a chain asks the outcome of this attempt to be written, besides the run's own place."""
+ATTEMPT_ENV = "CKPTMAN_ATTEMPT"
+"""Number of this attempt in its chain: 1, 2, ..."""
+
+MOST_BYTES = 1024 * 1024
+"""No outcome is larger: its one long text is the message of an error, and is cut where that is longer."""
+_MOST_REASON = 64 * 1024
+State = Literal["running", "finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known about an attempt. `running` is written at its start: if it is still there, the attempt was killed.
+
+    `step` (optimizer steps completed), `root` (absolute path of the checkpoint root), `time_seconds` (unix).
+    """
+
+    state: State
+    step: int
+    reason: str
+    exit_code: int
+    root: str
+    attempt: int
+    time_seconds: float
+    pid: int
+    host: str
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "state": (str,),
+    "step": (int,),
+    "reason": (str,),
+    "exit_code": (int,),
+    "root": (str,),
+    "attempt": (int,),
+    "time_seconds": (int, float),
+    "pid": (int,),
+    "host": (str,),
+}
+
+
+def write_outcome(path: Path, outcome: Outcome, disk: Disk = DISK) -> None:
+    """Put the outcome at `path`, durably and atomically. Called by the leader. Raises: OSError.
+
+    What looks like a secret in its reason, which may be the text of any error, is masked: others may read this.
+    """
+    outcome = replace(outcome, reason=masked(outcome.reason))
+    disk.make_folders(path.parent)
+    said = {**asdict(outcome), "reason": outcome.reason[:_MOST_REASON]}
+    disk.replace_file(path, json.dumps(said, indent=1).encode() + b"\n")
+
+
+def read_outcome(path: Path) -> Outcome | None:
+    """The outcome at `path`; None if there is none. Keys that a later version added are left out.
+
+    Raises: CorruptError. Called by whoever decides about the next attempt.
+    """
+    try:
+        data = read_regular(path, MOST_BYTES, follow=True, remedy="remove it")
+    except FileNotFoundError:
+        return None
+    try:
+        values = json.loads(data)
+        fields = {name: values[name] for name in _TYPES}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _garbage(path, f"{type(error).__name__}: {error}") from None
+    for name, kinds in _TYPES.items():
+        if not isinstance(fields[name], kinds):
+            raise _garbage(path, f"{name} is {fields[name]!r}")
+    if fields["state"] not in get_args(State):
+        raise _garbage(path, f"state is {fields['state']!r}")
+    return Outcome(**fields)
+
+
+def attempt_number(environ: Mapping[str, str]) -> int:
+    """The number of this attempt, from 1: set by a ckptman chain, else counted by Slurm's requeues.
+
+    Raises: ConfigError.
+    """
+    for name, first in ((ATTEMPT_ENV, 0), ("SLURM_RESTART_COUNT", 1)):
+        text = environ.get(name, "")
+        if not text:
+            continue
+        if not (text.isascii() and text.isdigit()) or int(text) + first < 1:
+            raise ConfigError(f"{name} is {text!r}, not the number of an attempt: unset it")
+        return int(text) + first
+    return 1
+
+
+def _garbage(path: Path, why: str) -> CorruptError:
+    return CorruptError(f"{path} is not an outcome that ckptman wrote ({why}): remove it")

@@ -1,0 +1,155 @@
+"""The watchdog: a thread that notices when this process makes no progress, so that its allocation does not idle."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+from ckptman.io.wakeup import Flag
+from ckptman.policies.hang_timeout import Doing, Patience, Progress, Stall
+
+OnStall = Callable[[Stall, Callable[[float], None]], None]
+"""What ends the process. It is called in the thread of the watchdog with what is stuck, and with a function that says
+how many seconds that may take: after that the backstop ends the process."""
+_BACKSTOP_LIMITS = 2.0
+_SPARE_SECONDS = 1.0
+_STANDARD_ERROR = 2
+
+
+class Watchdog:
+    """Ends a process that has shown no sign of life for too long.
+
+    `beat` is a sign of life: a few assignments, no system call. Time is what this thread has been awake for, counted in
+    small pieces. So a process that is suspended as a whole, as `scontrol suspend` does, is not stuck when it goes on.
+
+    A thread of Python runs only while nothing else holds the interpreter. For what holds it and does not come back (a
+    page of a mapped file on a dead mount, an extension), faulthandler's timer is the backstop, re-armed at each look:
+    where the thread cannot run for twice the limit, it writes the stacks to standard error and ends the process with
+    code 1. There is one such timer in a process.
+
+    With `patience` None it never looks, and no thread is started. A forked child has no watchdog. Nobody has to close
+    one that is thrown away.
+    """
+
+    def __init__(self, patience: Patience | None, on_stall: OnStall) -> None:
+        self.patience = patience
+        self.awake_seconds = 0.0
+        """For how long this watchdog has been awake."""
+        self.progress = Progress(patience or Patience())
+        self._on_stall = on_stall
+        self._closed = Flag()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to watch. The first sign of life is now."""
+        if self.patience is None or self._thread is not None:
+            return
+        _watch_forks()
+        work = (weakref.ref(self), self._closed, self.patience.look_seconds)
+        self._thread = threading.Thread(target=_watch, args=work, name="ckptman-watchdog", daemon=True)
+        self._thread.start()
+
+    @property
+    def watching(self) -> bool:
+        """Whether a thread of this process is watching."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def beat(self, doing: Doing, step: int) -> None:
+        """This process is alive, and goes on with `doing`, after `step`. Called by the training thread."""
+        self.progress.beat(self.awake_seconds, doing, step)
+
+    @contextlib.contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Around a save: it is watched too, in whatever thread it runs."""
+        save = self.progress.begin(self.awake_seconds, step)
+        try:
+            yield
+        finally:
+            self.progress.end(self.awake_seconds, save)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            thread.join()
+        _backstop.disarm()
+
+    def look(self, elapsed_seconds: float) -> bool:
+        """Look once, that long after the look before; True: the stall that was found has been dealt with."""
+        assert self.patience is not None
+        # More than this between two looks means that the process did not run: then nothing in it could.
+        self.awake_seconds += min(elapsed_seconds, 2 * self.patience.look_seconds + _SPARE_SECONDS)
+        stall = self.progress.overdue(self.awake_seconds)
+        if stall is None:
+            _backstop.arm(_BACKSTOP_LIMITS * self.progress.limit_seconds)
+            return False
+        self._on_stall(stall, _backstop.arm)
+        return True
+
+
+def _watch(watched: weakref.ref[Watchdog], closed: Flag, look_seconds: float) -> None:
+    try:
+        before = time.monotonic()
+        while not closed.wait(look_seconds):
+            watchdog, now = watched(), time.monotonic()
+            if watchdog is None or watchdog.look(now - before):
+                return
+            before = now
+            del watchdog
+    finally:
+        _backstop.disarm()
+
+
+class _Backstop:
+    """faulthandler's timer. Never armed while the process forks: the child could not end, its exit waits for a thread
+    that it does not have."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._seconds: float | None = None
+
+    def arm(self, seconds: float) -> None:
+        """End the process in that many seconds, unless it is armed again before."""
+        with self._lock:
+            self._seconds = seconds
+            # Standard error may be closed; the file descriptor, because sys.stderr may be something else.
+            with contextlib.suppress(OSError, RuntimeError, ValueError):
+                os.fstat(_STANDARD_ERROR)
+                faulthandler.dump_traceback_later(seconds, exit=True, file=_STANDARD_ERROR)
+
+    def disarm(self) -> None:
+        with self._lock:
+            if self._seconds is not None:
+                self._seconds = None
+                faulthandler.cancel_dump_traceback_later()
+
+    def before_fork(self) -> None:
+        self._lock.acquire()
+        if self._seconds is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+    def after_fork(self, child: bool) -> None:
+        if child:
+            self._seconds = None
+        elif self._seconds is not None:
+            self.arm(self._seconds)
+        self._lock.release()
+
+
+_backstop = _Backstop()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(
+        before=_backstop.before_fork,
+        after_in_parent=functools.partial(_backstop.after_fork, False),
+        after_in_child=functools.partial(_backstop.after_fork, True),
+    )

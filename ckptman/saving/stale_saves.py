@@ -1,0 +1,255 @@
+"""Freshness: a save whose parameters all equal those of the save before, although steps have passed, is a stale save.
+
+What is wrong then is outside of the checkpoint, such as a cached copy of the weights that is saved again and again
+(NeMo RL#3312: found after three of them). Every byte of it is what was saved, so no digest tells.
+
+It costs next to nothing: each rank has the digests of the blocks of its data file at hand. Blocks in which nothing but
+parameters can change decide by their digests; where parameters share a block with other things, their bytes in it are
+digested. From save to save one digest is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.state_dict import _get_fqns
+from xxhash import xxh3_128
+
+from ckptman.io.checksums import BLOCK_BYTES, DIGEST_BYTES
+from ckptman.saving.rank_file import RankFile
+from ckptman.state.file_layout import Image, Placed
+from ckptman.state.named_state import Snapshot
+from ckptman.state.optimizer_hooks import Updates
+
+NAMES_TOLD = 3
+Bits = NDArray[np.bool_]
+Range = tuple[int, int]
+"""Begin and end, in bytes of the data file."""
+
+
+class Moment(NamedTuple):
+    """What the training thread knows when a save begins: `updates`, optimizer steps so far (None: nobody counts them);
+    `resting`: every learning rate is 0, so that optimizer steps change nothing."""
+
+    step: int
+    updates: int | None = None
+    resting: bool = False
+
+
+class Seen(NamedTuple):
+    """What a rank, or all of them, saw of the parameters it wrote: `same`, all are those of the save before; how many
+    there are, and the names of a few."""
+
+    same: bool
+    tensors: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Knows which tensors of a state training should change. Called in the training thread."""
+
+    state: Mapping[str, Any]
+    updates: Updates | None = None
+
+    def names(self, snapshot: Snapshot) -> set[str]:
+        """Flat names of the parameters that the optimizers update; without one, of those that ask for gradients."""
+        known = {id(each) for optimizer in self._optimizers for each in _parameters_of(optimizer)}
+        names: set[str] = set()
+        for key, module in self.state.items():
+            if not isinstance(module, torch.nn.Module):
+                continue
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if parameter.requires_grad and (not self._optimizers or id(parameter) in known):
+                    names |= {f"{key}.{each}" for each in _get_fqns(module, name)}
+        return names & snapshot.tensors.keys()
+
+    def moment(self, step: int) -> Moment:
+        """What is known now, when a save of `step` begins."""
+        rates = [group["lr"] for each in self._optimizers for group in each.param_groups if "lr" in group]
+        counted = self.updates.count if self.updates is not None and self._optimizers else None
+        return Moment(step, counted, bool(rates) and all(map(_is_zero, rates)))
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [each for each in self.state.values() if isinstance(each, torch.optim.Optimizer)]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Where the watched tensors lie in the data file of this rank.
+
+    `blocks`: numbers of the blocks in which nothing else can change; `ranges`: what is watched in other blocks;
+    `pickled`: numbers of the watched among the file's pickled pieces. `tensors`: how many of them begin in this file.
+    """
+
+    file: RankFile
+    blocks: NDArray[np.int64]
+    ranges: tuple[Range, ...]
+    pickled: tuple[int, ...]
+    tensors: int
+    names: tuple[str, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank writes nothing that is watched."""
+        return not (len(self.blocks) or self.ranges or self.pickled)
+
+
+class Memory:
+    """What one rank remembers of the parameters in the save before. Called in the thread that saves."""
+
+    def __init__(self) -> None:
+        self._last: tuple[RankFile, bytes] | None = None
+        self._next: tuple[RankFile, bytes] | None = None
+
+    def begin(self) -> None:
+        """A save begins."""
+        self._next = None
+
+    def look(self, watch: Watch, image: Image, pickled: Sequence[Placed], blocks: bytes) -> Seen | None:
+        """Compare what was just written with the save before. `blocks`: digests of the file; None: nothing to see."""
+        if watch.is_empty:
+            return None
+        try:
+            self._next = watch.file, _digest_of(watch, image, pickled, blocks)
+        except Exception:  # noqa: BLE001 the checkpoint is good, whatever is wrong with looking at it
+            return None
+        known = self._last is not None and self._last[0] is watch.file
+        same = known and self._last is not None and self._last[1] == self._next[1]
+        return Seen(same, watch.tensors, watch.names)
+
+    def committed(self) -> None:
+        """The save is one that later ones can be compared with."""
+        self._last = self._next
+
+
+class Judge:
+    """Says whether a save is stale. Leader only, in the thread that saves."""
+
+    def __init__(self) -> None:
+        self._last: Moment | None = None
+        self._warned = False
+
+    def stale(self, now: Moment, seen: Seen | None) -> Stale | None:
+        """Called after each commit, with what all ranks saw."""
+        last, self._last = self._last, now
+        if last is None or seen is None or not seen.same or now.step <= last.step or last.resting or now.resting:
+            self._warned = self._warned and seen is not None and seen.same
+            return None
+        updates = None if now.updates is None or last.updates is None else now.updates - last.updates
+        first, self._warned = not self._warned, True
+        return Stale(now.step, last.step, updates, seen.tensors, seen.names, first)
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A save that has the parameters of the one before. `first`: that one was not stale itself."""
+
+    step: int
+    previous_step: int
+    updates: int | None
+    count: int
+    names: tuple[str, ...]
+    first: bool
+
+    @property
+    def text(self) -> str:
+        """For the warning."""
+        more = self.count - len(self.names)
+        named = ", ".join(self.names) + (f" and {more} more" if more > 0 else "")
+        same = (
+            f"the checkpoint of step {self.step} has the parameters of that of step {self.previous_step}, bit for bit "
+            f"({named})"
+        )
+        if self.updates == 0:
+            return f"{same}: no optimizer step was made since, so steps are counted while nothing is trained"
+        made = "steps have passed" if self.updates is None else f"{self.updates} optimizer steps were made since"
+        return (
+            f"{same}, although {made}. Is a copy saved that training does not update, or does the optimizer update "
+            f"other tensors than those of the model? `ckptman diff` shows what does change"
+        )
+
+
+def seen_by_all(parts: Iterable[Seen | None]) -> Seen | None:
+    """What the ranks saw together; None: none of them wrote a parameter."""
+    seen = [each for each in parts if each is not None]
+    if not seen:
+        return None
+    names = dict.fromkeys(name for each in seen for name in each.names)
+    return Seen(all(each.same for each in seen), sum(each.tensors for each in seen), tuple(names)[:NAMES_TOLD])
+
+
+def watch_for(file: RankFile, names: Collection[str]) -> Watch:
+    """Find the tensors of these names in the data file of this rank."""
+    item_bytes = {
+        name: getattr(torch, dtype).itemsize for name, dtype, _ in (*file.plan.tensors, *file.plan.own_tensors)
+    }
+    watched: list[Range] = []
+    others: list[Range] = [(file.end, file.end + 1)]  # plain values come after it
+    largest: dict[str, int] = {}
+    for piece, place in zip(file.pieces, file.places):
+        size = math.prod(piece.sizes) * item_bytes[piece.name]
+        if size:
+            (watched if piece.name in names else others).append((place.payload, place.payload + size))
+        if size and piece.name in names:
+            largest[piece.name] = max(size, largest.get(piece.name, 0))
+    pickled = tuple(number for number, piece in enumerate(file.pickled) if piece.name in names)
+    largest |= {file.pickled[number].name: 0 for number in pickled}
+    begun = [piece for piece in (*file.pieces, *file.pickled) if piece.name in largest and not any(piece.offsets)]
+    mine, theirs = _touched(watched, file.end), _touched(others, file.end)
+    return Watch(
+        file,
+        np.flatnonzero(mine & ~theirs),
+        tuple(_inside(watched, mine & theirs)),
+        pickled,
+        len(begun),
+        tuple(sorted(largest, key=lambda name: -largest[name])[:NAMES_TOLD]),
+    )
+
+
+def _digest_of(watch: Watch, image: Image, pickled: Sequence[Placed], blocks: bytes) -> bytes:
+    """A digest of all that is watched, from the digests of the blocks of the file and from its image."""
+    hasher = xxh3_128(np.frombuffer(blocks, f"V{DIGEST_BYTES}")[watch.blocks].tobytes())
+    places = [pickled[number] for number in watch.pickled]
+    ranges = [*watch.ranges, *((place.offset, place.offset + place.bytes) for place in places)]
+    scratch = memoryview(bytearray(max((high - low for low, high in ranges), default=0)))
+    for low, high in ranges:
+        hasher.update(image.view(low, scratch[: high - low]))
+    return hasher.digest()
+
+
+def _touched(ranges: Sequence[Range], end: int) -> Bits:
+    """Which blocks of a file have bytes of these ranges in them. The file ends at `end`, or a byte later."""
+    edges = np.zeros(end // BLOCK_BYTES + 2, np.int64)
+    if ranges:
+        low, high = np.array(ranges, np.int64).T
+        np.add.at(edges, low // BLOCK_BYTES, 1)
+        np.add.at(edges, (high - 1) // BLOCK_BYTES + 1, -1)
+    return np.cumsum(edges)[:-1] > 0
+
+
+def _inside(ranges: Iterable[Range], blocks: Bits) -> Iterable[Range]:
+    """The parts of ranges that lie in these blocks. Only at its ends can one share a block with something else."""
+    for low, high in ranges:
+        first, last = low // BLOCK_BYTES, (high - 1) // BLOCK_BYTES
+        if blocks[first]:
+            yield low, min(high, (first + 1) * BLOCK_BYTES)
+        if last != first and blocks[last]:
+            yield last * BLOCK_BYTES, high
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def _is_zero(rate: Any) -> bool:
+    if isinstance(rate, torch.Tensor):
+        return rate.device.type == "cpu" and not rate.any()  # from a device it would have to be waited for
+    return isinstance(rate, (int, float)) and rate == 0

@@ -1,0 +1,250 @@
+"""Who writes what: made when the state is first seen, and kept until its shape changes.
+
+Every rank finds its own part by itself. What it needs of the others is which of them have a tensor or a value that
+belongs to no mesh; ranks that have the same names send no more than a digest of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from xxhash import xxh3_128_hexdigest
+
+from ckptman.comm.control import Channel, RankFailed
+from ckptman.errors import ConfigError
+from ckptman.state.local_shards import Box, first_of_mesh, layout_of, local_parts
+from ckptman.state.named_state import Snapshot
+from ckptman.state.tensor_container import is_plain
+
+CUT_BYTES = 1024 * 1024
+"""Tensors of less than this are written as a whole by one of the ranks that hold them."""
+
+Path = tuple[str | int, ...]
+Described = tuple[str, str, tuple[int, ...]]
+"""Name, dtype and global shape of a tensor."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A box of a tensor that this rank holds: number `part` of its local parts. `cut`: replicas may share it."""
+
+    name: str
+    box: Box
+    item_bytes: int
+    part: int = 0
+    cut: bool = True
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.box.sizes) * self.item_bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box that this rank writes: it begins at row `row` of the local part number `part`."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    part: int = 0
+    row: int = 0
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """What one rank writes.
+
+    `tensors`: all tensors that ranks share, the same list on every rank; `own_tensors`: those that only this rank has.
+    `objects`: flat names of the plain values, `units`: numbers of the snapshot's units, that this rank writes.
+    `paths`: where the shared names are in the nested state; `own_paths`: where this rank's own are.
+    """
+
+    signature: int
+    tensors: tuple[Described, ...] = ()
+    own_tensors: tuple[Described, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    objects: tuple[str, ...] = ()
+    units: tuple[int, ...] = ()
+    own_units: tuple[int, ...] = ()
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    own_paths: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The names that a rank has and others may have too. Equal tables have equal digests."""
+
+    tensors: tuple[Described, ...]
+    meshes: tuple[int | None, ...]
+    """Of each of these tensors, the lowest rank of its mesh."""
+    loose: frozenset[str]
+    """Names of tensors that belong to no mesh, of plain values, and of units."""
+    paths: tuple[tuple[str, Path], ...]
+
+
+def signature_of(snapshot: Snapshot) -> int:
+    """Changes when a plan for another snapshot of the same run would be another one. Means nothing elsewhere."""
+    tensors = [
+        (name, each.dtype, each.shape, each.layout, each.device, layout_of(each))
+        for name, each in snapshot.tensors.items()
+    ]
+    units = [(unit.state, str(unit.key)) for unit in snapshot.units]
+    return hash((tuple(tensors), tuple(snapshot.paths.items()), tuple(units)))
+
+
+def make_plan(snapshot: Snapshot, channel: Channel) -> WritePlan:
+    """Agree with the other ranks who writes what. Every rank calls it. Raises: ConfigError, on every rank alike."""
+    table = _table_of(snapshot)
+    digest = xxh3_128_hexdigest(repr((table.tensors, table.meshes, sorted(table.loose), table.paths)).encode())
+    digests = channel.gather(digest)
+    firsts = {each: rank for rank, each in reversed(list(enumerate(digests)))}
+    if len(firsts) == 1:
+        tables: list[_Table | None] = [table] * channel.world_size
+    else:
+        sent = channel.gather(table if firsts[digest] == channel.rank else None)
+        tables = [sent[firsts[each]] for each in digests]
+    made: list[WritePlan] = []
+    known = [each for each in tables if each is not None]
+    try:
+        channel.everywhere(lambda: made.append(plan_for(snapshot, known, channel.rank)))
+    except RankFailed as failed:
+        raise failed.as_ckptman_error() from failed
+    return made[0]
+
+
+def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> WritePlan:
+    """The plan of one rank, given the names that each rank has."""
+    tensors = _all_tensors(tables)
+    holders = _Holders(tables)
+    writers = _meshes_that_write(tables)
+    held = []
+    for name, tensor in snapshot.tensors.items():
+        if writers.get(name) != first_of_mesh(tensor) and not snapshot.is_own(name):
+            continue
+        for part, (box, memory) in enumerate(local_parts(tensor, name)):
+            ranks = (rank,) if snapshot.is_own(name) else holders.among(box.holders, name)
+            whole = name in snapshot.from_lowest and box.holders is None
+            cut = is_plain(memory) and not whole
+            held.append(Held(name, Box(box.offsets, box.sizes, ranks or (rank,)), memory.dtype.itemsize, part, cut))
+    units = [number for number, unit in enumerate(snapshot.units) if unit.state not in snapshot.own]
+    return WritePlan(
+        signature=signature_of(snapshot),
+        tensors=tensors,
+        own_tensors=tuple(_described(name, each) for name, each in snapshot.tensors.items() if snapshot.is_own(name)),
+        pieces=tuple(divide(held, rank)),
+        objects=tuple(name for name in snapshot.objects if snapshot.is_own(name) or holders.of(name)[0] == rank),
+        units=tuple(each for each in units if holders.of(_unit_name(snapshot, each))[0] == rank),
+        own_units=tuple(each for each, unit in enumerate(snapshot.units) if unit.state in snapshot.own),
+        paths={name: path for table in {id(each): each for each in tables}.values() for name, path in table.paths},
+        own_paths={name: path for name, path in snapshot.paths.items() if snapshot.is_own(name)},
+    )
+
+
+def divide(held: Iterable[Held], rank: int) -> list[Piece]:
+    """The pieces that fall to `rank`: all who hold the same boxes share them evenly, by bytes.
+
+    Laid end to end, the boxes of one set of holders make a line of bytes, and each holder gets the same length of it.
+    Where the end of a length lies inside a large box, the box is cut between two rows.
+    """
+    groups: dict[tuple[int, ...], list[Held]] = {}
+    pieces = []
+    for each in held:
+        holders = each.box.holders or (rank,)
+        if each.box.is_empty or not each.cut or len(holders) == 1:
+            # A tensor without elements is written once too, so that readers find it.
+            if holders[0] == rank and (not each.box.is_empty or not any(each.box.offsets)):
+                pieces.append(Piece(each.name, each.box.offsets, each.box.sizes, each.part))
+        else:
+            groups.setdefault(holders, []).append(each)
+    for holders, group in groups.items():
+        pieces += _length_of_line(sorted(group, key=lambda each: (each.name, each.box.offsets)), holders, rank)
+    return pieces
+
+
+def _length_of_line(line: list[Held], holders: tuple[int, ...], rank: int) -> list[Piece]:
+    number, total = holders.index(rank), sum(each.bytes for each in line)
+    low, high = total * number // len(holders), total * (number + 1) // len(holders)
+    pieces, start = [], 0
+    for each in line:
+        end = start + each.bytes
+        if each.bytes < CUT_BYTES or not each.box.sizes:
+            if low <= (start + end) // 2 < high:
+                pieces.append(Piece(each.name, each.box.offsets, each.box.sizes, each.part))
+        else:
+            rows = each.box.sizes[0]
+            first, last = (min(max(round((edge - start) * rows / each.bytes), 0), rows) for edge in (low, high))
+            if first < last:
+                offsets = (each.box.offsets[0] + first, *each.box.offsets[1:])
+                pieces.append(Piece(each.name, offsets, (last - first, *each.box.sizes[1:]), each.part, first))
+        start = end
+    return pieces
+
+
+class _Holders:
+    """Which ranks have a name. Ranks with the same table are looked at once."""
+
+    def __init__(self, tables: Sequence[_Table]) -> None:
+        self._ranks: dict[int, list[int]] = {}
+        self._tables = {id(table): table for table in tables}
+        for rank, table in enumerate(tables):
+            self._ranks.setdefault(id(table), []).append(rank)
+        self._everyone = tuple(range(len(tables)))
+        self._known: dict[frozenset[int], tuple[int, ...]] = {frozenset(self._tables): self._everyone}
+
+    def among(self, ranks: tuple[int, ...] | None, name: str) -> tuple[int, ...]:
+        """Those of `ranks` that have a name; None: of all ranks."""
+        having = self.of(name)
+        return having if ranks is None or ranks == having else tuple(rank for rank in ranks if rank in having)
+
+    def of(self, name: str) -> tuple[int, ...]:
+        which = frozenset(each for each, table in self._tables.items() if name in table.loose)
+        if which not in self._known:
+            self._known[which] = tuple(sorted(rank for each in which for rank in self._ranks[each]))
+        return self._known[which]
+
+
+def _table_of(snapshot: Snapshot) -> _Table:
+    shared = {name: each for name, each in sorted(snapshot.tensors.items()) if not snapshot.is_own(name)}
+    units = (_unit_name(snapshot, each) for each in range(len(snapshot.units)))
+    return _Table(
+        tuple(_described(name, each) for name, each in shared.items()),
+        tuple(map(first_of_mesh, shared.values())),
+        frozenset([*shared, *snapshot.objects, *units]),
+        tuple((name, snapshot.paths[name]) for name in sorted(snapshot.paths) if not snapshot.is_own(name)),
+    )
+
+
+def _all_tensors(tables: Sequence[_Table]) -> tuple[Described, ...]:
+    known: dict[str, Described] = {}
+    for table in {id(each): each for each in tables}.values():
+        for described in table.tensors:
+            if known.setdefault(described[0], described) != described:
+                name, dtype, shape = described
+                raise ConfigError(
+                    f"{name} is {known[name][1]} {list(known[name][2])} on one rank and {dtype} {list(shape)} on "
+                    f"another: what ranks do not share needs names of its own, or an object with per_rank = True"
+                )
+    return tuple(known[name] for name in sorted(known))
+
+
+def _meshes_that_write(tables: Sequence[_Table]) -> dict[str, int | None]:
+    """Of each tensor the mesh, by its lowest rank, whose ranks write it. Ranks that have it on other meshes, such as
+    those of other replicas of a model that is sharded over `mesh["tp"]`, have the very same."""
+    found: dict[str, int | None] = {}
+    for table in {id(each): each for each in tables}.values():
+        for (name, _, _), mesh in zip(table.tensors, table.meshes):
+            found.setdefault(name, mesh)
+    return found
+
+
+def _described(name: str, tensor: torch.Tensor) -> Described:
+    return name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def _unit_name(snapshot: Snapshot, number: int) -> str:
+    unit = snapshot.units[number]
+    return "unit " + json.dumps([unit.state, unit.key])

@@ -1,0 +1,256 @@
+"""A chain of Slurm jobs on disk: what was submitted, which jobs, which attempts, and whether it goes on.
+
+    chain.json          what was submitted, and the limits; never changed
+    script, batch.sh    the user's script as it was then, and what is submitted in its place
+    state.json          active, paused, or how it ended and why
+    job-0002.json       the second job of the chain, and its id
+    attempt-0003.json   the third attempt: written at its start. A requeued job has several
+    ended-0003.json     how it ended: written by the attempt, or by the next one if it was killed
+    outcome-3.json      what the run itself says of its end
+    outcome-3.json.node-n1   that node n1 is bad, and why: by the run, or by a health check of the user's
+    events.jsonl        what was done, and why
+
+Whoever makes a numbered file first has made it: two that do the same at once never both go on. It is seen as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ckptman.errors import CorruptError, ExistsError, FormatVersionError, NotFoundError
+from ckptman.io.filesystem import DISK
+from ckptman.io.safe_open import read_regular
+from ckptman.runtime.journal import Journal
+
+FORMAT = 1
+CHAINS = "ckptman-chains"
+"""The folder that holds chains, in the directory where they were submitted."""
+SPEC = "chain.json"
+_MOST_BYTES = 16 * 1024 * 1024
+"""No record of a chain is larger."""
+
+ChainState = Literal["active", "paused", "finished", "stopped", "cancelled"]
+Mode = Literal["successor", "requeue", "upfront"]
+Ending = Literal["finished", "stopped", "crashed", "interrupted"]
+M = TypeVar("M", bound=BaseModel)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Spec(_Record):
+    """What was submitted. `options`: those of sbatch, on its command line. `first_arguments`: until one is saved.
+
+    `limit_seconds`, `warned_seconds`, `excluded`: what the user's own --time, --signal and --exclude say, as far as it
+    is understood; `has_signal`: whether there is a --signal.
+    """
+
+    format: int = FORMAT
+    script: str
+    interpreter: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    first_arguments: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    sbatch_variables: Mapping[str, str] = {}
+    limit_seconds: float | None = None
+    has_signal: bool = False
+    warned_seconds: int | None = None
+    excluded: str = ""
+    array_task: int | None = None
+    workdir: str
+    mode: Mode = "successor"
+    upfront: int = 1
+    crash_limit: int = 3
+    stall_limit: int = 10
+    max_attempts: int | None = None
+    max_walltime_seconds: float | None = None
+    until_seconds: float | None = None
+    created_seconds: float
+
+
+class State(_Record):
+    """Whether a chain goes on, and why not.
+
+    `forgiven`: so many attempts no longer count, however they ended. `given_up`: of so many the checkpoints are gone,
+    and somebody had the run go on all the same.
+    """
+
+    state: ChainState
+    reason: str = ""
+    time_seconds: float
+    forgiven: int = 0
+    given_up: int = 0
+
+
+class JobRecord(_Record):
+    """A job that was submitted for a chain."""
+
+    number: int
+    job_id: str
+    time_seconds: float
+
+
+class AttemptRecord(_Record):
+    """An attempt that has begun. `restart`: how often its job was requeued before. `log`: where its output goes."""
+
+    number: int
+    job: int
+    job_id: str
+    restart: int
+    nodes: str
+    host: str
+    log: str
+    begun_seconds: float
+
+
+class EndRecord(_Record):
+    """How an attempt ended. `step`: what it completed. `sequence`: the newest commit sequence under `root` after it, 0
+    where there is none; `committed`: it is of this attempt.
+
+    `bad_nodes`: those of its nodes that had better not be used again, and why. `save_seconds`: what a save took.
+    """
+
+    number: int
+    ending: Ending
+    reason: str
+    returncode: int | None
+    root: str
+    step: int
+    sequence: int
+    committed: bool = True
+    ended_seconds: float
+    bad_nodes: Mapping[str, str] = {}
+    save_seconds: float | None = None
+
+
+class Chain:
+    """The folder of a chain. Nothing is cached: others write to it as well."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script, self.batch_file = folder / "script", folder / "batch.sh"
+        self.events = Journal(folder / "events.jsonl")
+
+    @classmethod
+    def create(cls, folder: Path, spec: Spec, script: bytes, batch_file: str) -> Chain:
+        """Make the folder of a new chain. Raises: ExistsError, OSError."""
+        DISK.make_folders(folder.parent)
+        try:
+            DISK.make_folder(folder)
+        except FileExistsError:
+            raise ExistsError(f"{folder} is there already: name a new folder for the chain") from None
+        chain = cls(folder)
+        DISK.write_file(chain.script, script)
+        chain.script.chmod(0o755)
+        DISK.write_file(chain.batch_file, batch_file.encode())
+        chain._replace("state.json", State(state="active", time_seconds=spec.created_seconds))
+        chain._replace(SPEC, spec)  # last: a folder without it is no chain
+        return chain
+
+    @property
+    def spec(self) -> Spec:
+        """Raises: NotFoundError (it is no chain), CorruptError, FormatVersionError."""
+        found = self._read(SPEC, Spec)
+        if found is None:
+            raise NotFoundError(f"{self.folder} is no chain of ckptman: ckptman chain list shows those that are")
+        if found.format > FORMAT:
+            raise FormatVersionError(str(self.folder / SPEC), found.format, FORMAT)
+        return found
+
+    @property
+    def state(self) -> State:
+        found = self._read("state.json", State)
+        if found is None:
+            raise CorruptError(f"{self.folder / 'state.json'} is gone: submit the script again; the run goes on")
+        return found
+
+    def turn(self, state: ChainState, reason: str, now: float, **changed: int) -> None:
+        """Change the state, and note it. `changed`: other fields of `State`, which else stay as they are."""
+        new = {"state": state, "reason": reason, "time_seconds": now, **changed}
+        self._replace("state.json", self.state.model_copy(update=new))
+        self.events.record(state, sync=True, reason=reason)
+
+    def jobs(self) -> list[JobRecord]:
+        """All jobs, in the order of their numbers."""
+        return self._all("job", JobRecord)
+
+    def claim(self, job: JobRecord) -> JobRecord:
+        """Take the number of a job, unless another job has it. The one that has it."""
+        return self._make(f"job-{job.number:04d}.json", job)
+
+    def put_job(self, job: JobRecord) -> None:
+        """Note a job, in place of one of the same number that is gone."""
+        self._replace(f"job-{job.number:04d}.json", job)
+
+    def attempts(self) -> list[AttemptRecord]:
+        """All attempts that have begun, in order."""
+        return self._all("attempt", AttemptRecord)
+
+    def begin(self, attempt: AttemptRecord) -> AttemptRecord:
+        """Note that an attempt begins; the one that has this number."""
+        return self._make(f"attempt-{attempt.number:04d}.json", attempt)
+
+    def ends(self) -> dict[int, EndRecord]:
+        """How attempts ended, by their numbers."""
+        return {each.number: each for each in self._all("ended", EndRecord)}
+
+    def end(self, record: EndRecord) -> EndRecord:
+        """Note how an attempt ended; what was noted first counts."""
+        return self._make(f"ended-{record.number:04d}.json", record)
+
+    def outcome_path(self, number: int) -> Path:
+        """Where an attempt is asked to write its outcome."""
+        return self.folder / f"outcome-{number}.json"
+
+    def _all(self, kind: str, model: type[M]) -> list[M]:
+        pattern = re.compile(rf"{kind}-\d{{4,}}\.json")
+        names = sorted((each.name for each in self.folder.iterdir() if pattern.fullmatch(each.name)), key=_number)
+        return [found for name in names if (found := self._read(name, model)) is not None]
+
+    def _make(self, name: str, record: M) -> M:
+        try:
+            DISK.create_whole_file(self.folder / name, _data(record))
+        except FileExistsError:
+            return self._read(name, type(record)) or record
+        DISK.sync_folder(self.folder)
+        return record
+
+    def _replace(self, name: str, record: BaseModel) -> None:
+        DISK.replace_file(self.folder / name, _data(record))
+
+    def _read(self, name: str, model: type[M]) -> M | None:
+        path = self.folder / name
+        try:
+            return model.model_validate_json(
+                read_regular(path, _MOST_BYTES, follow=True, remedy="bring it back from a copy")
+            )
+        except FileNotFoundError:
+            return None
+        except (ValidationError, ValueError) as error:
+            raise CorruptError(f"{path} is not what ckptman wrote: {_first_line(error)}") from None
+
+
+def find_chains(base: Path) -> Sequence[Chain]:
+    """The chains that were submitted from a directory, oldest first. Raises: OSError."""
+    folder = base / CHAINS
+    if not folder.is_dir():
+        return []
+    return [Chain(each) for each in sorted(folder.iterdir()) if (each / SPEC).is_file()]
+
+
+def _data(record: BaseModel) -> bytes:
+    return record.model_dump_json(indent=1).encode() + b"\n"
+
+
+def _number(name: str) -> int:
+    return int(name.partition("-")[2].partition(".")[0])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

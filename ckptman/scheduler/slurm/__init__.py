@@ -1,0 +1,1 @@
+"""Slurm: its commands, its options, batch scripts, submission."""

@@ -1,0 +1,111 @@
+"""Looking at a chain of Slurm jobs, holding it, letting it go on, and ending it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptman.errors import ConfigError, NotFoundError
+from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, JobRecord, State, find_chains
+from ckptman.scheduler.history import lost
+from ckptman.scheduler.slurm.commands import Job, Slurm
+from ckptman.scheduler.slurm.submission import avoid_nodes, submit_again, submit_next
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A chain as it is now: on disk, and in the queue (`live`: its jobs that wait or run, in order)."""
+
+    state: State
+    jobs: list[JobRecord]
+    attempts: list[AttemptRecord]
+    ends: dict[int, EndRecord]
+    live: list[tuple[JobRecord, Job]]
+
+    @property
+    def running(self) -> list[tuple[JobRecord, Job]]:
+        return [each for each in self.live if not each[1].waits]
+
+    @property
+    def waiting(self) -> list[tuple[JobRecord, Job]]:
+        return [each for each in self.live if each[1].waits]
+
+
+def look(chain: Chain, slurm: Slurm) -> Seen:
+    """Raises: SchedulerError where Slurm cannot be asked."""
+    jobs = chain.jobs()
+    known = slurm.jobs([each.job_id for each in jobs])
+    live = [(each, known[each.job_id]) for each in jobs if each.job_id in known and not known[each.job_id].over]
+    return Seen(chain.state, jobs, chain.attempts(), chain.ends(), live)
+
+
+def cancel(chain: Chain, slurm: Slurm, now: float) -> Seen:
+    """End a chain: nothing more starts, and who runs gets SIGTERM and KillWait to save."""
+    if chain.state.state in ("active", "paused"):
+        chain.turn("cancelled", f"cancelled by {_who()}", now)
+    seen = look(chain, slurm)
+    slurm.cancel([job.id for _, job in (*seen.waiting, *seen.running)])  # those that wait first: none may start
+    return look(chain, slurm)
+
+
+def pause(chain: Chain, slurm: Slurm, now: float) -> Seen:
+    """Start no further attempt until `resume`. The one that runs goes on to its end."""
+    state = chain.state
+    if state.state == "paused":
+        return look(chain, slurm)
+    if state.state != "active":
+        raise ConfigError(f"the chain is {state.state} ({state.reason}): there is nothing to pause")
+    chain.turn("paused", f"paused by {_who()}", now)
+    seen = look(chain, slurm)
+    for _, job in seen.waiting:
+        slurm.hold(job.id)
+    return look(chain, slurm)
+
+
+def resume(chain: Chain, slurm: Slurm, now: float) -> Seen:
+    """Let a chain go on that was paused, or that stopped because of crashes or a limit."""
+    state = chain.state
+    if state.state in ("finished", "cancelled"):
+        raise ConfigError(f"the chain is {state.state} ({state.reason}): submit its script again")
+    seen = look(chain, slurm)
+    if state.state != "active":
+        over = [each.number for each in seen.attempts if each.number in seen.ends]
+        forgiven = max(over, default=0)
+        # Who resumes a chain that was stopped because its checkpoints are gone has it start over.
+        given_up = forgiven if state.state == "stopped" and lost(chain) else state.given_up
+        chain.turn("active", f"resumed by {_who()}", now, forgiven=forgiven, given_up=given_up)
+    for _, job in seen.waiting:
+        if "held" in job.reason.lower():  # by `pause`, or by Slurm after a launch that failed
+            slurm.release(job.id)
+    avoid_nodes(chain, slurm, [record for record, _ in seen.waiting], now)
+    if not seen.live:
+        submit_again(chain, slurm, now)
+    elif not seen.waiting and chain.spec.mode == "successor":
+        record, job = seen.running[-1]
+        submit_next(chain, slurm, record.number, job.id, now)
+    return look(chain, slurm)
+
+
+def named(name: str | None, base: Path) -> Chain:
+    """A chain by its folder, its name, the id of one of its jobs, or none for the newest one. Raises: NotFoundError."""
+    if name is not None and (Path(name) / "chain.json").is_file():
+        return Chain(Path(name).resolve())
+    chains = find_chains(base)
+    if name is None:
+        if not chains:
+            raise NotFoundError(f"no chain was submitted from {base}: name the folder of one")
+        return chains[-1]
+    for chain in chains:
+        if chain.folder.name == name or any(job.job_id == name for job in chain.jobs()):
+            return chain
+    raise NotFoundError(f"there is no chain {name!r} of those submitted from {base}: ckptman chain list shows them")
+
+
+def _who() -> str:
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"

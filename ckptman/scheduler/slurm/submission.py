@@ -1,0 +1,268 @@
+"""Putting jobs of a chain into the queue: the first, the next, and all at once."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerError
+from ckptman.forecast.warning_time import SHORTEST_LIMIT_SECONDS, warning_seconds
+from ckptman.scheduler.chain_record import CHAINS, Chain, JobRecord, Mode, Spec, find_chains
+from ckptman.scheduler.history import avoided, job_number_after, measured_save_seconds
+from ckptman.scheduler.slurm.batch_script import BatchScript, batch_file, parse
+from ckptman.scheduler.slurm.commands import QueueFullError, Slurm, UnreachableError, submission_environment
+from ckptman.scheduler.slurm.options import array_tasks, in_force, limit_seconds, read_options, remarks, warned
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a user wants submitted. `options`: further ones of sbatch. `upfront`: so many jobs at once."""
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    first_arguments: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    mode: Mode = "successor"
+    upfront: int = 1
+    crash_limit: int = 3
+    stall_limit: int = 10
+    max_attempts: int | None = None
+    max_walltime_seconds: float | None = None
+    until_seconds: float | None = None
+    another: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A chain that is not on disk yet, and what it will say."""
+
+    chain: Chain
+    spec: Spec
+    script: BatchScript
+    remarks: tuple[str, ...]
+    """What the user should know."""
+
+
+def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: float) -> list[Prepared]:
+    """Check a wish, without a trace on disk or in the queue. One chain, or one for each task of an array.
+
+    Raises: NotFoundError, ConfigError, ExistsError (a chain of the same script goes on).
+    """
+    try:
+        text = wish.script.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise NotFoundError(
+            f"there is no batch script {wish.script}: name the file that you would give to sbatch, or run a command "
+            f"on this machine with --scheduler local"
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"{wish.script} is no batch script, but binary: name the file you would give to sbatch"
+        ) from None
+    script = parse(text, str(wish.script))
+    variables = {name: value for name, value in environ.items() if name.startswith("SBATCH_")}
+    options = in_force(script.options, variables, read_options(list(wish.options)))
+    tasks: list[int | None] = [*array_tasks(options["--array"])] if "--array" in options else [None]
+    added = []
+    if "--job-name" not in options:
+        added.append(f"--job-name={wish.script.name}")
+    if "--open-mode" not in options:
+        added.append("--open-mode=append")
+    if wish.mode == "requeue" and "--requeue" not in options:
+        added.append("--requeue")
+    workdir = Path.cwd()
+    added += _places_of_output(options, workdir)
+    signal = warned(options)
+    spec = Spec(
+        script=str(wish.script.resolve()),
+        interpreter=script.interpreter,
+        arguments=wish.arguments,
+        first_arguments=wish.first_arguments,
+        options=(*added, *wish.options),
+        sbatch_variables=variables,
+        limit_seconds=limit_seconds(options),
+        has_signal="--signal" in options,
+        warned_seconds=signal.seconds if signal else None,
+        excluded=options.get("--exclude", ""),
+        workdir=str(workdir),
+        mode=wish.mode,
+        upfront=wish.upfront,
+        crash_limit=wish.crash_limit,
+        stall_limit=wish.stall_limit,
+        max_attempts=wish.max_attempts,
+        max_walltime_seconds=wish.max_walltime_seconds,
+        until_seconds=wish.until_seconds,
+        created_seconds=now,
+    )
+    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{os.getpid()}"
+    base = (folder or workdir / CHAINS / name).resolve()
+    others = [] if wish.another else [(each, each.spec) for each in find_chains(workdir)]
+    width = len(str(max((task for task in tasks if task is not None), default=0)))
+    made = []
+    for task in tasks:
+        own, where = spec, base
+        if task is not None:
+            # An array of one: the number of the task is in its environment as ever.
+            own = spec.model_copy(update={"array_task": task, "options": (*spec.options, f"--array={task}")})
+            where = base.with_name(f"{base.name}-task{task:0{width}}")
+        _refuse_twins(own, others)
+        made.append(Prepared(Chain(where), own, script, tuple(remarks(options))))
+    return made
+
+
+def submit_chain(prepared: Prepared, upfront: int, slurm: Slurm, now: float) -> list[JobRecord]:
+    """Make the folder of a chain, and put its first job into the queue, or `upfront` jobs. Raises: SchedulerError.
+
+    Where the queue takes not all of them, they are fewer: the last of them has the next one follow.
+    """
+    chain, spec, script = prepared.chain, prepared.spec, prepared.script
+    source = Path(spec.script)
+    Chain.create(
+        chain.folder,
+        spec,
+        source.read_bytes(),
+        batch_file(script, source.name, sys.executable, str(chain.folder)),
+    )
+    try:
+        jobs = [_submit(chain, slurm, 1, (), now)]
+        for number in range(2, upfront + 1):
+            jobs.append(submit_next(chain, slurm, number - 1, jobs[-1].job_id, now))
+    except QueueFullError as error:
+        if chain.jobs():
+            chain.events.record("queue full", sync=True, wanted=upfront, why=str(error))
+            return chain.jobs()
+        chain.turn("stopped", f"it could not be submitted: {error}", now)
+        raise
+    except BaseException as error:
+        chain.turn("stopped", f"it could not be submitted: {error}", now)
+        raise
+    return jobs
+
+
+def first_command(prepared: Prepared) -> str:
+    """The command that puts the first job of a chain into the queue, as a shell would read it."""
+    chain, spec = prepared.chain, prepared.spec
+    return shlex.join(["sbatch", "--parsable", *spec.options, *_warning(spec, None), str(chain.batch_file), "1"])
+
+
+def submit_next(chain: Chain, slurm: Slurm, number: int, job_id: str, now: float) -> JobRecord:
+    """Have the job after job `number`, whose id is `job_id`, in the queue: the one that is there, or a new one.
+
+    It starts when that job is over, however it ended. Raises: SchedulerError.
+    """
+    noted = job_number_after(chain, number)
+    if noted is not None:
+        found = slurm.jobs([noted.job_id]).get(noted.job_id)
+        if found is not None and not found.over:
+            return noted
+    return _submit(chain, slurm, number + 1, (f"--dependency=afterany:{job_id}",), now)
+
+
+def submit_again(chain: Chain, slurm: Slurm, now: float) -> JobRecord:
+    """Submit a new job for a chain of which none is left. Raises: SchedulerError."""
+    jobs = chain.jobs()
+    return _submit(chain, slurm, jobs[-1].number + 1 if jobs else 1, (), now)
+
+
+def slurm_of(spec: Spec, environ: Mapping[str, str]) -> Slurm:
+    """Slurm as the jobs of a chain are submitted to it: from the same folder, with the user's own settings."""
+    return Slurm(submission_environment(environ, spec.sbatch_variables), spec.workdir)
+
+
+def avoid_nodes(chain: Chain, slurm: Slurm, jobs: Sequence[JobRecord], now: float) -> str:
+    """Have jobs that wait leave out the nodes that were found bad, and no others. What was done, for people.
+
+    "" if there is nothing to be done. Raises: SchedulerError.
+    """
+    if not jobs or not any(end.bad_nodes for end in chain.ends().values()):
+        return ""
+    nodes, why_not = _avoidable(chain, slurm, jobs[0].number, now)
+    for job in jobs:
+        try:
+            slurm.update(job.job_id, ExcNodeList=_excluded(chain.spec, nodes))
+        except UnreachableError:
+            raise
+        except SchedulerError as error:  # that job is over, or begins just now
+            chain.events.record("not told", job=job.job_id, why=str(error))
+    return why_not or (f"left out: {_told(nodes)}" if nodes else "")
+
+
+def _submit(chain: Chain, slurm: Slurm, number: int, options: Sequence[str], now: float) -> JobRecord:
+    spec = chain.spec
+    # Of two options of the same name the last one counts, and both before what the script says.
+    given = (*spec.options, *_warning(spec, measured_save_seconds(chain)), *options)
+    nodes, _ = _avoidable(chain, slurm, number, now)
+    without = [f"--exclude={_excluded(spec, nodes)}"] if nodes else []
+    job_id = slurm.submit(chain.batch_file, number, (*given, *without))
+    record = JobRecord(number=number, job_id=job_id, time_seconds=now)
+    chain.put_job(record)
+    chain.events.record("submit", sync=True, job=number, job_id=job_id, options=[*options, *without])
+    return record
+
+
+def _avoidable(chain: Chain, slurm: Slurm, number: int, now: float) -> tuple[dict[str, str], str]:
+    """The nodes to be left out; none where the job would then wait for ever, and why. Raises: UnreachableError."""
+    nodes, spec = avoided(chain, now), chain.spec
+    if not nodes:
+        return {}, ""
+    if "/" in spec.excluded:
+        return {}, f"--exclude={spec.excluded} is a file, which cannot be added to: {_told(nodes)}"
+    refusal = slurm.why_never(chain.batch_file, number, (*spec.options, f"--exclude={_excluded(spec, nodes)}"))
+    if not refusal:
+        chain.events.record("avoided", nodes=nodes)
+        return nodes, ""
+    chain.events.record("not avoided", nodes=nodes, why=refusal)
+    return {}, f"found bad, but without them it could not run now: {_told(nodes)}"
+
+
+def _told(nodes: Mapping[str, str]) -> str:
+    return ", ".join(f"{node} ({why})" for node, why in nodes.items())
+
+
+def _excluded(spec: Spec, nodes: Mapping[str, str]) -> str:
+    return ",".join([spec.excluded] * bool(spec.excluded) + list(nodes))
+
+
+def _warning(spec: Spec, save_seconds: float | None) -> tuple[str, ...]:
+    """The warning before the time limit, as long before as the saves of this run need; none beside the user's own."""
+    if spec.has_signal or (spec.limit_seconds or 0) < SHORTEST_LIMIT_SECONDS:
+        return ()
+    longest = int((spec.limit_seconds or 0) // 4)
+    return (f"--signal=B:USR2@{min(warning_seconds(save_seconds), longest)}",)
+
+
+def _places_of_output(options: Mapping[str, str], workdir: Path) -> list[str]:
+    """Options that say where output goes, where Slurm would misread it. Raises: NotFoundError (no such folder).
+
+    A job whose output cannot be opened fails before its first line, and leaves no word of why.
+    """
+    found = []
+    base = Path(workdir, options.get("--chdir") or "")
+    for name in ("--output", "--error"):
+        given = options.get(name) or ("slurm-%j.out" if name == "--output" else None)
+        if given is None:
+            continue
+        folder = (base / given).parent
+        if "%" not in str(Path(given).parent) and not folder.is_dir():
+            raise NotFoundError(
+                f"{name} {given}: there is no folder {folder}, so no job could start: mkdir -p {folder}"
+            )
+        if "%" in str(base) and not Path(given).is_absolute():  # it would be taken for a pattern
+            found.append(f"{name}={str(base).replace('%', '%%')}/{given}")
+    return found
+
+
+def _refuse_twins(spec: Spec, others: Sequence[tuple[Chain, Spec]]) -> None:
+    for other, theirs in others:
+        same = (theirs.script, theirs.arguments, theirs.array_task) == (spec.script, spec.arguments, spec.array_task)
+        if same and other.state.state in ("active", "paused"):
+            raise ExistsError(
+                f"a chain of this script goes on already: {other.folder} ({other.state.state}). See it with ckptman "
+                f"chain show, end it with ckptman chain cancel, or submit with --another where the two write to "
+                f"different roots"
+            )

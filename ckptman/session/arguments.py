@@ -1,0 +1,95 @@
+"""What users hand to a Checkpointer, checked at once and with a remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from ckptman.catalog.backends.object_store import check_folder
+from ckptman.errors import ConfigError, warn
+from ckptman.format.paths import MAX_STEP
+from ckptman.policies.retention import RetentionPolicy
+from ckptman.policies.save_policies import SavePolicy
+from ckptman.session.watchdog_actions import Setting, patience_of
+from ckptman.state.named_state import is_stateful
+
+_DETACHED = {"an optimizer": {"state", "param_groups"}, "a schedule": {"last_epoch", "_step_count"}}
+"""By what a state dict is known that is a copy. That of a module holds its very tensors."""
+
+
+def check_arguments(
+    root: object,
+    state: object,
+    policy: object,
+    retention: object,
+    on_full: object,
+    deadline: object,
+    timeout_seconds: float,
+    watchdog: Setting,
+) -> None:
+    """What a Checkpointer is made with. Raises: ConfigError."""
+    if not isinstance(root, str | os.PathLike) or not str(root):
+        raise ConfigError(f"root is the path of a folder, not {root!r}")
+    check_folder(root)
+    if not isinstance(state, MutableMapping) or not state:
+        raise ConfigError("state is a dict of what to save by name, such as {'model': model, 'optimizer': optimizer}")
+    for name, value in state.items():
+        _refuse_detached(name, value)
+    if not isinstance(policy, SavePolicy):
+        raise ConfigError(f"save_policy is a policy such as EverySteps(100) | OnStop(), not {policy!r}")
+    if retention is not None and not isinstance(retention, RetentionPolicy):
+        raise ConfigError(f"retention is a policy such as KeepLast(3), or None to keep all, not {retention!r}")
+    if on_full not in ("fail", "prune"):
+        raise ConfigError(f'on_full is "fail" or "prune", not {on_full!r}')
+    if on_full == "prune" and retention is None:
+        raise ConfigError('on_full="prune" needs a retention policy: without one, nothing may be deleted')
+    if not timeout_seconds > 0:
+        raise ConfigError(f"timeout_seconds is a positive number of seconds, not {timeout_seconds!r}")
+    if deadline is not None and deadline != "auto" and not isinstance(deadline, int | float):
+        raise ConfigError(f"deadline is when the job ends, in unix seconds, or 'auto', or None, not {deadline!r}")
+    patience_of(watchdog, 1, {})
+
+
+def _refuse_detached(name: object, value: object) -> None:
+    """Raises: ConfigError for what an optimizer or a schedule gave: that neither changes with it, nor loads into it."""
+    if not isinstance(value, Mapping) or is_stateful(value):
+        return
+    for kind, keys in _DETACHED.items():
+        if keys <= value.keys():
+            raise ConfigError(
+                f"state[{name!r}] is the state_dict() of {kind}: it does not change as that does, and nothing that is "
+                f"restored into it gets there. Put the object itself into the state: {{{name!r}: {name}}}"
+            )
+
+
+def step_number(step: Any) -> int:
+    """A step as a plain int; NumPy's and torch's whole numbers are taken too. Raises: ConfigError."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise ConfigError(f"a step is a whole number, not {step!r}") from None
+    if not 0 <= number <= MAX_STEP:
+        raise ConfigError(f"a step is a number from 0 to {MAX_STEP}, not {number}")
+    return number
+
+
+def metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics that are numbers; of others a warning is all that comes, because a label must not cost a save.
+
+    Raises: ConfigError (no mapping).
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics are numbers by name, such as {{'loss': 0.5}}, not a {type(metrics).__name__}")
+    numbers = {}
+    for name, value in (metrics or {}).items():
+        try:
+            numbers[str(name)] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except Exception as error:  # noqa: BLE001 a user's own class may raise anything
+            with contextlib.suppress(Warning):  # also where warnings are errors: the other ranks go on to save
+                warn(f"the metric {name!r} is not a number and is left out: {error}")
+    return numbers

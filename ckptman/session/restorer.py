@@ -1,0 +1,207 @@
+"""Restoring: the newest good checkpoint, on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.tiered import Remote, TieredPlace
+from ckptman.catalog.catalog import Entry
+from ckptman.catalog.reader_lease import reading
+from ckptman.catalog.verified import remember_damage
+from ckptman.comm.control import Channel, failing_as_one
+from ckptman.errors import CkptmanError, CorruptError, NotFoundError, RootError, SuspectError, plain, warn
+from ckptman.format.manifest import read_manifest
+from ckptman.format.paths import MANIFEST, journal_path
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.wakeup import Worker
+from ckptman.loading.loader import State, load
+from ckptman.policies.crash_loop import crashes_of, suspects
+from ckptman.runtime.journal import read_journal
+from ckptman.session.run_session import Attempt, refuse_other_checkpoints
+from ckptman.transfer.copy import Means, copy_objects
+from ckptman.transfer.progress import Meter
+
+_FETCH_LOOK_SECONDS = 1.0
+_LOOKS = 10
+"""After so many a root whose checkpoints vanish while they are read is no longer looked at anew."""
+
+
+def choose(entries: list[Entry], step: int | None) -> list[Entry]:
+    """The entries to try, best first: the step asked for, or all complete ones from the last committed on.
+
+    Raises: FormatVersionError if a newer ckptman wrote one of them: it may well be the newest good one, and going back
+    behind it would lose its steps silently. CorruptError if there are entries and none is complete.
+    """
+    if step is not None:
+        named = [each for each in reversed(entries) if each.step == step]
+        # What a rollback left behind only where it was not saved again.
+        named = [each for each in named if not each.abandoned] or named
+        whole = [each for each in named if each.complete]
+        if not whole:
+            named[0].require_manifest()
+        return [each for each in whole if each.identity == whole[0].identity]
+    for entry in entries:
+        if entry.newer_format is not None:
+            raise entry.newer_format
+    good = [entry for entry in reversed(entries) if entry.complete]
+    if entries and not good:
+        raise CorruptError(
+            f"{entries[-1].path.parent} holds {len(entries)} checkpoints and none of them is complete: "
+            + "; ".join(f"step {entry.step}: {entry.problem}" for entry in entries[-3:])
+            + ". Nothing is started over them: bring one back from a copy, or move them away to begin afresh"
+        )
+    return good
+
+
+class Restorer:
+    """Finds the checkpoint to start from and loads it. Every rank has one and calls it alike."""
+
+    def __init__(
+        self, talk: Channel, place: FolderPlace, attempt: Attempt, beat: Callable[[], None], disk: Disk = DISK
+    ) -> None:
+        self._talk, self._place, self._attempt, self._beat = talk, place, attempt, beat
+        self._disk = disk
+        self.damaged: set[int] = set()
+        """Commit sequences of the checkpoints that were passed over although they look complete."""
+        self.held = contextlib.ExitStack()
+        """Holds what was loaded until it is closed: no prune takes it from a run that went on from it."""
+
+    def best(self, state: State, step: int | None, *, allow_suspect: bool = False) -> int | None:
+        """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
+        begun = time.monotonic()
+        refused: list[str] = []
+        left = list(self._talk.ask_leader(lambda: self._candidates(step, allow_suspect)))
+        looks = 1
+        while left:
+            entry = left.pop(0)
+            if isinstance(entry, Remote) and (trouble := self._fetch(entry)) is not None:
+                if not left:
+                    raise trouble
+                self._pass_over(entry, trouble)
+                continue
+            try:
+                self._load(state, entry.path)
+            except (CorruptError, NotFoundError) as error:
+                if looks < _LOOKS and not self._talk.ask_leader(partial(os.path.lexists, entry.path)):
+                    # Pruned since it was listed. Whoever did that left the newest: what there is now is looked at anew.
+                    left = list(self._talk.ask_leader(lambda: self._candidates(step, allow_suspect)))
+                    looks += 1
+                    continue
+                if self._talk.is_leader:
+                    remember_damage(entry.path, entry.require_manifest(), str(error))
+                if step is not None and not left:
+                    raise
+                refused.append(str(error))
+                if entry.path.parent == self._place.root:
+                    self.damaged.add(entry.sequence)
+                self._pass_over(entry, error)
+                continue
+            self._attempt.note("restored", step=entry.step, path=str(entry.path), seconds=time.monotonic() - begun)
+            return entry.step
+        if refused:
+            raise CorruptError(f"{self._place.root}: no checkpoint is good. " + " ".join(refused))
+        if looks > 1 or self._attempt.finds_checkpoints:  # a mount that went meanwhile left an empty folder
+            raise RootError(
+                errno.ENOENT,
+                f"{self._place.root} held checkpoints when this run began, and holds none now: nothing is started at 0 "
+                f"over them. See whether it is still mounted, or who removed them, and start again",
+            )
+        return None
+
+    def at(self, state: State, folder: Path) -> int:
+        """Load the checkpoint in `folder`, whoever wrote it, and return its step; 0 where it does not say."""
+
+        def look() -> Entry | None:
+            return Entry(0, folder, read_manifest(folder)) if (folder / MANIFEST).exists() else None
+
+        begun = time.monotonic()
+        entry = self._talk.ask_leader(look)
+        self._load(state, folder)
+        step = entry.require_manifest().step if entry is not None else 0
+        self._attempt.note("restored", step=step, path=str(folder), seconds=time.monotonic() - begun)
+        return step
+
+    def _fetch(self, entry: Remote) -> CkptmanError | None:
+        """Have the leader bring into the root what is elsewhere. What went wrong, the same on every rank."""
+        place, meter, before = cast(TieredPlace, self._place), Meter(), [("", 0)]
+
+        def fetch() -> None:
+            store, found, may_replace = place.source_of(entry)
+            copy_objects(found, store, FolderPlace(place.root, self._disk), Means(meter=meter, overwrite=may_replace))
+
+        with Worker("ckptman-fetch") as pool:
+            work = [pool.submit(fetch)] if self._talk.is_leader else []
+
+            def look() -> tuple[bool, bool]:
+                done = [each for each in work if each.wait(_FETCH_LOOK_SECONDS)]
+                for each in done:
+                    each.result()
+                now = meter.phase, meter.done_bytes
+                goes_on, before[0] = now != before[0], now
+                return bool(done), goes_on
+
+            try:
+                with failing_as_one():
+                    # In short exchanges: it may take hours, and nobody hears of the leader meanwhile.
+                    while not (told := self._talk.ask_leader(look))[0]:
+                        if told[1]:
+                            self._beat()
+            except CkptmanError as error:
+                return error
+        return None
+
+    def _load(self, state: State, folder: Path) -> None:
+        """Load a checkpoint that no prune may take meanwhile: what the leader holds is held for all ranks."""
+        with contextlib.ExitStack() as held:
+            if self._talk.is_leader:
+                held.enter_context(reading(folder, what="a run that goes on from it"))
+            load(self._talk, state, folder)
+            self.held = held.pop_all()
+
+    def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
+        entries = self._place.list(abandoned=step is not None)
+        if step is None and not any(entry.complete for entry in entries) and self._place.list(abandoned=True):
+            choose(entries, None)
+            raise CorruptError(
+                f"{self._place.root}: all that is left was abandoned by a rollback, and nothing is started over it: "
+                f"ckptman rollback --undo brings it back, and restore(step=...) takes one of it"
+            )
+        if not entries:
+            refuse_other_checkpoints(self._place.root, below=True)
+        if step is not None and all(entry.step != step for entry in entries):
+            known = ", ".join(str(entry.step) for entry in entries[-10:]) or "none"
+            raise NotFoundError(f"{self._place.root} has no checkpoint of step {step}; the latest there are: {known}")
+        for entry in entries:
+            if not entry.complete and entry.newer_format is None and step is None:
+                self._pass_over(entry, CorruptError(entry.problem))
+        chosen = choose(entries, step)
+        return chosen if step is not None or allow_suspect else self._without_suspects(chosen)
+
+    def _without_suspects(self, chosen: list[Entry]) -> list[Entry]:
+        """Raises: SuspectError where nothing else is left: a run never falls back to step 0 over checkpoints."""
+        try:
+            events, _ = read_journal(journal_path(Path(self._place.root)))
+        except NotFoundError:
+            return chosen
+        reasons = suspects(crashes_of(events))
+        left = [entry for entry in chosen if entry.step not in reasons]
+        if chosen and not left:
+            step = chosen[0].step
+            raise SuspectError(f"{self._place.root}: step {step} is all there is to go on from, and {reasons[step]}")
+        for entry in chosen:
+            if entry.step in reasons and entry.sequence > left[0].sequence:
+                self._pass_over(entry, SuspectError(reasons[entry.step]))
+        return left
+
+    def _pass_over(self, entry: Entry, why: Exception) -> None:
+        self._attempt.note("restore_refused", step=entry.step, reason=str(why))
+        if self._talk.is_leader:
+            warn(f"the checkpoint of step {entry.step} is passed over: {plain(why)}")

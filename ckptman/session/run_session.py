@@ -1,0 +1,271 @@
+"""One attempt of a run: the claim on the root, the journal and the outcome. The leader keeps them for all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.tiered import TieredPlace
+from ckptman.catalog.prune import clear, find_leftovers
+from ckptman.catalog.tiers import claim_tiers, write_tiers
+from ckptman.catalog.writer_lock import Claim, claim
+from ckptman.comm.control import Channel
+from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, masked, warn
+from ckptman.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
+from ckptman.io.filesystem import Disk, folder_mode
+from ckptman.runtime.bad_nodes import is_device_trouble, report_node, this_node
+from ckptman.runtime.failure_cause import cause_of
+from ckptman.runtime.journal import Journal, read_journal
+from ckptman.runtime.measurements import typical_save_seconds
+from ckptman.runtime.outcome import OUTCOME_ENV, Outcome, attempt_number, read_outcome, write_outcome
+from ckptman.saving.draft import SaveInfo
+from ckptman.session.drain_process import Drainer
+from ckptman.state.named_state import Snapshot, mesh_of
+
+_MOST_ATTEMPTS = 10**6
+"""A journal is text that anybody may have damaged: no chain has so many."""
+
+
+@dataclass
+class Attempt:
+    """What is known about this attempt; `claim` and `journal` are the leader's, the others have None."""
+
+    root: Path
+    number: int
+    run_id: str
+    job_id: str | None
+    finds_checkpoints: bool = False
+    """Whether the root held anything that has a checkpoint's name when the attempt began."""
+    save_seconds: float | None = None
+    """What a save took in earlier attempts, from the decision until it was durable; None: none was measured."""
+    claim: Claim | None = None
+    journal: Journal | None = None
+    drainer: Drainer | None = None
+    ended: str = ""
+    """The state with which it ended; "" while it goes on."""
+
+    @classmethod
+    def open(cls, talk: Channel, place: FolderPlace, run_id: str | None, disk: Disk) -> Attempt:
+        """Take the root and begin. Every rank calls it. Raises, through RankFailed: BusyError, RootError."""
+        kept: list[Attempt] = []
+
+        def begin() -> Attempt:
+            kept.append(_begin(place, run_id, talk.world_size, disk))
+            return replace(kept[0], claim=None, journal=None, drainer=None)
+
+        told = talk.ask_leader(begin)
+        return kept[0] if kept else told
+
+    def note(self, event: str, *, sync: bool = False, **fields: object) -> None:
+        """Write an event to the journal; nothing on ranks that are not the leader."""
+        if self.journal is not None:
+            self.journal.record(event, sync=sync, **fields)
+
+    def committed(self) -> None:
+        """A save is durable: what the tiers are to get of it is copied behind the training."""
+        if self.drainer is not None:
+            self.drainer.poke()
+
+    def write_outcome(
+        self, state: Literal["running", "finished", "stopped", "failed"], step: int, reason: str, exit_code: int
+    ) -> None:
+        """Leader only: say on disk how the attempt stands, because launchers swallow exit codes. Raises: OSError."""
+        outcome = Outcome(
+            state=state,
+            step=step,
+            reason=reason,
+            exit_code=exit_code,
+            root=str(self.root.absolute()),
+            attempt=self.number,
+            time_seconds=time.time(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+        # The chain's copy first: if the root's disk is full, whoever decides about the next attempt still learns why.
+        asked_for = os.environ.get(OUTCOME_ENV)
+        if asked_for:
+            write_outcome(Path(asked_for), outcome)
+        write_outcome(outcome_path(self.root), outcome)
+
+    def end(
+        self, state: Literal["finished", "stopped", "failed"], step: int, reason: str, exit_code: int, **fields: object
+    ) -> None:
+        """Write outcome and last event, which has the `fields` too. Trouble on the way is told and does not hide why
+        the attempt ended."""
+        self.ended = state
+        if state == "failed" and self._failed_already():
+            return
+        if self.claim is not None:
+            try:
+                self.write_outcome(state, step, reason, exit_code)
+            except OSError as error:
+                warn(f"the outcome could not be written: {error}")
+        self.note(state, sync=True, step=step, reason=reason, **fields)
+
+    def _failed_already(self) -> bool:
+        """Whether a watchdog has said why this attempt fails: what breaks when its rank leaves comes of that."""
+        if self.claim is None and self.journal is None:  # this rank says nothing in any case
+            return False
+        try:
+            found = read_outcome(outcome_path(self.root))
+        except (CorruptError, OSError):
+            return False
+        return found is not None and (found.state, found.attempt) == ("failed", self.number)
+
+    def blame(self, error: BaseException) -> None:
+        """Where an error says that a device of this node is broken, the chain learns of the node."""
+        if is_device_trouble(error):
+            with contextlib.suppress(OSError):
+                report_node(this_node(os.environ), masked(str(error)), os.environ)
+
+    def fail(self, step: int, error: BaseException) -> None:
+        """End with an error."""
+        name = type(error).__name__
+        told = {"error": name, "cause": cause_of(error)}
+        self.end("failed", step, f"{name}: {error}", getattr(error, "exit_code", 1), **told)
+
+    def save_info(
+        self,
+        step: int,
+        reason: str,
+        talk: Channel,
+        shot: Snapshot,
+        restored_from: int | None,
+        metrics: Mapping[str, float],
+    ) -> SaveInfo:
+        """What the manifest of a save of this attempt says about it; of the `metrics` the leader's count."""
+        return SaveInfo(
+            step=step,
+            reason=reason,
+            world_size=talk.world_size,
+            mesh=mesh_of(shot.tensors),
+            run_id=self.run_id,
+            job_id=self.job_id,
+            attempt=self.number,
+            restored_from=restored_from,
+            metrics=metrics,
+        )
+
+    def release(self) -> None:
+        """Close the journal and give the root free; before that, where the run is finished, fill the tiers."""
+        if self.drainer is not None:
+            self.drainer.close(finish=self.ended == "finished")
+        if self.journal is not None:
+            self.journal.close()
+        if self.claim is not None:
+            self.claim.release()
+
+
+def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) -> Attempt:
+    _check_privacy()
+    place.make()
+    if isinstance(place, TieredPlace):
+        place.run_ids = _run_ids(place.root, run_id)
+    entries = place.list(abandoned=True)
+    if not entries:
+        refuse_other_checkpoints(place.root)
+    manifests = [entry.manifest for entry in entries if entry.manifest is not None]
+    run_id = run_id or (manifests[-1].run_id if manifests else "") or uuid.uuid4().hex[:12]
+    job_id = os.environ.get("SLURM_JOB_ID")
+    held = _claim(place.root, run_id, job_id, disk)
+    try:
+        # What killed saves left may be what fills the disk, so it goes before the first save and not after it.
+        _clear_leftovers(place.root, held.next_tag(), disk)
+        # Looked at again: until the claim was ours, another run may have saved.
+        finds = bool(entries or place.list(abandoned=True))
+        events = _events(place.root)
+        saves = typical_save_seconds(events)
+        attempt = Attempt(place.root, _number(events), run_id, job_id, finds, saves, held)
+        attempt.journal = Journal(journal_path(place.root), disk=disk)
+        attempt.journal.rotate()
+        attempt.journal.bind(attempt=attempt.number)
+        tiers, known = (place.tiers, place.run_ids) if isinstance(place, TieredPlace) else ((), frozenset[str]())
+        claim_tiers(place.root, tiers, run_id, known, disk)
+        if isinstance(place, TieredPlace):
+            write_tiers(place.root, place.tiers, disk)
+            attempt.drainer = Drainer(place.root.absolute(), attempt.journal)
+        where = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}
+        attempt.note("attempt_started", sync=True, run_id=run_id, **where)
+        attempt.write_outcome("running", 0, "", 0)
+    except BaseException:
+        held.release()
+        raise
+    return attempt
+
+
+def refuse_other_checkpoints(root: Path, *, below: bool = False) -> None:
+    """For a root without checkpoints of a run: nobody starts over or beside what lies there under other names.
+
+    `below`: look into its folders too. Raises: ConfigError where the root, or one of them, is a checkpoint.
+    """
+    folders = [root]
+    if below:
+        with os.scandir(root) as items:
+            there = [item.name for item in items if not item.is_file(follow_symlinks=False)]
+        folders += [root / name for name in sorted(there) if name != DOT and parse_step(name) is None]
+    marks = (each / name for each in folders for name in (MANIFEST, METADATA))
+    found = next((mark for mark in marks if os.path.lexists(mark)), None)
+    if found is not None:
+        where = "it is" if found.parent == root else f"{found.parent} is"
+        raise ConfigError(
+            f"{root} holds no checkpoints of a run, but {where} a checkpoint itself (there is a {found.name}): nothing "
+            f"is started at 0 there. Name another root, or start from a checkpoint: restore(path={str(found.parent)!r})"
+        )
+
+
+def _check_privacy() -> None:
+    try:
+        folder_mode()
+    except OSError as error:
+        raise ConfigError(error.strerror or str(error)) from None
+
+
+def _claim(root: Path, run_id: str, job_id: str | None, disk: Disk) -> Claim:
+    try:
+        return claim(root, run_id, job_id, disk=disk)
+    except RootError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _clear_leftovers(root, f"full-{os.urandom(4).hex()}", disk)
+        return claim(root, run_id, job_id, disk=disk)
+
+
+def _clear_leftovers(root: Path, tag: str, disk: Disk) -> None:
+    try:
+        clear(root, find_leftovers(root), tag, disk)
+    except OSError as error:
+        warn(f"leftovers in {root} could not be removed: {error}")
+
+
+def _events(root: Path) -> list[dict[str, Any]]:
+    """What the journal knows of earlier attempts."""
+    try:
+        return read_journal(journal_path(root))[0]
+    except NotFoundError:
+        return []
+
+
+def _run_ids(root: Path, run_id: str | None) -> frozenset[str]:
+    """The ids that the run has, and had in earlier attempts."""
+    with contextlib.suppress(OSError):
+        past = {str(event["run_id"]) for event in _events(root) if event.get("run_id")}
+        return frozenset({*past, *([run_id] if run_id else [])})
+    return frozenset([run_id] if run_id else [])
+
+
+def _number(events: Sequence[Mapping[str, Any]]) -> int:
+    """Which attempt this is: one more than the journal knows, or what the chain says if that is more."""
+    # Not all starts are in what is read of a long journal; each event says of which attempt it is.
+    numbers = (event.get("attempt") for event in events)
+    highest = max((each for each in numbers if type(each) is int and each < _MOST_ATTEMPTS), default=0)
+    started = len([event for event in events if event.get("event") == "attempt_started"])
+    return max(highest + 1, started + 1, attempt_number(os.environ))

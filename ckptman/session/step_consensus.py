@@ -1,0 +1,151 @@
+"""How the ranks agree, once a step and without waiting, whether to save, to stop, or to raise a failure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+
+from ckptman.comm.control import Channel
+from ckptman.errors import CkptmanError, ConfigError, RankLostError
+from ckptman.policies.save_policies import Decision, SavePolicy
+from ckptman.runtime.signals import SignalHandler
+from ckptman.saving.saver import Saver
+from ckptman.session.foresight import Foresight
+from ckptman.session.timings import Pace
+from ckptman.state.step_record import Recorder
+
+_STOP, _SAVE, _FAILED, _SLOW, _STEP, _MINUS_STEP = range(6)
+FLAGS = 6
+"""How many numbers each rank sends."""
+_RANKS = 1 << 32
+"""A stop flag is signal number x this + rank, so that the largest flag names a signal and one rank that got it."""
+
+
+class Agreed(NamedTuple):
+    """What at least one rank wants. `stop`: "SIGTERM on rank 2"; `failed`: the number of a save that failed, or 0."""
+
+    stop: str | None
+    save: bool
+    failed: int
+
+
+class Agreement:
+    """What each rank wants, known to all ranks one step later.
+
+    At the end of a step a rank sends what it wants at the next one: the leader what the policy decides (for that step,
+    one step early), every rank whether a signal came or a save failed. It is collected at the end of that next step.
+    """
+
+    def __init__(
+        self,
+        talk: Channel,
+        policy: SavePolicy,
+        pace: Pace,
+        signals: SignalHandler | None,
+        saver: Saver,
+        recorder: Recorder,
+    ) -> None:
+        self._talk, self._policy, self._pace, self._signals, self._saver = talk, policy, pace, signals, saver
+        self._foresight = Foresight(policy, pace)
+        self._exchange, self._recorder = Exchange(talk, FLAGS), recorder
+        self.recording_is_slow = False
+        """Whether it takes any rank too long to record the state at each step."""
+        self._expected_step = -1
+        self._planned: Decision | CkptmanError | None = None
+
+    def at(self, step: int) -> Agreed | None:
+        """What the ranks agreed on for `step`, or agree on now if they did not know that it would come; None: nothing.
+
+        Raises: ConfigError on every rank if they are at different steps.
+        """
+        if self._exchange.flying and step == self._expected_step:
+            flags = self._exchange.collect()
+        else:
+            self.drain()
+            self._exchange.launch(self._flags(step, ahead=False))
+            flags = self._exchange.collect()
+        if flags[_STEP] != -flags[_MINUS_STEP]:
+            raise ConfigError(f"the ranks are at different steps, from {-flags[_MINUS_STEP]} to {flags[_STEP]}")
+        self.recording_is_slow |= bool(flags[_SLOW])
+        if not (flags[_STOP] or flags[_SAVE] or flags[_FAILED]):
+            return None
+        return Agreed(_stop_text(flags[_STOP]), bool(flags[_SAVE]), flags[_FAILED])
+
+    def ahead(self, step: int) -> None:
+        """Send what this rank wants at `step`, the next one."""
+        self._expected_step = step
+        self._exchange.launch(self._flags(step, ahead=True))
+
+    def drain(self) -> None:
+        """Take in what is still under way, and forget it: every rank sends again what it still wants."""
+        if self._exchange.flying:
+            self._exchange.collect()
+
+    def decision(self, step: int, stop: str | None) -> Decision | None:
+        """The decision behind what was agreed on. Leader only. Raises: what the policy raised."""
+        if stop is not None:
+            return self._policy.decide(self._pace.facts(step, ahead=False, stop=stop))
+        if isinstance(self._planned, CkptmanError):
+            raise self._planned
+        return self._planned
+
+    def _flags(self, step: int, *, ahead: bool) -> list[int]:
+        if self._talk.is_leader:
+            self._planned = self._plan(step, ahead)
+        received = self._signals.received if self._signals is not None else None
+        stop = 0 if received is None else int(received) * _RANKS + self._talk.rank
+        slow = int(bool(self._recorder.too_slow))
+        return [stop, int(self._planned is not None), self._saver.failed, slow, step, -step]
+
+    def _plan(self, step: int, ahead: bool) -> Decision | CkptmanError | None:
+        # A policy that raises must not leave the other ranks waiting: the error travels as a decision.
+        try:
+            if ahead:
+                return self._foresight.decide(step)
+            return self._policy.decide(self._pace.facts(step, ahead=False))
+        except Exception as error:  # noqa: BLE001 a user's own policy may raise anything
+            return ConfigError(f"the save policy failed: {type(error).__name__}: {error}")
+
+
+class Exchange:
+    """One small all-reduce in flight while the training step runs: each rank's flags go in, the maxima come out.
+
+    It is launched at the end of a step and collected at the end of the next one, so that nobody waits for it.
+    """
+
+    def __init__(self, channel: Channel, size: int) -> None:
+        self._channel = channel
+        self._buffer = torch.zeros(size, dtype=torch.int64, device="cpu")
+        self._flags = self._buffer.numpy()  # the same memory: setting elements of a tensor costs microseconds each
+        self._work: Any = None
+        self.flying = False
+        """Whether an exchange was launched and not collected."""
+
+    def launch(self, flags: Sequence[int]) -> None:
+        """Send this rank's flags. Every rank must; none blocks."""
+        self._flags[:] = flags
+        if self._channel.group is not None:
+            self._work = dist.all_reduce(self._buffer, op=dist.ReduceOp.MAX, group=self._channel.group, async_op=True)
+        self.flying = True
+
+    def collect(self) -> list[int]:
+        """The maxima over all ranks of what was launched."""
+        self.flying = False
+        if self._work is not None:
+            work, self._work = self._work, None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RankLostError(str(error).strip().splitlines()[0]) from error
+        return cast(list[int], self._flags.tolist())
+
+
+def _stop_text(flag: int) -> str | None:
+    if not flag:
+        return None
+    number, rank = divmod(flag, _RANKS)
+    return f"{signal.Signals(number).name} on rank {rank}"

@@ -1,0 +1,141 @@
+"""What a run measures about itself: how long its start, its steps and its saves take."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ckptman.policies.calendar import is_known_time
+from ckptman.policies.intervals import StepMeter
+from ckptman.policies.save_policies import Facts
+from ckptman.saving.saver import SaveReport
+
+
+class Pace:
+    """Turns what happens into the facts that policies decide on. All times in seconds; `deadline` is unix time.
+
+    `durable_seconds`: what a save took in earlier attempts; it stands until one of this attempt was measured.
+    """
+
+    def __init__(
+        self,
+        process_started: float,
+        deadline: float | None,
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        durable_seconds: float | None = None,
+    ) -> None:
+        self.deadline = deadline
+        self.now = monotonic
+        """The clock that intervals are measured by, in seconds."""
+        self.previous_step = 0
+        """The last step that ended; before the first, the one training starts from."""
+        self.version = 0
+        """Counts what changes the facts besides the passing of steps and time."""
+        self._process_started, self._wall = process_started, wall
+        self._meter = StepMeter()
+        self._init_seconds: float | None = None
+        self._stall_seconds: float | None = None
+        self._durable_seconds = durable_seconds
+        self._start_step = 0
+        self._made = self._step_began = monotonic()
+        # What a crash now would fall back to: (step or None, when its save began), and the same for what is durable.
+        self._saved: tuple[int | None, float] = (None, monotonic())
+        self._committed: tuple[int | None, float] = self._saved
+        self._begun: deque[tuple[int | None, float]] = deque()
+
+    @property
+    def saved_step(self) -> int | None:
+        """The last step saved, being saved, or restored from."""
+        return self._saved[0]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """How long a step takes; None before it was measured."""
+        return self._meter.step_seconds
+
+    def start(self, step: int, restored: bool) -> None:
+        """Training starts after `step`."""
+        self._start_step = self.previous_step = step
+        self._step_began = self.now()
+        self._saved = (step if restored else None, self._step_began)
+        self._committed = self._saved
+
+    def step_ended(self) -> tuple[str, dict[str, Any]] | None:
+        """A step has ended. What the journal is to say of it, as event and fields; None: nothing.
+
+        `first_step`: the first one of this attempt. `pace_changed`: steps have become so much slower or faster that
+        intervals were derived anew.
+        """
+        drifted = self._meter.observe(max(0.0, self.now() - self._step_began))
+        if self._init_seconds is None:
+            self._init_seconds = self._seconds_since_start()
+            self.version += 1
+            return "first_step", {"init_seconds": self._init_seconds}
+        if drifted:
+            self.version += 1
+            return "pace_changed", {"step_seconds": self._meter.step_seconds}
+        return None
+
+    def step_begins(self, after: int) -> None:
+        """The step after `after` begins: what was spent since `step_ended` is not counted as its time."""
+        self.previous_step = after
+        self._step_began = self.now()
+
+    def save_begins(self, step: int) -> None:
+        """A save of `step` begins."""
+        self._saved = (step, self.now())
+        self._begun.append(self._saved)
+        self.version += 1
+
+    def save_ended(self, report: SaveReport) -> None:
+        """A save is durable."""
+        self._stall_seconds, self._durable_seconds = report.stall_seconds, report.durable_seconds
+        while self._begun:
+            begun = self._begun.popleft()
+            if begun[0] == report.step:
+                self._committed = begun
+                break
+        self.version += 1
+
+    def save_failed(self) -> None:
+        """A save failed, and none is running: what was committed last is what counts."""
+        self._saved = self._committed
+        self._begun.clear()
+        self.version += 1
+
+    def facts(self, step: int, *, ahead: bool, stop: str | None = None) -> Facts:
+        """The facts at the end of `step`; `ahead`: it is the next one, so one step's time is added to now."""
+        step_seconds = self._meter.step_seconds
+        later = step_seconds or 0.0 if ahead else 0.0
+        now = self._wall()
+        # By a broken clock nobody can tell: a signal still can.
+        left = None if self.deadline is None or not is_known_time(now) else self.deadline - now - later
+        return Facts(
+            step,
+            self.previous_step,
+            self._saved[0],
+            self._start_step,
+            self.now() - self._saved[1] + later,
+            self._init_seconds,
+            step_seconds,
+            self._stall_seconds,
+            self._durable_seconds,
+            left,
+            stop,
+        )
+
+    def _seconds_since_start(self) -> float:
+        """What the attempt took until now; without a clock that can be believed, since this was made."""
+        now, here = self._wall(), self.now() - self._made
+        is_told = is_known_time(now) and is_known_time(self._process_started)
+        return max(now - self._process_started, here) if is_told else here
+
+
+def process_started() -> float:
+    """When this process began, in unix seconds."""
+    import psutil
+
+    return psutil.Process().create_time()

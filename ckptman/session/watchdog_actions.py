@@ -1,0 +1,112 @@
+"""What the watchdog of a rank does when it finds it stuck: stacks, who is silent, the outcome on disk, and the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch.distributed as dist
+
+from ckptman.comm.control import Channel
+from ckptman.comm.hang_report import Roll, this_process
+from ckptman.errors import EXIT_STALLED, ConfigError
+from ckptman.format.paths import journal_path, outcome_path, stacks_path
+from ckptman.policies.hang_timeout import Patience, Stall
+from ckptman.runtime.bad_nodes import report_node
+from ckptman.runtime.journal import Journal
+from ckptman.runtime.outcome import ATTEMPT_ENV, read_outcome
+from ckptman.runtime.process_end import PART_SECONDS, end_process, within
+from ckptman.runtime.watchdog import Watchdog
+from ckptman.session.run_session import Attempt
+
+Setting = float | Patience | Literal["auto"] | None
+_LEADER, _DEPUTY = 0, 1
+_IF_NO_HANG = ". If nothing hung, give watchdog= more seconds, or call beat() meanwhile"
+
+
+def patience_of(setting: Setting, world_size: int, environ: Mapping[str, str]) -> Patience | None:
+    """What `watchdog=` means. "auto": on where ranks can wait for each other, and where a chain would go on.
+
+    Raises: ConfigError.
+    """
+    if setting == "auto":
+        return Patience() if world_size > 1 or environ.get(ATTEMPT_ENV) else None
+    if setting is None or isinstance(setting, Patience):
+        return setting
+    if isinstance(setting, bool) or not isinstance(setting, int | float):
+        raise ConfigError(
+            f"watchdog is the seconds after which a step that does not end counts as stuck, or 'auto', or None for no "
+            f"watchdog, not {setting!r}"
+        )
+    return Patience(float(setting))
+
+
+def make_watchdog(setting: Setting, talk: Channel, attempt: Attempt) -> Watchdog:
+    """The watchdog of this rank, which watches from now on unless `setting` says otherwise. Raises: ConfigError."""
+    patience = patience_of(setting, talk.world_size, os.environ)
+    # Told now: where rank 0 keeps the store, nobody could ask for it later.
+    roll = Roll(talk.rank, talk.world_size, attempt.number, talk.tell(this_process()))
+    look_seconds = (patience or Patience()).look_seconds
+    watchdog = Watchdog(patience, LastWords(roll, attempt, talk.rank, talk.world_size, look_seconds))
+    if patience is not None:
+        roll.register()
+        attempt.note("watchdog", floor_seconds=patience.floor_seconds, factor=patience.factor)
+    watchdog.start()
+    return watchdog
+
+
+class LastWords:
+    """What a rank does that is stuck. It is called by its watchdog, and does not return.
+
+    Each rank that can still act calls the roll in the store through which the ranks once met; who does not answer there
+    is named. The leader writes the outcome, or the rank after it where the leader is silent. Nobody leaves before that:
+    a launcher may kill all others when the first one exits.
+    """
+
+    def __init__(self, roll: Roll, attempt: Attempt, rank: int, world_size: int, look_seconds: float) -> None:
+        self._roll, self._attempt, self._rank, self._world_size = roll, attempt, rank, world_size
+        # The others look at other times, and learnt a little more or less.
+        self._roll_seconds = 2.0 + 4 * look_seconds
+
+    def __call__(self, stall: Stall, arm: Callable[[float], None]) -> None:
+        arm(self._roll_seconds + 8 * PART_SECONDS)
+        text = f"rank {self._rank} of {self._world_size} (host {socket.gethostname()}, pid {os.getpid()}): {stall}"
+        stacks = stacks_path(self._attempt.root, self._attempt.number, self._rank)
+        telling = (self._roll_seconds + 4 * PART_SECONDS, lambda: self._tell(stall))
+        end_process(text, stacks, [telling, (PART_SECONDS, abort_process_group)])
+
+    def _tell(self, stall: Stall) -> None:
+        roll = self._roll
+        within(PART_SECONDS, lambda: roll.answer(stall.where))
+        if self._rank in (_LEADER, _DEPUTY):
+            within(self._roll_seconds + PART_SECONDS, lambda: roll.call(self._roll_seconds))
+        if self._rank == _LEADER or (self._rank == _DEPUTY and self._leader_is_silent(roll)):
+            within(PART_SECONDS, lambda: self._write(stall, roll.text() + ("" if roll.silent else _IF_NO_HANG)))
+            within(PART_SECONDS, roll.end)
+        else:
+            within(self._roll_seconds + 2 * PART_SECONDS, roll.await_end)
+        within(PART_SECONDS, roll.kill_stopped)
+
+    def _leader_is_silent(self, roll: Roll) -> bool:
+        found = read_outcome(outcome_path(self._attempt.root))
+        return (roll.silent is None or _LEADER in roll.silent) and (found is None or found.state == "running")
+
+    def _write(self, stall: Stall, who: str) -> None:
+        """Say on disk how the attempt ended: the outcome first, which is what a chain goes by."""
+        attempt, step = self._attempt, stall.step
+        reason = f"Stalled: {stall}; {who}"
+        within(PART_SECONDS / 2, lambda: attempt.write_outcome("failed", step, reason, EXIT_STALLED))
+        if attempt.journal is None:
+            attempt.journal = Journal(journal_path(attempt.root))
+            attempt.journal.bind(attempt=attempt.number)
+        attempt.note("failed", sync=True, step=step, reason=reason, error="Stalled", cause="environment")
+        for node, why in self._roll.bad_nodes().items():
+            report_node(node, why, os.environ)
+
+
+def abort_process_group() -> None:
+    """Let no kernel of a collective spin on: the devices are free for the next attempt. gloo needs nothing."""
+    if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+        dist.distributed_c10d._abort_process_group()

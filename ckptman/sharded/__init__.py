@@ -1,1 +1,0 @@
-"""The state of a training run over torch's distributed checkpoint: staging, storage, resharding, the Checkpointer."""

@@ -1,0 +1,1 @@
+"""Objects and named tensors: modules, optimizers, plain values, shards, generators."""

@@ -1,0 +1,223 @@
+"""The image of a data file: laid out first, filled from the tensors' own memory or from a staged copy.
+
+A data file is containers (see `container`) one after the other: large payloads first, on pages, so that they can go to
+storage without another copy; then small ones; then what has to be pickled, plain values above all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ckptman.io.file_writer import ALIGN_BYTES
+from ckptman.state.tensor_container import frame_of
+
+_CPU = torch.device("cpu")
+_LARGE_BYTES = 1024 * 1024
+_SMALL_ALIGN_BYTES = 64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a container lies in its file. `payload`: where its payload begins; -1: only torch.load can tell."""
+
+    offset: int
+    bytes: int
+    payload: int = -1
+
+
+@dataclass
+class Layout:
+    """What lies where in a file. `literals`: bytes that are known, by their place."""
+
+    end: int = 0
+    literals: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def add_tensor(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> Placed:
+        """Make room for a contiguous tensor."""
+        frame = frame_of(dtype, sizes)
+        align = ALIGN_BYTES if frame.payload_bytes >= _LARGE_BYTES else _SMALL_ALIGN_BYTES
+        payload = _up(self.end + len(frame.head), align)
+        offset = payload - len(frame.head)
+        self.literals.append((offset, frame.head))
+        self.literals.append((payload + frame.payload_bytes, frame.tail))
+        self.end = offset + frame.size_bytes
+        return Placed(offset, frame.size_bytes, payload)
+
+    def add_bytes(self, data: bytes) -> Placed:
+        """Make room for bytes that are known."""
+        offset = _up(self.end, _SMALL_ALIGN_BYTES)
+        self.literals.append((offset, data))
+        self.end = offset + len(data)
+        return Placed(offset, len(data))
+
+    def page_end(self) -> int:
+        """The end of the last page that something lies in."""
+        return _up(self.end, ALIGN_BYTES)
+
+
+def in_order(sizes: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> list[int]:
+    """The order in which tensors of these dtypes and shapes are laid out: large ones first."""
+    return sorted(range(len(sizes)), key=lambda i: sizes[i][0].itemsize * math.prod(sizes[i][1]) < _LARGE_BYTES)
+
+
+class Image:
+    """A file as it will be, composed piece by piece: what `ckptman.io.file_writer` writes.
+
+    Made of bytes and of tensors by their places; what is between them is zero. Bytes that lie in `memory`, which
+    begins where the file does, are handed out without a copy.
+    """
+
+    def __init__(
+        self, parts: Iterable[tuple[int, bytes | memoryview | torch.Tensor]], memory: memoryview | None = None
+    ) -> None:
+        sized = ((place, part, _bytes_of(part)) for place, part in parts)
+        self._parts = sorted((each for each in sized if each[2]), key=lambda each: each[0])
+        self._places = [place for place, _, _ in self._parts]
+        self._memory = memory if memory is not None else memoryview(b"")
+        for device in {part.device for _, part, _ in self._parts if isinstance(part, torch.Tensor)} - {_CPU}:
+            # What the caller's stream still does to them has to be over before other threads read them.
+            torch.accelerator.synchronize(device)
+        ends = [place + size for place, _, size in self._parts]
+        self.size_bytes = _up(max([len(self._memory), *ends]), ALIGN_BYTES)
+
+    def view(self, offset: int, scratch: memoryview) -> memoryview:
+        """The bytes from `offset` on, as many as `scratch` has room for."""
+        end = offset + len(scratch)
+        if end <= len(self._memory):
+            return self._memory[offset:end]
+        known = max(len(self._memory) - offset, 0)
+        scratch[:known] = self._memory[offset : offset + known]
+        filled = offset + known
+        first = max(bisect_right(self._places, offset) - 1, 0)
+        for place, part, size in self._parts[first:]:
+            if place >= end:
+                break
+            low, high = max(place, filled), min(place + size, end)
+            if low >= high:
+                continue
+            _clear(scratch[filled - offset : low - offset])
+            filled = high
+            out = scratch[low - offset : high - offset]
+            if isinstance(part, torch.Tensor):
+                copy_range(part, (low - place) // part.dtype.itemsize, flat(out, part.dtype))
+            else:
+                out[:] = memoryview(part)[low - place : high - place]
+        _clear(scratch[filled - offset :])
+        return scratch
+
+
+def copy_range(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    """Copy elements of a tensor, in row-major order from number `start` on, into a flat one, and nothing else."""
+    count = out.numel()
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        item = tensor.dtype.itemsize
+        as_bytes(out).copy_(as_bytes(tensor)[start * item : (start + count) * item])
+        return
+    if tensor.dim() < 2:
+        put(out, tensor.reshape(-1)[start : start + count])
+        return
+    row = math.prod(tensor.shape[1:])
+    done = 0
+    while done < count:
+        number, inside = divmod(start + done, row)
+        whole = (count - done) // row if inside == 0 else 0
+        if whole:
+            size = whole * row
+            put(out[done : done + size].view(whole, *tensor.shape[1:]), tensor[number : number + whole])
+        else:
+            size = min(row - inside, count - done)
+            copy_range(tensor[number], inside, out[done : done + size])
+        done += size
+
+
+def put(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy, also between dtypes, also for dtypes that can be stored and not copied, and on any thread."""
+    # Whether tensors may be changed that were made in inference mode is for each thread to say.
+    with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
+        try:
+            target.copy_(source, non_blocking=non_blocking)
+        except NotImplementedError:
+            if target.dtype != source.dtype or target.dtype.itemsize not in _INTEGERS:
+                raise
+            integers = _INTEGERS[target.dtype.itemsize]
+            target.view(integers).copy_(source.view(integers), non_blocking=non_blocking)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as flat bytes: there are dtypes that can be stored and not copied."""
+    # A single element is contiguous whatever its strides are, and flattened it would keep them.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def flat(memory: memoryview, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Memory as a flat tensor, not copied."""
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+
+
+def view_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU as flat, writable bytes. The tensor must outlive it."""
+    size = tensor.numel() * tensor.dtype.itemsize
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+
+
+def address_of(memory: memoryview) -> int:
+    """Where writable memory begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+_PLAIN = (int, float, str, bool, type(None))
+_SHORT = 64
+"""The most bits of a number, characters of a text, or parts of a tuple, of which the pickle is kept."""
+
+
+def pickled(value: Any) -> bytes:
+    """What `torch.save` makes of a value: for readers other than ckptman. The same few numbers come again and again."""
+    parts = value if type(value) is tuple else (value,)
+    if len(parts) <= _SHORT and all(map(_is_short, parts)):
+        return _pickled_plain(type(value).__name__, repr(value), value)
+    return _pickled(value)
+
+
+def _is_short(value: Any) -> bool:
+    if type(value) is str:
+        return len(value) <= _SHORT
+    return type(value) in _PLAIN and (type(value) is not int or value.bit_length() <= _SHORT)
+
+
+@lru_cache(maxsize=4096)
+def _pickled_plain(kind: str, text: str, value: Any) -> bytes:
+    # 1, 1.0 and True are equal, and so are 0.0 and -0.0: kind and text keep them apart.
+    return _pickled(value)
+
+
+def _pickled(value: Any) -> bytes:
+    # Of a view, torch.save writes all that lies in its storage.
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        value = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+def _clear(memory: memoryview) -> None:
+    if memory:
+        ctypes.memset(address_of(memory), 0, len(memory))
+
+
+def _bytes_of(part: bytes | memoryview | torch.Tensor) -> int:
+    return part.numel() * part.dtype.itemsize if isinstance(part, torch.Tensor) else len(part)
+
+
+def _up(number: int, align: int) -> int:
+    return -(-number // align) * align

@@ -1,0 +1,119 @@
+"""Which part of a tensor a rank holds, and which other ranks hold the very same part.
+
+A part is a box: offsets and sizes in elements of the global tensor. For a DTensor all of it follows from mesh and
+placements, so that no rank has to ask another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, Replicate
+
+from ckptman.errors import ConfigError
+from ckptman.state.tensor_container import is_plain
+
+
+@dataclass(frozen=True)
+class Box:
+    """Offsets and sizes; `holders` are the ranks that hold it, ascending, or None: all that have the tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    holders: tuple[int, ...] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.sizes
+
+
+def local_parts(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of a tensor that this rank holds, with their memory, detached. Raises: ConfigError."""
+    if isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ConfigError(
+                f"{name} is a sum that was not taken (placements {tensor.placements}): call redistribute() first"
+            )
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is None:
+            return []
+        box = _dtensor_box(tuple(tensor.shape), tensor.device_mesh, tensor.placements, tuple(coordinate))
+        if isinstance(tensor._local_tensor, LocalShardsWrapper):
+            return _parts_in_wrapper(tensor, tensor._local_tensor, box.holders, name)
+        local = tensor.to_local().detach()
+        if is_plain(local) and tuple(local.shape) != box.sizes:
+            raise ConfigError(
+                f"{name}: this rank holds {list(local.shape)} of {list(tensor.shape)}, and by its placements "
+                f"{tensor.placements} it should be {list(box.sizes)}: shard it as torch.chunk does"
+            )
+        return [(box, local)]
+    if isinstance(tensor, ShardedTensor):
+        return [
+            (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), ()), shard.tensor.detach())
+            for shard in tensor.local_shards()
+        ]
+    return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
+
+
+def _parts_in_wrapper(
+    tensor: DTensor, wrapper: LocalShardsWrapper, holders: tuple[int, ...] | None, name: str
+) -> list[tuple[Box, torch.Tensor]]:
+    """A DTensor whose part on this rank is several shards, as torchrec has them."""
+    found = [
+        (Box(tuple(offsets), tuple(shard.shape), holders), shard.detach())
+        for offsets, shard in zip(wrapper.local_offsets(), wrapper.local_shards())
+    ]
+    for _, shard in found:
+        if shard.dtype != tensor.dtype:
+            raise ConfigError(
+                f"{name} says that it is {tensor.dtype}, and its shards are {shard.dtype}: torch's wrapper of several "
+                f"shards knows no other dtype. Save and load it by dcp, with StorageWriter and StorageReader"
+            )
+    return found
+
+
+def layout_of(tensor: torch.Tensor) -> Hashable:
+    """Changes where this rank's parts of a tensor would be others, or of another class."""
+    if isinstance(tensor, DTensor):
+        mesh, local = tensor.device_mesh, tensor._local_tensor
+        parts = map(tuple, local.local_offsets() + local.local_sizes()) if isinstance(local, LocalShardsWrapper) else ()
+        return type(tensor), tensor.placements, mesh, tuple(mesh.get_coordinate() or ()), type(local), *parts
+    if isinstance(tensor, ShardedTensor):
+        shards = [each.metadata for each in tensor.local_shards()]
+        return type(tensor), *((tuple(each.shard_offsets), tuple(each.shard_sizes)) for each in shards)
+    return type(tensor)
+
+
+def first_of_mesh(tensor: torch.Tensor) -> int | None:
+    """The lowest rank of the mesh that a tensor is sharded over; None: it belongs to none."""
+    return _lowest(tensor.device_mesh) if isinstance(tensor, DTensor) else None
+
+
+@lru_cache(maxsize=1024)
+def _lowest(mesh: DeviceMesh) -> int:
+    return int(mesh.mesh.min())
+
+
+@lru_cache(maxsize=8192)
+def _dtensor_box(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: tuple[int, ...]
+) -> Box:
+    sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)
+    same = mesh.mesh
+    for axis in reversed(range(mesh.ndim)):
+        if not isinstance(placements[axis], Replicate):
+            same = same.select(axis, coordinate[axis])
+    return Box(tuple(offsets), tuple(sizes), tuple(sorted(same.flatten().tolist())))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is elements in rows and columns, so that a box of it is a tensor too."""
+    return isinstance(tensor, ShardedTensor) or (tensor.layout == torch.strided and not tensor.is_nested)

@@ -1,0 +1,289 @@
+"""The state of an application: how modules, optimizers, Stateful objects and plain values become names and back.
+
+A flat name is the path joined by dots, exactly as torch's DCP flattens a nested state dict, so that
+`torch.distributed.checkpoint.load` finds everything under the names it expects.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from xxhash import xxh3_128_hexdigest
+
+from ckptman.errors import ConfigError
+from ckptman.format.manifest import Mesh
+from ckptman.format.value_codec import TensorRef, encode, tensor_ref
+from ckptman.state.local_shards import is_dense
+from ckptman.state.optimizers import get_state, get_state_to_fill, model_of, set_state
+
+SHARED_BYTES = 1024 * 1024
+"""Tensors of a plain state dict that are no smaller are written by all ranks that have them, each a part."""
+
+
+def rank_key(rank: int) -> str:
+    """The entry under which the state of one rank is saved, for objects that differ on each rank."""
+    return f"rank-{rank:05d}"
+
+
+class Encoded(NamedTuple):
+    """One entry of the state, as `ckptman.format.index.Unit` describes it; `names`: the flat names in it."""
+
+    state: str
+    key: Any
+    whole: bool
+    value: Any
+    names: tuple[str, ...]
+
+    def as_unit(self) -> dict[str, Any]:
+        """What the index says of it."""
+        return {"state": self.state, "key": self.key, "whole": self.whole, "value": self.value}
+
+
+@dataclass
+class Snapshot:
+    """What one rank has to save.
+
+    `tensors`: flat name to live tensor; `objects`: flat name to plain value, for other readers; `units`: the same plain
+    values encoded, for ckptman itself; `paths`: flat name to its path as DCP writes it; `from_lowest`: flat
+    names whose value must all come from one rank, the lowest that has them, because ranks may differ in them; `own`:
+    keys of the state that each rank saves for itself.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    units: list[Encoded] = field(default_factory=list)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    from_lowest: set[str] = field(default_factory=set)
+    own: set[str] = field(default_factory=set)
+
+    def is_own(self, name: str) -> bool:
+        """Whether a flat name is of something that each rank saves for itself."""
+        return self.paths[name][0] in self.own
+
+
+def snapshot(state: Mapping[str, Any], rank: int, *, strict: bool = True) -> Snapshot:
+    """Take stock of an application's state without copying a tensor.
+
+    Raises: ConfigError naming the path of a value that a checkpoint cannot hold, or of two values of one flat name.
+    """
+    result = snapshot_of(nested(state, rank), strict=strict)
+    alike = set()
+    for name, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            alike |= {f"{name}.{each}" for each in parameter_names(value)}
+        elif isinstance(value, torch.optim.Optimizer):
+            alike |= {each for each in result.tensors if each.startswith(f"{name}.")}
+    if not strict:  # as DCP: whoever has a tensor writes it; small ones still come from one rank
+        sizes = {name: math.prod(each.shape) * each.dtype.itemsize for name, each in result.tensors.items()}
+        alike |= {name for name, size in sizes.items() if size >= SHARED_BYTES}
+    result.from_lowest = set(result.paths) - alike
+    result.own = {name for name, value in state.items() if getattr(value, "per_rank", False)}
+    return result
+
+
+def snapshot_of(values: Mapping[str, Any], *, strict: bool = True) -> Snapshot:
+    """As `snapshot`, of a nested state dict. Not `strict`: what our encoding cannot hold is left to its pickle."""
+    result = Snapshot()
+    for name, value in values.items():
+        _check_key(name, "the state")
+        # An empty mapping is a value too: an object without state is told apart from one that was not saved.
+        entries = [(key, each, False) for key, each in value.items()] if isinstance(value, Mapping) else []
+        for key, each, whole in entries or [(None, dict(value) if isinstance(value, Mapping) else value, True)]:
+            path: tuple[str | int, ...] = (name,) if whole else (name, str(key))
+            names: list[str] = []
+            _collect(each, path, result, names)
+            # Walked twice: once as DCP names things, once as our own exact encoding.
+            try:
+                encoded = encode(each, ".".join(map(str, path)), _ref if strict else _exact_ref)
+            except ConfigError:
+                if strict:
+                    raise
+                continue
+            code = key if type(key) is str else encode(key, f"{name} (key)")
+            result.units.append(Encoded(name, code, whole, encoded, tuple(names)))
+    return result
+
+
+def nested(state: Mapping[str, Any], rank: int, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The state dicts of all objects: flat ones for modules and optimizers, what they give for all others.
+
+    `saved`: the values of a checkpoint; optimizers make the state that it has of them, to be filled.
+    """
+    result: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            result[name] = get_model_state_dict(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            model = model_of(value, state)
+            entries = saved.get(name, ()) if saved is not None else None
+            result[name] = get_state(model, value) if entries is None else get_state_to_fill(model, value, entries)
+        elif getattr(value, "per_rank", False):
+            result[name] = {rank_key(rank): value.state_dict()}
+        elif is_stateful(value):
+            result[name] = value.state_dict()
+        else:
+            result[name] = value
+    return result
+
+
+def is_named(value: object) -> bool:
+    """Whether an object's state is tensors under fixed names, which a checkpoint must match: a module or optimizer."""
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+
+
+def is_stateful(value: object) -> bool:
+    """Whether an object saves and loads itself."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def is_settled(state: Mapping[str, Any]) -> bool:
+    """Whether a state already has all the tensors it will have: optimizers make theirs at their first step, and other
+    objects are not asked before there was one."""
+    optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
+    others = [each for each in state.values() if is_stateful(each) and not is_named(each)]
+    return not others and all(each.state for each in optimizers)
+
+
+def parameter_names(module: torch.nn.Module) -> set[str]:
+    """The names of a module's parameters as its state dict has them; what else is in there are buffers."""
+    return {each for name, _ in module.named_parameters(remove_duplicate=False) for each in _get_fqns(module, name)}
+
+
+def unlike_on_ranks(snapshots: list[dict[str, str]]) -> str | None:
+    """The first object whose plain values differ between ranks, given `value_digests` of all ranks; None: all alike."""
+    seen: dict[str, tuple[int, str]] = {}
+    for rank, digests in enumerate(snapshots):
+        for name, digest in digests.items():
+            first, known = seen.setdefault(name, (rank, digest))
+            if known != digest:
+                return (
+                    f"the state of {name!r} differs between ranks {first} and {rank}, and only one would be saved: "
+                    f"give the object an attribute per_rank = True to save it for each rank"
+                )
+    return None
+
+
+def value_digests(shot: Snapshot, state: Mapping[str, Any]) -> dict[str, str]:
+    """A digest of the plain values of each object that every rank should have alike."""
+    texts: dict[str, list[str]] = {}
+    alike = {name for name, each in state.items() if not is_named(each) and not getattr(each, "per_rank", False)}
+    for unit in shot.units:
+        if unit.state in alike:
+            texts.setdefault(unit.state, []).append(json.dumps(unit[:4]))
+    return {name: xxh3_128_hexdigest("\n".join(each).encode()) for name, each in texts.items()}
+
+
+def put_back(state: MutableMapping[str, Any], name: str, values: Any, rank: int, from_other_rank: bool) -> None:
+    """Give one object of the application the values that were restored for it."""
+    target = state[name]
+    if isinstance(target, torch.nn.Module):
+        set_model_state_dict(target, values)
+    elif isinstance(target, torch.optim.Optimizer):
+        set_state(model_of(target, state), target, values)
+    elif from_other_rank:
+        if not hasattr(target, "load_from_other_rank"):
+            raise ConfigError(
+                f"{name!r} is saved for each rank, and rank {rank} did not exist then: give it a method "
+                f"load_from_other_rank(state, rank), or restore on as many ranks as saved"
+            )
+        target.load_from_other_rank(values, rank)
+    elif is_stateful(target):
+        target.load_state_dict(values)
+    else:
+        state[name] = _refilled(target, values)
+
+
+def _refilled(old: Any, new: Any) -> Any:
+    """Return what was restored, in the dicts and lists that are there: whoever else has them sees it too."""
+    if isinstance(old, MutableMapping) and isinstance(new, Mapping):
+        found = {key: _refilled(old.get(key), each) for key, each in new.items()}
+        old.clear()
+        old.update(found)
+        return old
+    if type(old) is list and type(new) is list:
+        old[:] = [_refilled(old[at] if at < len(old) else None, each) for at, each in enumerate(new)]
+        return old
+    return new
+
+
+def mesh_of(tensors: Mapping[str, torch.Tensor]) -> Mesh | None:
+    """The device mesh of the first sharded tensor, outermost axis first; None if nothing is sharded."""
+    for tensor in tensors.values():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+            return Mesh(names=tuple(names), shape=tuple(mesh.shape))
+    return None
+
+
+def replace_refs(value: Any, load: Callable[[TensorRef], Any]) -> Any:
+    """A decoded value with each reference replaced by its tensor."""
+    if isinstance(value, TensorRef):
+        return load(value)
+    if type(value) is list:
+        return [replace_refs(each, load) for each in value]
+    if isinstance(value, dict):
+        for key, each in value.items():
+            value[key] = replace_refs(each, load)
+    return value
+
+
+def refs_in(value: Any) -> Iterator[TensorRef]:
+    """The references in a decoded value."""
+    if isinstance(value, TensorRef):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from refs_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from refs_in(each)
+
+
+def _collect(value: Any, path: tuple[str | int, ...], result: Snapshot, names: list[str]) -> None:
+    """Flatten as DCP does: dicts always, lists only where a tensor or a dict is below."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            _collect(each, (*path, str(key)), result, names)
+        return
+    if isinstance(value, list) and not is_leaf(value):
+        for i, each in enumerate(value):
+            _collect(each, (*path, i), result, names)
+        return
+    name = ".".join(map(str, path))
+    if name in result.paths:
+        raise ConfigError(f"two values of the state have the flat name {name}: rename one of them")
+    if isinstance(value, torch.Tensor) and not is_dense(value):
+        raise ConfigError(
+            f"{name} is a nested or sparse tensor ({value.layout}), which has no shards: save it as a dense one "
+            f"(to_dense(), to_padded_tensor()), or the tensors that it is made of"
+        )
+    result.paths[name] = path
+    names.append(name)
+    (result.tensors if isinstance(value, torch.Tensor) else result.objects)[name] = value
+
+
+def is_leaf(value: list[Any]) -> bool:
+    return not any(
+        isinstance(each, (Mapping, torch.Tensor)) or (isinstance(each, list) and not is_leaf(each)) for each in value
+    )
+
+
+def _ref(value: Any, path: str) -> Any:
+    return encode(tuple(value), path) if isinstance(value, torch.Size) else _exact_ref(value, path)
+
+
+def _exact_ref(value: Any, path: str) -> Any:
+    return tensor_ref(path) if isinstance(value, torch.Tensor) else None
+
+
+def _check_key(name: object, where: str) -> None:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"the keys of {where} are non-empty texts, not {name!r}")

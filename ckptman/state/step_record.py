@@ -1,0 +1,260 @@
+"""What `Checkpointer.step` saw of a state, so that the save at the end of a run is of that step, or is not made.
+
+A training loop may go on after its last `step()`: it fetches a batch too many, or breaks after a forward pass. Of
+modules and optimizers it is noticed whether they were changed since, by the version counters that torch keeps of
+tensors. Of all other objects, which are small, what they gave at the step is kept, and saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ckptman.state.generators import RNGState
+from ckptman.state.local_shards import is_dense
+from ckptman.state.named_state import is_stateful
+from ckptman.state.optimizer_hooks import Updates
+
+SHARE = 0.02
+"""How much of a step recording may take: an object that takes longer is not asked at each step."""
+_FLOOR_SECONDS = 0.001
+_SLOW_STEPS = 3
+_CLONED_BYTES = 16 * 1024
+_VERSION = operator.attrgetter("_version")
+_FIXED = frozenset((int, float, str, bytes, bool, complex, type(None), torch.Size, torch.dtype))
+
+
+class Marks:
+    """Tensors, and how often each had been changed by then, as torch counts it; and where its memory was."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._tensors = list(tensors)
+        self._then = self._look()
+
+    def unchanged(self) -> bool:
+        """Return whether none was changed since. What torch keeps no count of (inference mode) may have been."""
+        return -1 not in self._then[0] and self._look() == self._then
+
+    def _look(self) -> tuple[list[int], list[int]]:
+        local: list[Any] = [each._local_tensor if type(each) is DTensor else each for each in self._tensors]
+        try:
+            return list(map(_VERSION, local)), list(map(torch.Tensor.data_ptr, local))
+        except RuntimeError:  # one was made in inference mode, where nothing is counted, or is made of others
+            return list(map(_version, local)), list(map(_address, local))
+
+    def same(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether these are the very tensors, in this order."""
+        found = list(tensors)
+        return len(found) == len(self._tensors) and all(a is b for a, b in zip(found, self._tensors))
+
+
+class Kept:
+    """An object of the state as it was at a step: its state dict of then."""
+
+    def __init__(self, values: Any, per_rank: bool, decode: Callable[[Any], Any] | None = None) -> None:
+        self._values, self.per_rank, self._decode = values, per_rank, decode
+
+    def state_dict(self) -> Any:
+        """Return what the object had given."""
+        return self._values if self._decode is None else self._decode(self._values)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing is ever loaded into it."""
+        raise NotImplementedError
+
+
+class Settings:
+    """An optimizer, with the settings of its groups at a step, and what tells whether it holds the same as then."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.groups = [
+            {key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        self._marks = Marks(each for group in self.groups for each in group.values() if isinstance(each, torch.Tensor))
+        self._state, self._sizes = optimizer.state, self._look()
+
+    def unchanged(self) -> bool:
+        """Return whether it has the same parameters and state, and no tensor among its settings was changed since."""
+        is_same = self.optimizer.state is self._state and self._look() == self._sizes
+        return is_same and self._marks.unchanged()
+
+    def _look(self) -> list[int]:
+        return [len(self.optimizer.state), *(len(group["params"]) for group in self.optimizer.param_groups)]
+
+
+@dataclass
+class Recorded:
+    """A state as it was when a step ended.
+
+    `names` of its entries; `modules` and `optimizers` among them, with marks of their tensors and their settings;
+    `others` as they were, with marks of the tensors that were not copied; `updates`: optimizer steps so far; `unknown`:
+    why it cannot be told what the state was, or "".
+    """
+
+    names: tuple[str, ...] = ()
+    modules: dict[str, tuple[torch.nn.Module, Marks]] = field(default_factory=dict)
+    optimizers: dict[str, Settings] = field(default_factory=dict)
+    others: dict[str, tuple[Any, Marks]] = field(default_factory=dict)
+    updates: int = 0
+    unknown: str = ""
+
+
+class Recorder:
+    """Records a state at the end of steps. Every rank has one."""
+
+    def __init__(self, state: Mapping[str, Any], updates: Updates) -> None:
+        self._state, self._updates = state, updates
+        self._walks: dict[str, tuple[torch.nn.Module, Callable[[], Iterable[torch.Tensor]]]] = {}
+        self._slow_steps = 0
+        self.too_slow = ""
+        """The object whose `state_dict()` takes too long on this rank to be called at each step; "": there is none."""
+        self.given_up = False
+        """Whether such objects are not asked any more. All ranks agree on it: what they are asked may wait for all."""
+
+    def refresh(self) -> None:
+        """Look at the structure of the modules anew, as it is when their state is taken for a save."""
+        self._walks.clear()
+
+    def record(self, step_seconds: float | None) -> Recorded:
+        """Return what is to be seen of the state now. Never raises: what is wrong with it is for a save to tell."""
+        found = Recorded(tuple(self._state), updates=self._updates.count)
+        try:
+            self._record(found, step_seconds)
+        except Exception as error:  # noqa: BLE001 a user's state_dict() may raise anything
+            found.unknown = f"its state could not be asked for ({type(error).__name__})"
+        return found
+
+    def changed(self, then: Recorded) -> str:
+        """Return what keeps the state from being saved as that of `then`, in words; "": nothing does."""
+        if then.unknown:
+            return then.unknown
+        if self._updates.count != then.updates:
+            return "an optimizer has made a step since"
+        if then.names != tuple(self._state):
+            return "the state has other entries by now"
+        for name, value in self._state.items():
+            if isinstance(value, torch.nn.Module):
+                module, marks = then.modules.get(name, (None, Marks()))
+                if module is not value or not marks.same(_walk(value)()) or not marks.unchanged():
+                    return f"{name!r} was changed since (a forward pass in training mode changes BatchNorm, for one)"
+            elif isinstance(value, torch.optim.Optimizer):
+                settings = then.optimizers.get(name)
+                if settings is None or settings.optimizer is not value or not settings.unchanged():
+                    return f"{name!r} was changed since"
+            elif name not in then.others or not then.others[name][1].unchanged():
+                return f"{name!r} was changed since"
+        return ""
+
+    @contextmanager
+    def as_of(self, then: Recorded) -> Iterator[dict[str, Any]]:
+        """Give the state of `then`, of which `changed` found nothing, while its values are taken for a save."""
+        groups = [
+            (group, settings, dict(group))
+            for each in then.optimizers.values()
+            for group, settings in zip(each.optimizer.param_groups, each.groups)
+        ]
+        try:
+            for group, settings, _ in groups:
+                group.update(settings)
+            yield {name: then.others[name][0] if name in then.others else each for name, each in self._state.items()}
+        finally:
+            for group, _, now in groups:
+                group.update(now)
+
+    def _record(self, found: Recorded, step_seconds: float | None) -> None:
+        spent: dict[str, float] = {}
+        for name, value in self._state.items():
+            if isinstance(value, torch.nn.Module):
+                found.modules[name] = value, Marks(self._tensors(name, value))
+            elif isinstance(value, torch.optim.Optimizer):
+                found.optimizers[name] = Settings(value)
+            elif self.given_up:
+                found.unknown = "an object in the state takes too long to be asked for its state at each step"
+            else:
+                begun = time.perf_counter()
+                found.others[name] = _keep(value)
+                spent[name] = time.perf_counter() - begun
+        if step_seconds is not None and not self.given_up:
+            is_slow = sum(spent.values()) > max(_FLOOR_SECONDS, SHARE * step_seconds)
+            self._slow_steps = self._slow_steps + 1 if is_slow else 0
+            if self._slow_steps >= _SLOW_STEPS:
+                self.too_slow = max(spent, key=spent.__getitem__)
+
+    def _tensors(self, name: str, module: torch.nn.Module) -> Iterable[torch.Tensor]:
+        known = self._walks.get(name)
+        if known is None or known[0] is not module:
+            known = self._walks[name] = module, _walk(module)
+        return known[1]()
+
+
+def _walk(module: torch.nn.Module) -> Callable[[], Iterable[torch.Tensor]]:
+    """Return what gives the parameters and buffers of a module, without walking through its submodules again."""
+    modules = list(module.modules())
+    holders: list[Mapping[str, torch.Tensor | None]] = [each._buffers for each in modules if each._buffers]
+    fixed: list[torch.Tensor] = []
+    if any(isinstance(each, FSDPModule) for each in modules):  # has others in their place during a forward pass
+        fixed = list(module.parameters())
+    else:
+        holders += [each._parameters for each in modules if each._parameters]
+    return lambda: [*fixed, *(each for holder in holders for each in holder.values() if each is not None)]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode, where nothing is counted
+        return -1
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of a class that is made of others
+        return 0
+
+
+def _keep(value: Any) -> tuple[Any, Marks]:
+    """Return an object of the state as it is now, and marks of the tensors that it shares with the live one."""
+    tensors: list[torch.Tensor] = []
+    per_rank = bool(getattr(value, "per_rank", False))
+    if isinstance(value, RNGState):
+        kept: Any = Kept(value.generators(), per_rank, value.encoded)
+    elif per_rank or is_stateful(value):
+        kept = Kept(_copy(value.state_dict(), tensors), per_rank)
+    else:
+        kept = _copy(value, tensors)
+    return kept, Marks(tensors)
+
+
+def _copy(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a copy of containers and of small tensors. Larger tensors are not copied, but added to `tensors`."""
+    kind = type(value)
+    if kind in _FIXED:
+        return value
+    if isinstance(value, torch.Tensor):
+        if kind is torch.Tensor and value.device.type == "cpu" and value.nbytes <= _CLONED_BYTES and is_dense(value):
+            return value.detach().clone()
+        tensors.append(value)
+        return value
+    if kind is dict:
+        return {key: _copy(each, tensors) for key, each in value.items()}
+    if kind is list:
+        return [_copy(each, tensors) for each in value]
+    if kind is tuple:
+        return tuple([_copy(each, tensors) for each in value])
+    if isinstance(value, MutableMapping):  # such as an OrderedDict
+        mapping = copy.copy(value)
+        for key, each in value.items():
+            mapping[key] = _copy(each, tensors)
+        return mapping
+    return copy.copy(value)

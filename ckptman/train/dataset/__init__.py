@@ -1,0 +1,1 @@
+"""The data of the bundled loop: token files, the order of samples, batches."""

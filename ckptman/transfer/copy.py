@@ -1,0 +1,74 @@
+"""Copying checkpoints from root to root: one function for the command, and for whoever drains a root.
+
+A copy counts only after every byte of it was read back and found to be what was saved. It keeps step and sequence, so
+what is newest stays newest. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.object_store import ObjectEntry, ObjectPlace
+from ckptman.catalog.catalog import Entry
+from ckptman.catalog.reader_lease import reading
+from ckptman.errors import ConfigError
+from ckptman.format.paths import MANIFEST, parse_step
+from ckptman.transfer.read_back import Means
+from ckptman.transfer.source import FolderOriginal, ForeignOriginal, Original
+from ckptman.transfer.to_folder import Copied, copy_to_folder
+from ckptman.transfer.to_object_store import ObjectOriginal, copy_to_objects
+
+__all__ = ["Copied", "Means", "check_apart", "copy_checkpoint", "copy_foreign", "copy_objects"]
+
+USUAL = Means()
+"""As a save and a verify would, and nothing is replaced."""
+
+
+def copy_checkpoint(entry: Entry, place: FolderPlace | ObjectPlace, means: Means = USUAL) -> Copied:
+    """Copy one complete checkpoint to another place, verified there, and then visible as a whole.
+
+    One that is there already is not copied again. Interrupted anywhere, it can be called again and goes on from what
+    was copied. Both sides are leased meanwhile, so no prune takes anything away. Called by `ckptman copy`, and by a
+    drain, which may remove the source once this returns.
+
+    Raises: ConfigError, and as `copy_to_folder` and `copy_to_objects`.
+    """
+    if isinstance(place, FolderPlace):
+        check_apart(entry.path, place.root)
+    with reading(entry.path, what="copy"):
+        return _copy(FolderOriginal(entry.path, entry.require_manifest()), place, means)
+
+
+def copy_objects(entry: ObjectEntry, source: ObjectPlace, place: FolderPlace, means: Means = USUAL) -> Copied:
+    """The same of a checkpoint in an object store. Raises: as `copy_to_folder`."""
+    return copy_to_folder(ObjectOriginal(source, entry), place, means)
+
+
+def copy_foreign(folder: Path, place: FolderPlace, means: Means = USUAL) -> Copied:
+    """The same of what plain DCP wrote: its files as they are, held against digests of what was read.
+
+    Raises: ConfigError, and as `copy_to_folder`.
+    """
+    check_apart(folder, place.root)
+    return copy_to_folder(ForeignOriginal(folder), place, means)
+
+
+def _copy(original: Original, place: FolderPlace | ObjectPlace, means: Means) -> Copied:
+    if isinstance(place, FolderPlace):
+        return copy_to_folder(original, place, means)
+    return copy_to_objects(original, place, means)
+
+
+def check_apart(folder: Path, root: Path) -> None:
+    """Refuse a destination that is where the checkpoint lies, in it, or no root. Raises: ConfigError."""
+    source, target = Path(os.path.realpath(folder)), Path(os.path.realpath(root))
+    if parse_step(target.name) or os.path.lexists(target / MANIFEST):
+        raise ConfigError(f"{root} is a checkpoint: name the root to copy to; a copy keeps the name of its folder")
+    if target == source.parent:
+        raise ConfigError(f"{folder} is in {root} already: name another root to copy to")
+    # What is in a root is a run's; a folder without a checkpoint's name may lie anywhere.
+    around = source.parent if parse_step(source.name) else source
+    if around == target or around in target.parents:
+        raise ConfigError(f"{root} is inside of {around}, from which is copied: name a root outside of it")

@@ -1,0 +1,249 @@
+"""Draining a root: what its tiers are still to get is copied there, proved there, and only then may go here.
+
+Nothing is deleted in the root: that is for its own retention, which leaves alone what is still awaited (see `tiers`).
+A tier is pruned by its own retention after each copy into it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.object_store import REMOVING, ObjectEntry, ObjectPlace
+from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.catalog.prune import execute, plan_prune
+from ckptman.catalog.reader_lease import lease
+from ckptman.catalog.rollback_records import Rollback, abandoned_by, hand_on, read_rollbacks
+from ckptman.catalog.tier_identity import make_identity, mark_tier, read_identity
+from ckptman.catalog.tiers import (
+    Holding,
+    entries_of,
+    hand_on_to,
+    holding_of,
+    look_whose,
+    open_tier,
+    read_drained,
+    record_of,
+    trouble_of,
+    write_drained,
+)
+from ckptman.catalog.verified import remember_damage
+from ckptman.errors import CkptmanError, CorruptError, RootError, warn
+from ckptman.format.paths import MANIFEST, drained_path
+from ckptman.integrity.check import verify_folder
+from ckptman.policies.retention import plan
+from ckptman.policies.rules import Record
+from ckptman.policies.sanity_checks import keeps_any, slip
+from ckptman.policies.tiers import Tier, due
+from ckptman.transfer.copy import copy_checkpoint
+from ckptman.transfer.partial_copy import BusyCopyingError
+from ckptman.transfer.read_back import Means
+from ckptman.transfer.to_folder import FULL, Copied
+
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A checkpoint that has to go to a tier, and the reason. `over`: what has its name there counts for nothing."""
+
+    tier: Tier
+    entry: Entry
+    reason: str
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class Drained:
+    """What became of a task: the copy, or what was in its way. `busy`: another drain is at it."""
+
+    task: Task
+    copied: Copied | None = None
+    error: CkptmanError | None = None
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class DrainPlan:
+    """What is still to be done: `tasks`, tier by tier, the newest first; the tiers, of which nobody can look at some;
+    and what is wrong in the root, which keeps nothing else from being copied."""
+
+    tasks: list[Task]
+    holdings: list[Holding]
+    root_errors: tuple[RootError, ...] = ()
+
+    @property
+    def troubles(self) -> list[Holding]:
+        return [each for each in self.holdings if each.trouble]
+
+
+def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = None, *, new: bool = False) -> DrainPlan:
+    """What the tiers of a root have still to get. `new`: one that is not there holds nothing.
+
+    Raises: as `Catalogue.look`.
+    """
+    now_seconds = time.time() if now_seconds is None else now_seconds
+    holdings = [Holding(tier) if new and not os.path.lexists(str(tier)) else holding_of(root, tier) for tier in tiers]
+    every = [*read_rollbacks(root).values(), *(rollback for each in holdings for rollback in each.rollbacks)]
+    left = abandoned_by(every)
+    there = Catalogue(root).look()
+    entries = [entry for entry in there if entry.complete]
+    records = [record_of(entry, left) for entry in entries]
+    tasks: list[Task] = []
+    for number, holding in enumerate(holdings):
+        if holding.trouble:
+            continue
+        has = [record_of(entry, left) for entry in holding.entries]
+        holdings[number] = replace(holding, records=tuple(has))
+        good = {record.step for record in has if not record.abandoned and not record.damaged}
+        wanted = due(records, has, holding.tier, now_seconds)
+        for place in sorted(wanted, reverse=True):
+            entry = entries[place]
+            # Nothing that comes there from now on is replaced.
+            over = entry.step in holding.taken and entry.step not in good
+            tasks.append(Task(holding.tier, entry, wanted[place], over))
+    return DrainPlan(tasks, holdings, tuple(entry.unreadable for entry in there if entry.unreadable is not None))
+
+
+def prepare(root: Path, plan: DrainPlan) -> DrainPlan:
+    """Before anything is copied: the tiers learn whose they are, all places of all rollbacks, and prunes of the root of
+    what the tiers hold.
+
+    What is left of the plan: without a tier to which nothing can be written. Raises: CkptmanError, OSError.
+    """
+    every = [*read_rollbacks(root).values(), *(rollback for each in plan.holdings for rollback in each.rollbacks)]
+    hand_on(every, root)
+    holdings = [_told(root, each, every) for each in plan.holdings]
+    tasks = [task for task in plan.tasks if not any(each.trouble for each in holdings if each.tier == task.tier)]
+    return DrainPlan(tasks, holdings, (*plan.root_errors, *_tell_prunes(root, holdings)))
+
+
+def _told(root: Path, holding: Holding, rollbacks: Sequence[Rollback]) -> Holding:
+    """A tier that was told whose it is, and of rollbacks; or why that cannot be."""
+    try:
+        if not holding.trouble:
+            _mark(root, holding)
+        if rollbacks and not holding.trouble:
+            hand_on_to(open_tier(holding.tier), rollbacks, holding.rollbacks)
+    except (CkptmanError, OSError) as error:
+        return replace(holding, trouble=trouble_of(error))
+    return holding
+
+
+def _mark(root: Path, holding: Holding) -> None:
+    """Raises: CkptmanError, OSError."""
+    place = open_tier(holding.tier)
+    manifests = [entry.require_manifest() for entry in Catalogue(root).look() if entry.complete]
+    run_id = manifests[-1].run_id if manifests else ""
+    try:
+        id = look_whose(root, place)
+        if read_identity(root) is None:
+            make_identity(root, run_id, id)
+    except OSError as error:
+        if error.errno not in (*FULL, *_READ_ONLY):
+            raise
+        return  # a root that is full needs copies all the more; a drain that can write to it marks the tier
+    mark_tier(root, place, run_id, renew=False)
+
+
+def _tell_prunes(root: Path, holdings: Iterable[Holding]) -> tuple[RootError, ...]:
+    """Note in the root what the tiers hold, or why that cannot be: a root that is full needs copies all the more."""
+    held = {str(each.tier): list(each.records) for each in holdings if not each.trouble}
+    try:
+        write_drained(root, {**read_drained(root), **held})
+    except OSError as error:
+        return (
+            RootError(
+                error.errno or errno.EIO,
+                f"{drained_path(root)} cannot be written ({error.strerror}), so the run does not know what may go: "
+                f"check its permissions, or make room with ckptman prune, which looks at the tiers itself",
+            ),
+        )
+    return ()
+
+
+def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractContextManager[Means]]) -> Iterator[Drained]:
+    """Copy what is to be copied, and prune each tier that has got something. Trouble with one keeps no other.
+
+    `means` is asked for each copy how it is to be made. What the tiers hold then is noted in the root.
+    """
+    fuller: dict[Tier, Task] = {}
+    for task in plan.tasks:
+        try:
+            with means(task) as how:
+                over = replace(how, overwrite=how.overwrite or task.over)
+                place = open_tier(task.tier, how.disk)
+                look_whose(root, place)  # again: it may be hours since that was planned
+                yield Drained(task, copy_checkpoint(task.entry, place, over))
+            fuller[task.tier] = task
+        except CkptmanError as error:
+            if isinstance(error, CorruptError):
+                _note_damaged(task.entry)
+            if getattr(error, "errno", None) in FULL:  # perhaps of what a drain was killed before it could prune
+                fuller[task.tier] = task
+            yield Drained(task, error=error, busy=isinstance(error, BusyCopyingError))
+    for tier, task in fuller.items():
+        try:
+            prune_tier(tier, open_tier(tier))
+        except (CkptmanError, OSError) as error:
+            yield Drained(task, error=error if isinstance(error, CkptmanError) else _as_ours(tier, error))
+    if fuller:
+        left = abandoned_by(read_rollbacks(root).values())
+        # Where that cannot be, the next one says so.
+        _tell_prunes(root, [holding_of(root, tier, left) for tier in fuller])
+
+
+def prune_tier(tier: Tier, place: FolderPlace | ObjectPlace) -> None:
+    """Delete in a tier what its own retention no longer keeps, and what crashes left. Raises: CkptmanError, OSError."""
+    if isinstance(place, FolderPlace):
+        with lease(place.root, [], what="prune") as nonce:
+            found = plan_prune(place.root, tier.retention)
+            if _is_meant(tier, [each.record for each in found.verdicts]):
+                execute(place.root, found, tag=nonce or f"drain{os.urandom(4).hex()}")
+        return
+    if tier.retention is None:
+        return
+    there = [entry for entry in entries_of(place) if isinstance(entry, ObjectEntry)]
+    for entry in there:
+        if REMOVING in entry.sizes and MANIFEST not in entry.sizes:  # by a drain that was killed
+            place.delete(entry)
+    entries = [entry for entry in there if entry.complete]
+    left = abandoned_by(place.rollbacks())
+    # Of two that share a number each gets a verdict.
+    records = [replace(record_of(entry, left), sequence=number) for number, entry in enumerate(entries, 1)]
+    if not _is_meant(tier, records):
+        return
+    for verdict in plan(records, tier.retention, now_seconds=time.time()):
+        if not verdict.keep:
+            place.delete(entries[verdict.record.sequence - 1])
+
+
+def _is_meant(tier: Tier, records: Sequence[Record]) -> bool:
+    """Whether the rules of a tier can be meant for what it holds. Warns where they cannot: nothing is to be deleted."""
+    now_seconds = time.time()
+    cause = slip(tier.retention, records, now_seconds, goes_on=True)
+    if not cause or keeps_any(tier.retention, records, now_seconds):
+        return True
+    warn(f"nothing is deleted in {tier}: {cause}. Check the retention of this tier")
+    return False
+
+
+def _note_damaged(entry: Entry) -> None:
+    """So that it is not read again by each drain. Looked at again: the error may have been about the tier."""
+    with suppress(OSError, CkptmanError):
+        report = verify_folder(entry.path, entry.require_manifest())
+        if report.damage:
+            remember_damage(entry.path, entry.require_manifest(), "; ".join(report.problems))
+
+
+def _as_ours(tier: Tier, error: OSError) -> RootError:
+    return RootError(
+        error.errno or errno.EIO,
+        f"{tier}: {error.filename or 'a checkpoint'} cannot be removed ({error.strerror}): check its permissions",
+    )

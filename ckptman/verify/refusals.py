@@ -1,0 +1,88 @@
+"""What of a checkpoint a load would refuse to unpickle: said by `ckptman verify` before a restore has to."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from ckptman.errors import ConfigError, CorruptError
+from ckptman.format.pickle_guard import NotAllowed
+from ckptman.format.value_codec import paths_in
+from ckptman.io.safe_open import open_regular
+from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.loading.read import read_bytes
+from ckptman.saving.loadable import refusal_of
+from ckptman.state.tensor_container import QUANTIZED
+from ckptman.verify import proof
+
+
+def allow(classes: Iterable[str]) -> None:
+    """Let loads of this process make objects of these classes, written as `module.Class`. Imports their modules, also
+    from the current folder. Raises: ConfigError."""
+    for written in classes:
+        here = str(Path.cwd())
+        sys.path.append(here)
+        try:
+            torch.serialization.add_safe_globals([_named(written)])
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"--allow: {written} is not there ({type(error).__name__}: {error}): name a class as module.Class, of "
+                f"an installed package or of a module in this folder"
+            ) from error
+        finally:
+            sys.path.remove(here)
+
+
+def _named(written: str) -> type:
+    module, _, name = written.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        outer, _, inner = module.rpartition(".")  # a class in a class
+        if not outer:
+            raise
+        found = getattr(getattr(importlib.import_module(outer), inner), name)
+    return found  # type: ignore[no-any-return]
+
+
+def check(folder: Path) -> tuple[list[str], list[str]]:
+    """What in a checkpoint a load would refuse, and which tensors are quantized, by name.
+
+    Raises: CorruptError, NotFoundError, FormatVersionError; OSError.
+    """
+    saved = SavedState.read(folder)
+    refused = [str(error) for error in _refusals(saved) if saved.manifest or isinstance(error, NotAllowed)]
+    return refused, [name for name in saved.index.tensors if saved.dtype(name) in QUANTIZED]
+
+
+def _refusals(saved: SavedState) -> Iterator[CorruptError]:
+    plain = {name for name, _ in paths_in(saved.values)} if saved.manifest else set()
+    for name in saved.index.objects.keys() - plain:
+        if error := refusal_of(read_bytes(saved, name, verify=False), f"the value {name}"):
+            yield error
+    for name in saved.index.tensors:
+        for chunk in saved.all_chunks(name):
+            if saved.payload(name, chunk) is not None:
+                continue
+            with open(open_regular(saved.folder / chunk.file, follow=saved.manifest is None), "rb") as file:
+                file.seek(chunk.offset)
+                if error := refusal_of(file.read(chunk.bytes), f"the tensor {name}"):
+                    yield error
+                    break
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the checkpoint of a request (JSON). Prints a JSON object with what was found, or with an error."""
+    request = json.loads(arguments[0])
+
+    def found() -> Iterator[dict[str, list[str]]]:
+        allow(request["allow"])
+        refused, quantized = check(Path(request["folder"]))
+        yield {"refused": sorted(refused), "quantized": quantized}
+
+    return proof.answer(found())

@@ -1,0 +1,390 @@
+"""Proof that a checkpoint loads on a number of ranks: processes load it, and each compares its shard bit for bit.
+
+`main` runs in a process of its own, because ranks are forked from it. Called by `ckptman verify --world-size`.
+
+What is loaded goes the way of a restore: DTensors on a mesh, the chunk table, ranges of bytes, replicas that read once
+and send each other the rest. What it is compared with does not: see `witness`. Digests are not checked here.
+
+Where the ranks do not fit into memory together, or are too many for this machine, they load in waves: a few processes
+take the place of one rank after the other. Then each rank's own part is proved as before. Not proved is what takes all
+ranks at once: that so many processes find each other, that their shards are in memory together, and the exchange by
+which replicas read a byte only once (in a wave each replica reads all of its part).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from ckptman.comm.control import Channel, RankFailed
+from ckptman.errors import CkptmanError, RankLostError
+from ckptman.format.paths import METADATA
+from ckptman.io.workers import THREADS_ENV, cores, io_threads
+from ckptman.loading.checkpoint_reader import SavedState, resolve
+from ckptman.loading.exchange import read_together
+from ckptman.loading.read import fills_for, read_fills
+from ckptman.runtime.host_memory import available_bytes
+from ckptman.state.named_state import refs_in
+from ckptman.state.tensor_container import QUANTIZED
+from ckptman.verify import proof
+from ckptman.verify.chunk_files import Saved, Tensors
+from ckptman.verify.container_check import Containers
+from ckptman.verify.forked import Done, Tell, run_forked
+from ckptman.verify.independent_compare import LoadedRows, Witness
+from ckptman.verify.placement_check import placement_problems, too_many_to_compare
+from ckptman.verify.proof import LoadReport
+from ckptman.verify.refusals import allow
+
+BATCH_BYTES = 16 * 1024 * 1024
+"""A rank holds this much of its shards at a time, or one shard that is larger: a checkpoint may exceed the memory."""
+PROCESS_BYTES = 192 * 1024 * 1024
+"""What a rank needs besides its shards: scratch memory of its reads, and pages that it no longer shares."""
+TOGETHER = 16
+"""The most ranks that are processes of their own at a time, on a machine with no more than half as many cores."""
+POISON = 0xA5
+"""What a tensor is filled with before it is loaded, so that a part nobody wrote is found."""
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """What each rank is to do. `silence_seconds`: how long it may take over one step.
+
+    `containers`: also see that each container holds what the chunk table says; that does not depend on the world size.
+    """
+
+    state: SavedState
+    batches: list[list[Saved]]
+    layout: tuple[int, ...]
+    containers: bool
+    threads: int
+    silence_seconds: float
+
+    @property
+    def shards(self) -> int:
+        return self.layout[-1]
+
+
+def check(
+    folder: Path,
+    world_sizes: Sequence[int],
+    mesh: Sequence[int] | None = None,
+    silence_seconds: float = 300.0,
+    done: Done | None = None,
+) -> Iterator[LoadReport]:
+    """Load a checkpoint on each of these numbers of ranks and compare. Every problem names tensor, rank and world size.
+
+    The world size that `mesh` has is loaded as that mesh says, (S,) or (R, S): R replicas of S shards of rows; all
+    others as shards. A rank that dies, or makes no progress for `silence_seconds`, is a problem too. `done` is told
+    about once a second how much of a world size is done, from 0 to 1. Forks: call it from a process that has no other
+    thread.
+
+    Raises: NotFoundError, CorruptError, FormatVersionError if it cannot be read at all; ConfigError (no such mesh).
+    """
+    world_sizes = proof.world_sizes_with(world_sizes, mesh)
+    state = SavedState.read(folder)
+    state.refuse_transformed()
+    tensors = saved_tensors(state)
+    left_out = [saved.name for saved in tensors if saved.dtype in QUANTIZED]
+    tensors = [saved for saved in tensors if saved.dtype not in QUANTIZED]
+    misplaced, unseen = _check_placement(state)
+    for number, world_size in enumerate(world_sizes):
+        begun = time.monotonic()
+        layout = proof.layout_for(world_size, mesh)
+        found = _check_on(state, tensors, layout, number == 0, silence_seconds, done)
+        yield replace(
+            found,
+            problems=proof.shown([*misplaced, *found.problems]),
+            left_out=left_out,
+            notes=[*unseen, *found.notes],
+            seconds=time.monotonic() - begun,
+        )
+
+
+def _check_placement(state: SavedState) -> tuple[list[str], list[str]]:
+    """Problems of where things are to be found, and what is not proved of it."""
+    if state.manifest is None:
+        return [], []
+    if too_many_to_compare(state):
+        return [], [f"that {METADATA}, which plain DCP reads, names the same places: there are too many chunks"]
+    return list(placement_problems(state)), []
+
+
+def saved_tensors(state: SavedState) -> list[Saved]:
+    """All tensors, in the order of their place on disk."""
+    found = []
+    for name, record in state.index.tensors.items():
+        next(state.all_chunks(name), None)  # sees that no row of it is one that cannot be
+        chunks = state.table.chunks(name)
+        first = int(chunks.file.min()) if len(chunks) else 0
+        offset = int(chunks.offset[chunks.file == first].min()) if len(chunks) else 0
+        found.append((first, offset, Saved(name, record.shape, state.dtype(name))))
+    return [saved for _, _, saved in sorted(found, key=lambda each: each[:2])]
+
+
+def _largest_whole_bytes(state: SavedState, tensors: Sequence[Saved]) -> int:
+    """Bytes of the largest container that every rank reads as a whole, because only torch can; small ones count not."""
+    largest = PROCESS_BYTES // 8
+    for saved in tensors:
+        chunks = state.table.chunks(saved.name)
+        if ((chunks.payload == -1) & (chunks.bytes > largest)).any():
+            whole = (chunk for chunk in state.all_chunks(saved.name) if state.payload(saved.name, chunk) is None)
+            largest = max([largest, *(chunk.bytes for chunk in whole)])
+    return largest if largest > PROCESS_BYTES // 8 else 0
+
+
+def processes_for(world_size: int, shard_bytes: int, free_bytes: int, cores: int) -> int:
+    """How many processes may take the ranks at a time: as many as ranks, if they can be in memory together."""
+    room = int(free_bytes * 0.8) // (shard_bytes + PROCESS_BYTES)
+    if world_size <= min(room, max(TOGETHER, 2 * cores)):
+        return world_size
+    return min(world_size, max(1, min(room, cores)))
+
+
+def _check_on(
+    state: SavedState,
+    tensors: Sequence[Saved],
+    layout: tuple[int, ...],
+    containers: bool,
+    silence_seconds: float,
+    done: Done | None,
+) -> LoadReport:
+    world_size, free_cores = math.prod(layout), cores()
+    batches = list(_batches(tensors, layout[-1]))
+    shard_bytes = max((_place(batch, layout[-1])[1] for batch in batches), default=0)
+    shard_bytes += 2 * _largest_whole_bytes(state, tensors)
+    free_bytes = available_bytes()
+    if shard_bytes + PROCESS_BYTES > free_bytes:
+        need = f"each rank needs {shard_bytes + PROCESS_BYTES:,} bytes of memory, and {free_bytes:,} are free"
+        return LoadReport(world_size, not_tried=f"{need}: take more ranks, or a machine with more memory")
+    processes = processes_for(world_size, shard_bytes, free_bytes, free_cores)
+    job = Job(state, batches, layout, containers, max(1, free_cores // processes), silence_seconds)
+    # Without replicas no rank needs what another one reads: a restore would only compare notes.
+    joined = len(layout) > 1 and layout[0] > 1
+    work = partial(check_rank, job)
+    problems = run_forked(work, world_size, silence_seconds, processes, joined=joined, done=done)
+    if processes == world_size:
+        return LoadReport(world_size, problems)
+    exchange = ", and the exchange between replicas" if len(layout) > 1 else ""
+    fit = processes_for(world_size, shard_bytes, free_bytes, world_size) == world_size
+    cause = f"as there are {free_cores} cores" if fit else "as more do not fit"
+    waves = f"that the ranks fit into memory together{exchange}: they loaded {processes} at a time, {cause}"
+    return LoadReport(world_size, problems, notes=[waves])
+
+
+def check_rank(job: Job, rank: int, tell: Tell) -> list[str]:
+    """What one rank finds. Called in a forked process; inside a process group where replicas run at the same time."""
+    os.environ.setdefault(THREADS_ENV, str(min(io_threads(), job.threads)))  # the ranks share the cores
+    # The watching parent is to be the first to lose patience: it knows which ranks are silent.
+    channel = Channel(2 * job.silence_seconds + 60) if dist.is_initialized() else None
+    ranks = torch.arange(math.prod(job.layout), device="cpu").view(job.layout)
+    mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
+    on_disk = Tensors(job.state)
+    witness, containers = Witness(on_disk, job.threads), Containers(on_disk)
+    arena = _arena(max((_place(batch, job.shards)[1] for batch in job.batches), default=0))
+    problems: list[str] = []
+    torch.set_grad_enabled(False)
+    for number, batch in enumerate(job.batches):
+        targets = _targets(batch, mesh, arena)
+        tell(batch[0].name, number / len(job.batches))
+        lost = _load(job.state, targets, channel, arena)
+        tell(f"{batch[0].name}, loaded", (number + 0.5) / len(job.batches))
+        problems += [f"{name}: {why}" for name, why in lost.items() if why]
+        shards = [target.shard for name, target in targets.items() if name not in lost]
+        problems += witness.problems(shards)
+        for saved, first, last, _ in shards if job.containers else ():
+            rows = containers.begin_in(saved, first, last, with_empty=rank == 0)
+            problems += containers.problems(saved, rows)
+    if rank == 0:
+        tell("plain values", 1.0)
+        problems += _check_values(job.state)
+    return proof.shown(problems)
+
+
+@lru_cache(maxsize=1)
+def _arena(size_bytes: int) -> _Arena:
+    """The same for each rank that a process takes the place of."""
+    return _Arena(size_bytes)
+
+
+class _Arena:
+    """The memory that the shards of one batch after the other are loaded into: fresh memory is slower by far."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        except (AttributeError, OSError):  # not on this system; it is only faster
+            pass
+        self.data = np.frombuffer(self._memory, np.uint8)
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor as a rank loads it, and the bytes of this rank's part: rows [first, last) as `torch.chunk` cuts them."""
+
+    tensor: torch.Tensor
+    shard: LoadedRows
+
+
+def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: _Arena) -> dict[str, _Target]:
+    shards, coordinate = mesh.shape[-1], mesh.get_coordinate()
+    assert coordinate is not None
+    placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+    found = {}
+    for saved, start in zip(batch, _place(batch, shards)[0]):
+        first, last = _rows(saved, coordinate[-1], shards)
+        end = start + (last - first) * saved.row_bytes
+        shape = (last - first, *saved.shape[1:]) if saved.shape else ()
+        if end > start:
+            local = arena.tensor[start:end].view(saved.dtype).view(shape)
+        else:
+            local = torch.empty(shape, dtype=saved.dtype, device="cpu")
+        found[saved.name] = _Target(
+            _sharded(local, saved, mesh, placements), LoadedRows(saved, first, last, arena.data[start:end])
+        )
+    return found
+
+
+def _sharded(local: torch.Tensor, saved: Saved, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+    if not saved.shape:
+        return local
+    stride = tuple(math.prod(max(size, 1) for size in saved.shape[dim + 1 :]) for dim in range(len(saved.shape)))
+    meta = TensorMeta(torch.Size(saved.shape), stride, saved.dtype)
+    # Not DTensor.from_local, nor DTensor(): either imports the compiler of torch on its first call, on every rank.
+    made: torch.Tensor = DTensor.__new__(DTensor, local, DTensorSpec(mesh, placements, meta), requires_grad=False)
+    return made
+
+
+def _load(state: SavedState, targets: Mapping[str, _Target], channel: Channel | None, arena: _Arena) -> dict[str, str]:
+    """Fill the targets as a restore does. The names that failed, with the reason; "" where another rank gives it."""
+    for target in targets.values():
+        target.shard.data.fill(POISON)
+    try:
+        _read_into(state, {name: target.tensor for name, target in targets.items()}, channel)
+    except RankLostError:
+        raise
+    except Exception as error:  # noqa: BLE001 whatever it is, it is found again and named below
+        why = _reason(error, channel)
+        if len(targets) == 1:
+            return dict.fromkeys(targets, f"it does not load: {why}" if why else "")
+        found: dict[str, str] = {}
+        for name, target in targets.items():
+            found |= _load(state, {name: target}, channel, arena)
+        # Each alone loads: then all of them together do not, and the first stands for them.
+        first = next(iter(targets))
+        return found or {first: f"together with {len(targets) - 1} others it does not load: {why}" if why else ""}
+    return {}
+
+
+def _read_into(state: SavedState, tensors: Mapping[str, torch.Tensor], channel: Channel | None) -> None:
+    # The digests of all files were checked by `ckptman verify` before; here they would be checked once per rank.
+    if channel is not None:
+        read_together(channel, state, tensors, verify=False)
+    else:
+        read_fills(
+            state, [each for name, tensor in tensors.items() for each in fills_for(state, name, tensor)], verify=False
+        )
+
+
+def _reason(error: Exception, channel: Channel | None) -> str:
+    """What to say of an error that a read raised; nothing where it is another rank's."""
+    if not isinstance(error, RankFailed):
+        return _text(error)
+    failure = error.failure
+    if channel is not None and failure.rank != channel.rank:
+        return ""
+    return _text(failure.error) if failure.error is not None else failure.text.partition("\n")[0][:300]
+
+
+def _check_values(state: SavedState) -> list[str]:
+    """Whether the plain values can be read, and refer only to tensors that are there."""
+    problems = []
+    for name, value in state.values.items():
+        try:
+            resolve(value)
+        except CkptmanError as error:
+            problems.append(f"{name}: {error}")
+        problems += [
+            f"{name}: it refers to the tensor {ref.name}, which was not saved"
+            for ref in refs_in(value)
+            if ref.name not in state.index.tensors
+        ]
+    return problems
+
+
+def _rows(saved: Saved, number: int, shards: int) -> tuple[int, int]:
+    """The rows of one shard; a tensor without dimensions is whole in each."""
+    if not saved.shape:
+        return 0, 1
+    share = -(-saved.rows // shards)
+    return min(number * share, saved.rows), min((number + 1) * share, saved.rows)
+
+
+def _share_bytes(saved: Saved, shards: int) -> int:
+    """Bytes of the largest shard of a tensor."""
+    return (-(-saved.rows // shards) if saved.shape else 1) * saved.row_bytes
+
+
+def _place(batch: Sequence[Saved], shards: int) -> tuple[list[int], int]:
+    """Where in the arena the shards of a batch begin, the same on all ranks, and where the last one ends."""
+    starts, end = [], 0
+    for saved in batch:
+        starts.append(end)
+        end += -(-_share_bytes(saved, shards) // _ALIGN_BYTES) * _ALIGN_BYTES
+    return starts, end
+
+
+def _batches(tensors: Iterable[Saved], shards: int) -> Iterator[list[Saved]]:
+    """The same on all ranks: those that run together load them together."""
+    batch: list[Saved] = []
+    held_bytes = 0
+    for saved in tensors:
+        share = _share_bytes(saved, shards)
+        if batch and held_bytes + share > BATCH_BYTES:
+            yield batch
+            batch, held_bytes = [], 0
+        batch.append(saved)
+        held_bytes += share
+    if batch:
+        yield batch
+
+
+def _text(error: BaseException) -> str:
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line[:300]}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check on the world sizes of a request (JSON). Prints a JSON object for each, or one with an error."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit ends the ranks too
+    request = json.loads(arguments[0])
+
+    def done(part: float) -> None:
+        print(json.dumps({"done": part}), flush=True)
+
+    def reports() -> Iterator[LoadReport]:
+        allow(request["allow"])
+        yield from check(
+            Path(request["folder"]), request["world_sizes"], request["mesh"], done=done if request["progress"] else None
+        )
+
+    return proof.answer(map(asdict, reports()))

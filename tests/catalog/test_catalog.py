@@ -1,0 +1,487 @@
+"""The catalogue: what counts as a checkpoint, in which order, and what an unreadable root is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptman.catalog import catalog as catalogue_module
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError, RootError
+from ckptman.format.manifest import Manifest, compare_names, is_plain_name, read_manifest
+from ckptman.format.paths import (
+    MAX_STEP,
+    new_nonce,
+    owner_path,
+    parse_half_written,
+    parse_owner,
+    parse_step,
+    step_folder,
+)
+from tests.helpers.faulty_disk import manifest_of, rewrite, save
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody pulls the plug here."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def steps(root: Path) -> list[int]:
+    """The steps that count, oldest commit first."""
+    return [entry.step for entry in Catalogue(root).complete()]
+
+
+def problem(root: Path, step: int = 100) -> str:
+    entry = Catalogue(root).entry(step)
+    assert not entry.complete
+    assert entry.problem is not None
+    with pytest.raises((CorruptError, FormatVersionError)):
+        entry.require_manifest()
+    return entry.problem
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-7",
+        "step-7.tmp-backup",
+        "step-00000000100",
+        "step-0000000100 ",
+        " step-0000000100",
+        "step-0000000100\n",
+        "step-0000000100.tmp",
+        "step-0000000100.tmp-",
+        "step-0000000100.tmp-a.b",
+        "step-0000000100.tmp-0123abcd.b",
+        *(f"step-0000000100.{kind}-best" for kind in ("tmp", "old", "abandoned", "trash")),
+        *("step-0000000100.old-1", "step-0000000100.tmp-rsync", "step-0000000100.tmp-mine", "step-0000000100.trash-1"),
+        *("step-0000000100.old-20261122", "step-0000000100.old-20261122-1530", "step-0000000100.old-0123abcd-best"),
+        "step-0000000100.tmp-copy",
+        "step-0000000100.bak-a",
+        "step-0000000100.tmp-a ",
+        "step-0000000100.tmp-\u0661",
+        "step-\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661",
+        "STEP-0000000100",
+        "step_0000000100",
+        "step--000000100",
+        "step-0000000100~",
+        "xstep-0000000100",
+        "latest",
+    ],
+)
+def test_a_name_that_only_resembles_ours_is_left_alone(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 100)
+    shutil.copytree(tmp_path / step_folder(100), tmp_path / name)
+    assert parse_step(name) is None
+    assert steps(tmp_path) == [100]
+    assert Catalogue(tmp_path).leftovers() == []
+
+
+@given(
+    st.integers(0, MAX_STEP),
+    st.sampled_from(["step", "tmp", "old", "abandoned", "trash"]),
+    st.from_regex(
+        r"\A(([0-9a-f]{7}[a-f]|(cli|drain|full-|copy-)[0-9a-f]{8})(-[0-9]+){0,2}(-left[0-9]+)?|copy-[0-9a-f]{16})\Z"
+    ),
+)
+def test_a_name_says_what_it_was_made_of(step: int, kind: Any, tag: str) -> None:
+    parsed = parse_step(step_folder(step, kind, tag))
+    assert parsed == (step, kind, "" if kind == "step" else tag)
+
+
+def test_a_nonce_is_never_all_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter([b"\x20\x26\x11\x22", b"\x00\x00\x00\x00", b"\x20\x26\x11\x2a"])
+    monkeypatch.setattr(os, "urandom", lambda count: next(made))
+    assert new_nonce() == "2026112a"
+
+
+@pytest.mark.parametrize("step", [-1, MAX_STEP + 1])
+def test_a_step_without_a_name(step: int) -> None:
+    with pytest.raises(ConfigError, match="a step is a number from 0 to"):
+        step_folder(step)
+
+
+def test_names_of_the_run_itself(tmp_path: Path) -> None:
+    assert parse_owner(owner_path(tmp_path, 7).name) == 7
+    assert parse_owner(owner_path(tmp_path, 12_345_678).name) == 12_345_678
+    for name in ("owner.json", "owner-7.json", "owner-000007.json.tmp-1-0123abcd", "owner-000007.jsonl"):
+        assert parse_owner(name) is None
+    assert parse_half_written("outcome.json.tmp-17-0123abcd") == 17
+    for name in ("outcome.json", "outcome.json.tmp-17-backup", "outcome.json.tmp-17-0123abcd~", ".tmp-17-0123abcd"):
+        assert parse_half_written(name) is None
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "../a", "a\0b"])
+def test_a_name_that_leaves_its_folder(tmp_path: Path, name: str) -> None:
+    assert not is_plain_name(name)
+    files = manifest_of(save(tmp_path, 1).path.parent, 100, {name: b""}).model_dump()["files"]
+    save(tmp_path, 100)
+    rewrite(tmp_path / step_folder(100), files=files)
+    assert "not a plain file name" in problem(tmp_path)
+
+
+# ---- what counts -----------------------------------------------------------------------------------------------------
+
+
+def test_order_is_that_of_commits_also_after_a_rollback(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        save(tmp_path, step)
+    save(tmp_path, 150)
+    assert steps(tmp_path) == [100, 200, 300, 150]
+    save(tmp_path, 200)
+    assert steps(tmp_path) == [100, 300, 150, 200]
+    os.utime(tmp_path / step_folder(100))
+    assert steps(tmp_path) == [100, 300, 150, 200], "dates of files tell nothing"
+
+
+def test_folders_that_share_a_sequence_are_told_apart_by_time_and_step(tmp_path: Path) -> None:
+    for step, seconds in ((1, 30.0), (2, 20.0), (3, 30.0)):
+        rewrite(save(tmp_path, step).path, sequence=1, time_seconds=seconds)
+    assert steps(tmp_path) == [2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+        (lambda path: os.truncate(path / "__1_0.distcp", 31), "has 31 bytes instead of 32"),
+        (lambda path: os.truncate(path / "__1_0.distcp", 33), "has 33 bytes instead of 32"),
+        (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
+        (lambda path: os.truncate(path / "manifest.json", 0), "not what ckptman wrote"),
+        (lambda path: os.truncate(path / "manifest.json", 300), "not what ckptman wrote"),
+        (lambda path: (path / "manifest.json").write_text("[]"), "not what ckptman wrote"),
+        (lambda path: (path / "manifest.json").write_text('"text"'), "not what ckptman wrote"),
+        (lambda path: (path / "manifest.json").write_text("{}"), "not what ckptman wrote"),
+        (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe\0"), "not what ckptman wrote"),
+        (lambda path: (path / "manifest.json").write_text("[" * 100_000), "not what ckptman wrote"),
+        (lambda path: (path / "manifest.json").write_text('{"format_version": 1}'), "no digest at its end"),
+        (lambda path: rewrite(path, step=200), "its manifest is of step 200"),
+        (lambda path: rewrite(path, surprise=1), r"\(format version 1\): surprise: unknown field"),
+        (lambda path: rewrite(path, sequence=None), "sequence: Field required"),
+        (lambda path: rewrite(path, sequence=0), "sequence: "),
+        (lambda path: rewrite(path, block_bytes=0), "block_bytes: "),
+        (lambda path: rewrite(path, block_bytes=2**60), "block_bytes: "),
+        (lambda path: rewrite(path, world_size="many"), "world_size: "),
+        (lambda path: rewrite(path, time_seconds=math.nan), "time_seconds: "),
+        (lambda path: rewrite(path, files={"a": {"bytes": -1, "digest": "0" * 32}}), "files.a.bytes: "),
+        (lambda path: rewrite(path, files={"a": {"bytes": 1, "digest": "0" * 31}}), "files.a.digest: "),
+        (lambda path: rewrite(path, format_version=0), "which there never was"),
+        (lambda path: rewrite(path, format_version=True), "which there never was"),
+        (lambda path: rewrite(path, format_version="2"), "which there never was"),
+        (lambda path: rewrite(path, format_version=2, surprise=1), "format version 2 is newer"),
+    ],
+)
+def test_what_does_not_count(tmp_path: Path, damage: Any, complaint: str) -> None:
+    save(tmp_path, 50)
+    damage(save(tmp_path, 100).path)
+    assert steps(tmp_path) == [50]
+    assert re.search(complaint, problem(tmp_path))
+
+
+def test_a_newer_format_is_told_apart_from_damage(tmp_path: Path) -> None:
+    rewrite(save(tmp_path, 100).path, format_version=7, sequence=None, shards={})
+    entry = Catalogue(tmp_path).entry(100)
+    assert entry.newer_format is not None
+    with pytest.raises(FormatVersionError, match="has format version 7, and this ckptman reads up to 1: upgrade"):
+        entry.require_manifest()
+    # Without a digest at its end too: a newer format may have moved it.
+    (entry.path / "manifest.json").write_text('{"format_version": 8}')
+    assert Catalogue(tmp_path).entry(100).newer_format is not None
+
+
+def as_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("", "it is a link, not a folder"),
+        ("__0_0.distcp", "__0_0.distcp is not a regular file"),
+        ("index.json", "index.json is not a regular file"),
+        ("manifest.json", "manifest.json is not a regular file"),
+    ],
+)
+def test_links_do_not_count(tmp_path: Path, name: str, complaint: str) -> None:
+    as_link(save(tmp_path, 100).path / name)
+    assert complaint in problem(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_does_not_count_and_does_not_hang(tmp_path: Path, name: str, make: Any) -> None:
+    path = save(tmp_path, 100).path / name
+    path.unlink()
+    make(path)
+    assert "is not a regular file" in problem(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda path: path.touch(), "it is a file, not a folder"),
+        (lambda path: path.mkdir(), "it has no manifest.json"),
+        (lambda path: path.symlink_to("nowhere"), "it is a link"),
+        (lambda path: path.symlink_to(path.name), "it is a link"),
+        (os.mkfifo, "it is a file, not a folder"),
+    ],
+)
+def test_what_only_has_the_name(tmp_path: Path, make: Any, complaint: str) -> None:
+    make(tmp_path / step_folder(100))
+    assert complaint in problem(tmp_path)
+    assert Catalogue(tmp_path).leftovers() == []
+
+
+def test_a_file_more_than_the_manifest_names_does_no_harm(tmp_path: Path) -> None:
+    (save(tmp_path, 100).path / "notes.txt").touch()
+    assert steps(tmp_path) == [100]
+
+
+def test_every_byte_of_a_manifest_is_vouched_for(tmp_path: Path) -> None:
+    path = save(tmp_path, 100).path / "manifest.json"
+    data = path.read_bytes()
+    in_its_end = range(8 * (len(data) - 60), 8 * len(data))
+    for bit in {*range(0, 8 * len(data), 37), *in_its_end}:
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptError):
+            read_manifest(path.parent)
+
+
+def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    entry = save(tmp_path, 100)
+    fields = {
+        **entry.require_manifest().model_dump(),
+        "metrics": {"loss": math.nan, "best": -math.inf, "\u03b1/\ud800": 1e-300},
+        "reason": "odd \u2603 \ud800 \0 text",
+        "mesh": {"names": ["replicate", "shard"], "shape": [2, 4]},
+        "restored_from": 50,
+    }
+    manifest = Manifest.model_validate(fields)
+    (entry.path / "manifest.json").write_bytes(manifest.to_json())
+    back = read_manifest(entry.path)
+    assert back.to_json() == manifest.to_json()
+    assert math.isnan(back.metrics["loss"])
+    assert back.total_bytes == manifest.total_bytes > 64
+    assert json.loads(manifest.to_json())["sequence"] == 1, "any reader of JSON can read it"
+
+
+# ---- the previous save of a step -------------------------------------------------------------------------------------
+
+
+def aside(entry: Entry, tag: str = "deadbeef") -> Path:
+    path = entry.path.with_name(f"{entry.path.name}.old-{tag}")
+    entry.path.rename(path)
+    return path
+
+
+def test_a_save_that_stood_aside_counts_until_the_new_one_is_there(tmp_path: Path) -> None:
+    save(tmp_path, 50)
+    old = aside(save(tmp_path, 100))
+    assert steps(tmp_path) == [50, 100]
+    assert Catalogue(tmp_path).entry(100).path == old
+    assert Catalogue(tmp_path).leftovers() == [], "it is the only one of its step"
+    new = save(tmp_path, 100)
+    assert Catalogue(tmp_path).entry(100).path == new.path
+    assert [path for path, _ in Catalogue(tmp_path).leftovers()] == [old]
+
+
+@pytest.mark.parametrize("tags", ["af", "fa"])
+def test_of_several_that_stood_aside_the_last_committed_counts(tmp_path: Path, tags: str) -> None:
+    first = aside(save(tmp_path, 100), 8 * tags[0])
+    second = aside(save(tmp_path, 100), 8 * tags[1])
+    assert Catalogue(tmp_path).entry(100).path == second
+    assert [path for path, _ in Catalogue(tmp_path).leftovers()] == [first]
+
+
+def test_a_good_one_that_stood_aside_stands_in_for_a_damaged_one(tmp_path: Path) -> None:
+    old = aside(save(tmp_path, 100))
+    (save(tmp_path, 100).path / "__0_0.distcp").unlink()
+    assert Catalogue(tmp_path).entry(100).path == old
+    assert Catalogue(tmp_path).entry(100).complete
+    assert Catalogue(tmp_path).leftovers() == [], "the only good one is never a leftover"
+    (old / "__0_0.distcp").unlink()
+    assert Catalogue(tmp_path).entry(100).path == tmp_path / step_folder(100)
+
+
+def test_one_that_stood_aside_does_not_hide_a_newer_format(tmp_path: Path) -> None:
+    aside(save(tmp_path, 100))
+    rewrite(save(tmp_path, 100).path, format_version=2)
+    assert Catalogue(tmp_path).entry(100).newer_format is not None
+
+
+# ---- the root --------------------------------------------------------------------------------------------------------
+
+
+def test_a_root_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="there is no checkpoint root"):
+        Catalogue(tmp_path / "nowhere").scan()
+
+
+def test_a_root_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RootError, match="is a file, not a folder: name another root"):
+        Catalogue(tmp_path / "file").scan()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE, errno.ELOOP])
+def test_a_root_that_cannot_be_read_is_never_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    save(tmp_path, 100)
+
+    def refuse(path: object) -> list[str]:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    for look in (Catalogue(tmp_path).scan, Catalogue(tmp_path).complete, Catalogue(tmp_path).leftovers):
+        with pytest.raises(RootError, match=r"cannot be read .*: nothing is started over what may be there") as caught:
+            look()
+        assert caught.value.errno == code
+
+
+@pytest.mark.parametrize("reader", ["read_manifest", "compare_names"])
+def test_a_checkpoint_that_cannot_be_looked_at_is_no_missing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    save(tmp_path, 100)
+
+    def refuse(path: Path, *rest: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(catalogue_module, reader, refuse)
+    with pytest.raises(RootError, match=r"cannot be read .*: check its permissions"):
+        Catalogue(tmp_path).scan()
+    with pytest.raises(RootError, match=r"cannot be read .*: check its permissions"):
+        Catalogue(tmp_path).entry(100).require_manifest()
+    (entry,) = Catalogue(tmp_path).look()
+    assert (entry.complete, entry.manifest) == (False, None)
+
+
+def test_an_earlier_save_does_not_stand_in_for_one_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later one may well be good, and the earlier one may be all there is: neither goes."""
+    save(tmp_path, 100)
+    shutil.copytree(tmp_path / step_folder(100), tmp_path / step_folder(100, "old", "deadbeef-1"))
+    real = catalogue_module.read_manifest
+
+    def refuse(path: Path) -> Manifest:
+        if path.name == step_folder(100):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path)
+
+    monkeypatch.setattr(catalogue_module, "read_manifest", refuse)
+    (entry,) = Catalogue(tmp_path).look()
+    assert entry.unreadable is not None
+    assert Catalogue(tmp_path).leftovers() == []
+    with pytest.raises(RootError, match=r"cannot be read \(Stale file handle\): check the mount"):
+        Catalogue(tmp_path).scan()
+
+
+def test_an_empty_root(tmp_path: Path) -> None:
+    assert Catalogue(tmp_path).scan() == []
+    with pytest.raises(NotFoundError, match="no checkpoint of step 5; the latest there are: none"):
+        Catalogue(tmp_path).entry(5)
+
+
+def test_a_step_that_does_not_exist_names_those_that_do(tmp_path: Path) -> None:
+    for step in (300, 100):
+        save(tmp_path, step)
+    with pytest.raises(NotFoundError, match="no checkpoint of step 5; the latest there are: 300, 100"):
+        Catalogue(tmp_path).entry(5)
+
+
+# ---- while others write ----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (100, 200):
+        save(tmp_path, step)
+
+    def late(folder: Path) -> Manifest:
+        if folder.name == step_folder(100):
+            shutil.rmtree(folder)
+        return read_manifest(folder)
+
+    monkeypatch.setattr(catalogue_module, "read_manifest", late)
+    assert [entry.step for entry in Catalogue(tmp_path).scan()] == [200]
+
+
+def test_a_folder_that_vanishes_after_its_manifest_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 100)
+
+    def late(folder: Path, manifest: Manifest) -> tuple[str | None, frozenset[str]]:
+        shutil.rmtree(folder)
+        return compare_names(folder, manifest)
+
+    monkeypatch.setattr(catalogue_module, "compare_names", late)
+    assert Catalogue(tmp_path).scan() == []
+
+
+def test_a_step_that_is_replaced_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest of the old and the files of the new one would look damaged."""
+    save(tmp_path, 100, b"short")
+
+    def late(folder: Path, manifest: Manifest) -> tuple[str | None, frozenset[str]]:
+        monkeypatch.setattr(catalogue_module, "compare_names", compare_names)
+        save(tmp_path, 100, b"much longer")
+        return compare_names(folder, manifest)
+
+    monkeypatch.setattr(catalogue_module, "compare_names", late)
+    (entry,) = Catalogue(tmp_path).scan()
+    assert entry.complete
+    assert entry.sequence == 2
+
+
+def test_a_step_never_disappears_while_it_is_saved_again(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    enough = threading.Event()
+
+    def save_on() -> None:
+        for _ in range(100):
+            save(tmp_path, 100)
+        enough.set()
+
+    writer = threading.Thread(target=save_on)
+    writer.start()
+    last = looks = 0
+    while not enough.is_set():
+        (entry,) = Catalogue(tmp_path).scan()
+        assert entry.complete
+        assert entry.sequence >= last
+        last, looks = entry.sequence, looks + 1
+    writer.join()
+    assert looks > 3
+
+
+def test_a_place_lists_opens_and_deletes(tmp_path: Path) -> None:
+    place = FolderPlace(tmp_path)
+    save(tmp_path, 100, b"content")
+    (entry,) = place.list()
+    with place.open(entry, "__1_0.distcp") as file:
+        assert file.read() == b"\1" * 32 + b"content"
+    place.delete(entry, "0123abcd-1")
+    assert place.list() == []
+    place.delete(entry, "0123abcd-1")
+    assert not list(tmp_path.iterdir())
+    assert stat.S_ISDIR(tmp_path.stat().st_mode)

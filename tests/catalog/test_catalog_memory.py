@@ -1,0 +1,255 @@
+"""What a run remembers of its root between two saves: it reads what is new, and sees what others have changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptman
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.catalog import Catalogue, Memory, Remembered
+from ckptman.catalog.pins import pin
+from ckptman.catalog.prune import PrunePlan, execute, plan_prune
+from ckptman.catalog.verified import identify, note_damaged, remember_damage
+from ckptman.cli.app import main
+from ckptman.format import manifest as manifest_module
+from ckptman.format.manifest import Manifest
+from ckptman.format.paths import step_folder
+from ckptman.io.filesystem import DISK
+from ckptman.policies.rules import KeepLast, RetentionPolicy
+from tests.helpers.checkpoints import commit
+
+LONG_AGO = 1_700_000_000
+
+
+def settle(root: Path) -> None:
+    """Date the folders of all checkpoints back: what was written a moment ago is not remembered."""
+    for folder in root.glob("step-*"):
+        if folder.stat().st_mtime != LONG_AGO:
+            os.utime(folder, (LONG_AGO, LONG_AGO))
+
+
+class Reads:
+    """Counts the manifests that are read, and the listings of a root."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.manifests: list[str] = []
+        self.listings = 0
+        parse, listdir = manifest_module.parse_manifest, os.listdir
+
+        def parsed(path: Path, data: bytes) -> Manifest:
+            self.manifests.append(path.parent.name)
+            return parse(path, data)
+
+        def listed(path: str | Path = ".") -> list[str]:
+            self.listings += os.fspath(path) == str(root)
+            return listdir(path)
+
+        monkeypatch.setattr(manifest_module, "parse_manifest", parsed)
+        monkeypatch.setattr(os, "listdir", listed)
+
+    def clear(self) -> None:
+        self.manifests.clear()
+        self.listings = 0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for number in range(1, 31):
+        commit(tmp_path, 100 * number, ranks=1, sequence=number, metrics={"loss": float("nan")})
+    settle(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def catalogue(root: Path) -> Catalogue:
+    found = Catalogue(root, Memory())
+    found.scan(abandoned=True)
+    return found
+
+
+def planned(catalogue: Catalogue, policy: RetentionPolicy | None = None) -> PrunePlan:
+    return plan_prune(catalogue.root, policy, wait=False, catalogue=catalogue)
+
+
+def test_what_has_not_changed_is_not_read_again(
+    root: Path, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Reads(root, monkeypatch)
+    entries = catalogue.scan(abandoned=True, recall=True)
+    assert all(isinstance(entry, Remembered) for entry in entries)
+    assert (len(entries), reads.manifests, reads.listings) == (30, [], 1)
+    anew = Catalogue(root).scan(abandoned=True)
+    assert [(each.step, each.sequence, each.time_seconds, each.path) for each in entries] == [
+        (each.step, each.sequence, each.time_seconds, each.path) for each in anew
+    ]
+    assert [repr(each.record()) for each in entries] == [repr(each.record()) for each in anew]
+    assert [each.identity for each in entries] == [each.identity for each in anew]
+
+
+def test_a_plan_lists_the_root_once_and_a_deletion_is_of_what_was_planned(
+    root: Path, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Reads(root, monkeypatch)
+    plan = planned(catalogue)
+    assert (len(plan.verdicts), reads.manifests, reads.listings) == (30, [], 1)
+    plan = planned(catalogue, KeepLast(29))
+    assert len(plan.deletions) == 1
+    assert sorted(reads.manifests) == [step_folder(step) for step in (2800, 2900, 3000)], "the newest that stay"
+    execute(root, plan, "0123abcd-1")
+    assert [each.record.step for each in planned(catalogue).verdicts] == [100 * number for number in range(2, 31)]
+
+
+def _pin(root: Path) -> None:
+    pin(root / step_folder(200), "Table 2", by="somebody", time_seconds=1.0, disk=DISK)
+
+
+def _remove(root: Path) -> None:
+    shutil.rmtree(root / step_folder(200))
+
+
+def _prune(root: Path) -> None:
+    assert main(["prune", str(root), "--keep-last", "5"]) == 0
+
+
+def _roll_back(root: Path) -> None:
+    assert main(["rollback", str(root), "--to-step", "2000"]) == 0
+
+
+def _add(root: Path) -> None:
+    commit(root, 5000, sequence=99)
+
+
+def _replace(root: Path) -> None:
+    shutil.rmtree(root / step_folder(200))
+    commit(root, 200, sequence=77)
+
+
+def _damage(root: Path) -> None:
+    entry = Catalogue(root).entry(200)
+    found = identify(entry.path, entry.require_manifest())
+    note_damaged(entry.path, found, "a byte", time_seconds=1.0, ckptman_version="0", disk=DISK)
+
+
+def _lose_a_file(root: Path) -> None:
+    next((root / step_folder(200)).glob("*.distcp")).unlink()
+
+
+CHANGES = [_pin, _remove, _prune, _roll_back, _add, _replace, _damage, _lose_a_file]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_what_others_change_is_seen(root: Path, catalogue: Catalogue, change: Callable[[Path], None]) -> None:
+    before = repr(planned(catalogue, KeepLast(10)).verdicts)
+    change(root)
+    plan, anew = planned(catalogue, KeepLast(10)), plan_prune(root, KeepLast(10), wait=False)
+    assert repr(plan.verdicts) == repr(anew.verdicts) != before
+    assert [(entry.step, why) for entry, why in plan.ignored] == [(entry.step, why) for entry, why in anew.ignored]
+    assert catalogue.scan(recall=True)[-1].sequence == Catalogue(root).scan()[-1].sequence
+
+
+def test_what_was_cut_short_in_its_place_pushes_out_nothing(root: Path, catalogue: Catalogue) -> None:
+    """Nothing in its folder has changed but the size of a file."""
+    data = next((root / step_folder(3000)).glob("*.distcp"))
+    os.truncate(data, 1)
+    plan = planned(catalogue, KeepLast(1))
+    assert [each.record.step for each in plan.verdicts if each.keep] == [2900]
+    assert [entry.step for entry, _ in plan.ignored] == [3000]
+
+
+def test_one_that_goes_while_rollbacks_are_looked_up_fails_nothing(root: Path, catalogue: Catalogue) -> None:
+    _roll_back(root)
+    (gone,) = (each for each in catalogue.scan(abandoned=True, recall=True) if each.step == 200)
+    assert isinstance(gone, Remembered)
+    again = replace(gone)  # whose identity nobody has asked for
+    _remove(root)
+    assert again.identity == ""
+    assert 200 not in [entry.step for entry in catalogue.scan(abandoned=True, recall=True)]
+
+
+def test_one_that_was_replaced_since_the_plan_is_not_deleted(root: Path, catalogue: Catalogue) -> None:
+    plan = planned(catalogue, KeepLast(29))
+    shutil.rmtree(root / step_folder(100))
+    commit(root, 100, sequence=99)
+    assert not execute(root, plan, "0123abcd-1").deleted
+    assert Catalogue(root).entry(100).sequence == 99
+
+
+def test_a_step_that_is_saved_again_is_read_anew(root: Path) -> None:
+    place = FolderPlace(root)
+    assert place.last_sequence() == 30
+    draft = place.begin(step_folder(200), "0123abcd-1")
+    source = root / step_folder(200)
+    manifest = Catalogue(root).entry(200).require_manifest().model_copy(update={"sequence": 31})
+    for name in manifest.files:
+        shutil.copyfile(source / name, Path(draft) / name)
+    place.commit(draft, manifest)
+    assert place.last_sequence() == 31, "although the root was looked at a moment ago"
+    plan = plan_prune(root, KeepLast(1), wait=False, catalogue=place.catalogue)
+    assert [each.record.step for each in plan.verdicts if each.keep] == [200]
+
+
+def test_what_was_written_a_moment_ago_is_looked_at_again(tmp_path: Path) -> None:
+    commit(tmp_path, 100, sequence=1)
+    catalogue = Catalogue(tmp_path, Memory())
+    catalogue.scan()
+    (entry,) = catalogue.scan(recall=True)
+    assert not isinstance(entry, Remembered)
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Iterator[tuple[Path, ckptman.Checkpointer]]:
+    """A run that goes on after 12 checkpoints."""
+    root, state, never = tmp_path / "run", {"x": torch.zeros(8)}, ckptman.OnStop()
+    with ckptman.Checkpointer(root, dict(state), save_policy=never, deadline=None) as checkpointer:
+        for step in range(1, 13):
+            checkpointer.save(step)
+    settle(root)
+    keep = ckptman.KeepEvery(steps=2) | KeepLast(1)
+    with ckptman.Checkpointer(
+        root, dict(state), save_policy=never, retention=keep, deadline=None, async_save=False
+    ) as checkpointer:
+        assert checkpointer.restore() == 12
+        yield root, checkpointer
+
+
+def test_a_save_reads_the_manifests_that_are_new_and_lists_the_root_twice(
+    saving: tuple[Path, ckptman.Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice: for its place in the order before it is committed, and for what may go after that."""
+    root, checkpointer = saving
+    checkpointer.save(14)  # all of an odd step go
+    settle(root)
+    reads = Reads(root, monkeypatch)
+    for step in (16, 18, 20):
+        checkpointer.save(step)
+        assert reads.manifests == [step_folder(step - 2), step_folder(step)], "the one before has settled by now"
+        assert reads.listings == 2
+        settle(root)
+        reads.clear()
+    checkpointer.save(21)
+    reads.clear()
+    settle(root)
+    checkpointer.save(22)
+    read = reads.manifests
+    assert not (root / step_folder(21)).exists()
+    assert len(read) <= 10, "with those that stay, and what goes, before and after it is taken"
+    assert reads.listings == 2
+
+
+def test_what_has_become_incomplete_counts_no_more_at_once(root: Path, catalogue: Catalogue) -> None:
+    next((root / step_folder(300)).glob("*.distcp")).unlink()
+    catalogue.scan()
+    assert [each.record.step for each in planned(catalogue).verdicts if each.record.step == 300] == []
+
+
+def test_what_a_verify_noted_a_moment_ago_is_seen(root: Path, catalogue: Catalogue) -> None:
+    remember_damage(root / step_folder(3000), Catalogue(root).entry(3000).require_manifest(), "a bit is wrong")
+    kept = [each.record.step for each in planned(catalogue, KeepLast(2)).verdicts if each.keep]
+    assert {2800, 2900} <= set(kept), "what is damaged counts for nothing"

@@ -1,0 +1,495 @@
+"""Who writes to a root: one run at a time, whatever became of the one before it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptman.catalog import writer_lock as owner_module
+from ckptman.catalog.writer_lock import Claim, Owner, claim, is_alive, is_this_process, read_owner, this_process
+from ckptman.errors import BusyError, RootError
+from ckptman.format.paths import owner_path, run_folder
+from ckptman.io.filesystem import DISK, Disk
+from tests.helpers.faulty_disk import Death, FaultyDisk, faults
+
+SHORT_SECONDS = 0.1
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody pulls the plug here."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def dead() -> int:
+    """The pid of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as child:
+        pass
+    return child.pid
+
+
+def leave(root: Path, number: int = 1, **differences: object) -> Owner:
+    """Leave a claim as if another process had made it and never given it back."""
+    owner = this_process("run-before", "4711").model_copy(update={"nonce": f"{number:08x}", **differences})
+    run_folder(root).mkdir(parents=True, exist_ok=True)
+    owner_path(root, number).write_text(owner.model_dump_json() + "\n")
+    return owner
+
+
+def marks(root: Path) -> list[str]:
+    return sorted(path.name for path in run_folder(root).iterdir())
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# ---- claiming and giving back ----------------------------------------------------------------------------------------
+
+
+def test_a_root_is_claimed_and_given_back(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "root"
+    held = claim(root, "run", "4711")
+    owner = read_owner(root)
+    assert owner == held.owner
+    assert owner is not None
+    assert (owner.host, owner.pid, owner.job_id, owner.run_id) == (socket.gethostname(), os.getpid(), "4711", "run")
+    assert is_alive(root, owner)
+    assert is_this_process(owner)
+    held.check()
+    held.release()
+    assert read_owner(root) is None
+    assert not is_alive(root, owner)
+    claim(root, "run", None).release()
+    assert marks(root) == ["owner-000002.json"], "only the last claim is kept"
+
+
+def test_a_live_owner_is_named(tmp_path: Path) -> None:
+    held = claim(tmp_path, "run", "4711")
+    with pytest.raises(BusyError, match=rf"by this very process \(pid {os.getpid()}\)") as caught:
+        claim(tmp_path, "other", None)
+    assert (caught.value.host, caught.value.job_id) == (socket.gethostname(), "4711")
+    held.check()
+    held.release()
+
+
+def test_tags_are_used_once_and_tell_whose_they_are(tmp_path: Path) -> None:
+    held = claim(tmp_path, "run", None)
+    tags = {held.next_tag() for _ in range(5)}
+    assert len(tags) == 5
+    assert {tag.partition("-")[0] for tag in tags} == {held.owner.nonce}
+    held.release()
+
+
+def test_nobody_owns_a_root_that_is_not_there(tmp_path: Path) -> None:
+    assert read_owner(tmp_path) is None
+    assert read_owner(tmp_path / "nowhere") is None
+    assert not is_alive(tmp_path, this_process("run", None))
+
+
+# ---- the same host ---------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_owner_is_taken_over(tmp_path: Path, dead: int) -> None:
+    before = leave(tmp_path, pid=dead)
+    assert not is_alive(tmp_path, before)
+    held = claim(tmp_path, "run", None)
+    assert marks(tmp_path) == ["owner-000002.json"]
+    held.release()
+
+
+def test_a_pid_that_was_used_again_is_no_owner(tmp_path: Path) -> None:
+    owner = this_process("run", None)
+    leave(tmp_path, start_ticks=owner.start_ticks - 1)
+    claim(tmp_path, "run", None).release()
+
+
+def test_a_clock_that_was_set_makes_nobody_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = leave(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert is_alive(tmp_path, owner)
+
+
+def test_a_zombie_is_no_owner(tmp_path: Path) -> None:
+    script = "import sys; sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-S", "-c", script], stdin=subprocess.PIPE)
+    with child:
+        found = owner_module._state_and_start(child.pid)
+        assert found is not None
+        owner = leave(tmp_path, pid=child.pid, start_ticks=found[1])
+        assert is_alive(tmp_path, owner)
+        with pytest.raises(BusyError, match=f"pid {child.pid}"):
+            claim(tmp_path, "run", None)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is dead, and nobody has asked for its exit code
+        assert owner_module._state_and_start(child.pid) == ("Z", found[1])
+        claim(tmp_path, "run", None).release()
+
+
+def test_a_process_that_this_host_hides_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With /proc mounted `hidepid`, other users' processes look as if they were not there."""
+    owner = leave(tmp_path)
+    monkeypatch.setattr(owner_module, "_state_and_start", lambda pid: None)
+    assert not is_alive(tmp_path, owner, SHORT_SECONDS), "nothing is heard of it"
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    with touching(owner_path(tmp_path, 1)):
+        assert is_alive(tmp_path, owner, 30)
+
+
+# ---- another host ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def touching(path: Path) -> Iterator[None]:
+    """Touch a file as its owner on another host does."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(0.02):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_live_owner_on_another_host(tmp_path: Path) -> None:
+    owner = leave(tmp_path, host="node17", pid=5)
+    with touching(owner_path(tmp_path, 1)):
+        assert is_alive(tmp_path, owner, 30)
+        with pytest.raises(BusyError, match="host node17, pid 5, job 4711"):
+            claim(tmp_path, "run", None, patience_seconds=30)
+
+
+@pytest.mark.parametrize("difference", [{"host": "node17"}, {"host_key": "another boot"}, {"host_key": ""}])
+def test_a_dead_owner_on_another_host_or_of_another_boot(tmp_path: Path, difference: dict[str, Any]) -> None:
+    """Its pid lives here, which says nothing."""
+    owner = leave(tmp_path, **difference)
+    begun = time.monotonic()
+    assert not is_alive(tmp_path, owner, SHORT_SECONDS)
+    assert time.monotonic() - begun >= SHORT_SECONDS
+    held = claim(tmp_path, "run", None, patience_seconds=SHORT_SECONDS)
+    assert not is_alive(tmp_path, owner, SHORT_SECONDS)
+    held.release()
+
+
+def test_an_owner_on_another_host_that_leaves_while_we_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it writes last is a touch too, and no reason to refuse the next run."""
+    leave(tmp_path, host="node17")
+
+    def release(seconds: float) -> None:
+        with owner_path(tmp_path, 1).open("a") as file:
+            file.write("released\n")
+
+    monkeypatch.setattr(time, "sleep", release)
+    claim(tmp_path, "run", None, patience_seconds=30).release()
+
+
+def test_an_owner_touches_its_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_module, "BEAT_SECONDS", 0.01)
+    held = claim(tmp_path, "run", None)
+    path = owner_path(tmp_path, 1)
+    os.utime(path, (0, 0))
+    wait_for(lambda: path.stat().st_mtime > 0)
+    path.rename(path.with_name("away"))  # the file system is away for a moment
+    time.sleep(0.05)
+    path.with_name("away").rename(path)
+    os.utime(path, (0, 0))
+    wait_for(lambda: path.stat().st_mtime > 0)
+    held.release()
+    os.utime(path, (0, 0))
+    time.sleep(0.05)
+    assert path.stat().st_mtime == 0
+
+
+# ---- rubbish and loss ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rubbish", [b"", b"{", b"null\n", b"[1]\nx\n", b'{"host": 5}\n', b"\xff\xfe\n\n", b"[" * 100_000, b"\n\n\n"]
+)
+def test_a_claim_that_cannot_be_read_is_waited_for_and_then_taken_over(tmp_path: Path, rubbish: bytes) -> None:
+    run_folder(tmp_path).mkdir()
+    owner_path(tmp_path, 3).write_bytes(rubbish)
+    assert read_owner(tmp_path) is None
+    with touching(owner_path(tmp_path, 3)), pytest.raises(BusyError, match="host unknown"):
+        claim(tmp_path, "run", None, patience_seconds=30)
+    claim(tmp_path, "run", None, patience_seconds=SHORT_SECONDS).release()
+    assert marks(tmp_path) == ["owner-000004.json"]
+
+
+def test_a_claim_that_is_whole_a_moment_later_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is made, and then written: who looks in between must not wait for it to be written once more."""
+    leave(tmp_path)
+    whole = owner_path(tmp_path, 1).read_bytes()
+    owner_path(tmp_path, 1).write_bytes(b"")
+    touched_at = owner_module.touched_at
+
+    def write_first(path: Path) -> int | None:
+        if not path.read_bytes():
+            path.write_bytes(whole)
+        return touched_at(path)
+
+    monkeypatch.setattr(owner_module, "touched_at", write_first)
+    with pytest.raises(BusyError) as caught:
+        claim(tmp_path, "run", None, patience_seconds=SHORT_SECONDS)
+    assert caught.value.job_id == "4711"
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**31, 10**30])
+def test_a_pid_that_cannot_be_is_rubbish(tmp_path: Path, pid: int) -> None:
+    leave(tmp_path, pid=pid)
+    assert read_owner(tmp_path) is None
+    claim(tmp_path, "run", None, patience_seconds=SHORT_SECONDS).release()
+
+
+def test_a_field_of_a_later_version_does_not_make_an_owner_unreadable(tmp_path: Path) -> None:
+    owner = leave(tmp_path)
+    text = owner_path(tmp_path, 1).read_text()
+    owner_path(tmp_path, 1).write_text(text.replace('{"host"', '{"rank": 0, "host"'))
+    assert read_owner(tmp_path) == owner
+
+
+def test_a_lost_claim_is_noticed_and_the_winner_left_alone(tmp_path: Path) -> None:
+    held = claim(tmp_path, "run", None)
+    winner = leave(tmp_path, 2, host="node17", pid=5)
+    with pytest.raises(BusyError, match="host node17, pid 5"):
+        held.check()
+    held.release()
+    assert read_owner(tmp_path) == winner
+    owner_path(tmp_path, 1).unlink()  # as the winner does
+    with pytest.raises(BusyError, match="host node17, pid 5"):
+        held.check()
+
+
+def test_release_leaves_the_same_number_of_somebody_else_alone(tmp_path: Path) -> None:
+    held = claim(tmp_path, "run", None)
+    owner_path(tmp_path, 1).unlink()
+    winner = leave(tmp_path, 1, host="node17", nonce="ffffffff")
+    with pytest.raises(BusyError, match="host node17"):
+        held.check()
+    held.release()
+    assert read_owner(tmp_path) == winner
+
+
+def test_a_claim_whose_files_were_removed_is_made_again(tmp_path: Path) -> None:
+    held = claim(tmp_path, "run", None)
+    DISK.remove_tree(run_folder(tmp_path))
+    held.check()
+    assert read_owner(tmp_path) == held.owner
+    with pytest.raises(BusyError):
+        claim(tmp_path, "other", None)
+    DISK.remove_tree(run_folder(tmp_path))
+    held.release()
+    assert not run_folder(tmp_path).exists()
+
+
+def test_a_root_whose_file_system_is_gone_is_not_claimed_on_the_one_below(tmp_path: Path) -> None:
+    """What is saved there would be hidden as soon as it is mounted again."""
+    held = claim(tmp_path, "run", None)
+    held._device += 1
+    held.check()  # mounted again, a file system may have another number
+    DISK.remove_tree(run_folder(tmp_path))
+    with pytest.raises(RootError, match="see whether it is still mounted"):
+        held.check()
+    assert not run_folder(tmp_path).exists()
+    held.release()
+
+
+def test_whoever_looked_too_early_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS may show an old listing: a claim of a number that others have passed is taken back."""
+    held = claim(tmp_path, "run", None)
+    DISK.rename(owner_path(tmp_path, 1), owner_path(tmp_path, 5))
+    held._number = 5
+    monkeypatch.setattr(owner_module, "_newest", late(owner_module._newest))
+    with pytest.raises(BusyError, match=f"pid {os.getpid()}"):
+        claim(tmp_path, "other", None)
+    assert marks(tmp_path) == ["owner-000005.json"]
+    held.check()
+    held.release()
+
+
+def late(newest: Callable[[Path], object]) -> Callable[[Path], object]:
+    """A look that sees nothing the first time."""
+    calls: list[Path] = []
+
+    def look(root: Path) -> object:
+        calls.append(root)
+        return None if len(calls) == 1 else newest(root)
+
+    return look
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
+def test_a_root_that_cannot_be_written(tmp_path: Path, code: int) -> None:
+    class Refusing(Disk):
+        def create_file(self, path: Path, data: bytes) -> None:
+            raise OSError(code, os.strerror(code), str(path))
+
+    with pytest.raises(RootError, match=r"cannot be written .*: check permissions, quota and the mount") as caught:
+        claim(tmp_path, "run", None, disk=Refusing())
+    assert caught.value.errno == code
+
+
+def test_a_root_whose_own_folder_is_a_file(tmp_path: Path) -> None:
+    run_folder(tmp_path).touch()
+    with pytest.raises(RootError):
+        claim(tmp_path, "run", None)
+    with pytest.raises(RootError, match="cannot be read"):
+        read_owner(tmp_path)
+
+
+# ---- crashes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [None, "dead", "released"])
+def test_death_at_any_operation_of_a_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int, left: str | None
+) -> None:
+    """The next run gets the root, at the latest when its patience is over."""
+    for fault in faults():
+        root = tmp_path / f"{fault.at}-{fault.when}"
+        if left is not None:
+            line = leave(root, 7, pid=dead).model_dump_json() + "\n"
+            owner_path(root, 7).write_text(line + ("released\n" if left == "released" else ""))
+        disk = FaultyDisk(fault)
+        with monkeypatch.context() as patch:
+            # Who dies in this test does not live on in this process.
+            patch.setattr(owner_module, "this_process", lambda run, job: late_self(dead))
+            with contextlib.suppress(Death):
+                claim(root, "run", None, disk=disk).release()
+        held = claim(root, "run", None, patience_seconds=0.02)
+        assert len(marks(root)) == 1
+        assert read_owner(root) == held.owner
+        held.release()
+        if not disk.struck:
+            break
+    assert fault.at >= (3 if left else 2)
+
+
+def late_self(pid: int) -> Owner:
+    return this_process("late", None).model_copy(update={"pid": pid})
+
+
+def test_an_error_at_any_operation_of_a_claim(tmp_path: Path, dead: int) -> None:
+    """The process lives on, and may try again."""
+    for fault in faults(errno.ENOSPC):
+        root = tmp_path / f"{fault.at}-{fault.when}"
+        leave(root, 7, pid=dead)
+        disk = FaultyDisk(fault)
+        try:
+            held = claim(root, "run", None, disk=disk)
+        except RootError as error:
+            assert error.errno == errno.ENOSPC
+            if (fault.when, disk.log[-1]) != ("after", "create_file"):
+                held = claim(root, "run", None, patience_seconds=0.02)
+        held.release()
+        if not disk.struck:
+            break
+
+
+# ---- two at once -----------------------------------------------------------------------------------------------------
+
+
+def test_of_threads_that_claim_at_once_exactly_one_wins(tmp_path: Path, dead: int) -> None:
+    for number in range(40):
+        root = tmp_path / str(number)
+        if number % 2:
+            leave(root, 3, pid=dead)
+        start = threading.Barrier(4)
+        won: list[Claim] = []
+        refused: list[BusyError] = []
+
+        def contend(root: Path, start: threading.Barrier, won: list[Claim], refused: list[BusyError]) -> None:
+            start.wait()
+            try:
+                won.append(claim(root, "run", None, patience_seconds=5))
+            except BusyError as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=contend, args=(root, start, won, refused)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert len(refused) == 3
+        won[0].check()
+        won[0].release()
+
+
+def contend_in_process(root: str, rounds: int, ready: object, results: object) -> None:
+    """Claim, hold, give back, until that has been done so many times, noting when it was held."""
+    os.fsync = lambda fd: None
+    spans: list[tuple[float, float]] = []
+    ready.wait()  # type: ignore[attr-defined]
+    while len(spans) < rounds:
+        try:
+            held = claim(Path(root), "run", None, patience_seconds=5)
+        except BusyError:
+            continue
+        begun = time.monotonic()
+        held.check()
+        held.check()
+        spans.append((begun, time.monotonic()))
+        held.release()
+    results.put(spans)  # type: ignore[attr-defined]
+
+
+def test_of_processes_that_claim_again_and_again_never_two_hold_it(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready, results = context.Barrier(3), context.Queue()
+    processes = [context.Process(target=contend_in_process, args=(str(tmp_path), 40, ready, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    spans = sorted(span for _ in processes for span in results.get(timeout=60))
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert len(spans) == 3 * 40
+    for (_, end), (begin, _) in itertools.pairwise(spans):
+        assert end <= begin, "two held it at once"
+
+
+def test_a_killed_owner_is_taken_over_at_once(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from ckptman.catalog.writer_lock import claim; "
+        "held = claim(Path(sys.argv[1]), 'run', '4711'); print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "held\n"
+            with pytest.raises(BusyError, match=f"pid {child.pid}, job 4711"):
+                claim(tmp_path, "run", None)
+        finally:
+            child.send_signal(signal.SIGKILL)
+    begun = time.monotonic()
+    claim(tmp_path, "run", None).release()
+    assert time.monotonic() - begun < 5

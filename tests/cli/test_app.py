@@ -1,0 +1,136 @@
+"""What scripts and cron jobs hold on to: verbs, options, exit codes of misuse, and that looking costs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from ckptman import __version__
+from ckptman.cli.app import main, make_app
+from tests.helpers.checkpoints import commit
+
+VERBS = {
+    "list": ["ROOT", "--json"],
+    "show": ["PATH", "--step", "--json"],
+    "verify": [
+        *("PATH", "--step", "--all", "--world-size", "--mesh", "--plan-only"),
+        *("--bandwidth", "--rank-bandwidth", "--allow", "--threads", "--json"),
+    ],
+    "diff": ["A", "B", "--steps", "--only", "--top", "--read", "--json"],
+    "copy": ["SRC", "DST", "--step", "--all", "--limit", "--threads", "--overwrite", "--json"],
+    "adopt": ["PATH", "--step", "--keep-name", "--json"],
+    "export": [
+        *("PATH", "OUT", "--step", "--format", "--only", "--all", "--exclude", "--dtype", "--max-shard-size"),
+        *("--strip", "--rename", "--tied", "--config", "--overwrite", "--json"),
+    ],
+    "drain": [
+        *("ROOT", "--to", "--every", "--follow", "--poll", "--limit", "--threads", "--dry-run", "--json"),
+    ],
+    "doctor": ["DIR", "--size", "--against", "--timeout", "--json"],
+    "prune": [
+        *("ROOT", "--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
+        *("--keep-weekly", "--keep-monthly", "--keep-steps", "--max-bytes", "--max-percent", "--leftovers"),
+        *("--dry-run", "--jobs", "--files-per-second", "--json"),
+    ],
+    "pin": ["PATH", "--why", "--step"],
+    "unpin": ["PATH", "--step"],
+    "plan": [
+        *("--params", "--config", "--set", "--model", "--dtype", "--moments", "--moment-dtype", "--nodes", "--gpus"),
+        *("--shard", "--sequence", "--micro-batch", "--vocab", "--dim", "--layers", "--gpu-memory", "--tier"),
+        *("--staging", "--blocking", "--init", "--factor", "--mtbf", "--rate", "--length", "--step"),
+        *("--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
+        *("--keep-weekly", "--keep-monthly", "--keep-steps", "--max-bytes", "--explain", "--json"),
+    ],
+    "simulate": [
+        *("--stall", "--save", "--restart", "--mtbf", "--gpus", "--rate", "--trace", "--length", "--runs", "--seed"),
+        *("--interval", "--svg", "--json"),
+    ],
+    "rollback": ["ROOT", "--to-step", "--why", "--undo", "--dry-run", "--json"],
+    "template": ["[NAME]", "--output", "--set", "--config", "--list", "--force", "--json"],
+    "submit": [
+        *("SCRIPT [ARGUMENTS]", "--scheduler", "--max-attempts", "--max-walltime", "--until", "--crash-limit"),
+        *("--stall-limit", "--requeue", "--upfront", "--first", "--sbatch", "--chain-dir", "--another", "--dry-run"),
+    ],
+    "chain list": ["[DIR]", "--json"],
+    "chain show": ["[CHAIN]", "--times", "--json"],
+    "chain cancel": ["[CHAIN]"],
+    "chain pause": ["[CHAIN]"],
+    "chain resume": ["[CHAIN]"],
+}
+
+WITHOUT_TORCH = """
+import sys
+from ckptman.cli.app import main
+root = sys.argv[1]
+light = (
+    ["--version"],
+    ["list", root],
+    ["prune", root, "--keep-last", "1", "--dry-run"],
+    ["submit", "--scheduler", "local", "--chain-dir", root + "/chain", "--", "true"],
+)
+with_tensors = (["show", root], ["verify", root, "--all"], ["copy", root, root + "-copy"])
+for runs in (light, with_tensors):
+    codes = [main(run) for run in runs]
+    print(codes, sorted({"torch", "numpy", "rich", "pandas"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def test_verbs_and_options_are_those_that_users_hold() -> None:
+    verbs = dict(typer.main.get_command(make_app()).commands)  # type: ignore[attr-defined]
+    verbs |= {f"chain {name}": verb for name, verb in verbs.pop("chain").commands.items()}
+    found = {
+        name: [
+            each.opts[0] if each.param_type_name == "option" else (each.metavar or each.name)
+            for each in verb.params
+            if each.name != "help"
+        ]
+        for name, verb in verbs.items()
+    }
+    assert found == VERBS
+
+
+def test_every_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in VERBS:
+        assert main([*verb.split(), "--help"]) == 0
+        assert f"Usage: ckptman {verb}" in capsys.readouterr().out
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ckptman {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list"],
+        ["list", "here", "there"],
+        ["list", ".", "--wat"],
+        ["lst", "."],
+        ["show", ".", "--step", "many"],
+        ["prune", ".", "--keep-last"],
+        ["submit", "--scheduler", "local"],
+        ["submit"],
+        ["chain", "wat"],
+    ],
+)
+def test_wrong_usage_is_2_and_says_what_is_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "Error: " in told.err
+    assert "Traceback" not in told.err
+
+
+def test_looking_needs_no_torch_and_no_rich(tmp_path: Path) -> None:
+    commit(tmp_path, 1)
+    commit(tmp_path, 2)
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    # The chunk table, which tells where tensors lie, is an array; what looks at no tensors needs no NumPy either.
+    assert ran.stderr == "[0, 0, 0, 0] []\n[0, 0, 0] ['numpy']\n"

@@ -1,0 +1,606 @@
+"""`ckptman diff`: what differs is found and measured, however both were saved; what is damaged is not compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import ckptman
+from ckptman.cli.app import main
+from ckptman.format.paths import step_folder
+from ckptman.loading.piecewise import Frugal, boxes
+from tests.dcp.test_values import DTYPES, QUANTIZED, WRITERS, bits, name_of, noise
+from tests.dcp.test_values import save as save_as
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+State = dict[str, Any]
+DATA = "__0_0.distcp"
+
+
+def save(path: Path, state: State, writer: str = "ckptman.save") -> Path:
+    save_as(state, path, writer)
+    return path
+
+
+def pair(folder: Path, before: State, after: State) -> tuple[Path, Path]:
+    return save(folder / "a", before), save(folder / "b", after)
+
+
+class Diff:
+    """Runs the command; `told` is what it printed, `data` the same as JSON."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.told = self.error = ""
+        self.data: dict[str, Any] = {}
+
+    def __call__(self, *arguments: str | Path) -> int:
+        words = ["diff", *map(str, arguments)]
+        code = main([*words, "--json"])
+        printed = self._capsys.readouterr()
+        self.data = json.loads(printed.out) if code in (0, 1) else {}
+        assert main(words) == code
+        self.told, self.error = self._capsys.readouterr()
+        assert self.error == printed.err
+        assert "\x1b" not in self.told + self.error
+        return code
+
+    def kinds(self, what: str = "tensors") -> dict[str, str]:
+        return {each["name"]: each["kind"] for each in self.data[what]}
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return next(each for what in ("tensors", "values") for each in self.data[what] if each["name"] == name)
+
+
+@pytest.fixture
+def diff(capsys: pytest.CaptureFixture[str]) -> Diff:
+    return Diff(capsys)
+
+
+def tensors() -> State:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model": {name: torch.randn(size, 3, generator=generator) for name, size in (("large", 90_000), ("small", 5))},
+        "optimizer": {"lr": 0.1, "step": 7, "betas": (0.9, 0.99)},
+        "epoch": 3,
+    }
+
+
+def test_the_same_is_0_and_something_else_is_1(tmp_path: Path, diff: Diff) -> None:
+    before, after = tensors(), tensors()
+    after["model"]["large"] = before["model"]["large"].clone()
+    after["model"]["large"][70_000] += 0.5
+    a, b = pair(tmp_path, before, after)
+    assert diff(a, save(tmp_path / "again", tensors())) == 0
+    assert "no difference in 2 tensors and 4 plain values (2 tensors by digest: --read reads them)" in diff.told
+    assert diff.data["same"] is True
+    assert diff(a, a, "--read") == 0
+    assert diff.data["unread_tensors"] == 0
+    assert diff(a, b) == 1
+    assert diff.kinds() == {"model.large": "changed"}
+    found = diff["model.large"]
+    assert (found["elements"], found["changed"], found["max_abs"]) == (270_000, 3, pytest.approx(0.5))
+    norm = float(before["model"]["large"].double().norm())
+    assert found["relative_norm"] == pytest.approx(math.sqrt(0.75) / norm, rel=1e-6)
+    assert diff.data["groups"]["model"]["tensors"] == {"changed": 1, "same": 1}
+    assert "1 tensor and 0 plain values differ, of 2 tensors and 4 plain values" in diff.told
+    assert "model.large  changed  [90000, 3]  float32" in diff.told
+    assert "3 of 270,000" in diff.told
+
+
+def test_added_removed_reshaped_and_retyped(tmp_path: Path, diff: Diff) -> None:
+    before = {"x": {"gone": torch.ones(2), "wide": torch.ones(2, 6), "exact": torch.tensor([1.0, 1.0 + 2**-20])}}
+    after = {"x": {"new": torch.ones(3), "wide": torch.ones(3, 4), "exact": before["x"]["exact"].bfloat16()}}
+    assert diff(*pair(tmp_path, before, after)) == 1
+    assert diff.kinds() == {"x.gone": "removed", "x.new": "added", "x.wide": "reshaped", "x.exact": "retyped"}
+    assert (diff["x.exact"]["changed"], diff["x.exact"]["max_abs"]) == (1, 2**-20)
+    assert diff["x.wide"]["a"] == {"shape": [2, 6], "dtype": "float32"}
+    assert diff["x.wide"]["b"]["shape"] == [3, 4]
+    assert "b" not in diff["x.gone"]
+    lines = [line.split() for line in diff.told.splitlines()]
+    assert ["x.wide", "reshaped", "[2,", "6]", "->", "[3,", "4]", "float32", "-", "-", "-"] in lines
+    assert ["x.gone", "only", "in", "A", "[2]", "float32", "-", "-", "-"] in lines
+    assert "float32 -> bfloat16" in diff.told
+
+
+def test_plain_values_side_by_side(tmp_path: Path, diff: Diff) -> None:
+    same = {"nan": math.nan, "array": np.arange(3), "deep": [{"x": 1}, {"y": (1, [2, b"3"])}], "none": None}
+    before = {**same, "lr": 0.1, "n": 1, "kind": 1, "zero": 0.0, "list": [1, 2], "gone": "x", "text": "a" * 500 + "b"}
+    after = {**same, "lr": 0.05, "n": 2, "kind": True, "zero": -0.0, "list": [1, 3], "new": "y", "text": "a" * 500}
+    assert diff(*pair(tmp_path, {"s": before}, {"s": after})) == 1
+    assert diff.kinds("values") == {
+        **{f"s.{name}": "changed" for name in ("lr", "n", "kind", "zero", "list", "text")},
+        "s.gone": "removed",
+        "s.new": "added",
+    }
+    assert (diff["s.lr"]["a"], diff["s.lr"]["b"]) == (0.1, 0.05)
+    assert "a" not in diff["s.new"]
+    lines = [line.split() for line in diff.told.splitlines()]
+    assert ["s.lr", "0.1", "0.05"] in lines
+    assert ["s.gone", "'x'", "-"] in lines
+    assert diff["s.text"]["a"] == "a" * 500 + "b"
+    (row,) = [line for line in diff.told.splitlines() if "s.text" in line]
+    assert row.endswith("aab'  ...aaaaaaaaaaaa'"), "it is shown where it differs"
+
+
+def test_a_tensor_that_became_a_value(tmp_path: Path, diff: Diff) -> None:
+    assert diff(*pair(tmp_path, {"o": {"lr": torch.tensor(0.1)}}, {"o": {"lr": 0.1}})) == 1
+    assert diff.kinds() == {"o.lr": "removed"}
+    assert diff.kinds("values") == {"o.lr": "added"}
+
+
+def test_nans_are_told(tmp_path: Path, diff: Diff) -> None:
+    before, after = torch.ones(40, 4), torch.ones(40, 4)
+    before[0, 0] = math.nan
+    after[3], after[5, 1] = math.nan, math.inf
+    assert diff(*pair(tmp_path, {"w": before, "v": torch.ones(4)}, {"w": after, "v": torch.full((4,), 9.0)})) == 1
+    assert (diff["w"]["nan"], diff["w"]["inf"], diff["w"]["not_finite"]) == ([1, 4], [0, 1], 6)
+    assert diff["w"]["max_abs"] == 0
+    assert "NaN: 1 -> 4; Inf: 0 -> 1; 6 not finite" in diff.told
+    assert list(diff.kinds()) == ["w", "v"], "what cannot be measured is not at the end"
+
+
+KNOWN = [each for each in DTYPES if name_of(each) not in QUANTIZED and not re.fullmatch("u?int[1-7]", name_of(each))]
+"""What can be saved: torch has no storage for integers of less than eight bits. Packed, they are uint8 or bits4x2."""
+
+
+def test_every_dtype(tmp_path: Path, diff: Diff) -> None:
+    """Of each two tensors: one that stays, and one in which an element changes."""
+    before, after = ({f"{name_of(d)}.{n}": noise(d, 33, 7) for d in KNOWN for n in (0, 1)} for _ in range(2))
+    for name, tensor in after.items():
+        if name.endswith(".1"):
+            tensor.reshape(-1).view(torch.uint8)[100 * tensor.dtype.itemsize] ^= 1
+    a, b = pair(tmp_path, before, after)
+    for arguments in ([a, b], [a, b, "--read"]):
+        assert diff(*arguments) == 1
+        assert diff.kinds() == {name: "changed" for name in before if name.endswith(".1")}
+        assert {each["changed"] for each in diff.data["tensors"]} == {1}
+    assert "max_abs" not in diff["bits4x2.1"]
+    assert diff(a, a, "--read") == 0
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:.*[Qq]uantiz")
+def test_quantized_tensors_by_the_numbers_they_stand_for(tmp_path: Path, diff: Diff) -> None:
+    values = torch.linspace(-3, 3, 12).reshape(3, 4)
+    scales, zeros = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64), torch.tensor([1, 2, 3])
+
+    def state(shift: float) -> State:
+        return {
+            "q": torch.quantize_per_tensor(values + shift, 0.125, 3, torch.quint8),
+            "channels": torch.quantize_per_channel(values + shift, scales, zeros, 0, torch.qint8),
+            "n": shift,
+        }
+
+    a, b = pair(tmp_path, state(0), state(0.5))
+    assert diff(a, b) == 1
+    assert diff.kinds() == {"q": "changed", "channels": "changed"}
+    assert diff["q"]["max_abs"] == 0.5
+    assert diff(a, save(tmp_path / "c", state(0) | {"longer": "so that it lies elsewhere" * 9}), "--only", "q") == 0
+
+
+def test_no_elements_and_no_dimensions(tmp_path: Path, diff: Diff) -> None:
+    state = {"zero": torch.empty(0), "inside": torch.empty(3, 0, 2), "scalar": torch.tensor(1.5), "one": torch.ones(1)}
+    a, b = pair(tmp_path, state, state | {"scalar": torch.tensor(2.5), "zero": torch.empty(0, 4)})
+    assert diff(a, b, "--read") == 1
+    assert diff.kinds() == {"scalar": "changed", "zero": "reshaped"}
+    assert diff["scalar"]["max_abs"] == 1
+    assert diff(a, a, "--read") == 0
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def whole(changed: bool) -> State:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1003, 700, generator=generator)
+    columns = torch.randn(130, 501, generator=generator).bfloat16()
+    if changed:
+        rows[777, 13] += 1
+        columns[:, 400] *= 2
+    return {"w": {"rows": rows, "columns": columns, "whole": torch.randn(17, generator=generator)}, "n": 1}
+
+
+def save_sharded(path: str, changed: bool) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = whole(changed)
+    state["w"]["rows"] = distribute_tensor(state["w"]["rows"], mesh, [Shard(0)])
+    state["w"]["columns"] = distribute_tensor(state["w"]["columns"], mesh, [Shard(1)])
+    ckptman.save(state, path)
+
+
+def test_saved_by_one_rank_and_by_four(tmp_path: Path, diff: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(4, save_sharded, str(tmp_path / "same-4"), False)
+    run_ranks(4, save_sharded, str(tmp_path / "other-4"), True)
+    one = save(tmp_path / "same-1", whole(False))
+    for piece in (None, 100_000):
+        if piece:
+            monkeypatch.setattr("ckptman.diff.diff.PIECE_BYTES", piece)
+        assert diff(one, tmp_path / "same-4") == 0
+        assert diff.data["unread_tensors"] == 0, "other layouts have other digests"
+        for a, b in ((one, "other-4"), (tmp_path / "same-4", "other-4"), (tmp_path / "other-4", "same-1")):
+            assert diff(a, tmp_path / b) == 1
+            assert diff.kinds() == {"w.rows": "changed", "w.columns": "changed"}
+            assert diff["w.rows"]["changed"] == 1
+            assert diff["w.columns"]["changed"] == 130
+    norm = float(whole(True)["w"]["rows"].double().norm())
+    assert diff["w.rows"]["relative_norm"] == pytest.approx(1 / norm, rel=1e-5)
+
+    frugal = Frugal.read(tmp_path / "same-4")
+    monkeypatch.setattr("ckptman.loading.piecewise.KEPT_BYTES", 1)
+    assert all(frugal.digests(file) is not None for file in frugal.index.files)
+    assert len(frugal._digests) == 1, "digests grow with a checkpoint"
+    assert diff(tmp_path / "same-4", tmp_path / "same-4", "--read") == 0
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (1, 50), (3, 4, 5), (2, 1, 9, 3), (100, 1), (0, 3), (5, 0)])
+@pytest.mark.parametrize("limit", [1, 2, 5, 13, 60, 1000])
+def test_boxes_fill_a_tensor_exactly(shape: tuple[int, ...], limit: int) -> None:
+    found = torch.zeros(shape, dtype=torch.int64)
+    for offsets, sizes in boxes(shape, limit):
+        assert 0 < math.prod(sizes) <= limit
+        box = found[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
+        assert box.shape == sizes
+        assert torch.as_strided(found, sizes, found.stride(), box.storage_offset()).is_contiguous() or found.dim() == 0
+        box += 1
+    assert bool((found == 1).all())
+
+
+def test_what_shares_a_block_with_something_else_is_the_same_without_being_read(tmp_path: Path, diff: Diff) -> None:
+    before = {"a": torch.ones(300_000), "b": torch.ones(300_001), "c": torch.ones(300_002)}
+    after = before | {"b": torch.zeros(300_001)}
+    assert diff(*pair(tmp_path, before, after)) == 1
+    assert diff.kinds() == {"b": "changed"}
+    assert diff.data["unread_tensors"] == 2
+    # An element at either end lies in a block that it shares: its neighbour changes too here.
+    for at in (0, 300_000):
+        ends = dict(before, b=torch.zeros(300_001), a=before["a"].clone())
+        ends["a"][-1 if at else 0] = 2
+        assert diff(tmp_path / "a", save(tmp_path / f"ends-{at}", ends)) == 1
+        assert diff.kinds() == {"a": "changed", "b": "changed"}
+        assert diff["a"]["changed"] == 1
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import contextlib, io, re, sys
+from pathlib import Path
+import torch
+from ckptman.cli.app import main
+
+def run(*arguments):
+    with contextlib.redirect_stdout(io.StringIO()):
+        return main(["diff", *arguments])
+
+def peak_mib():  # not getrusage, which begins with the peak of the parent
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+assert run(sys.argv[1], sys.argv[2]) == 1
+before = peak_mib()
+assert run(sys.argv[3], sys.argv[4]) == 1
+print(peak_mib() - before)
+"""
+
+
+def test_memory_is_bounded_whatever_the_tensor(tmp_path: Path) -> None:
+    small = pair(tmp_path / "small", {"w": torch.ones(9)}, {"w": torch.zeros(9)})
+    wide = torch.ones(1, 32 * 2**20), torch.ones(1, 32 * 2**20)
+    wide[1][0, -1] = 2
+    large = pair(
+        tmp_path / "large", {"w": wide[0], "x": torch.ones(2**21, 16)}, {"w": wide[1], "x": torch.zeros(2**21, 16)}
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", MEASURE, *map(str, (*small, *large))],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) < 160, "MiB, for two tensors of 128 MiB in each checkpoint"
+
+
+# ---- other writers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writers", [(a, b) for a in WRITERS for b in WRITERS], ids=" and ".join)
+def test_whoever_wrote_them(tmp_path: Path, diff: Diff, writers: tuple[str, str]) -> None:
+    before, after = tensors(), tensors()
+    after["model"]["small"][2, 1] += 4
+    after["optimizer"]["lr"] = 0.2
+    a, again = (save(tmp_path / name, tensors(), writer) for name, writer in zip(("a", "again"), writers))
+    b = save(tmp_path / "b", after, writers[1])
+    assert diff(a, again) == 0
+    assert diff(a, b) == 1
+    assert diff.kinds() == {"model.small": "changed"}
+    assert diff.kinds("values") == {"optimizer.lr": "changed"}
+    assert diff["model.small"]["max_abs"] == pytest.approx(4)
+    assert (diff["optimizer.lr"]["a"], diff["optimizer.lr"]["b"]) == (0.1, 0.2)
+    assert "written by plain DCP" in diff.told or "dcp" not in writers
+    assert before["epoch"] == 3
+
+
+class Own:
+    """A class that no reader of a checkpoint knows."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_only_its_own_program_can_load_is_compared_as_bytes(tmp_path: Path, diff: Diff, writer: str) -> None:
+    def state(number: int) -> State:
+        values = {} if writer == "ckptman.save" else {"own": Own(number)}
+        return {"t": torch.full((5,), float(number)).as_subclass(Marked), "w": torch.ones(3), **values}
+
+    a, b = save(tmp_path / "a", state(1), writer), save(tmp_path / "b", state(2), writer)
+    assert diff(a, save(tmp_path / "again", state(1), writer)) == 0
+    assert diff(a, b) == 1
+    assert diff.kinds() == {"t": "changed"}
+    assert "only its bytes were compared" in diff.told
+    assert diff["t"]["note"].endswith(f"{DATA}: t: it holds a tests.cli.test_diff.Marked, which is not loaded")
+    if writer != "ckptman.save":
+        assert diff.kinds("values") == {"own": "changed"}
+        assert diff["own"]["a"] == "<it holds a tests.cli.test_diff.Own, which is not loaded>"
+
+
+def test_one_that_cannot_be_loaded_leaves_its_neighbours_alone(tmp_path: Path, diff: Diff) -> None:
+    state = {"t": noise(torch.float32, 70_000), "u": noise(torch.float32, 70_000, 2), "v": noise(torch.int16, 9)}
+    a, b = pair(tmp_path, state, state | {"t": state["t"].clone().as_subclass(Marked)})
+    for order in ((a, b), (b, a)):
+        assert diff(*order, "--read") == 1
+        assert diff.kinds() == {"t": "changed"}
+
+
+class Harmful:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, diff: Diff) -> None:
+    mark = tmp_path / "mark"
+    a = save(tmp_path / "a", {"w": torch.ones(3), "x": 1}, "dcp")
+    b = save(tmp_path / "b", {"w": torch.ones(3), "x": Harmful(mark)}, "dcp")
+    mark.unlink(missing_ok=True)
+    assert diff(a, b) == 1
+    assert diff.kinds("values") == {"x": "changed"}
+    assert diff["x"]["b"].startswith("<it holds a ")
+    (b / ".metadata").write_bytes(pickle.dumps(Harmful(mark)))
+    assert diff(a, b) == 4
+    assert not mark.exists()
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, tensor: torch.Tensor) -> None:
+    data = bytearray(path.read_bytes())
+    at = data.index(bits(tensor).numpy().tobytes())
+    data[at + 1] ^= 1
+    path.write_bytes(data)
+
+
+def damage_data(path: Path) -> str:
+    flip(path / DATA, tensors()["model"]["large"])
+    return DATA
+
+
+def damage_index(path: Path) -> str:
+    (path / "index.json").write_bytes((path / "index.json").read_bytes().replace(b"float32", b"float16"))
+    return "index.json"
+
+
+def cut(name: str) -> Callable[[Path], str]:
+    def damage(path: Path) -> str:
+        (path / name).write_bytes((path / name).read_bytes()[:-1])
+        return name
+
+    return damage
+
+
+def damage_blocks(path: Path) -> str:
+    data = bytearray((path / "blocks-00000.bin").read_bytes())
+    data[3] ^= 1
+    (path / "blocks-00000.bin").write_bytes(data)
+    return "blocks-00000.bin"
+
+
+def lose(path: Path) -> str:
+    (path / DATA).unlink()
+    return DATA
+
+
+DAMAGES = [damage_data, damage_index, damage_blocks, lose, *map(cut, (DATA, "chunks.bin", "manifest.json"))]
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_4_and_names_the_file(
+    tmp_path: Path, diff: Diff, damage: Callable[[Path], str], side: int
+) -> None:
+    after = tensors()
+    after["model"]["large"] += 1
+    paths = [save(tmp_path / step_folder(1), tensors()), save(tmp_path / step_folder(2), tensors())]
+    other = save(tmp_path / step_folder(3), after)
+    name = damage(paths[side])
+    order = (paths[side], other) if side == 0 else (other, paths[side])
+    assert diff(*order) == 4
+    assert name in diff.error
+    assert "What was to be filled" not in diff.error
+    assert diff.error.count("Error:") == 1
+    code = diff(*paths, "--read")
+    assert code == 4
+
+
+def test_a_foreign_one_that_is_cut_short(tmp_path: Path, diff: Diff) -> None:
+    a, b = save(tmp_path / "a", tensors(), "dcp"), save(tmp_path / "b", tensors(), "dcp")
+    (b / DATA).write_bytes((b / DATA).read_bytes()[:50_000])
+    assert diff(a, b) == 4
+    assert DATA in diff.error or ".metadata" in diff.error
+    (b / DATA).unlink()
+    assert diff(a, b) == 4
+
+
+def test_bytes_that_changed_on_disk_are_seen_where_they_are_read(tmp_path: Path, diff: Diff) -> None:
+    a, b = pair(tmp_path, tensors(), tensors())
+    damage_data(b)
+    assert diff(a, b) == 0, "the digests are those of what was saved"
+    assert diff.data["unread_tensors"] == 2
+    assert diff(a, b, "--read") == 4
+    assert DATA in diff.error
+
+
+# ---- choosing and showing --------------------------------------------------------------------------------------------
+
+
+def test_two_steps_of_a_root(tmp_path: Path, diff: Diff) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path / "run" / step_folder(step), {"w": torch.full((3,), float(step)), "n": step})
+    root = tmp_path / "run"
+    for arguments, steps in (
+        ([root, "--steps", "10,30"], (10, 30)),
+        ([root], (20, 30)),
+        ([root / step_folder(10), root], (10, 30)),
+        ([root, root / step_folder(20)], (30, 20)),
+    ):
+        assert diff(*arguments) == 1
+        assert (diff.data["a"]["step"], diff.data["b"]["step"]) == steps
+        assert diff["w"]["max_abs"] == abs(steps[1] - steps[0])
+        assert f"A: step {steps[0]}, " in diff.told
+
+
+def test_wrong_usage(tmp_path: Path, diff: Diff) -> None:
+    root = tmp_path / "run"
+    one = save(root / step_folder(10), {"w": torch.ones(1)})
+    foreign = save(tmp_path / "dcp", {"w": torch.ones(1)}, "dcp")
+    for arguments, code, text in (
+        ([root], 3, "holds 1 complete checkpoint"),
+        ([one], 2, "name the one it is to be compared with"),
+        ([foreign], 2, "name the one it is to be compared with"),
+        ([root, "--steps", "10,20"], 3, "20"),
+        ([root, "--steps", "10"], 2, "--steps"),
+        ([root, "--steps", "1,2,3"], 2, "--steps"),
+        ([root, one, "--steps", "10,10"], 2, "--steps"),
+        ([one, "--steps", "10,10"], 2, "--step"),
+        ([one, tmp_path / "nowhere"], 3, "nowhere"),
+        ([one, one, "--only", "nothing*"], 2, "matches nothing"),
+        ([one, one, "--top", "0"], 2, "--top"),
+    ):
+        assert diff(*arguments) == code, arguments
+        assert text in diff.error
+
+
+def test_what_cannot_be_read_is_10_and_every_place_knows_every_code(
+    tmp_path: Path, diff: Diff, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, file = save(tmp_path / "a", {"x": torch.ones(3)}), tmp_path / "file"
+    file.touch()
+    assert diff(good, file) == 10
+    assert diff(file) == 10
+    codes = ["0", "1", "2", "3", "4", "9", "10"]
+    docs = Path(__file__).parents[2] / "docs"
+    for page, heading in (("diff.md", "# Diff"), ("command-line.md", "## ckptman diff")):
+        text = (docs / page).read_text().split(f"{heading}\n")[1]
+        found = re.search(r"^Exit codes: (.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+        assert found is not None
+        assert re.findall(r"(\d+),", found[1]) == codes
+    assert f"| {', '.join(codes[1:])} |" in (docs / "command-line.md").read_text()
+    assert main(["diff", "--help"]) == 0
+    assert sorted(re.findall(r"(\d+):", capsys.readouterr().out), key=int) == codes
+
+
+def test_only_some_names(tmp_path: Path, diff: Diff) -> None:
+    state = {"m": {f"{n}.{kind}": torch.ones(2) * n for n in range(3) for kind in ("weight", "bias")}, "lr": 1.0}
+    other = {"m": {name: each + 1 for name, each in state["m"].items()}, "lr": 2.0}
+    a, b = pair(tmp_path, state, other)
+    assert diff(a, b, "--only", "m.*.bias") == 1
+    assert diff.kinds() == {f"m.{n}.bias": "changed" for n in range(3)}
+    assert diff.kinds("values") == {}
+    assert diff(a, b, "--only", "m.0.*", "--only", "lr") == 1
+    assert list(diff.kinds()) == ["m.0.weight", "m.0.bias"] or list(diff.kinds()) == ["m.0.bias", "m.0.weight"]
+    assert diff.kinds("values") == {"lr": "changed"}
+
+
+def test_the_largest_come_first_and_the_rest_is_counted(tmp_path: Path, diff: Diff) -> None:
+    before = {f"w{n:02}": torch.ones(4) for n in range(30)} | {"v": {str(n): n for n in range(30)}}
+    after = {f"w{n:02}": torch.ones(4) * (1 + n) for n in range(30)} | {"v": {str(n): n + 1 for n in range(30)}}
+    a, b = pair(tmp_path, before, after)
+    assert diff(a, b) == 1
+    assert list(diff.kinds()) == [f"w{n:02}" for n in range(29, 0, -1)]
+    assert "w10 " in diff.told
+    assert "w09 " not in diff.told.partition("tensor  ")[2]
+    assert "... 9 more: --top 29 or --json shows all" in diff.told
+    assert "... 10 more: --top 30 or --json shows all" in diff.told
+    assert diff(a, b, "--top", "30") == 1
+    assert "more:" not in diff.told
+
+
+def test_a_terminal_is_told_nothing_that_it_would_obey(tmp_path: Path, diff: Diff) -> None:
+    name = "evil\x1b[2J\u202ename"
+    before = {name: torch.ones(2), "values": {name: "\x1b]0;title\x07", "b": b"\x1b"}}
+    after = {name: torch.zeros(2), "values": {name: "\x1b[31m", "b": b"\x1b\x1b"}}
+    a, b = pair(tmp_path / "x\x1by", before, after)
+    assert diff(a, b) == 1
+    assert name in diff.kinds()
+    for text in ("\x1b", "\u202e", "\x07"):
+        assert text not in diff.told
+    assert "evil\\x1b[2J\\u202ename" in diff.told
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+    a, b = pair(tmp_path, {"w": torch.ones(9)}, {"w": torch.zeros(9)})
+    script = f"import sys; from ckptman.cli.app import main; sys.exit(main(['diff', {str(a)!r}, {str(b)!r}]))"
+    ours, theirs = pty.openpty()
+    ran = subprocess.run(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, check=False
+    )
+    os.close(theirs)
+    assert ran.returncode == 1
+    assert "\x1b" not in ran.stdout
+    assert os.read(ours, 10_000)
+    os.close(ours)
+
+
+def test_what_a_run_changed(tmp_path: Path, diff: Diff) -> None:
+    """From the side of a user: one more step of training."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, "rng": ckptman.RNGState(), "epoch": 0}
+    with ckptman.Checkpointer(tmp_path, state, save_policy=ckptman.EverySteps(1), deadline=None) as checkpointer:
+        for step in (1, 2):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            checkpointer.step(step, metrics={"loss": 1 / step})
+    assert diff(tmp_path) == 1
+    assert set(diff.kinds()) == {"model.weight", "model.bias"} | {
+        f"optimizer.state.{name}.{entry}" for name in ("weight", "bias") for entry in ("exp_avg", "exp_avg_sq", "step")
+    }
+    assert diff.kinds("values") == {}
+    assert "A: step 1, " in diff.told
+    assert "1 rank, loss=1" in diff.told
+    assert diff["optimizer.state.bias.step"]["max_abs"] == 1

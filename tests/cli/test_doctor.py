@@ -1,0 +1,381 @@
+"""`ckptman doctor`: what people and programs get to see, how it ends, and what it leaves behind: nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptman.cli import doctor as verb
+from ckptman.cli.app import main
+from ckptman.cli.sizes import parse_size
+from ckptman.doctor import examine as checks
+from ckptman.doctor import promises, renames, surroundings
+from ckptman.doctor.facts import TorchFacts
+from ckptman.doctor.finding import Finding
+from ckptman.doctor.mount import FAMILIES, LOCAL
+from ckptman.errors import ConfigError
+from ckptman.io.filesystem import Disk
+from tests.helpers.checkpoints import commit
+
+QUICK = ["--size", "2MiB"]
+MEANS = checks.Means
+
+
+@pytest.fixture(autouse=True)
+def no_job_and_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are of this host, whatever job they run in; and torch takes seconds to ask."""
+    for name in list(os.environ):
+        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(checks, "Means", partial(MEANS, repeat_seconds=0.05))
+    monkeypatch.setattr(verb, "_torch_facts", lambda timeout: TorchFacts("2.13.0+cpu", "cpu", (), ("gloo",)))
+
+
+def rows(printed: str) -> dict[str, list[str]]:
+    """The lines of the table by the name of the check."""
+    found: dict[str, list[str]] = {}
+    for line in printed.splitlines()[1:]:
+        if not line.startswith(" "):
+            name = line.split("  ")[0]
+        found.setdefault(name, []).append(line)
+    return found
+
+
+def test_a_folder_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(tmp_path, 1)
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert main(["doctor", str(tmp_path), *QUICK, "--against", "70MB"]) == 0
+    told = capsys.readouterr()
+    found = rows(told.out)
+    assert told.out.splitlines()[0].split() == ["check", "result", "what", "it", "means"]
+    for name in ("file system", "space", "rename", "fsync", "claim", "locks", "write", "read", "save", "interval"):
+        assert name in found, told.out
+    assert "rough: measured on 2.1 MB" in " ".join(" ".join(found["write"]).split())
+    assert "70 MB in" in found["save"][0]
+    assert max(map(len, told.out.splitlines())) <= 120
+    assert told.err == ""
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_json_has_figures_with_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path), *QUICK, "--against", "1GB", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["directory"] == str(tmp_path)
+    assert told["good"] is True
+    assert told["against_bytes"] == 10**9
+    found = {each["name"]: each for each in told["findings"]}
+    assert found["rename"]["verdict"] in ("ok", "slow")
+    assert found["write"]["figures"]["test_bytes"] == 2 * 1024 * 1024
+    rate = found["write"]["figures"]["bytes_per_second"]
+    save = found["save"]["figures"]
+    assert save["seconds"] == pytest.approx(10**9 / rate + save["fixed_seconds"])
+    assert save["fixed_seconds"] >= 6 * found["fsync"]["figures"]["file_seconds"]
+    assert found["space"]["figures"]["free_bytes"] > 0
+    assert set(found["write"]) == {"name", "verdict", "value", "advice", "figures"}
+
+
+def test_what_failed_is_one_line_with_its_consequence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_rename(*args: object) -> Finding:
+        return renames._broken_rename("was seen under neither name", 1)
+
+    def check_sync(*args: object) -> Finding:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(renames, "check_rename", check_rename)
+    monkeypatch.setattr(promises, "check_sync", check_sync)
+    assert main(["doctor", str(tmp_path), *QUICK]) == 1
+    told = capsys.readouterr()
+    assert told.err == (
+        f"Error: {tmp_path} is not fit to save to: rename (a folder or file that was renamed was seen "
+        f"under neither name): commits are not safe here: a run could load half a checkpoint, or find none. Save to "
+        f"another file system; fsync (Input/output error): nothing that is saved here is durable\n"
+    )
+    assert "FAILED" in rows(told.out)["rename"][0]
+    assert main(["doctor", str(tmp_path), *QUICK, "--json"]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["good"] is False
+    assert told.err.startswith("Error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_check_that_was_not_done_is_not_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renames, "check_rename", lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    assert main(["doctor", str(tmp_path), *QUICK, "--json"]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["good"] is False
+    assert "rename (the check was killed by SIGKILL (out of memory?)): it was not found out" in told.err
+
+
+def test_a_read_only_folder_is_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ReadOnly(Disk):
+        def make_folder(self, path: Path) -> None:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(checks, "Means", partial(MEANS, disk=ReadOnly()))
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "writable (Read-only file system): read-only: nothing can be saved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "told"),
+    [
+        (lambda path: None, 3, "there is no folder"),
+        (lambda path: path.touch(), 10, "is a file, not a folder: name a folder"),
+        (lambda path: path.symlink_to("nowhere"), 3, "there is no folder"),
+    ],
+)
+def test_what_is_no_folder(make: Any, code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "x")
+    assert main(["doctor", str(tmp_path / "x")]) == code
+    assert told in capsys.readouterr().err
+
+
+def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "e\x1b[2J"
+    folder.mkdir()
+    (folder / ".ckptman-doctor-\x1b[2J").mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    assert main(["doctor", str(tmp_path / "link"), *QUICK]) == 0
+    told = capsys.readouterr()
+    assert "\x1b" not in told.out + told.err
+    assert "\\x1b[2J" in told.out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--size", "0"], "--size: a size above 0"),
+        (["--size", "-1"], "--size: a size such as 70GB"),
+        (["--size", "4KiB"], "--size: at least 1MiB"),
+        (["--size", "lots"], "--size: a size such as 70GB"),
+        (["--against", "0GB"], "--against: a size above 0"),
+        (["--against", "70"], "--against: 70 has no unit: say 70GB, if that is what is meant"),
+        (["--against", " 1.5 "], "--against: 1.5 has no unit: say 1.5GB"),
+        (["--against", "nowhere"], "--against: 'nowhere' is no size such as 70GB or 1.5TiB, and there is no such path"),
+        (["--against", ""], "--against: '' is no size"),
+        (["--timeout", "0"], "--timeout must be a finite number above 0"),
+        (["--timeout", "nan"], "--timeout must be a finite number above 0"),
+        (["--timeout", "-3"], "--timeout must be a finite number above 0"),
+        (["--timeout", "1e10"], "--timeout: a day at most (86400 s), not 1e+10"),
+    ],
+)
+def test_wrong_options_are_2(options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path), *options]) == 2
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_without_a_folder_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--size", "1GiB"]) == 2
+    assert "name one, as in ckptman doctor DIR --size 1GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("70GB", 70 * 10**9),
+        ("70 gb", 70 * 10**9),
+        ("1.5TiB", 3 * 2**39),
+        ("256MiB", 2**28),
+        ("256M", 2**28),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("1kB", 1000),
+        ("0.5KiB", 512),
+        ("1PB", 10**15),
+    ],
+)
+def test_sizes(written: str, size: int) -> None:
+    assert parse_size("--size", written) == size
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        " ",
+        "0",
+        "0.0GB",
+        "-1",
+        "-70GB",
+        "GB",
+        "1e9",
+        "nan",
+        "inf",
+        "70XB",
+        "1,5GB",
+        "7 0GB",
+        "9" * 30,
+        "0.1B",
+    ],
+)
+def test_no_sizes(written: str) -> None:
+    with pytest.raises(ConfigError, match="--size"):
+        parse_size("--size", written)
+
+
+def test_against_a_checkpoint_a_root_and_one_of_plain_dcp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(tmp_path / "root", 1)
+    entry = commit(tmp_path / "root", 2, rows=4096)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / ".metadata").write_bytes(b"x" * 10)
+    (plain / "__0_0.distcp").write_bytes(b"x" * 90)
+    for path, size in ((entry.path, None), (tmp_path / "root", None), (plain, 100)):
+        assert main(["doctor", "--against", str(path), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["against_bytes"] == (size or entry.require_manifest().total_bytes)
+    (tmp_path / "empty").mkdir()
+    assert main(["doctor", "--against", str(tmp_path / "empty")]) == 3
+
+
+def test_a_checkpoint_that_does_not_answer_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb, "_checkpoint_bytes", lambda path: time.sleep(600))
+    assert main(["doctor", "--against", str(tmp_path), "--timeout", "0.2"]) == 1
+    assert "does not answer within 0.2 s: give its size, such as 70GB" in capsys.readouterr().err
+
+
+# ---- the job ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_folder_it_is_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    found = rows(capsys.readouterr().out)
+    assert list(found) == [
+        *("python", "torch", "devices", "backends", "world", "job", "host memory", "/dev/shm", "open files"),
+        *("locked memory", "clock"),
+    ]
+
+
+def test_a_job_that_is_broken_is_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "4")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["doctor", "--json"]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["directory"] is None
+    assert told.err == (
+        "Error: this job is not fit to run: world (RANK=4, WORLD_SIZE=4): RANK must be below WORLD_SIZE: the start "
+        "would hang\n"
+    )
+
+
+def test_a_torch_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "ckptman.state.installed_torch", _Hanging())
+    assert main(["doctor", "--timeout", "0.2"]) == 1
+    told = capsys.readouterr()
+    assert "torch (does not answer within 0.2 s): " in told.err
+    assert "raise --timeout" in told.err
+    assert "imported" not in told.out + told.err
+    assert "torch does not answer" in rows(told.out)["devices"][0]
+    assert surroundings.STAGING_SLOTS == 2
+
+
+def test_a_torch_that_dies_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "ckptman.state.installed_torch", _Dying())
+    assert main(["doctor"]) == 1
+    assert "torch (cannot be imported: the check was killed by SIGKILL" in capsys.readouterr().err
+
+
+class _Dying:
+    @staticmethod
+    def torch_facts() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Hanging:
+    @staticmethod
+    def torch_facts() -> None:
+        time.sleep(600)
+
+
+def test_the_command_itself_never_looks_at_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me, real = os.getpid(), os.stat
+
+    def stat(path: Any, *args: Any, **more: Any) -> os.stat_result:
+        if os.getpid() == me:
+            assert str(tmp_path) not in str(path), "this would hang with its file system"
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(os.path, "realpath", lambda path: time.sleep(600))
+    assert main(["doctor", str(tmp_path), "--timeout", "0.3", "--against", "1GB"]) == 1
+    assert f"answer ({tmp_path} does not answer within 0.3 s)" in capsys.readouterr().err
+
+
+# ---- how it ends -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["INT", "TERM", "HUP"]
+)
+def test_a_signal_leaves_nothing_behind(number: int, code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckptman", "doctor", str(tmp_path), "--size", "64MiB"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 30
+        while not any(tmp_path.glob(".ckptman-doctor-*/*")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.005)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=30)
+    assert process.returncode == code, told
+    assert told == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_loads_no_torch_and_no_numpy(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom ckptman.cli.app import main\n"
+        "codes = [main(['doctor', sys.argv[1], '--size', '1MiB'])]\n"
+        "print(codes, sorted({'torch', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert ran.stderr == "[0] []\n"
+
+
+def test_with_few_open_files_what_is_left_behind_is_an_error(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'ulimit -n 8; exec "$0" -m ckptman doctor "$1" --size 1MiB', sys.executable, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1, ran.stderr
+    for left in tmp_path.iterdir():
+        assert f"see that {left} is gone" in ran.stderr
+
+
+# ---- its page --------------------------------------------------------------------------------------------------------
+
+
+def test_every_check_and_every_kind_of_file_system_is_on_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "4000000000")
+    for arguments in (["doctor", str(tmp_path), *QUICK, "--against", "1MB"], ["doctor"]):
+        assert main([*arguments, "--json"]) == 0
+        for each in json.loads(capsys.readouterr().out)["findings"]:
+            assert f"| {each['name']} |" in page or f"\n{each['name']} " in page, each["name"]
+    for family in FAMILIES.values():
+        rare = family.advice == LOCAL or family.name in ("a read-only image", "autofs") or "virtual" in family.name
+        assert rare or family.name.split(" (")[0] in page, family.name

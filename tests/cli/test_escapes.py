@@ -1,0 +1,133 @@
+"""What came from a checkpoint reaches no terminal as it is: not in an error, not in a warning, not in a traceback."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptman
+from ckptman import errors
+from ckptman.cli.app import main
+from ckptman.format.index import Index, Unit, read_index
+from ckptman.format.manifest import read_manifest
+from ckptman.format.paths import INDEX
+from ckptman.train.__main__ import main as train
+from tests.helpers.checkpoints import commit
+from tests.helpers.faulty_disk import rewrite
+from tests.loading.test_damage import forge
+
+EVIL = "w\x1b]0;PWNED\x07\x1b[2J\u202e\nError: all is well"
+SHOWN = r"w\x1b]0;PWNED\x07\x1b[2J\u202e\nError: all is well"
+
+
+def of_class(kind: type[errors.CkptmanError], text: str) -> errors.CkptmanError:
+    """An error that has `text` wherever somebody else's text can be in it."""
+    made: dict[Any, tuple[Any, ...]] = {
+        errors.UnknownKeyError: (text, [text], text),
+        errors.CommitError: (1, 0, text),
+        errors.MismatchError: (text, [text], [text], [text]),
+        errors.FormatVersionError: (text, text, 1),
+        errors.RootError: (5, text),
+        errors.BusyError: (text, text, 1, text),
+        errors.RankLostError: (text,),
+    }
+    return kind(*made.get(kind, (text,)))
+
+
+def classes(kind: type[errors.CkptmanError] = errors.CkptmanError) -> list[type[errors.CkptmanError]]:
+    below = [each for each in kind.__subclasses__() if each.__module__ == errors.__name__]
+    return [kind, *(deeper for each in below for deeper in classes(each))]
+
+
+@pytest.mark.parametrize("kind", classes())
+def test_the_text_of_an_error_is_safe_to_print(kind: type[errors.CkptmanError]) -> None:
+    error = of_class(kind, EVIL)
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert all(character.isprintable() or character == "\n" for character in str(each))
+        assert all(line.startswith("  ") for line in str(each).split("\n")[1:])
+        assert SHOWN in str(each) or kind is errors.UnknownKeyError  # which has it as Python writes texts
+    assert vars(error) == vars(pickle.loads(pickle.dumps(error)))
+
+
+def test_lists_of_ours_stay_lists() -> None:
+    error = ckptman.MismatchError("here", ["a", "b"])
+    assert str(error).split("\n")[1:4] == ["  missing in the checkpoint (2):", "    a", "    b"]
+    torchs = ckptman.CkptmanError("rank 0 failed: Error(s) in loading state_dict:\n\tMissing key(s): a\n\tand b")
+    assert str(torchs).split("\n") == [
+        "rank 0 failed: Error(s) in loading state_dict:",
+        "    Missing key(s): a",
+        "    and b",
+    ]
+
+
+def refer_to(folder: Path, name: str, state: str = "m") -> None:
+    """Let the first value of a checkpoint refer to a tensor that there is not, with right digests."""
+    index = read_index(folder, read_manifest(folder))
+    unit = Unit(state=state, key="w", value={"~": "tensor", "v": name})
+    forge(folder, INDEX, Index(**{**dict(index), "units": [unit]}).to_json())
+
+
+def test_a_warning_and_an_error_of_restore_are_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"m": {"w": torch.ones(3)}}
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as run:
+        run.save(1)
+        run.save(2)
+    refer_to(tmp_path / "step-0000000002", EVIL)
+    with (
+        warnings.catch_warnings(record=True) as seen,
+        ckptman.Checkpointer(tmp_path, state, deadline=None) as run,
+    ):
+        warnings.simplefilter("always")
+        assert run.restore() == 1
+    (told,) = [each for each in seen if "passed over" in str(each.message)]
+    assert SHOWN in str(told.message)
+    assert told.filename == __file__, "the line that called restore"
+    with (
+        pytest.raises(ckptman.CorruptError) as raised,
+        ckptman.Checkpointer(tmp_path, state, deadline=None) as run,
+    ):
+        run.restore(2)
+    assert SHOWN in str(raised.value)
+    assert main(["verify", str(tmp_path), "--step", "2"]) == 4
+    monkeypatch.setenv("CKPTMAN_TRACEBACK", "1")
+    assert main(["show", str(tmp_path), "--step", "2"]) in (0, 4)
+    out = capsys.readouterr()
+    assert f"the value m.w holds the tensor {SHOWN}, which was not saved" in out.out
+    assert all(each.isprintable() or each == "\n" for each in out.out + out.err)
+    assert not any(line.startswith("Error: all") for line in (out.out + out.err).splitlines())
+
+
+def test_no_name_forges_a_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = commit(tmp_path, 1)
+    index = read_index(entry.path, entry.require_manifest())
+    odd = Unit(state=EVIL, whole=True, value={"~": "nonsense", "v": 1})
+    forge(entry.path, INDEX, Index(**{**dict(index), "units": [odd]}).to_json())
+    assert main(["show", str(entry.path)]) == 4
+    assert main(["verify", str(entry.path)]) == 4
+    out = capsys.readouterr()
+    lines = (out.out + out.err).splitlines()
+    assert len([line for line in lines if line.startswith("Error:")]) == 2
+    assert f"  the value {SHOWN} cannot be read: an encoded value of kind 'nonsense' cannot be read" in out.out
+
+
+def test_the_training_command_prints_no_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["--config", str(tmp_path / EVIL.replace("/", "")), "--dry-run"]) == 3
+    told = capsys.readouterr().err.removesuffix("\n")
+    assert told.isprintable()
+    assert SHOWN in told
+
+
+def test_a_field_of_a_manifest_is_escaped_as_everything_is(tmp_path: Path) -> None:
+    entry = commit(tmp_path, 1)
+    files = {**entry.require_manifest().model_dump()["files"], EVIL: {"bytes": 1, "digest": "0" * 32}}
+    rewrite(entry.path, files=files)
+    with pytest.raises(ckptman.CorruptError) as raised:
+        read_manifest(entry.path)
+    assert f"names {SHOWN}, which is not a plain file name" in str(raised.value)

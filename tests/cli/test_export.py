@@ -1,0 +1,220 @@
+"""`ckptman export` and `adopt` as commands; what is hostile or odd on their way; two at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import ckptman
+from ckptman.catalog.reader_lease import held
+from ckptman.cli.app import main
+from ckptman.dcp.adopt import adopt
+from tests.helpers.checkpoints import flip_byte
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process")
+State = dict[str, Any]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A run with two checkpoints."""
+    model = torch.nn.Linear(30, 20)
+    with ckptman.Checkpointer(tmp_path / "run", {"model": model, "epoch": 1}) as checkpointer:
+        for step in (1, 2):
+            model.weight.data.fill_(step)
+            checkpointer.save(step)
+    return tmp_path / "run"
+
+
+def weight_in(out: Path) -> float:
+    return float(load_file(out / "model.safetensors")["weight"][0, 0])
+
+
+def test_of_a_root_it_is_the_newest_or_the_step(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(root), str(tmp_path / "newest")]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith(f"{root}/step-0000000002 -> {tmp_path}/newest: 2 tensors, 2.4 KiB in 1 file\n")
+    assert told.err == ""
+    assert main(["export", str(root), str(tmp_path / "first"), "--step", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["checkpoint"], found["path"]) == (f"{root}/step-0000000001", f"{tmp_path}/first")
+    assert (found["format"], found["tensors"], found["bytes"]) == ("safetensors", 2, 2480)
+    assert (weight_in(tmp_path / "newest"), weight_in(tmp_path / "first")) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "told"),
+    [
+        (["--step", "9"], 3, "no checkpoint of step 9"),
+        (["--max-shard-size", "5"], 2, "has no unit"),
+        (["--max-shard-size", "many"], 2, "a size such as"),
+        (["--rename", "weight"], 2, "two names with = between them"),
+        (["--tied", "=weight"], 2, "two names with = between them"),
+        (["--format", "gguf"], 2, "one of safetensors, torch, dcp"),
+        (["--dtype", "float7"], 2, "cast to one of"),
+        (["--only", "epoch"], 2, "there is no tensor"),
+    ],
+)
+def test_wrong_usage_is_told_and_leaves_nothing(
+    options: list[str], code: int, told: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(root), str(tmp_path / "out"), *options]) == code
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_damage_is_4_and_names_the_tensor(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip_byte(root / "step-0000000002" / "__0_0.distcp")
+    assert main(["export", str(root), str(tmp_path / "out")]) == 4
+    told = capsys.readouterr().err
+    assert "__0_0.distcp" in told
+    assert "bias" in told or "weight" in told
+    (root / "step-0000000002" / "__0_0.distcp").unlink()
+    assert main(["export", str(root), str(tmp_path / "out")]) == 4
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_on_a_terminal_there_is_a_bar_and_what_is_told_is_the_same(root: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "ckptman", "export", str(root), str(tmp_path / "out")]
+    ran = subprocess.run(words, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60)
+    os.close(theirs)
+    os.close(ours)
+    assert (ran.returncode, ran.stdout.count("\n")) == (0, 1)
+
+
+def test_names_that_a_terminal_would_obey_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dcp.save({"a\x1b[2J": torch.ones(2), "b": torch.ones(2, dtype=torch.complex128)}, checkpoint_id=tmp_path / "step-1")
+    for options in ([], ["--rename", "b=c"], ["--tied", "x=a\x1b"], ["--only", "\x1b"]):
+        assert main(["export", str(tmp_path / "step-1"), str(tmp_path / "out"), *options]) == 2
+    assert main(["export", str(tmp_path / "step-1"), str(tmp_path / "o\x1but"), "--format", "torch"]) == 0
+    assert main(["adopt", str(tmp_path / "step-1")]) == 0
+    told = capsys.readouterr()
+    assert "\x1b" not in told.out + told.err
+
+
+# ---- lies --------------------------------------------------------------------------------------------------------
+
+
+def lie(folder: Path, shape: list[int]) -> None:
+    """Let a description claim another shape of a tensor than there are bytes for."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    described = metadata.state_dict_metadata["w"]
+    described.size = torch.Size(shape)
+    described.chunks[0].sizes = torch.Size(shape)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("shape", [[2**30, 2**25], [2**50], [3, 4], [5, 1]])
+def test_a_shape_that_no_bytes_are_behind_is_refused(shape: list[int], tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(4, 3)}, checkpoint_id=tmp_path / "step-1")
+    lie(tmp_path / "step-1", shape)
+    for format in ("safetensors", "torch", "dcp"):
+        with pytest.raises(ckptman.CorruptError, match="w"):
+            ckptman.export(tmp_path / "step-1", tmp_path / "out", format)  # type: ignore[arg-type]
+    with pytest.raises(ckptman.CorruptError, match="w"):
+        adopt(tmp_path / "step-1")
+    assert sorted(each.name for each in (tmp_path / "step-1").iterdir()) == [".metadata", "__0_0.distcp"]
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_what_only_torch_can_read_is_exported_and_adopted(tmp_path: Path) -> None:
+    """A transposed tensor: the container of plain DCP holds its numbers in another order."""
+    saved = {"w": torch.arange(6000.0).reshape(30, 200).t(), "part": torch.arange(100.0)[5:7]}
+    dcp.save(saved, checkpoint_id=tmp_path / "step-1")
+    ckptman.export(tmp_path / "step-1", tmp_path / "before")
+    path = adopt(tmp_path / "step-1").path
+    ckptman.export(path, tmp_path / "after")
+    for out in ("before", "after"):
+        found = load_file(tmp_path / out / "model.safetensors")
+        assert all(torch.equal(found[name], each) for name, each in saved.items())
+    assert main(["verify", str(path), "--world-size", "2"]) == 0
+
+
+# ---- others at the same time -------------------------------------------------------------------------------------
+
+
+def test_while_it_is_read_no_prune_takes_it(root: Path, tmp_path: Path) -> None:
+    seen = {}
+
+    def begin(total_bytes: int) -> None:
+        seen.update(held(root))
+
+    ckptman.export(root / "step-0000000001", tmp_path / "out", begin=begin)
+    assert list(seen) == ["step-0000000001"]
+    assert "in use by export" in seen["step-0000000001"]
+    assert held(root) == {}
+
+
+SLOW = """
+import sys, time
+import ckptman
+from ckptman.io.filesystem import Disk
+
+class Slow(Disk):
+    def sync_file(self, fd):
+        print("here", flush=True)
+        time.sleep(60)
+
+ckptman.export(sys.argv[1], sys.argv[2], disk=Slow())
+"""
+
+
+def test_killed_it_leaves_no_out_and_the_next_one_makes_it(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [sys.executable, "-c", SLOW, str(root / "step-0000000002"), str(out)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.kill()
+    assert not out.exists()
+    (left,) = tmp_path.glob("out.tmp-*")
+    others = [tmp_path / "out.tmp-1-notes", tmp_path / "outer.tmp-1", tmp_path / left.name.replace("out", "other", 1)]
+    for each in others:
+        each.mkdir()
+    done = ckptman.export(root / "step-0000000002", out)
+    assert weight_in(out) == 2
+    assert sorted(done.remarks) == [
+        f"{others[0]} is of another export: remove it, unless that still runs",
+        f"{left.name}, which an export left that was killed, was removed",
+    ]
+    assert sorted(tmp_path.iterdir()) == sorted([*others, out, root])
+
+
+def test_somebody_who_makes_out_meanwhile_is_not_overwritten(root: Path, tmp_path: Path) -> None:
+    for format in ("safetensors", "torch"):
+        out = tmp_path / format
+
+        def begin(total_bytes: int, out: Path = out) -> None:
+            out.write_text("mine")
+
+        with pytest.raises(ckptman.ExistsError):
+            ckptman.export(root / "step-0000000001", out, format, begin=begin)  # type: ignore[arg-type]
+        assert out.read_text() == "mine"
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_two_adopt_the_same_folder_and_one_is_told_so(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(4, 3)}, checkpoint_id=tmp_path / "step-1")
+    told = []
+
+    def other(count: int) -> None:
+        try:
+            adopt(tmp_path / "step-1")
+        except ckptman.ExistsError as error:
+            told.append(str(error))
+
+    assert adopt(tmp_path / "step-1", done=other).step == 1
+    assert told
+    assert all("being adopted by another process" in each for each in told)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptman.cli.app import main
+from ckptman.cli.console import age, plain, size, table
+from ckptman.format.manifest import Mesh
+from tests.helpers.checkpoints import commit
+
+
+def test_the_order_is_that_of_the_commits_and_each_says_whether_it_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(tmp_path, 300, metrics={"loss": 0.51234}, mesh=Mesh(names=("replicate", "shard"), shape=(2, 2)), ranks=4)
+    commit(tmp_path, 100, restored_from=0)  # after a rollback the newest has a lower step
+    broken = commit(tmp_path, 200)
+    (broken.path / "__1_0.distcp").unlink()
+    (tmp_path / "step-0000000400").mkdir()
+    (tmp_path / "step-0000000500.tmp-abcdef00-1").mkdir()
+    (tmp_path / "step-300-backup").mkdir()
+    assert main(["list", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "age", "size", "ranks", "mesh", "metrics", "state"]
+    assert [line.split()[0] for line in lines[1:5]] == ["400", "300", "100", "200"]
+    assert lines[1].endswith("does not count: it has no manifest.json")
+    assert lines[2].endswith("4  replicate 2 x shard 2  loss=0.5123  complete")
+    assert lines[4].endswith("does not count: __1_0.distcp is missing")
+    assert lines[-1].startswith("2 complete checkpoints, ")
+    assert "the newest is of step 100. 2 do not count. 1 folder besides" in lines[-1]
+
+
+def test_an_empty_root_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: no complete checkpoint.\n"
+
+
+@pytest.mark.parametrize("verb", ["list", "drain --to tier", "rollback --to-step 7"])
+def test_one_checkpoint_is_no_empty_root(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    folder = commit(tmp_path, 7).path
+    before = set(folder.iterdir())
+    name, *options = verb.split()
+    assert main([name, str(folder), *options]) == 2
+    assert f"{folder} is one checkpoint, and no root of several" in capsys.readouterr().err
+    assert set(folder.iterdir()) == before
+
+
+def test_json_is_strict_and_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(tmp_path, 7, metrics={"loss": float("nan"), "gain": float("-inf")}, restored_from=5)
+    (tmp_path / "step-0000000008").mkdir()
+    (tmp_path / "step-0000000009.trash-abcdef00").mkdir()
+    assert main(["list", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    broken, good = told["checkpoints"]
+    assert (broken["step"], broken["complete"]) == (8, False)
+    assert "manifest" in broken["problem"]
+    assert (good["step"], good["complete"], good["problem"]) == (7, True, None)
+    assert good["metrics"] == {"loss": "NaN", "gain": "-Infinity"}
+    assert good["restored_from"] == 5
+    assert good["world_size"] == 2
+    assert good["sequence"] == 1
+    assert good["mesh"] == {"names": ["shard"], "shape": [2]}
+    assert told["leftovers"] == [{"path": str(tmp_path / "step-0000000009.trash-abcdef00"), "step": 9, "kind": "trash"}]
+
+
+def test_a_thousand_checkpoints_are_all_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in range(1, 1001):
+        commit(tmp_path, step, ranks=4, sequence=step, metrics={"loss": 1 / step})
+    assert main(["list", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[0]) for line in lines[1:1001]] == list(range(1, 1001))
+    assert lines[-1].startswith("1,000 complete checkpoints")
+    assert "the newest is of step 1000" in lines[-1]
+
+
+def test_nothing_from_a_checkpoint_reaches_the_terminal_as_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b]0;owned\x07[red]\n\u202eloss"
+    commit(tmp_path, 1, metrics={evil: 1.0}, mesh=Mesh(names=(evil,), shape=(2,)))
+    for verb in ("list", "show"):
+        assert main([verb, str(tmp_path)]) == 0
+        out = capsys.readouterr().out
+        assert "\x1b" not in out
+        assert "\x07" not in out
+        assert "\u202e" not in out
+        assert "\\x1b]0;owned\\x07[red]\\n\\u202eloss=1" in out
+
+
+def test_a_path_that_is_no_text_is_printed_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff\x1b[31m"))
+    root.mkdir()
+    assert main(["list", str(root)]) == 0
+    assert capsys.readouterr().out.endswith("r\\udcff\\x1b[31m: no complete checkpoint.\n")
+    assert main(["show", str(root)]) == 3
+    assert "\x1b" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 * 2**40, "5.0 TiB"), (2**60, "1024.0 PiB")]
+)
+def test_sizes(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-5.0, "0 s"), (99.0, "99 s"), (300.0, "5 min"), (7200.0, "2 h"), (86400.0 * 12, "12 d")]
+)
+def test_ages(seconds: float, text: str) -> None:
+    assert age(seconds) == text
+
+
+def test_plain_leaves_text_of_all_languages_as_it_is() -> None:
+    assert plain("épo­que 損失 [bold]") == "épo­que 損失 [bold]"
+
+
+def test_tables_align_and_end_without_blanks() -> None:
+    assert table(("n", "what"), [("1", "x"), ("200", "longer")], right="n") == ["  n  what", "  1  x", "200  longer"]
+
+
+def test_folders_of_plain_dcp_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("iter_1000", "step-7"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").write_bytes(b"")
+    assert main(["list", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "2 folders of plain DCP besides, such as step-7: ckptman adopt makes them count." in told

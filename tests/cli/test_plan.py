@@ -1,0 +1,417 @@
+"""`ckptman plan`: what it says, and that its numbers are those of the formulas; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptman.cli.app import main
+from ckptman.cli.quantities import parse_count, parse_rate, parse_seconds
+from ckptman.errors import ConfigError
+from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
+from ckptman.forecast.warning_time import warning_seconds
+from ckptman.format.paths import data_name, step_folder
+from ckptman.policies.intervals import daly_interval_seconds
+from ckptman.train.tokenize import tokenize
+
+SEVEN = ["plan", "--params", "7B", "--dtype", "bfloat16", "--moment-dtype", "float32", "--nodes", "4"]
+CONFIG = """
+[model]
+dim = 64
+layers = 2
+heads = 4
+vocab_size = 512
+[data]
+path = "tokens"
+sequence_tokens = 128
+global_batch = 32
+micro_batch = 2
+[run]
+steps = 100
+[checkpoint]
+root = "ck"
+keep_last = 2
+"""
+MODELS = """
+from torch import nn
+
+def good():
+    return nn.Linear(1000, 1000)
+
+def tied():
+    model = nn.Sequential(nn.Embedding(128, 128_256), nn.Linear(128, 128_256, bias=False))
+    model[0].weight = model[1].weight
+    return model
+
+def tuned():
+    model = nn.Sequential(nn.Linear(20_000, 20_000), nn.Linear(1000, 8, bias=False))
+    model[0].requires_grad_(False)
+    return model
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(10), nn.Linear(10, 10))
+
+def bad():
+    raise RuntimeError("this needs a file")
+"""
+
+
+def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+    capsys.readouterr()
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+    capsys.readouterr()
+    assert main(arguments) == code
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "Traceback" not in told.err
+    return told.err
+
+
+def test_the_figures_of_the_practitioners(capsys: pytest.CaptureFixture[str]) -> None:
+    made = planned([*SEVEN, "--mtbf", "8h"], capsys)
+    assert made["checkpoint"] == {"rule_bytes": 70e9, "tensors_bytes": 70e9}
+    assert made["mesh"] == {"gpus": 32, "replicate": 4, "shard": 8}
+    scratch, project = (each for each in made["tiers"] if each["name"] in ("scratch", "project"))
+    assert scratch["save_seconds"] == 35  # 70 GB takes 35 s on tier 1
+    assert project["save_seconds"] == 140  # and more than 2 min on tier 2
+    assert made["memory"]["parameters_bytes"] == 7e9 * 2 / 8
+    assert made["memory"]["optimizer_bytes"] == 7e9 * 8 / 8
+    assert made["memory"]["total_checkpointed_bytes"] < made["memory"]["total_plain_bytes"]
+    assert planned(["plan", "--params", "9e9"], capsys)["checkpoint"]["rule_bytes"] == 180e9
+
+
+def test_each_number_of_a_tier_follows_from_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    made = planned([*SEVEN, "--mtbf", "3h", "--init", "10min", "--blocking", "--tier", "a=2GB/s"], capsys)
+    (tier,) = made["tiers"]
+    assert made["failures"]["mtbf_seconds"] == 3 * 3600
+    assert tier["stall_seconds"] == tier["save_seconds"] == 35
+    assert tier["restart_seconds"] == 600 + 35
+    assert tier["interval_by_init_seconds"] == 4 * 635
+    assert tier["interval_by_daly_seconds"] == daly_interval_seconds(35, 3 * 3600, 635)
+    assert tier["interval_best_seconds"] == best_interval_seconds(35, 3 * 3600)
+    assert tier["interval_seconds"] == min(900, tier["interval_best_seconds"])
+    assert tier["goodput"] + tier["lost"] + tier["stalled"] + tier["restarting"] == pytest.approx(1)
+    assert tier["lost_per_failure_seconds"] == pytest.approx(tier["interval_seconds"] / 2 + 35, rel=0.1)
+    assert tier["warning_seconds"] == warning_seconds(35)
+
+
+def test_failures_of_many_gpus_are_those_of_the_published_run(capsys: pytest.CaptureFixture[str]) -> None:
+    made = planned(["plan", "--params", "405B", "--nodes", "2048"], capsys)
+    assert made["failures"]["mtbf_seconds"] == pytest.approx(54 * 86400 / 419)
+    made = planned(["plan", "--params", "405B", "--nodes", "2048", "--rate", "rsc1"], capsys)
+    assert made["failures"]["mtbf_seconds"] / 3600 == pytest.approx(1.8, abs=0.01)  # as the paper projects
+    assert "llama3, rsc1" in refused([*SEVEN, "--rate", "mars"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ([], 2880),
+        (["--keep-last", "3"], 3),
+        (["--keep-last", "3", "--keep-best", "loss:2"], 5),
+        (["--keep-last", "3", "--keep-best", "accuracy:2:max"], 5),
+        (
+            ["--keep-every", "90000", "--step", "2s"],
+            14 + 1,
+        ),  # multiples in 1,296,000 steps; the newest is the last one's
+    ],
+)
+def test_disk_is_what_the_rules_keep_and_what_lies_beside_it(
+    rules: list[str], kept: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tier,) = planned([*SEVEN, "--tier", "a=2GB/s", *rules], capsys)["tiers"]
+    assert (tier["saves"], tier["interval_seconds"]) == (2880, 900)
+    assert tier["kept"] == pytest.approx(kept, abs=1 if "--keep-every" in rules else 0)
+    # One that is being saved, the one that the run went on from, and the newest that was verified.
+    assert tier["disk_bytes"] == (tier["kept"] + 3 * bool(rules)) * 70e9
+
+
+def test_rates_of_nodes_and_the_limit_of_a_file_system(capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = ["a=2GB/s", "b=2GB/s/node", "c=1GB/s/gpu", "d=2GB/s/node:5GB/s", "e=2GB/s:1GB/s"]
+    made = planned([*SEVEN, *(f"--tier={each}" for each in tiers)], capsys)
+    rates = [each["rate_bytes_per_second"] / 1e9 for each in made["tiers"]]
+    assert rates == [2, 8, 32, 5, 1]
+
+
+def test_a_folder_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tier,) = planned([*SEVEN, "--tier", f"here={tmp_path}", "--explain"], capsys)["tiers"]
+    assert tier["rate_bytes_per_second"]["value"] > 1e6
+    assert "measured in" in tier["rate_bytes_per_second"]["source"]
+    assert list(tmp_path.iterdir()) == []
+    assert "there is no folder" in refused([*SEVEN, "--tier", f"here={tmp_path}/none"], capsys, code=3)
+
+
+def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(CONFIG)
+    made = planned(["plan", "--config", "run.toml", "--gpus", "4"], capsys)
+    assert not made["model"]["shape_is_assumed"]
+    assert made["checkpoint"]["tensors_bytes"] > 12 * made["model"]["parameters"]
+    assert made["checkpoint"]["files_bytes"] > made["checkpoint"]["data_files_bytes"]
+    assert made["memory"]["gradients_bytes"] == 4 * made["model"]["parameters"]  # micro-batches are accumulated
+    assert made["tiers"][0]["kept"] == 2
+    wider = planned(["plan", "--config", "run.toml", "--gpus", "4", "--set", "model.dim=128"], capsys)
+    assert wider["model"]["parameters"] > made["model"]["parameters"]
+    assert wider["memory"]["parameters_bytes"] < wider["memory"]["gradients_bytes"]
+    message = refused(["plan", "--config", "run.toml", "--set", "model.dim=65"], capsys)
+    assert "model.dim: 65 is no multiple" in message
+    Path("run.toml").write_text(CONFIG.replace("vocab_size = 512", ""))
+    assert "--set model.vocab_size=N" in refused(["plan", "--config", "run.toml"], capsys)
+    huge = f"1{320 * '0'}"
+    for key in ("model.dim", "model.ffn_dim", "model.layers", "data.sequence_tokens", "data.micro_batch"):
+        changed = ["plan", "--config", "run.toml", "--set", "model.vocab_size=9", "--set", f"{key}={huge}"]
+        assert f"{key}: at most " in refused([*changed, "--set=model.heads=2", "--set=model.kv_heads=1"], capsys)
+    assert "--moments: at most 100" in refused(["plan", "--config", "run.toml", "--moments", "10000000"], capsys)
+    assert "is in the configuration" in refused(["plan", "--config", "run.toml", "--layers", "3"], capsys)
+    refused(["plan", "--config", "none.toml"], capsys, code=3)
+
+
+def test_a_configuration_is_planned_as_its_run_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, as a run is started: it changes how torch computes."""
+    for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    Path("corpus").write_text(Path(__file__).read_text())
+    tokenize(Path("tokens"), [Path("corpus")], vocab_size=300, workers=1)
+    changes = ["--set=run.steps=1", "--set=checkpoint.every_steps=1", "--set=parallel.device=cpu"]
+    Path("run.toml").write_text(CONFIG.replace("vocab_size = 512", "").replace("global_batch = 32", "global_batch = 2"))
+    command = [sys.executable, "-m", "ckptman.train", "--config", "run.toml", *changes]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    files = [each.stat().st_size for each in (tmp_path / "ck" / step_folder(1)).iterdir()]
+    made = planned(["plan", "--config", "run.toml", "--gpus", "1", *changes], capsys)
+    assert made["checkpoint"]["data_files_bytes"] == (tmp_path / "ck" / step_folder(1) / data_name(0)).stat().st_size
+    assert made["checkpoint"]["files_bytes"] == pytest.approx(sum(files), abs=4096)
+
+
+def test_a_model_of_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_models_of_a_plan.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    made = planned(["plan", "--model", "my_models_of_a_plan:good", "--gpus", "1"], capsys)
+    assert made["model"]["parameters"] == 1_001_000
+    assert made["checkpoint"]["tensors_bytes"] == 3 * 4 * 1_001_000 + 2 * 4
+    tied = planned(["plan", "--model", "my_models_of_a_plan:tied", "--gpus", "1", "--explain"], capsys)
+    assert "(embedding)" in tied["memory"]["gathered_bytes"]["formula"]
+    tuned = planned(["plan", "--model", "my_models_of_a_plan:tuned", "--gpus", "1"], capsys)
+    assert (tuned["model"]["parameters"], tuned["model"]["frozen"]) == (8000, 400_020_000)
+    assert tuned["memory"]["parameters_bytes"] == 4 * (8000 + 400_020_000)
+    assert tuned["memory"]["gradients_bytes"] == 4 * 8000
+    assert tuned["model"]["dim"] > 1000  # the shape is that of all parameters
+    message = refused(["plan", "--model", "my_models_of_a_plan:lazy"], capsys)
+    assert "0.weight has no shape before its first input" in message
+    message = refused(["plan", "--model", "my_models_of_a_plan:bad"], capsys)
+    assert "RuntimeError: this needs a file" in message
+    assert "name a function of" in message
+
+
+def test_every_number_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SEVEN, "--keep-last", "3", "--explain", "--gpu-memory", "80GB"]) == 0
+    out = capsys.readouterr().out
+    table, _, explained = out.partition("\ncheckpoint\n")
+    assert "without activation checkpointing it fits in 80 GB" in table
+    for words in (
+        "rule = 70 GB: 5 x 7,000,000,000 parameters x 2 B",
+        "save = 35 s: 70 GB / 2 GB/s",
+        "arXiv 2407.21783",
+        "419 unexpected interruptions in 54 days on 16,384 GPUs",
+        "warning = 120 s: 1.5 x 35 s",
+        "HKUST",
+    ):
+        assert words in explained
+    made = planned([*SEVEN, "--keep-last", "3", "--explain"], capsys)
+    sections = [made["checkpoint"], made["memory"], made["failures"], *made["tiers"]]
+    figures = [each for section in sections for name, each in section.items() if name != "name"]
+    assert len(figures) > 60
+    assert all(each["formula"] for each in figures)
+    assert explained.count(" = ") >= len(figures)
+
+
+def test_formulas_give_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that are told in symbols, worked out as they are written."""
+    for more in (["--blocking"], ["--mtbf", "2h"], ["--staging", "1MB/s"]):
+        (tier,) = planned([*SEVEN, "--mtbf", "9h", "--tier", "a=1GB/s", *more, "--explain"], capsys)["tiers"]
+        value = {name: each["value"] for name, each in tier.items() if name != "name"}
+        known = {"T": value["interval_seconds"], "S": value["stall_seconds"], "D": value["save_seconds"]}
+        known |= {"R": value["restart_seconds"], "M": 7200 if "2h" in more else 9 * 3600}
+        for name in ("lost_per_failure_seconds", "lost", "stalled", "restarting", "goodput"):
+            formula, _, rest = tier[name]["formula"].partition(";")
+            parts = {key: known_as for key, _, known_as in (each.strip().partition(" = ") for each in rest.split(";"))}
+            for key in ("E", "B"):
+                formula = re.sub(rf"\b{key}\b", f"({parts.get(key, key)})", formula)
+            formula = re.sub(r"e\^(\([^()]*\))", r"exp(\1)", formula)
+            formula = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
+            assert eval(formula, {"exp": math.exp}, known) == pytest.approx(value[name], rel=1e-9), tier[name]
+    assert value["stall_seconds"] == value["save_seconds"]
+    assert "no longer than the save, 70 s" in tier["stall_seconds"]["formula"]
+
+
+def test_a_shape_says_what_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, told in (
+        ([], "shapes of Llama 2 and 3"),
+        (["--dim", "4096"], "dim as given, layers from 12 x layers x dim^2 parameters"),
+        (["--layers", "32"], "layers as given, dim from 12 x layers x dim^2 parameters"),
+        (["--dim", "4096", "--layers", "32"], "dim and layers as given"),
+    ):
+        source = planned([*SEVEN, *given, "--explain"], capsys)["memory"]["activations_bytes"]["source"]
+        assert source.startswith(told)
+        assert ("128 x layers" in source) == (not given)
+
+
+def test_what_is_said_of_slow_and_of_lost_places(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "405B", "--nodes", "64", "--tier", "nfs=0.5GB/s", "--tier", "shm=4GB/s"]) == 0
+    out = capsys.readouterr().out
+    assert "nfs: a save takes 2.7 h, longer than the bound of 15 min" in out
+    assert "shm: memory of a node, and gone with it" in out
+    assert "save to nfs: every 9,720 s" in out
+
+
+def test_a_bound_that_costs_more_than_a_percent_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ["plan", "--params", "70e9", "--nodes", "8", "--tier", "a=2GB/s", "--mtbf", "100h"]
+    (tier,) = planned([*slow, "--blocking"], capsys)["tiers"]
+    costs = Costs(tier["stall_seconds"], tier["save_seconds"], tier["restart_seconds"])
+    assert tier["goodput_best"] == shares(tier["interval_best_seconds"], costs, 360_000).good
+    assert tier["goodput"] < 0.6 < 0.94 < tier["goodput_best"]
+    assert main([*slow, "--blocking"]) == 0
+    told = capsys.readouterr().out
+    assert "a: the bound costs more than it is worth: 53.08 % of the time is training that lasts at 15 min" in told
+    assert "94.82 % at the best interval, 4.87 h: save in the background (without --blocking), or take " in told
+    assert f"EverySeconds({math.ceil(tier['interval_best_seconds'])})" in told
+    for arguments in (slow, [*slow, "--blocking", "--mtbf", "5min"]):  # the stall is short, or the bound does not hold
+        assert main(arguments) == 0
+        assert "the bound costs" not in capsys.readouterr().out
+
+
+def test_any_count_of_a_rule_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    huge = f"1{320 * '0'}"
+    for rule in ("--keep-last", "--keep-every", "--keep-best=loss", "--keep-daily", "--keep-monthly", "--keep-steps"):
+        arguments = [f"{rule}:{huge}"] if "best" in rule else [rule, huge]
+        made = planned([*SEVEN, *arguments, "--step", "3s"], capsys)
+        assert all(1 <= tier["kept"] <= tier["saves"] for tier in made["tiers"])
+
+
+@pytest.mark.parametrize("arguments", [["--mtbf", "1s"], ["--tier", "a=1B/s"], ["--mtbf", "9999d", "--length", "1s"]])
+def test_what_is_beyond_all_measure_is_still_planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    made = planned([*SEVEN, "--keep-last", "2", *arguments], capsys)
+    assert all(0 <= tier["goodput"] <= 1 and tier["lost_per_failure_seconds"] >= 0 for tier in made["tiers"])
+    assert main([*SEVEN, *arguments]) == 0
+    told = capsys.readouterr().out
+    assert ("a restart takes longer than it is from one failure to the next" in told) == ("9999d" not in arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "name one of --params"),
+        (["--params", "7B", "--model", "a:b"], "--params and --model are given"),
+        (["--params", "0"], "a number of at least 1 such as 9e9, 7B or 350M, not '0'"),
+        (["--params", "-7B"], "not '-7B'"),
+        (["--params", "many"], "not 'many'"),
+        (["--params", "nan"], "not 'nan'"),
+        (["--params", "1e99"], "not '1e99'"),
+        (["--params", "7B", "--nodes", "0"], "--nodes must be a whole number of at least 1"),
+        (["--params", "7B", "--gpus", "-8"], "--gpus must be"),
+        (["--params", "7B", "--nodes", "99999999"], "at most 200,000"),
+        (["--params", "7B", "--shard", "5"], "4 would do"),
+        (["--params", "7B", "--dtype", "int3"], "one of float64, float32"),
+        (["--params", "7B", "--moments", "-1"], "0 or more"),
+        (["--params", "7B", "--set", "a.b=1"], "--config FILE"),
+        (["--params", "7B", "--tier", "scratch"], "NAME=RATE or NAME=DIR"),
+        (["--params", "7B", "--tier", "scratch=2"], "with its unit"),
+        (["--params", "7B", "--tier", "scratch=2GB/h"], "a rate such as 2GB/s"),
+        (["--params", "7B", "--tier", "scratch=0GB/s"], "a rate above 0"),
+        (["--params", "7B", "--tier", "scratch=-2GB/s"], "a rate above 0"),
+        (["--params", "7B", "--tier", "a=1GB/s", "--tier", "a=2GB/s"], "given twice"),
+        (["--params", "7B", "--mtbf", "0"], "a time above 0"),
+        (["--params", "7B", "--mtbf", "-3h"], "a time above 0"),
+        (["--params", "7B", "--init", "soon"], "such as 90s, 20min, 1h30min or 4d, not 'soon'"),
+        (["--params", "7B", "--length", "3x"], "not '3x'"),
+        (["--params", "7B", "--staging", "fast"], "--staging"),
+        (["--params", "7B", "--factor", "0"], "--factor must be a finite number above 0"),
+        (["--params", "7B", "--factor", "nan"], "--factor must be a finite number above 0"),
+        (["--params", "7B", "--keep-last", "0"], "0 never means all"),
+        (["--params", "7B", "--keep-every", "10"], "goes by steps: say what a step takes, as in --step 2s"),
+        (["--params", "7B", "--gpu-memory", "80"], "80GB"),
+        (["--params", "7B", "--layers", "0"], "--layers must be"),
+        *(
+            (["--params", "7B", option, f"1{320 * '0'}"], f"{option}: at most ")
+            for option in (
+                "--dim",
+                "--vocab",
+                "--sequence",
+                "--layers",
+                "--micro-batch",
+                "--moments",
+                "--nodes",
+                "--shard",
+            )
+        ),
+        (["--params", "7B", "--moments", "101"], "--moments: at most 100"),
+        (["--params", "7B", "--factor", "1e308", "--init", "1e12"], "--factor: at most 1,000,000"),
+        (["--model", "nonsense"], "package.module:function"),
+        (["--model", "json:loads", "--dtype", "float32"], "goes with --params"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(["plan", *arguments], capsys)
+    assert told in message
+    assert len(message.splitlines()) == 1
+
+
+def test_planning_and_playing_need_neither_torch_nor_rich(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    code = """
+import sys
+from ckptman.cli.app import main
+runs = (
+    ["plan", "--params", "7B", "--json"],
+    ["simulate", "--mtbf", "5h", "--runs", "2", "--json"],
+    ["plan", "--config", sys.argv[1], "--json"],
+)
+for run in runs:
+    print(main(run), sorted({"torch", "numpy", "rich", "pandas"} & set(sys.modules)), file=sys.stderr)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "run.toml")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert re.fullmatch(r"0 \[\]\n0 \[\]\n0 \[('numpy')?\]\n", ran.stderr), ran.stderr
+
+
+# ---- quantities ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [("90", 90), ("90s", 90), ("1.5h", 5400), ("1h30min", 5400), ("1h 30m", 5400), ("4d", 345_600), ("2e3", 2000)],
+)
+def test_times(written: str, seconds: float) -> None:
+    assert parse_seconds("--x", written) == seconds
+
+
+@pytest.mark.parametrize(
+    "written", ["", " ", "h", "0", "0s", "-1s", "1x", "1h30", "nan", "inf", "1e400", "1,5h", "１h"]
+)
+def test_what_is_no_time(written: str) -> None:
+    with pytest.raises(ConfigError, match="--x: a time above 0"):
+        parse_seconds("--x", written)
+
+
+def test_rates_and_counts() -> None:
+    assert parse_rate("--x", "2GB/s") == parse_rate("--x", "2GB") == 2e9
+    assert [parse_count("--x", each) for each in ("9e9", "7B", "350M", "1.5t", "8192", "64k")] == [
+        *(9_000_000_000, 7_000_000_000, 350_000_000, 1_500_000_000_000, 8192, 64_000)
+    ]

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ckptman.cli.app import main
+from ckptman.cli.show import VALUES_SHOWN
+from ckptman.cli.tensors import sharding, tensor_facts
+from tests.helpers.checkpoints import commit
+
+
+def test_the_origin_the_tensors_and_the_values_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(tmp_path, 100)
+    values = {"epoch": 3, "data": {"position": 1200, "seen": {1, 2}}, "text": "a" * 200}
+    commit(tmp_path, 200, ranks=4, restored_from=100, metrics={"loss": 0.25}, values=values)
+    assert main(["show", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"Step 200: {tmp_path}/step-0000000200\n")
+    for expected in (
+        "(every 100 steps)",
+        "number 2 of its root",
+        "4, mesh shard 4",
+        "loss=0.25",
+        "run-of-a-test, attempt 1, job 4711",
+        "restored from  step 100",
+        "1 tensor, 128 B",
+        "model.weight  [8, 4]  float32  4 shards along dim 0  128 B",
+        "4 plain values",
+        "epoch          3",
+        "data.position  1200",
+        "data.seen      {1, 2}",
+    ):
+        assert expected in out
+    assert max(map(len, out.splitlines())) < 120
+
+
+def test_it_is_told_whether_it_was_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(tmp_path, 100)
+    assert main(["show", str(tmp_path)]) == 0
+    assert "  verified       -\n" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["show", str(tmp_path)]) == 0
+    assert re.search(r"  verified       \d+ s ago\n", capsys.readouterr().out)
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verified"]["levels"] == ["digests", "coverage"]
+
+
+def test_a_step_or_a_folder_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(tmp_path, 100)
+    commit(tmp_path, 200)
+    for arguments in ([str(tmp_path), "--step", "100"], [str(tmp_path / "step-0000000100")]):
+        assert main(["show", *arguments]) == 0
+        assert capsys.readouterr().out.startswith("Step 100: ")
+
+
+def test_a_checkpoint_under_another_name_is_one_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(tmp_path, 100).path.rename(tmp_path / "final")
+    assert main(["show", str(tmp_path / "final")]) == 0
+    assert capsys.readouterr().out.startswith("Step 100: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("step-0000000999", "its manifest is of step 100"),
+        ("step-0000000100.tmp-abcdef00-1", "it was never committed"),
+        ("step-0000000100.trash-abcdef00-1", "it was deleted"),
+    ],
+)
+def test_a_folder_that_does_not_count_in_a_root_does_not_count_alone(
+    name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(tmp_path, 100).path.rename(tmp_path / name)
+    assert main(["show", str(tmp_path / name)]) == 4
+    assert why in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / name)]) == 4
+
+
+def test_many_values_of_one_object_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(tmp_path, 1, values={"optimizer": {f"lr.{i:03d}": i / 10 for i in range(100)}})
+    assert main(["show", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "100 plain values" in out
+    assert f"... {100 - VALUES_SHOWN} more: --json shows all" in out
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["values"]) == 100
+
+
+def test_json_has_the_manifest_the_tensors_and_the_exact_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(tmp_path, 5, values={"best": float("inf"), "pair": (1, 2)})
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["step"] == 5
+    assert told["reason"] == "every 100 steps"
+    assert told["attempt"] == 1
+    assert told["files"]["__0_0.distcp"]["bytes"] == 64
+    assert told["tensors"] == [
+        {
+            "name": "model.weight",
+            "shape": [8, 4],
+            "dtype": "float32",
+            "chunks": 2,
+            "sharding": "2 shards along dim 0",
+            "bytes": 128,
+        }
+    ]
+    assert told["values"] == [
+        {"state": "best", "key": None, "value": {"~": "float", "v": "inf"}},
+        {"state": "pair", "key": None, "value": {"~": "tuple", "v": [1, 2]}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "words"),
+    [
+        ((), [((), ())], "whole"),
+        ((4,), [((0,), (4,))], "whole"),
+        ((4,), [((0,), (2,)), ((2,), (2,))], "2 shards along dim 0"),
+        ((4, 4), [((0, 0), (4, 2)), ((0, 2), (4, 2))], "2 shards along dim 1"),
+        ((4, 4), [((i, j), (2, 2)) for i in (0, 2) for j in (0, 2)], "2 x 2 shards along dims 0, 1"),
+        ((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2))], "3 chunks"),
+        ((0, 4), [], "0 chunks"),
+    ],
+)
+def test_sharding_in_words(
+    shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], words: str
+) -> None:
+    assert sharding(shape, boxes) == words
+
+
+def test_bytes_are_those_of_the_elements() -> None:
+    assert tensor_facts("x", (3, 5), "bfloat16", []).bytes == 30
+    assert tensor_facts("x", (3, 5), "float8_e4m3fn", []).bytes == 15
+    assert tensor_facts("x", (), "complex128", []).bytes == 16

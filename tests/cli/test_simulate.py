@@ -1,0 +1,278 @@
+"""`ckptman simulate`: recorded and random failures, the table, the chart, the picture; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from ckptman.cli.app import main
+from ckptman.cli.quantities import parse_seconds
+from ckptman.errors import ConfigError, NotFoundError
+from ckptman.format.paths import journal_path
+from ckptman.runtime.failure_trace import Trace, read_trace, trace_of
+from ckptman.runtime.journal import Journal
+
+HOUR = 3600.0
+Event = dict[str, Any]
+
+
+def played(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+    capsys.readouterr()
+    assert main(["simulate", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def by_name(made: Any) -> dict[str, Any]:
+    return {each["name"]: each for each in made["policies"]}
+
+
+def read(path: Path) -> Trace:
+    return read_trace(path, lambda written: parse_seconds("a failure", written))
+
+
+@pytest.mark.parametrize("mtbf", ["1h", "10h", "100h"])
+@pytest.mark.parametrize("stall", ["1s", "60s"])
+def test_what_is_derived_is_near_the_best_that_is_found(
+    mtbf: str, stall: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = played(["--mtbf", mtbf, "--stall", stall, "--save", "60s", "--restart", "10min"], capsys)
+    policies = by_name(made)
+    assert made["failures"] > 3_000
+    assert policies["best fixed"]["of_best"] == 1
+    assert policies["derived"]["of_best"] >= 0.99
+    assert max(each["of_best"] for each in made["policies"]) <= 1.002
+    for each in made["policies"]:
+        parts = sum(each[f"{what}_seconds"] for what in ("good", "lost", "stalled", "restarting"))
+        assert parts == pytest.approx(made["runs"] * made["run_seconds"])
+        assert each["goodput_low"] <= each["goodput"] <= each["goodput_high"] or made["runs"] < 20
+
+
+def test_the_same_seed_plays_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    one, again, other = (played(["--mtbf", "5h", "--runs", "3", "--seed", seed], capsys) for seed in ("7", "7", "8"))
+    assert one == again
+    assert one["seed"] == 7
+    assert one["policies"] != other["policies"]
+
+
+def test_the_table_and_the_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "goodput.svg"
+    arguments = ["--mtbf", "5h", "--stall", "30s", "--interval", "2h", "--seed", "3", "--svg", str(picture)]
+    assert main(["simulate", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "(seed 3)" in out
+    names = ("best fixed", "derived", "DalyInterval", "InitTimeInterval", "every 15 min", "every 2 h")
+    for name in names:
+        assert f"\n{name} " in out
+        assert f" %  {name}\n" in out.partition("goodput, from")[2]
+    assert "█" in out
+    tree = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    assert [each.tag.rpartition("}")[2] for each in tree].count("circle") == len(names)
+    assert main(["simulate", *arguments]) == 0  # an earlier picture is overwritten
+    (tmp_path / "thesis.txt").write_text("three years of work")
+    assert main(["simulate", "--mtbf", "5h", "--svg", str(tmp_path / "thesis.txt")]) == 5
+    assert (tmp_path / "thesis.txt").read_text() == "three years of work"
+
+
+def test_gpus_by_a_published_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    made = played(["--gpus", "16384"], capsys)
+    assert made["mtbf_seconds"] == pytest.approx(54 * 86400 / 419)
+    assert 0.8 < by_name(made)["derived"]["goodput"] < 0.95
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_of_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "failures.txt"
+    trace.write_text("# a run in May\n\n9h  # a node\n3h20min\n7200\nend 1d\n")
+    found = read(trace)
+    assert found == Trace((7200.0, 12000.0, 9 * HOUR), 86400.0)
+    assert found.mtbf_seconds == 8 * HOUR
+    trace.write_text(trace.read_text(), encoding="utf-8-sig")  # as Windows writes it
+    assert read(trace) == found
+    made = played(["--trace", str(trace), "--stall", "10s", "--restart", "5min"], capsys)
+    assert (made["failures"], made["runs"], made["seed"]) == (3, 1, None)
+    shorter = played(["--trace", str(trace), "--length", "5h"], capsys)
+    assert (shorter["failures"], shorter["run_seconds"]) == (2, 5 * HOUR)
+
+
+def test_the_last_failure_of_a_trace_without_an_end_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "failures.txt"
+    trace.write_text("1h\n2h\n3h\n")
+    made = played(["--trace", str(trace), "--stall", "1s", "--restart", "1min"], capsys)
+    assert (made["failures"], made["mtbf_seconds"]) == (3, HOUR)
+    assert main(["simulate", "--trace", str(trace)]) == 0
+    assert "one in 60 min" in (out := capsys.readouterr().out)
+    assert "1 run of 3 h, 3 failures (as recorded)" in out
+    journal = journal_path(tmp_path)
+    journal.parent.mkdir(parents=True)
+    journal.write_text("".join(json.dumps(each) + "\n" for each in attempt(1, 5, (9000, "failed", {}))))
+    assert played(["--trace", str(tmp_path)], capsys)["failures"] == 1
+
+
+def test_an_interval_shorter_than_a_save_is_named_as_it_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--mtbf", "8h", "--stall", "5s", "--save", "60s", "--runs", "3", "--interval", "1s"]
+    shortest = by_name(played(arguments, capsys))["every 1 s, held to 60 s"]
+    assert shortest["interval_seconds"] == 60
+    assert main(["simulate", *arguments]) == 0
+    assert "60 s" in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("every 1 s,"))
+
+
+def test_a_trace_of_dates(tmp_path: Path) -> None:
+    trace = tmp_path / "failures.txt"
+    trace.write_text("start 2026-05-01T10:00:00\n2026-05-01T12:00:00Z\n2026-05-01 15:00:00+01:00\nend 2026-05-02\n")
+    assert read(trace) == Trace((2 * HOUR, 4 * HOUR), 14 * HOUR)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "it tells of no time"),
+        ("# nothing\n", "it tells of no time"),
+        ("3h\nsoon\n", "line 2: soon: a failure: a time above 0"),
+        ("-3h\n", "line 1"),
+        ("nan\n", "line 1"),
+        ("3h\nend 2h\n", "a failure after its end"),
+        ("2026-05-01\n", "a date needs a first line such as: start 2026-05-01T10:00:00"),
+        ("start 2026-05-01\n3h\n", "every line has to be one"),
+        ("start 2026-05-02\n2026-05-01\nend 2026-05-04\n", "failures after its start"),
+        ("start tomorrow\n", "start takes a date"),
+        ("3h\nstart 2026-05-01\n", "line 2"),
+        ("end 3h\nend 4h\n", "line 2"),
+        ("\x1b[31m\n", "line 1: \\x1b[31m"),
+        ("{}\n", "no attempt"),
+        ("{torn", "no attempt"),
+    ],
+)
+def test_what_is_no_trace_names_the_line(tmp_path: Path, text: str, told: str) -> None:
+    trace = tmp_path / "failures.txt"
+    trace.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read(trace)
+    assert told in str(caught.value)
+
+
+def test_what_cannot_be_read_as_a_trace(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="there is no trace"):
+        read(tmp_path / "none")
+    with pytest.raises(NotFoundError, match="no journal"):
+        read(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is no text"):
+        read(tmp_path / "binary")
+    with pytest.raises(ConfigError, match=r"is not a regular file: .*; give a text file of failure times"):
+        read(Path("/dev/zero"))
+
+
+def attempt(number: int, start: float, *events: tuple[float, str, dict[str, float]]) -> list[Event]:
+    """Events of one attempt, at times counted from its start."""
+    first = [{"time": start, "event": "attempt_started", "attempt": number}]
+    return [*first, *({"time": start + at, "event": name, "attempt": number, **more} for at, name, more in events)]
+
+
+def journal_of_a_run() -> list[Event]:
+    """Killed after 100 s, stopped in order after 50 s, failed after 30 s; a fourth attempt is under way for 20 s."""
+    saved = (90, "save_durable", {"seconds": 12.0})
+    return [
+        *attempt(1, 1000, (40, "first_step", {"init_seconds": 40.0}), (80, "save_staged", {"seconds": 2.0}), saved),
+        *attempt(1, 1100)[1:],
+        {"time": 1100, "event": "pruned", "attempt": 1},
+        *attempt(2, 9000, (20, "first_step", {"init_seconds": 60.0}), (50, "stopped", {})),
+        *attempt(3, 9100, (30, "failed", {})),
+        *attempt(4, 9500, (20, "save_begun", {})),
+    ]
+
+
+def test_a_journal_tells_when_attempts_failed_and_what_saves_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = journal_of_a_run()
+    expected = Trace((100.0, 180.0), 200.0, save_seconds=12.0, stall_seconds=2.0, restart_seconds=50.0)
+    assert trace_of(events, tmp_path) == expected
+    path = journal_path(tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(each) + "\n" for each in events) + '{"torn')
+    assert read(tmp_path) == read(path) == expected
+    made = played(["--trace", str(tmp_path)], capsys)
+    assert (made["stall_seconds"], made["durable_seconds"], made["restart_seconds"]) == (2, 12, 50)
+    assert played(["--trace", str(tmp_path), "--restart", "9s"], capsys)["restart_seconds"] == 9
+
+
+def test_a_journal_that_ends_in_a_failure_and_one_with_nonsense(tmp_path: Path) -> None:
+    assert trace_of([*attempt(1, 0, (10, "failed", {}))], tmp_path).failures == (10.0,)
+    assert trace_of([*attempt(1, 0, (10, "finished", {}))], tmp_path).failures == ()
+    strange: list[Event] = [{"time": "x", "event": "failed"}, {"time": -5, "event": "failed"}, {"event": "failed"}]
+    backwards = [*attempt(1, 50, (10, "save_begun", {})), {"time": 3, "event": "save_begun"}, *strange]
+    assert trace_of(backwards, tmp_path) == Trace((), 10.0)
+    with pytest.raises(ConfigError, match="no attempt yet"):
+        trace_of(strange, tmp_path)
+
+
+def test_the_journal_of_a_real_run_is_a_trace(tmp_path: Path) -> None:
+    clock = iter([0.0, 5.0, 30.0, 100.0, 160.0])
+    journal = Journal(tmp_path / "journal.jsonl", clock=lambda: next(clock))
+    for event in ("attempt_started", "first_step", "save_begun", "attempt_started", "finished"):
+        journal.record(event)
+    journal.close()
+    assert read(tmp_path / "journal.jsonl") == Trace((30.0,), 90.0)
+
+
+def test_random_traces_are_played_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print("seed 5")
+    generator = random.Random(5)
+    times = sorted(generator.uniform(0, 30 * 86400) for _ in range(200))
+    trace = tmp_path / "t"
+    trace.write_text("".join(f"{time:.3f}\n" for time in times) + "end 30d\n")
+    made = played(["--trace", str(trace), "--restart", "1s"], capsys)
+    assert made["failures"] == 200
+    assert by_name(made)["derived"]["of_best"] > 0.98  # the search knows these very failures
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "one of --mtbf 8h, --gpus 1024, --trace FILE"),
+        (["--mtbf", "8h", "--gpus", "3"], "one of --mtbf"),
+        (["--mtbf", "0"], "a time above 0"),
+        (["--gpus", "0"], "simulate: --gpus must be a whole number of at least 1"),
+        (["--gpus", f"1{320 * '0'}"], "gpus: at most 200,000"),
+        (["--mtbf", "8h", "--runs", f"1{320 * '0'}"], "give fewer --runs"),
+        (["--gpus", "8", "--rate", "moon"], "there are llama3, rsc1"),
+        (["--mtbf", "8h", "--stall", "-1s"], "a time above 0"),
+        (["--mtbf", "8h", "--stall", "60s", "--save", "5s"], "not durable before it lets go"),
+        (["--mtbf", "8h", "--runs", "0"], "--runs must be a whole number of at least 1"),
+        (["--mtbf", "1s"], "can be played in a while"),
+        (["--mtbf", "9999999d", "--runs", "999999999"], "give fewer --runs"),
+        (["--mtbf", "8h", "--interval", "0"], "a time above 0"),
+        (["--mtbf", "8h", "--length", "x"], "a time above 0"),
+        (["--trace", "none.txt"], "there is no trace none.txt"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *arguments]) in (2, 3)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert told in output.err
+    assert len(output.err.splitlines()) == 1
+
+
+def test_options_that_a_trace_excludes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t").write_text("3h\n")
+    for option, value, told in (("--runs", "2", "is one run"), ("--length", "4h", "the trace ends after 3 h")):
+        assert main(["simulate", "--trace", str(tmp_path / "t"), option, value]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_machine_that_fails_faster_than_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    made = played(["--mtbf", "1min", "--restart", "2h", "--length", "1d", "--runs", "2"], capsys)
+    assert by_name(made)["derived"]["goodput"] < 0.01
+    assert main(["simulate", "--mtbf", "1min", "--restart", "2h", "--length", "1d", "--runs", "2"]) == 0
+    assert main(["simulate", "--mtbf", "8h", "--stall", "0", "--save", "0", "--runs", "1"]) == 0

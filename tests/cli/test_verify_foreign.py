@@ -1,0 +1,269 @@
+"""`ckptman verify` of what plain DCP wrote: what can be proved is, and what cannot is said."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckptman
+from ckptman.cli.app import main
+from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.state.tensor_container import frame_of
+from ckptman.verify import foreign_check
+from ckptman.verify.foreign_check import check_foreign
+
+STATE: dict[str, Any] = {
+    "model": {"weight": torch.arange(30_000.0).reshape(300, 100), "bias": torch.ones(7, dtype=torch.bfloat16)},
+    "scalar": torch.tensor(3.0),
+    "epoch": 3,
+    "names": ["a", "b"],
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain") / "checkpoint"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is saved by one process
+        dcp.save(STATE, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.fixture
+def folder(plain: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain, tmp_path / "checkpoint"))
+
+
+def _place(folder: Path, name: str) -> tuple[Path, int, int]:
+    """The file that a tensor is in, and where in it: the place of its container, and of its first element."""
+    state = SavedState.read(folder)
+    (chunk,) = state.all_chunks(name)
+    payload = state.payload(name, chunk)
+    assert payload is not None
+    return folder / chunk.file, chunk.offset, payload
+
+
+def _flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_is_whole_is_proved_as_far_as_it_goes(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(plain)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{plain}: written by plain DCP, without digests: ")
+    assert "KiB match their checksums; 2 files, " in lines[0]
+    assert lines[0].endswith("; 3 tensors, all complete")
+    assert "  digests   plain DCP keeps none; only what has a checksum of torch.save was compared" in lines
+    assert "  digests   every byte of every file is the byte that was saved" not in lines
+    assert main(["verify", str(plain), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (found["good"], found["digests"], found["levels"], found["remarks"]) == (True, False, ["coverage"], [])
+    assert found["checked_bytes"] >= 120_000
+    assert not list(plain.glob("verified.json"))
+
+
+@pytest.mark.parametrize("name", ["model.weight", "scalar"])
+def test_a_changed_element_is_found_by_its_checksum(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _, payload = _place(folder, name)
+    _flip(path, payload)
+    assert main(["verify", str(folder)]) == 4
+    told = capsys.readouterr()
+    assert f"  __0_0.distcp: the container of {name} (" in told.out
+    assert "does not match its checksum: its bytes have changed since they were saved" in told.out
+    assert f"1 of 1 checkpoint damaged or incomplete: {folder}" in told.err
+
+
+def test_one_that_is_cut_short_is_told_with_a_remedy_that_helps(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(folder / "__0_0.distcp", 1000)
+    assert main(["verify", str(folder)]) == 4
+    told = capsys.readouterr()
+    assert "lies outside of its file" in told.out
+    assert "bring this one back from a copy" in told.out
+    assert "ckptman verify" not in told.out + told.err
+
+
+def test_a_flip_anywhere_is_damage_or_hits_what_nobody_reads(folder: Path) -> None:
+    state = SavedState.read(folder)
+    chunks = [chunk for name in state.index.tensors for chunk in state.all_chunks(name)]
+    places = [(chunk.file, chunk.offset, chunk.bytes) for chunk in chunks]
+    places += [(at.file, at.offset, at.bytes) for at in state.index.objects.values()]
+    unnoticed = []
+    for file, offset, size in places:
+        for place in range(offset, offset + size, max(1, size // 25)):
+            _flip(folder / file, place)
+            if not check_foreign(folder).problems:
+                unnoticed.append(place)
+                assert _same(_load(folder))
+            _flip(folder / file, place)
+    assert len(unnoticed) < 100  # names, dates and padding
+    assert not check_foreign(folder).problems
+
+
+def _same(state: dict[str, Any]) -> bool:
+    model = all(torch.equal(each, STATE["model"][name]) for name, each in state["model"].items())
+    return model and all(state[name] == STATE[name] for name in ("scalar", "epoch", "names"))
+
+
+def _load(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "model": {name: torch.zeros_like(each) for name, each in STATE["model"].items()},
+        "scalar": torch.tensor(0.0),
+        "epoch": 0,
+        "names": ["", ""],
+    }
+    ckptman.load(state, folder)
+    return state
+
+
+def test_changed_elements_are_damage_even_where_no_checksum_is_right(folder: Path) -> None:
+    names = list(SavedState.read(folder).index.tensors)
+    for name in names:
+        path, _, payload = _place(folder, name)
+        _flip(path, payload)
+    found = check_foreign(folder)
+    assert len(found.problems) == len(names)
+    assert all("does not match its checksum" in problem for problem in found.problems)
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A checkpoint for which torch was told to write no checksums."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.save(STATE, checkpoint_id=tmp_path / "bare", no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    return tmp_path / "bare"
+
+
+def test_without_checksums_that_is_said(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = bare / "__0_0.distcp"
+    _flip(path, path.read_bytes().index(STATE["model"]["weight"].numpy().tobytes()))
+    assert main(["verify", str(bare)]) == 0
+    out = capsys.readouterr().out
+    elements = "120,018 of 120,018 bytes of the elements of tensors"
+    assert f"  remark: not proved: {elements} have no checksum: changed ones cannot be found there\n" in out
+    assert "bytes of descriptions and plain values have no checksum: changed ones cannot be found there" in out
+    assert check_foreign(bare).checked_bytes == 0
+
+
+def test_a_part_without_checksums_is_counted_and_the_rest_compared(folder: Path) -> None:
+    """A container of ckptman has a checksum on all but the elements, which are written past torch."""
+    path, offset, payload = _place(folder, "scalar")
+    frame, data = frame_of(torch.float32, ()), bytearray(path.read_bytes())
+    ours = frame.head + data[payload : payload + frame.payload_bytes] + frame.tail
+    data[offset : offset + len(ours)] = ours
+    path.write_bytes(data)
+    found = check_foreign(folder)
+    assert found.problems == []
+    assert [remark.partition(":")[0] for remark in found.remarks] == [
+        "4 of 120,018 bytes of the elements of tensors have no checksum"
+    ]
+    _, _, payload = _place(folder, "model.weight")
+    _flip(path, payload)
+    assert len(check_foreign(folder).problems) == 1
+
+
+def test_what_was_transformed_is_not_looked_into_and_all_else_is(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (info,) = (info for index, info in metadata.storage_data.items() if index.fqn == "epoch")
+    info.transform_descriptors = ["zstd"]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    path = folder / info.relative_path
+    data = bytearray(path.read_bytes())
+    data[info.offset : info.offset + info.length] = bytes(info.length)
+    path.write_bytes(data)
+    found = check_foreign(folder)
+    assert found.problems == []
+    assert found.remarks == ["1 of 5 containers were transformed, such as compressed: nobody looked inside"]
+    path, offset, _ = _place(folder, "model.weight")
+    path.write_bytes(data[:offset] + bytes(1000) + data[offset + 1000 :])
+    (problem,) = check_foreign(folder).problems
+    assert "the container of model.weight (" in problem
+
+
+def test_a_plan_needs_no_container_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign_check, "open_container", None)
+    found = check_foreign(folder, open_containers=False)
+    assert (found.problems, found.tensors) == ([], 3)
+    assert found.remarks == ["containers were not opened: changed bytes cannot be found"]
+
+
+@pytest.mark.parametrize(("code", "damaged"), [(errno.EACCES, False), (errno.ESTALE, False), (errno.EIO, True)])
+def test_only_what_the_disk_cannot_read_is_damage(
+    code: int, damaged: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bytes:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pread", refuse)
+    found = check_foreign(folder)
+    assert bool(found.problems) == damaged
+    assert found.unread == ([] if damaged else [f"__0_0.distcp cannot be read: {os.strerror(code)}"])
+    assert found.checked_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["missing", "short", "garbled"])
+def test_files_that_are_not_what_they_were_are_damage(
+    how: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, offset, _ = _place(folder, "model.weight")
+    data = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "short":
+        path.write_bytes(data[: offset + 1000])
+    else:
+        path.write_bytes(data[:offset] + bytes(len(data) - offset))
+    assert main(["verify", str(folder)]) == 4
+    out = capsys.readouterr().out
+    assert {
+        "missing": "__0_0.distcp is missing",
+        "short": "lies outside of its file",
+        "garbled": "the container of model.weight (",
+    }[how] in out
+
+
+def test_metadata_that_cannot_be_read_is_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    assert main(["verify", str(folder)]) == 4
+    assert "asks for" in capsys.readouterr().out
+    assert not Path("ran").exists()
+
+
+def test_a_plan_of_it_opens_no_container(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(folder), "--plan-only", "--world-size", "4", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert report["checked_bytes"] == 0
+    assert any("containers were not opened" in remark for remark in report["remarks"])
+
+
+def test_one_that_may_not_be_read_is_not_proved(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path, *_: object, **more: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("ckptman.loading.restricted_unpickler.read_regular", refuse)
+    assert main(["verify", str(folder), "--json"]) == 10
+    (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert not report["good"]
+    assert "Permission denied" in report["not_checked"][0]

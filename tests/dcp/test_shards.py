@@ -1,0 +1,260 @@
+"""Sharded tensors come back bit for bit on other ranks with other placements, whoever writes and whoever reads."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests.dcp.test_values import MAIN_WAYS, READERS, WAYS, WRITERS, State, Way, bits, load, noise, save
+from tests.helpers.ranks import run_ranks
+
+SHAPE = (3, 6, 2, 5, 4)
+"""Divides by 4 in one dimension only; over 4 ranks, 3 and 2 leave some of them nothing."""
+
+Layout = tuple[str, tuple[Placement, ...]]
+ONE: list[Layout] = [("line", (Shard(dim),)) for dim in range(5)]
+ONE += [("line", (Replicate(),)), ("line", (Shard(-1),))]
+TWO: list[Layout] = [("grid", (Shard(a), Shard(b))) for a, b in itertools.product(range(5), repeat=2)]
+TWO += [("grid", (Replicate(), Shard(dim))) for dim in range(5)] + [("grid", (Shard(1), Replicate()))]
+TWO += [("grid", (_StridedShard(dim, split_factor=2), Shard(dim))) for dim in (1, 3)]
+LAYOUTS = {4: ONE + TWO, 3: ONE, 2: ONE, 1: ONE[:1]}
+
+
+def meshes() -> dict[str, DeviceMesh]:
+    world = dist.get_world_size()
+    found = {"line": init_device_mesh("cpu", (world,))}
+    if world == 4:
+        found["grid"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    return found
+
+
+def wholes() -> State:
+    """The tensors as one process has them: one for each way to lay them out, and some of awkward shapes."""
+    found = {f"t{i}": noise(torch.int16, *SHAPE) + i for i in range(len(LAYOUTS[4]))}
+    found["one row"] = noise(torch.bfloat16, 1, 7)
+    found["three rows"] = noise(torch.float8_e5m2, 3, 5)
+    found["no rows"] = torch.empty(0, 4)
+    found["no columns"] = torch.empty(6, 0)
+    found["vector"] = noise(torch.complex64, 11)
+    found["flags"] = noise(torch.bool, 10, 3)
+    found["large"] = noise(torch.float32, 1031, 257)
+    found["wide"] = noise(torch.uint8, 7, 300_007)
+    found["scalar"] = noise(torch.float64)
+    return found
+
+
+def shard(whole: State, shift: int) -> State:
+    """Lay the tensors out over this world; `shift` picks other layouts for the same names."""
+    layouts, mesh = LAYOUTS[dist.get_world_size()], meshes()
+    found: State = {}
+    for i, (name, tensor) in enumerate(whole.items()):
+        kind, placements = layouts[(i + shift) % len(layouts)]
+        if not name.startswith("t") or not name[1:].isdigit():
+            kind, placements = "line", (Shard((i + shift) % 2 if tensor.dim() > 1 else 0),)
+        if tensor.dim() == 0:
+            found[name] = tensor.clone()
+        else:
+            found[name] = distribute_tensor(tensor, mesh[kind], placements, src_data_rank=None)
+    return found
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def blank_shards(whole: State, shift: int) -> State:
+    return shard({name: torch.zeros_like(tensor) for name, tensor in whole.items()}, shift)
+
+
+def save_shards(root: str) -> None:
+    for writer in WRITERS:
+        whole = wholes()
+        save({**shard(whole, 0), "step": 3}, f"{root}/{writer}", writer)
+
+
+def load_shards(root: str, shift: int) -> list[str]:
+    """Names of what did not come back, by way."""
+    wrong, whole = [], wholes()
+    expected = shard(whole, shift)
+    for writer, reader in MAIN_WAYS:
+        fresh = {**blank_shards(whole, shift), "step": 0}
+        load(fresh, f"{root}/{writer}", reader)
+        wrong += [
+            f"{writer} to {reader}: {name} {getattr(tensor, 'placements', '')}"
+            for name, tensor in expected.items()
+            if not torch.equal(bits(local(fresh[name])), bits(local(tensor)))
+        ]
+        if fresh["step"] != 3:
+            wrong.append(f"{writer} to {reader}: step")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(1, {3: 2}), (2, {4: 9}), (4, {4: 7, 2: 1})], ids=["1 to 3", "2 to 4", "4 to 4 and 2"]
+)
+def test_shards_come_back_on_other_ranks_in_other_layouts(tmp_path: Path, saved: int, loaded: dict[int, int]) -> None:
+    run_ranks(saved, save_shards, str(tmp_path))
+    for ranks, shift in loaded.items():
+        assert run_ranks(ranks, load_shards, str(tmp_path), shift) == [[]] * ranks
+    whole = wholes()
+    for writer, reader in MAIN_WAYS:
+        fresh = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+        load(fresh, tmp_path / writer, reader)
+        assert [name for name in whole if not torch.equal(bits(fresh[name]), bits(whole[name]))] == [], (writer, reader)
+
+
+def other_kinds(blank: bool) -> State:
+    """What DCP takes besides DTensors: legacy sharded tensors, and local tensors that are several shards."""
+    from torch.distributed._shard.sharded_tensor import Shard as LegacyShard
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole = noise(torch.int32, 35, 6).float() * (not blank)
+    first, last = 35 * rank // world, 35 * (rank + 1) // world
+    middle = (first + last) // 2
+    mesh = init_device_mesh("cpu", (world,))
+    pieces = LocalShardsWrapper([whole[first:middle].clone(), whole[middle:last].clone()], [(first, 0), (middle, 0)])
+    legacy = LegacyShard.from_tensor_and_offsets(whole[first:last].clone(), [first, 0], rank)
+    return {
+        "legacy": init_from_local_shards([legacy], [35, 6]),
+        "pieces": DTensor.from_local(pieces, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=(6, 1)),
+    }
+
+
+def parts(tensor: Any) -> list[torch.Tensor]:
+    if isinstance(tensor, DTensor):
+        return list(tensor.to_local().local_shards())  # type: ignore[attr-defined]
+    return [each.tensor for each in tensor.local_shards()]
+
+
+def save_other_kinds(root: str) -> None:
+    warnings.simplefilter("default")  # torch warns of its own use of sharded tensors
+    for writer in WRITERS:
+        save(other_kinds(blank=False), f"{root}/{writer}", writer)
+
+
+def load_other_kinds(root: str) -> list[str]:
+    warnings.simplefilter("default")
+    wrong, expected = [], other_kinds(blank=False)
+    for writer, reader in WAYS:
+        fresh = other_kinds(blank=True)
+        load(fresh, f"{root}/{writer}", reader)
+        wrong += [
+            f"{writer} to {reader}: {name}"
+            for name in expected
+            if not all(map(torch.equal, parts(fresh[name]), parts(expected[name])))
+        ]
+    return wrong
+
+
+def test_other_kinds_of_shards_that_dcp_knows(tmp_path: Path) -> None:
+    run_ranks(3, save_other_kinds, str(tmp_path))
+    assert run_ranks(2, load_other_kinds, str(tmp_path)) == [[], []]
+
+
+def legacy_shards(blank: bool) -> State:
+    """As FSDP1 has them: a tensor that is smaller than the number of ranks leaves the last without a shard."""
+    from torch.distributed._shard.sharded_tensor import Shard as LegacyShard
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+
+    rank, whole = dist.get_rank(), noise(torch.int32, 1, 6) * (not blank)
+    mine = [LegacyShard.from_tensor_and_offsets(whole.clone(), [0, 0], rank)] if rank == 0 else []
+    return {"x": init_from_local_shards(mine, [1, 6])}
+
+
+def legacy_shards_come_back(root: str) -> list[Way]:
+    """The ways in which they do not."""
+    warnings.simplefilter("default")  # torch warns of its own use of sharded tensors
+    wrong, expected = [], legacy_shards(blank=False)
+    for writer in WRITERS:
+        save(legacy_shards(blank=False), f"{root}/{writer}", writer)
+    for writer, reader in WAYS:
+        fresh = legacy_shards(blank=True)
+        load(fresh, f"{root}/{writer}", reader)
+        if not all(map(torch.equal, parts(fresh["x"]), parts(expected["x"]))):
+            wrong.append((writer, reader))
+    return wrong
+
+
+def test_a_rank_without_a_shard_of_a_legacy_tensor(tmp_path: Path) -> None:
+    assert run_ranks(2, legacy_shards_come_back, str(tmp_path)) == [[], []]
+
+
+def on_rows(blank: bool) -> State:
+    """On a mesh of two axes, what is sharded over one of them: the ranks along the other hold replicas of it."""
+    grid = meshes()["grid"]
+    return {
+        f"{axis} {name}": distribute_tensor(
+            torch.zeros_like(whole) if blank else whole, grid[axis], [Shard(0)], src_data_rank=None
+        )
+        for axis in ("outer", "inner")
+        for name, whole in rows().items()
+    }
+
+
+def rows() -> State:
+    return {name: whole for name, whole in wholes().items() if whole.dim() in (1, 2)}
+
+
+def rows_come_back(root: str) -> list[Any]:
+    """Those that do not."""
+    expected, wrong = on_rows(blank=False), []
+    for writer in WRITERS:
+        save(on_rows(blank=False), f"{root}/{writer}", writer)
+    for writer, reader in MAIN_WAYS:
+        fresh = on_rows(blank=True)
+        load(fresh, f"{root}/{writer}", reader)
+        wrong += [
+            f"{writer} to {reader}: {name}"
+            for name, tensor in expected.items()
+            if not torch.equal(bits(local(fresh[name])), bits(local(tensor)))
+        ]
+    return wrong
+
+
+def test_tensors_on_one_axis_of_a_mesh(tmp_path: Path) -> None:
+    """As tensor parallelism has them where the replicas are the business of DistributedDataParallel."""
+    assert run_ranks(4, rows_come_back, str(tmp_path)) == [[]] * 4
+    for writer in WRITERS:
+        fresh = {f"inner {name}": torch.zeros_like(whole) for name, whole in rows().items()}
+        load(fresh, tmp_path / writer, "ckptman.load")
+        assert all(torch.equal(bits(fresh[f"inner {name}"]), bits(whole)) for name, whole in rows().items())
+
+
+def save_what_differs(root: str) -> None:
+    """DCP saves a name that only one rank has; of one that all have, it takes one rank's."""
+    rank = dist.get_rank()
+    for writer in WRITERS[:2]:
+        state = {"all": torch.arange(5), f"only {rank}": torch.full((3,), rank), "value": 7, f"value {rank}": rank}
+        save(state, f"{root}/{writer}", writer)
+
+
+def load_what_differs(root: str) -> list[State]:
+    """Each rank wants what the other one saved."""
+    found = []
+    for writer, reader in itertools.product(WRITERS[:2], READERS[:2]):
+        other = 1 - dist.get_rank()
+        state = {"all": torch.zeros(5, dtype=torch.int64), f"only {other}": torch.zeros(3, dtype=torch.int64)}
+        state |= {"value": 0, f"value {other}": -1}
+        load(state, f"{root}/{writer}", reader)
+        assert torch.equal(state["all"], torch.arange(5))
+        assert torch.equal(state[f"only {other}"], torch.full((3,), other))
+        found.append({name: each for name, each in state.items() if name.startswith("value")})
+    return found
+
+
+def test_ranks_may_save_and_want_different_names(tmp_path: Path) -> None:
+    run_ranks(2, save_what_differs, str(tmp_path))
+    first, second = run_ranks(2, load_what_differs, str(tmp_path))
+    assert first == [{"value": 7, "value 1": 1}] * 4
+    assert second == [{"value": 7, "value 0": 0}] * 4

@@ -1,0 +1,501 @@
+"""Plain DCP reads what ckptman wrote, and ckptman restores what plain DCP wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import ckptman
+from ckptman.catalog.catalog import Catalogue
+from ckptman.cli.app import main
+from ckptman.format.manifest import read_manifest
+from ckptman.loading.restricted_unpickler import read_foreign_metadata
+from tests.helpers.apps import App
+from tests.helpers.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
+]
+
+
+def save_with_ckptman(root: str, mesh: tuple[int, ...]) -> dict[str, str]:
+    app = App(mesh)
+    with ckptman.Checkpointer(root, app.state, save_policy=ckptman.EverySteps(2), deadline=None) as checkpointer:
+        for step in (1, 2):
+            app.train_step()
+            checkpointer.step(step)
+    return app.digests()
+
+
+def nested_state(app: App, flat: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    return {
+        "model": get_model_state_dict(app.model),
+        "optimizer": get_optimizer_state_dict(app.model, app.optimizer, options=options),
+        "scheduler": {"last_epoch": app.scheduler.last_epoch},
+        "data": app.position.state_dict(),
+        "epoch": app.state["epoch"],
+    }
+
+
+def load_with_dcp(path: str, mesh: tuple[int, ...]) -> dict[str, str]:
+    """Everything by torch alone; values come back in the nested dict that was given."""
+    app = App(mesh, seed=1)
+    state = nested_state(app, flat=True)
+    dcp.load(state, checkpoint_id=path)
+    app.scheduler.last_epoch = state["scheduler"]["last_epoch"]
+    app.position.load_state_dict(state["data"])
+    app.state["epoch"] = state["epoch"]
+    return {name: text for name, text in app.digests().items() if not name.startswith("scheduler.")}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (3,)), ((3,), (2,))])
+def test_plain_dcp_load_reads_our_checkpoints(tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...]) -> None:
+    root = tmp_path / "run"
+    ours = run_ranks(4 if len(saved) == 2 else saved[0], save_with_ckptman, str(root), saved)[0]
+    theirs = run_ranks(loaded[0], load_with_dcp, str(root / "step-0000000002"), loaded)[0]
+    assert theirs == {name: text for name, text in ours.items() if not name.startswith("scheduler.")}
+
+
+def save_with_dcp(path: str, mesh: tuple[int, ...], flat: bool) -> dict[str, str]:
+    app = App(mesh)
+    app.train_step()
+    app.train_step()
+    state = nested_state(app, flat)
+    state["scheduler"] = app.scheduler.state_dict()
+    dcp.save(state, checkpoint_id=path)
+    return app.digests()
+
+
+def restore_with_ckptman(root: str, path: str, mesh: tuple[int, ...]) -> dict[str, str]:
+    app = App(mesh, seed=1)
+    del app.state["rng"]
+    with ckptman.Checkpointer(root, app.state, deadline=None) as checkpointer:
+        assert checkpointer.restore(path=path) == 0
+        return app.digests()
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_restore_reads_what_plain_dcp_saved(tmp_path: Path, flat: bool) -> None:
+    path = str(tmp_path / "plain")
+    saved = run_ranks(2, save_with_dcp, path, (2,), flat)[0]
+    restored = run_ranks(3, restore_with_ckptman, str(tmp_path / "run"), path, (3,))[0]
+    # DCP turns the integer keys of the schedule's milestones into texts; everything else is what was saved.
+    differ = {name for name in saved if saved[name] != restored.get(name)}
+    assert all(name.startswith("scheduler.milestones") for name in differ), differ
+
+
+def save_with_writer(path: str) -> None:
+    state = {"weights": torch.arange(10.0) + 0 * dist.get_rank(), "step": 3, "nested": {"lr": [0.1, 0.2]}}
+    dcp.save(state, storage_writer=ckptman.StorageWriter(path))
+    fresh = {"weights": torch.zeros(10), "step": 0, "nested": {"lr": []}}
+    dcp.load(fresh, storage_reader=ckptman.StorageReader(path))
+    assert fresh["step"] == 3
+    assert fresh["nested"] == {"lr": [0.1, 0.2]}
+    assert torch.equal(fresh["weights"], state["weights"])
+    with pytest.raises(dcp.api.CheckpointException, match="exists already"):
+        dcp.save(state, storage_writer=ckptman.StorageWriter(path))
+
+
+def test_writer_and_reader_stand_alone_in_dcp_save_and_load(tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    run_ranks(2, save_with_writer, str(path))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["mine"]
+    for step in (200, 100):
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.save({"x": torch.ones(2)}, storage_writer=ckptman.StorageWriter(tmp_path / f"step-{step:010d}"))
+    assert [(each.step, each.sequence) for each in Catalogue(tmp_path).complete()] == [(200, 1), (100, 2)]
+    data = path / "__0_0.distcp"
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
+    state = {"weights": torch.zeros(10)}
+    with (
+        pytest.warns(UserWarning, match="single process"),
+        pytest.raises(dcp.api.CheckpointException, match="does not match its digest"),
+    ):
+        dcp.load(state, storage_reader=ckptman.StorageReader(path))
+    assert not state["weights"].any()
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, (99,)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_and_ckptman_lay_out_a_data_file_alike(tmp_path: Path) -> None:
+    state = {"large": torch.ones(600, 600), "small": torch.ones(3), "epoch": 3, "name": "x"}
+    ckptman.save(state, tmp_path / "ours")
+    dcp.save(state, storage_writer=ckptman.StorageWriter(tmp_path / "dcp"))
+    ours, theirs = (json.loads((tmp_path / name / "index.json").read_text())["objects"] for name in ("ours", "dcp"))
+    assert ours == theirs
+    assert min(each["offset"] for each in ours.values()) % 4096 == 0
+    assert (tmp_path / "ours" / "chunks.bin").read_bytes() == (tmp_path / "dcp" / "chunks.bin").read_bytes()
+
+
+def test_a_hostile_value_is_refused_by_the_reader_with_torchs_own_planner(tmp_path: Path) -> None:
+    path = tmp_path / "plain"
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"weights": torch.ones(3), "value": Evil()}, checkpoint_id=path)
+    state = {"weights": torch.zeros(3), "value": None}
+    with (
+        pytest.warns(UserWarning, match="single process"),
+        pytest.raises(dcp.api.CheckpointException, match="the value value was refused"),
+    ):
+        dcp.load(state, storage_reader=ckptman.StorageReader(path))
+    assert state["value"] is None
+
+
+def test_a_hostile_metadata_pickle_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ckptman.CorruptError, match=r"sys\.exit"):
+        read_foreign_metadata(path)
+
+
+def test_a_writer_that_was_sent_to_another_process(tmp_path: Path) -> None:
+    """`dcp.async_save` with a process of its own pickles the writer."""
+    writer = pickle.loads(pickle.dumps(ckptman.StorageWriter(tmp_path / "x")))
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"x": torch.ones(5)}, storage_writer=writer)
+    state = {"x": torch.zeros(5)}
+    ckptman.load(state, tmp_path / "x")
+    assert torch.equal(state["x"], torch.ones(5))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_plan_that_dcp_kept_from_an_earlier_save_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    state, planner = {"x": torch.ones(5)}, DefaultSavePlanner(enable_plan_caching=True)
+    dcp.save(state, storage_writer=ckptman.StorageWriter(tmp_path / "one"), planner=planner, no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException, match="enable_plan_caching=False"):
+        dcp.save(state, storage_writer=ckptman.StorageWriter(tmp_path / "two"), planner=planner, no_dist=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["one"], "nothing is left of it"
+
+
+def save_with_unlike_tensors(path: str) -> str:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    dtype = torch.float32 if rank else torch.int32
+    local = DTensor.from_local(torch.ones(3, dtype=dtype), mesh, [Shard(0)])
+    try:
+        dcp.save({"x": local}, storage_writer=ckptman.StorageWriter(path))
+    except (Exception, dcp.api.CheckpointException) as error:
+        return str(error)
+    return "saved"
+
+
+def test_ranks_that_do_not_mean_the_same_tensor_are_told(tmp_path: Path) -> None:
+    texts = run_ranks(2, save_with_unlike_tensors, str(tmp_path / "x"))
+    assert all("float32" in text and "int32" in text for text in texts), texts
+    assert list(tmp_path.iterdir()) == []
+
+
+class Casting(DefaultSavePlanner):
+    """Casts what is written, and leaves the plan as it was."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        made = super().transform_object(write_item, object)
+        return made.to(self.dtype) if isinstance(made, torch.Tensor) else made
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_a_planner_casts_on_its_way_is_what_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.arange(24.0).reshape(4, 6)
+    dcp.save({"x": values}, storage_writer=ckptman.StorageWriter(tmp_path / "x"), planner=Casting(dtype))
+    for reader in (ckptman.StorageReader(tmp_path / "x"), FileSystemReader(tmp_path / "x")):
+        state = {"x": torch.zeros(4, 6)}
+        dcp.load(state, storage_reader=reader)
+        assert torch.equal(state["x"], values)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_reader_sees_what_took_the_place_of_what_it_read(tmp_path: Path) -> None:
+    reader, state = ckptman.StorageReader(tmp_path / "x"), {"x": torch.zeros(5), "step": 0}
+    for step in (1, 2):
+        writer = ckptman.StorageWriter(tmp_path / "x", overwrite=True)
+        dcp.save({"x": torch.full((5,), float(step)), "step": step}, storage_writer=writer)
+        dcp.load(state, storage_reader=reader)
+        assert (state["step"], state["x"].tolist()) == (step, [step] * 5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_value_that_moves_and_keeps_its_flat_name(tmp_path: Path) -> None:
+    """Who builds the state from the checkpoint is told where it is now."""
+    state: dict[str, Any] = {"x": {"k": {"a.b": torch.ones(2), "0": 1}}}
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        checkpointer.save(1)
+        state["x"]["k"] = {"a": {"b": torch.ones(2)}, "0": 1}
+        checkpointer.save(2)
+    for step, paths in ((1, ("x", "k", "a.b")), (2, ("x", "k", "a", "b"))):
+        metadata = FileSystemReader(tmp_path / f"step-{step:010d}").read_metadata()
+        assert metadata.planner_data["x.k.a.b"] == paths
+
+
+def save_a_part(path: str) -> str:
+    warnings.simplefilter("default")
+    local = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (2,)), [Shard(0)])
+    try:
+        dcp.save({"x": local}, storage_writer=ckptman.StorageWriter(f"{path}-{dist.get_rank()}"), no_dist=True)
+    except (Exception, dcp.api.CheckpointException) as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_part_of_a_tensor_is_no_checkpoint(tmp_path: Path) -> None:
+    texts = run_ranks(2, save_a_part, str(tmp_path / "x"))
+    assert all("3 elements of 6" in text and "save it together" in text for text in texts), texts
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_without_collectives(path: str) -> str:
+    try:
+        dcp.save({f"x {dist.get_rank()}": 1}, storage_writer=ckptman.StorageWriter(path), use_collectives=False)
+    except ckptman.ConfigError as error:
+        return str(error)
+    return "saved"
+
+
+def test_one_checkpoint_is_not_written_by_ranks_that_do_not_speak(tmp_path: Path) -> None:
+    texts = run_ranks(2, save_without_collectives, str(tmp_path / "x"))
+    assert all("use_collectives=False" in text for text in texts), texts
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- checkpoints that others left --------------------------------------------------------------------------------
+
+OF_TORCH_2_2 = Path(__file__).parents[1] / "golden" / "torch_2_2"
+"""Written by torch 2.2.2: `dcp.save` of a linear layer, a bfloat16 tensor, plain values and an `io.BytesIO`."""
+
+
+def test_what_torch_2_2_wrote_is_loaded() -> None:
+    state: dict[str, Any] = {
+        "model": torch.nn.Linear(3, 2),
+        "half": torch.zeros(4, dtype=torch.bfloat16),
+        "epoch": 0,
+        "list": [0, {"a": 0}],
+        "raw": None,
+    }
+    ckptman.load(state, OF_TORCH_2_2)
+    assert torch.equal(state["half"], torch.arange(4).to(torch.bfloat16))
+    assert (state["epoch"], state["list"]) == (3, [1, {"a": 2}])
+    assert (type(state["raw"]), state["raw"].getvalue()) == (io.BytesIO, b"raw bytes")
+    again = {"model.weight": torch.zeros(2, 3)}
+    dcp.load(again, checkpoint_id=OF_TORCH_2_2, no_dist=True)
+    assert torch.equal(state["model"].weight, again["model.weight"])
+
+
+def save_plain(state: dict[str, Any], path: Path) -> Path:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def test_bytes_io_is_read_as_what_it_is(tmp_path: Path) -> None:
+    shared = io.BytesIO(b"0123")
+    shared.seek(2)
+    path = save_plain({"one": io.BytesIO(b"abc"), "many": [shared, (shared, 1)], "w": torch.ones(2)}, tmp_path / "x")
+    state: dict[str, Any] = {"one": None, "many": None, "w": torch.zeros(2)}
+    ckptman.load(state, path)
+    assert state["one"].read() == b"abc"
+    assert state["many"][0] is state["many"][1][0]
+    assert state["many"][0].read() == b"23"
+    fresh: dict[str, Any] = {"one": None, "w": torch.zeros(2)}
+    dcp.load(fresh, storage_reader=ckptman.StorageReader(path), no_dist=True)
+    assert fresh["one"].read() == b"abc"
+
+
+def test_a_very_long_number_is_refused_in_words(tmp_path: Path) -> None:
+    path = save_plain({"n": 2**3000}, tmp_path / "x")
+    with pytest.raises(ckptman.CorruptError, match="a whole number of more than 255 bytes"):
+        ckptman.load({"n": 0}, path)
+
+
+def test_a_compressed_checkpoint_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_plain({"w": torch.ones(2)}, tmp_path / "x")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["stream.zstd"]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ckptman.CorruptError, match=r"is compressed.*\(stream.zstd\).*load it by dcp.load"):
+        ckptman.load({"w": torch.zeros(2)}, path)
+    with pytest.raises(dcp.api.CheckpointException, match="is compressed"):
+        dcp.load({"w": torch.zeros(2)}, storage_reader=ckptman.StorageReader(path), no_dist=True)
+    for command in (
+        ["verify", str(path), "--world-size", "1"],
+        ["export", str(path), str(tmp_path / "out.safetensors")],
+    ):
+        assert main(command) != 0
+        assert "stream.zstd" in "".join(capsys.readouterr())
+    assert main(["show", str(path)]) == 0
+    assert "compressed, or transformed otherwise (stream.zstd)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_reader_gives_what_torchs_reader_gives(tmp_path: Path, ours: bool) -> None:
+    state = {"w": torch.ones(2), "n": 1}
+    path = tmp_path / "x"
+    if ours:
+        dcp.save(state, storage_writer=ckptman.StorageWriter(path), no_dist=True)
+    else:
+        save_plain(state, path)
+    reader = ckptman.StorageReader(path)
+    found, theirs = reader.read_metadata(), FileSystemReader(path).read_metadata()
+    assert found.version == theirs.version
+    assert found.storage_meta is not None
+    assert theirs.storage_meta is not None
+    assert found.storage_meta.load_id == reader.load_id
+    assert found.storage_meta.save_id == theirs.storage_meta.save_id
+    assert str(found.storage_meta.checkpoint_id) == str(theirs.storage_meta.checkpoint_id)
+
+
+# ---- a model at the top ------------------------------------------------------------------------------------------
+
+
+def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.fixture
+def of_torchtitan(tmp_path: Path) -> tuple[Path, torch.nn.Module]:
+    model, optimizer = small()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    losses = io.BytesIO()
+    torch.save([1.0], losses)
+    state = {
+        **get_model_state_dict(model),
+        "optimizer": nested_state_of(model, optimizer),
+        "lr_scheduler": {"last_epoch": 3},
+        "dataloader": {"dp_rank_0": b"position"},
+        "train_state": {"step": torch.tensor(5), "losses": losses},
+    }
+    return save_plain(state, tmp_path / "titan"), model
+
+
+def nested_state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+
+
+def test_a_run_goes_on_from_a_model_without_a_name(tmp_path: Path, of_torchtitan: tuple[Path, torch.nn.Module]) -> None:
+    path, saved = of_torchtitan
+    model, optimizer = small()
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "lr_scheduler": {}}
+    with ckptman.Checkpointer(tmp_path / "run", state, deadline=None) as checkpointer:
+        with pytest.warns(RuntimeWarning, match="without that name.*no such keys: dataloader, train_state$"):
+            assert checkpointer.restore(path=path) == 0
+        checkpointer.save(6)
+    assert torch.equal(model[0].weight, saved[0].weight)  # type: ignore[index]
+    assert optimizer.state[model[0].weight]["step"] == 1  # type: ignore[index]
+    assert state["lr_scheduler"] == {"last_epoch": 3}
+    assert {name for name in saved_names(tmp_path / "run") if name.startswith("model.")} == {
+        f"model.{name}" for name in saved.state_dict()
+    }
+
+
+def saved_names(root: Path) -> set[str]:
+    (entry,) = Catalogue(root).complete()
+    return {*json.loads((entry.path / "index.json").read_bytes())["tensors"]}
+
+
+def test_a_model_without_a_name_has_to_fit(tmp_path: Path, of_torchtitan: tuple[Path, torch.nn.Module]) -> None:
+    path, _ = of_torchtitan
+    smaller = torch.nn.Sequential(torch.nn.Linear(3, 4))
+    with (
+        ckptman.Checkpointer(tmp_path / "run", {"model": smaller}, deadline=None) as checkpointer,
+        pytest.warns(RuntimeWarning, match="without that name"),
+        pytest.raises(ckptman.MismatchError) as caught,
+    ):
+        checkpointer.restore(path=path)
+    assert caught.value.unexpected == ("model.1.bias", "model.1.weight")
+
+
+def test_a_model_without_a_name_is_that_of_one_only(
+    tmp_path: Path, of_torchtitan: tuple[Path, torch.nn.Module]
+) -> None:
+    path, _ = of_torchtitan
+    state = {"model": small()[0], "average": small()[0]}
+    with (
+        ckptman.Checkpointer(tmp_path / "run", state, deadline=None) as checkpointer,
+        pytest.raises(ckptman.CkptmanError, match="could be those of 'model' or 'average'"),
+    ):
+        checkpointer.restore(path=path)
+
+
+def test_in_our_own_checkpoints_a_model_has_its_name(tmp_path: Path) -> None:
+    model = small()[0]
+    path = tmp_path / "ours"
+    ckptman.save(dict(model.state_dict()), path)
+    with (
+        ckptman.Checkpointer(tmp_path / "run", {"model": model}, deadline=None) as checkpointer,
+        pytest.raises(ckptman.MismatchError) as caught,
+    ):
+        checkpointer.restore(path=path)
+    assert caught.value.missing == ("model",)
+
+
+# ---- a checkpoint that was saved over ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writer", ["Checkpointer", "StorageWriter"])
+def test_what_plain_dcp_saved_over_is_not_loaded_as_before(
+    tmp_path: Path, writer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state: dict[str, Any] = {"w": torch.ones(2), "epoch": 3}
+    if writer == "Checkpointer":
+        with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+            checkpointer.save(1)
+    else:
+        dcp.save(state, storage_writer=ckptman.StorageWriter(tmp_path / "step-0000000001"), no_dist=True)
+        rewrite_step(tmp_path / "step-0000000001")
+    path = tmp_path / "step-0000000001"
+    save_plain({**state, "epoch": 4}, path)
+    with pytest.raises(ckptman.CorruptError, match=r"plain DCP saved over it\. Restore an older.*dcp\.load loads"):
+        ckptman.load({"epoch": 0}, path)
+    with pytest.raises(dcp.api.CheckpointException, match="plain DCP saved over"):
+        dcp.load({"epoch": 0}, storage_reader=ckptman.StorageReader(path), no_dist=True)
+    assert main(["verify", str(path)]) == 4
+    assert "if plain DCP saved over it" in "".join(capsys.readouterr())
+    for each in path.iterdir():
+        if each.name.startswith(("manifest", "index", "chunks", "blocks-", "values-")):
+            each.unlink()
+    assert main(["adopt", str(path)]) == 0
+    fresh = {"w": torch.zeros(2), "epoch": 0}
+    ckptman.load(fresh, path)
+    assert fresh["epoch"] == 4
+
+
+def rewrite_step(path: Path) -> None:
+    """Say in the manifest which step it is, as the name of its folder does."""
+    manifest = read_manifest(path)
+    (path / "manifest.json").write_bytes(manifest.model_copy(update={"step": 1}).to_json())
+
+
+def test_a_file_of_another_size_is_noticed_before_anything_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    ckptman.save({"w": torch.ones(2), "epoch": 3}, path)
+    (data,) = path.glob("*.distcp")
+    data.write_bytes(data.read_bytes() + b"more")
+    with pytest.raises(ckptman.CorruptError, match=rf"is not what was saved: {data.name} has \d+ bytes instead of"):
+        ckptman.load({"epoch": 0}, path)

@@ -1,0 +1,161 @@
+"""The numbers of a diff, against the same numbers computed the plain way, for every dtype there is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptman.diff import difference
+from ckptman.diff.difference import Difference, Measuring, comparable, has_values, measure
+from tests.dcp.test_values import DTYPES, QUANTIZED, name_of, noise
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+BITS_ONLY = {"bits16", "bits1x8", "bits2x4", "bits4x2", "bits8", "float4_e2m1fn_x2"} | {
+    f"{sign}int{count}" for sign in ("", "u") for count in range(1, 8)
+}
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def compare(a: torch.Tensor, b: torch.Tensor) -> Difference:
+    return measure(raw(a), raw(b), (a.dtype, b.dtype))
+
+
+def plainly(a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
+    """The same by NumPy on whole arrays, for floating point and complex numbers."""
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    x, y = a.to(wide).numpy().reshape(-1), b.to(wide).numpy().reshape(-1)
+    finite = np.isfinite(x) & np.isfinite(y)
+    apart = (raw(a).view(-1, a.itemsize) != raw(b).view(-1, b.itemsize)).any(dim=1).numpy()
+    with np.errstate(all="ignore"):
+        gap = np.abs(x - y)[finite]
+    return {
+        "changed": int(apart.sum()),
+        "largest": gap.max(initial=0.0),
+        "distance": np.linalg.norm(gap),
+        "norm": np.linalg.norm(x[np.isfinite(x)]),
+        "unmeasured": int((apart & ~finite).sum()),
+        "nan": (int(np.isnan(x).sum()), int(np.isnan(y).sum())),
+        "inf": (int(np.isinf(x).sum()), int(np.isinf(y).sum())),
+    }
+
+
+def agrees(found: Difference, expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-12), name
+
+
+FLOATING = [each for each in DTYPES if each.is_floating_point or each.is_complex]
+
+
+@pytest.mark.parametrize("dtype", [each for each in FLOATING if has_values(each)], ids=name_of)
+def test_any_bits_of_any_floating_dtype(dtype: torch.dtype) -> None:
+    a, b = noise(dtype, 911), noise(dtype, 7, 911)[3]
+    with np.errstate(all="ignore"):
+        agrees(compare(a, b), plainly(a, b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn], ids=name_of)
+def test_ordinary_numbers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(difference, "SLICE_ELEMENTS", 100)
+    torch.manual_seed(0)
+    a = torch.randn(1009, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
+    b = (a.to(torch.complex64 if dtype.is_complex else torch.float32) * 1.25).to(dtype)
+    b[17:400] = a[17:400]
+    found = compare(a, b)
+    agrees(found, plainly(a, b))
+    assert found.relative == pytest.approx(found.distance / found.norm)
+    assert found.elements == 1009
+
+
+@pytest.mark.parametrize("dtype", [each for each in DTYPES if name_of(each) not in QUANTIZED], ids=name_of)
+def test_one_element_of_every_dtype(dtype: torch.dtype) -> None:
+    a, b = noise(dtype, 50), noise(dtype, 50)
+    assert compare(a, b).changed == 0
+    raw(b)[7 * dtype.itemsize] ^= 1
+    found = compare(a, b)
+    assert (found.elements, found.changed) == (50, 1)
+    assert found.measured == (name_of(dtype) not in BITS_ONLY)
+    assert (found.relative is None) == (not found.measured)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float64, torch.bfloat16)], ids=str)
+def test_in_threads(monkeypatch: pytest.MonkeyPatch, threads: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    a, b = (noise(dtype, 1000 + n, 3)[:999].contiguous() for n, dtype in enumerate(dtypes))
+    expected, before = measure(raw(a), raw(b), dtypes), torch.get_num_threads()
+    monkeypatch.setattr(difference, "SLICE_ELEMENTS", 64)
+    with Measuring(threads) as measuring:
+        assert torch.get_num_threads() == 1
+        agrees(measuring.measure(raw(a), raw(b), dtypes), vars(expected))
+    assert torch.get_num_threads() == before
+
+
+def test_booleans_and_integers() -> None:
+    found = compare(torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False]))
+    assert (found.changed, found.largest, found.relative) == (2, 1, pytest.approx(math.sqrt(2 / 3)))
+    big = torch.tensor([2**62 + 1, -(2**63), 5])
+    found = compare(big, torch.tensor([2**62, 2**63 - 1, 5]))
+    assert (found.changed, found.largest) == (2, 2**64 - 1)
+    assert type(found.largest) is int
+    assert compare(big, torch.tensor([2**62, -(2**63), 5])).largest == 1
+    unsigned = torch.tensor([2**63], dtype=torch.uint64)
+    assert compare(unsigned, torch.tensor([0], dtype=torch.uint64)).largest == 2**63
+
+
+def test_zeros() -> None:
+    zero = torch.zeros(5)
+    found = compare(zero, -zero)
+    assert (found.changed, found.largest, found.relative) == (5, 0, 0)
+    assert compare(zero, zero + 1).relative == math.inf
+    assert compare(zero, zero).relative == 0
+
+
+def test_what_is_not_finite_is_counted_and_not_measured() -> None:
+    nan, inf = math.nan, math.inf
+    a = torch.tensor([1.0, nan, inf, 2.0, nan, 3.0, inf])
+    b = torch.tensor([1.5, nan, inf, nan, 4.0, 3.0, -inf])
+    found = compare(a, b)
+    assert (found.changed, found.unmeasured) == (4, 3)
+    assert (found.largest, found.distance, found.norm) == (0.5, 0.5, pytest.approx(math.sqrt(14)))
+    assert (found.nan, found.inf) == ((2, 2), (2, 2))
+
+
+def test_numbers_whose_squares_are_none() -> None:
+    huge, tiny = torch.full((4,), 1e200, dtype=torch.float64), torch.full((4,), 1e-200, dtype=torch.float64)
+    assert compare(huge, huge * 1.5).relative == pytest.approx(0.5)
+    assert compare(tiny, tiny * 1.5).relative == pytest.approx(0.5)
+    assert compare(huge, huge * 1.5).unmeasured == 0
+    assert compare(huge * 1e108, -huge * 1e108).largest == math.inf
+
+
+def test_between_two_dtypes_values_count() -> None:
+    a = torch.tensor([1.0, 1.0 + 2**-10, math.nan, -0.0])
+    found = compare(a, a.bfloat16())
+    assert (found.changed, found.largest) == (1, 2**-10)
+    assert compare(torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0, 4.0])).changed == 1
+    assert compare(torch.tensor([1.0, 2.0]), torch.tensor([1 + 0j, 2 + 1j])).largest == 1
+    assert not comparable(torch.int4, torch.float32)
+    assert comparable(torch.int4, torch.int4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=40), st.integers(1, 40))
+def test_in_whatever_slices(pairs: list[tuple[float, float]], size: int) -> None:
+    a, b = (torch.tensor(column, dtype=torch.float32) for column in zip(*pairs))
+    whole, before = compare(a, b), difference.SLICE_ELEMENTS
+    difference.SLICE_ELEMENTS = size
+    try:
+        sliced = compare(a, b)
+    finally:
+        difference.SLICE_ELEMENTS = before
+    agrees(sliced, {name: getattr(whole, name) for name in Difference.__dataclass_fields__})

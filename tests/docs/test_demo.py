@@ -1,0 +1,26 @@
+"""The demo, as `make demo` runs it: it checks itself, and ends with 0 only if nothing was lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
+
+
+@pytest.mark.timeout(500)
+def test_the_demo_loses_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(DEMO), "--folder", str(tmp_path), "--steps", "48"],
+        capture_output=True,
+        text=True,
+        timeout=480,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Nothing was lost: 3 attempts on 4 -> 2 -> 2 processes did steps 1 to 48" in done.stdout

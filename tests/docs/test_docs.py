@@ -1,0 +1,323 @@
+"""README.md and docs/ are run: each page is a session in a folder of its own, from top to bottom.
+
+- A ```python block whose first line is `# name.py` is written to that file, as is a ```toml block. One that begins with
+  `>>>` is run by doctest. Any other is run as a script.
+- In a ```console block each `$ command` is run. It must end with the code that the page says, such as
+  `# exit code 75`, or with 0. What the page shows below it must be in its output, line by line, up to numbers and
+  blanks; a line `...` stands for any number of lines. Sizes in B, KiB, MiB and GiB are those of files and tensors, and
+  may be 10 % off; losses, 1 %.
+- `make` and `pip install` are not run: their targets and extras have to exist.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from inspect import signature
+from pathlib import Path
+
+import pytest
+import typer
+
+import ckptman
+from ckptman import errors
+from ckptman.cli.app import make_app
+from ckptman.format.index import Index
+from ckptman.format.manifest import Manifest
+from ckptman.policies import retention
+from ckptman.policies import save_policies as saving
+from ckptman.runtime.outcome import Outcome
+from ckptman.train.config import Config
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+REPOSITORY = Path(__file__).parents[2]
+SLURM_PAGE = "slurm.md"
+"""Run on a real Slurm, by tests/slurm."""
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+LIMIT_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page: what it is written in, its text, and the line it begins at."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+@cache
+def text_of(page: str) -> str:
+    return (REPOSITORY / ("." if page == "README.md" else "docs") / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    found: list[Block] = []
+    opened: tuple[int, str] | None = None
+    lines: list[str] = []
+    for number, line in enumerate(text_of(page).splitlines(), 1):
+        if line.startswith("```"):
+            if opened is None:
+                opened, lines = (number, line[3:].strip()), []
+            else:
+                found.append(Block(page, *opened, "\n".join(lines) + "\n"))
+                opened = None
+        elif opened is not None:
+            lines.append(line)
+    assert opened is None, f"{page}:{opened} is not closed"
+    return found
+
+
+@dataclass(frozen=True)
+class Command:
+    """A `$` line, the exit code it is to have, and the output that the page shows."""
+
+    where: str
+    text: str
+    code: int
+    shown: list[str]
+
+
+def commands(block: Block) -> list[Command]:
+    """The commands of a console block."""
+    found: list[Command] = []
+    for offset, line in enumerate(block.text.splitlines(), 1):
+        if line.startswith("$ "):
+            text, _, code = line[2:].partition("  # exit code ")
+            found.append(Command(f"{block.page}:{block.line + offset}", text, int(code or 0), []))
+        elif line.strip():
+            assert found, f"{block.where}: output without a command"
+            found[-1].shown.append(line)
+    return found
+
+
+def run_page(page: str, folder: Path) -> None:
+    """One session: everything on the page that can be run, in order, in `folder`."""
+    for block in blocks(page):
+        name = re.match(r"# ([\w-]+\.(?:py|toml|sbatch))\n", block.text)
+        if name is not None:
+            # The first line of a batch script names its interpreter.
+            (folder / name[1]).write_text(block.text[name.end() :] if name[1].endswith("sbatch") else block.text)
+        elif block.language == "python":
+            script = folder / ".block.txt"
+            script.write_text(block.text)
+            doctest = "-m doctest " if block.text.startswith(">>>") else ""
+            run(Command(block.where, f"python {doctest}{script}", 0, []), folder)
+        elif block.language == "console":
+            for command in commands(block):
+                if not is_looked_up(command):
+                    run(command, folder)
+
+
+def run(command: Command, folder: Path) -> None:
+    """Run a command as a user would, with this Python's programs first on the path."""
+    unwanted = ("SLURM_", "CKPTMAN_", "TORCHELASTIC_", "MASTER_", "PYTEST_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(unwanted) or name == "SLURM_CONF"}
+    env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        ["bash", "-c", command.text],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    assert code == command.code, f"{command.where}: $ {command.text}\nended with {code}:\n{output}"
+    rest = iter(output.splitlines())
+    for line in command.shown:
+        assert line.strip() == "..." or any(tells(line, each) for each in rest), (
+            f"{command.where}: $ {command.text}\ndoes not print, here: {line}\nbut:\n{output}"
+        )
+
+
+def alike(line: str) -> str:
+    """A line with each word that has a digit in it as `#`: figures, times and ids differ from run to run."""
+    return " ".join(re.sub(r"\S*\d\S*", "#", line).split())
+
+
+def tells(shown: str, line: str) -> bool:
+    """Whether a line is the one that a page shows."""
+    same = alike(line) == alike(shown) and sizes(line) == pytest.approx(sizes(shown), rel=0.1)
+    return same and losses(line) == pytest.approx(losses(shown), rel=0.01)
+
+
+def losses(line: str) -> list[float]:
+    """The losses that a line names: the code of the pages is seeded."""
+    return [float(number) for number in re.findall(r"\bloss(?:[= ]| \(min\): )(\d+\.\d+)", line)]
+
+
+def sizes(line: str) -> list[float]:
+    """The sizes that a line names, in bytes. Those in powers of 1000 are of disks and memories, here as they are."""
+    found = re.findall(r"(?<!\S)([\d.]+) (B|KiB|MiB|GiB)(?!\w)", line)
+    return [float(number) * 1024.0 ** ("B", "KiB", "MiB", "GiB").index(unit) for number, unit in found]
+
+
+def test_a_size_that_is_far_off_is_not_what_the_page_says() -> None:
+    assert tells("step 50: 5 files, 212.1 KiB, 16 tensors", "step 40: 5 files,  209.9 KiB, 16 tensors")
+    assert tells("seen 3 s ago, 1 MB/s", "seen 4000 s ago, 700 MB/s")
+    assert not tells("7.1 MiB in all, at most 132.0 KiB", "103.8 MiB in all, at most 128.0 KiB")
+    assert not tells("7.1 MiB in all", "7.1 KiB in all")
+
+
+def test_a_loss_is_the_one_that_the_code_gives() -> None:
+    assert tells(" 100  5 s  loss=5.932  complete", " 100  1 s  loss=5.931  complete")
+    assert not tells(" 100  5 s  loss=5.932  complete", " 100  1 s  loss=25.9  complete")
+
+
+def is_looked_up(command: Command) -> bool:
+    """Whether this is a `make` or `pip install`, which are not run here but must be possible."""
+    words = command.text.split()
+    if words[0] == "make":
+        targets = re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+        assert set(words[1:]) <= set(targets), f"{command.where}: the Makefile has the targets {targets}"
+        return True
+    if command.text.startswith("pip install "):
+        project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+        found = re.fullmatch(r"'?(?:\.|ckptman)(?:\[(\w+)\])?'?", words[2])
+        assert found, f"{command.where}: what does it install?"
+        assert not found[1] or found[1] in project["optional-dependencies"], f"{command.where}: no extra {found[1]}"
+        return True
+    return False
+
+
+Sessions = dict[str, "Future[None]"]
+
+
+@pytest.fixture(scope="module")
+def sessions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sessions]:
+    """Two pages at a time: most of a session is waiting for torch to be imported."""
+    wanted = {item.callspec.params.get("page") for item in request.session.items if hasattr(item, "callspec")}
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            page.name: pool.submit(run_page, page.name, tmp_path_factory.mktemp(page.stem))
+            for page in PAGES
+            if page.name in wanted
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("page", [page.name for page in PAGES if page.name != SLURM_PAGE])
+def test_everything_on_the_page_runs_as_it_says(page: str, sessions: Sessions) -> None:
+    sessions[page].result()
+
+
+def test_all_links_resolve() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)]+)\)", without_code(page.name)):
+            if "://" in target:
+                continue
+            name, _, anchor = target.partition("#")
+            there = (page.parent / name).resolve() if name else page
+            assert there.exists(), f"{page.name}: {target}"
+            if anchor:
+                assert anchor in anchors(there.name), f"{page.name}: {target} is none of {anchors(there.name)}"
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", text_of("README.md")))
+    assert linked == {page.name for page in PAGES} - {"README.md"}
+
+
+def test_every_public_name_is_in_the_docs() -> None:
+    everything = "\n".join(text_of(page.name) for page in PAGES)
+    missing = [name for name in ckptman.__all__ if not re.search(rf"\b{name}\b", everything)]
+    assert not missing
+
+
+def test_every_verb_and_option_is_in_the_command_line_page() -> None:
+    page = text_of("command-line.md")
+    for name, verb in typer.main.get_command(make_app()).commands.items():  # type: ignore[attr-defined]
+        assert f"## ckptman {name}" in page
+        assert f"| [`ckptman {name}`](#ckptman-{name}) | " in page
+        for option in (option for each in verb.params if each.param_type_name == "option" for option in each.opts):
+            assert f"`{option}" in page, f"{name} {option}"
+
+
+def test_every_policy_and_parameter_is_in_the_policies_page() -> None:
+    page = text_of("policies.md")
+    for module, base in ((saving, saving.SavePolicy), (retention, retention.RetentionPolicy)):
+        for name, policy in vars(module).items():
+            if isinstance(policy, type) and issubclass(policy, base) and name in ckptman.__all__ and policy != base:
+                assert f"`{name}`" in page
+                missing = [each for each in signature(policy).parameters if not re.search(rf"\b{each}\b", page)]
+                assert not missing, f"{name}: {missing}"
+    assert not [name for name in saving.Facts._fields if f"`{name}`" not in page]
+
+
+def test_every_parameter_of_the_checkpointer_is_in_the_docs() -> None:
+    page = text_of("getting-started.md")
+    internal = {"disk"}
+    missing = [n for n in signature(ckptman.Checkpointer).parameters if n not in internal and f"`{n}`" not in page]
+    assert not missing
+
+
+def test_every_configuration_key_is_shown() -> None:
+    shown = (REPOSITORY / "examples" / "run.toml").read_text() + text_of("training-loop.md")
+    for section, field in Config.model_fields.items():
+        assert f"[{section}]" in shown
+        keys = field.annotation.model_fields  # type: ignore[union-attr]
+        missing = [key for key in keys if not re.search(rf"\b{key}\b", shown)]
+        assert not missing, f"[{section}] {missing}"
+
+
+def test_every_field_on_disk_is_in_the_format_page() -> None:
+    page = text_of("format.md")
+    assert not [field for model in (Manifest, Index) for field in model.model_fields if f"`{field}`" not in page]
+    assert not [field for field in Outcome.__dataclass_fields__ if f"`{field}`" not in text_of("stopping.md")]
+
+
+def test_every_event_is_in_the_journal_page() -> None:
+    calls = re.compile(r"(?:\.note|\._note|\.record|\.end)\(\s*(?:\"(\w+)\"|state)")
+    events = {
+        event
+        for file in (REPOSITORY / "ckptman" / "sharded").glob("*.py")
+        for event in calls.findall(file.read_text())
+        if event
+    } | {"finished", "stopped", "failed"}
+    missing = sorted(event for event in events if f"`{event}`" not in text_of("journal.md"))
+    assert len(events) > 10
+    assert not missing
+
+
+def test_every_error_is_in_the_errors_page_with_its_exit_code() -> None:
+    page = text_of("errors.md")
+    for name, error in vars(errors).items():
+        if isinstance(error, type) and issubclass(error, errors.CkptmanError):
+            assert re.search(rf"^\| `{name}` \| {error.exit_code} \|", page, re.MULTILINE), name
+
+
+def without_code(page: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text_of(page), flags=re.DOTALL)
+
+
+def anchors(page: str) -> set[str]:
+    """What the headings of a page can be linked by."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

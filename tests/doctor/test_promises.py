@@ -1,0 +1,317 @@
+"""The promises of a disk and its speed, one by one: what is broken is found, and told with its consequence."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptman.catalog import writer_lock as owner
+from ckptman.doctor import promises, renames, speed
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.isolated import apart
+
+SIZE = 8 * 1024 * 1024
+
+
+# ---- renames ---------------------------------------------------------------------------------------------------------
+
+
+class CopyingDisk(Disk):
+    """Renames as an object store does: file by file."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        if source.is_dir():
+            target.mkdir()
+            for path in source.iterdir():
+                time.sleep(0.01)
+                shutil.copy(path, target)
+            shutil.rmtree(source)
+        else:
+            target.unlink()
+            time.sleep(0.01)
+            source.rename(target)
+
+
+class VanishingDisk(Disk):
+    """What is renamed is nowhere for a moment."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        elsewhere = source.with_name("elsewhere")
+        source.rename(elsewhere)
+        time.sleep(0.01)
+        elsewhere.rename(target)
+
+
+class DoublingDisk(Disk):
+    """What is renamed stays under its old name."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        if source.is_dir():
+            shutil.copytree(source, source.with_name("copy"))
+            source.with_name("copy").rename(target)
+        else:
+            source.rename(target)
+
+
+class RewritingDisk(Disk):
+    """A file is replaced by writing over it."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        if source.is_dir():
+            source.rename(target)
+            return
+        with target.open("r+b") as file:
+            for at in range(0, 4096, 1024):
+                file.write(source.read_bytes()[at : at + 1024])
+                file.flush()
+                time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("disk", "told"),
+    [
+        (CopyingDisk(), r"was seen without its \S+|bytes, or with those of two saves"),
+        (VanishingDisk(), "was seen under neither name"),
+        (DoublingDisk(), "under its old and its new name at a time"),
+        (
+            RewritingDisk(),
+            "a file that was being replaced was seen with 4,096 of 4,096 bytes, or with those of two saves",
+        ),
+    ],
+    ids=["copying", "vanishing", "doubling", "rewriting"],
+)
+def test_a_rename_that_is_not_atomic_is_found(disk: Disk, told: str, tmp_path: Path) -> None:
+    found = apart(lambda: renames.check_rename(tmp_path, disk), 30)
+    assert found.verdict == "FAILED"
+    assert re.search(told, found.value), found.value
+    assert found.advice.startswith("commits are not safe here: a run could load half a checkpoint, or find none")
+
+
+def test_a_file_that_is_gone_while_it_is_replaced_is_found(tmp_path: Path) -> None:
+    class Gone(Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            if source.is_dir():
+                source.rename(target)
+            else:
+                CopyingDisk.rename(CopyingDisk(), source, target)
+
+    found = apart(lambda: renames.check_rename(tmp_path, Gone()), 30)
+    assert (found.verdict, found.value) == ("FAILED", "a file was gone while it was being replaced")
+
+
+def test_a_commit_that_others_see_late_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renames, "SLOW_SIGHT_SECONDS", 0.1)
+    monkeypatch.setattr(renames, "_see", _see_late)
+    found = apart(lambda: renames.check_rename(tmp_path, DISK, seconds=0.0), 30)
+    assert found.verdict == "slow"
+    assert "another process saw it only after 0.2" in found.value
+
+
+def _see_late(change: Any, see: Callable[[Any], int | None] = renames._see) -> int | None:
+    number = see(change)
+    if number == change.new:
+        time.sleep(0.2)
+    return number
+
+
+def test_a_commit_that_is_never_seen_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            pass
+
+    monkeypatch.setattr(renames, "PATIENCE_SECONDS", 0.2)
+    found = apart(lambda: renames.check_rename(tmp_path, Lazy()), 30)
+    assert (found.verdict, found.value) == ("FAILED", "another process did not see it for 0.2 s")
+
+
+# ---- fsync, claims, locks, clock -------------------------------------------------------------------------------------
+
+
+class SyncDisk(Disk):
+    """fsync fails: of files or of folders, with a number."""
+
+    def __init__(self, number: int, folders: bool) -> None:
+        self.number, self.folders = number, folders
+
+    def sync_file(self, fd: int) -> None:
+        if self.folders == Path(f"/proc/self/fd/{fd}").is_dir():
+            raise OSError(self.number, os.strerror(self.number))
+        super().sync_file(fd)
+
+
+@pytest.mark.parametrize(
+    ("disk", "verdict", "value", "advice"),
+    [
+        (SyncDisk(errno.EIO, False), "FAILED", "fails on a file: Input/output error", "nothing that is saved here"),
+        (SyncDisk(errno.EIO, True), "FAILED", "fails on a folder: Input/output error", "may take back the name"),
+        (SyncDisk(errno.EINVAL, True), "warning", "refused on folders: Invalid argument", "may take back the newest"),
+    ],
+)
+def test_an_fsync_that_fails_is_found(disk: Disk, verdict: str, value: str, advice: str, tmp_path: Path) -> None:
+    found = promises.check_sync(tmp_path, disk)
+    assert found.verdict == verdict
+    assert value in found.value
+    assert advice in found.advice
+
+
+def test_an_fsync_that_takes_long_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Disk):
+        def sync_file(self, fd: int) -> None:
+            time.sleep(0.02)
+
+    monkeypatch.setattr(promises, "SLOW_SYNC_SECONDS", 0.01)
+    assert promises.check_sync(tmp_path, Slow(), seconds=0.0).verdict == "slow"
+
+
+def test_bytes_that_are_not_those_that_were_written_are_found(tmp_path: Path) -> None:
+    class Lossy(Disk):
+        def sync_file(self, fd: int) -> None:
+            os.pwrite(fd, b"\0" * 64, 0)
+
+    found = promises.check_sync(tmp_path, Lossy())
+    assert (found.verdict, found.value) == ("FAILED", "what was written is not what is read")
+
+
+def test_files_that_two_processes_make_at_once_are_found(tmp_path: Path) -> None:
+    class Sharing(Disk):
+        def create_file(self, path: Path, data: bytes) -> None:
+            self.write_file(path, data)
+
+    found = apart(lambda: promises.check_claim(tmp_path, Sharing()), 30)
+    assert found.verdict == "FAILED"
+    assert found.value == "two processes made the same file, each as the only one, 10 times of 10"
+    assert found.advice == "two runs could write to one root, and rename and prune each other's checkpoints"
+
+
+def test_files_that_nobody_can_make_are_found(tmp_path: Path) -> None:
+    class Refusing(Disk):
+        def create_file(self, path: Path, data: bytes) -> None:
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+
+    found = apart(lambda: promises.check_claim(tmp_path, Refusing()), 30)
+    assert found.verdict == "FAILED"
+    assert found.value == "of two processes none could make a file that was not there, 10 times"
+
+
+def test_a_root_that_two_processes_own_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "process_lives", lambda of: False)
+    found = apart(lambda: promises.check_claim(tmp_path), 30)
+    assert (found.verdict, found.value) == ("FAILED", "a root that another process owns was given to this one")
+
+
+def _granted(kind: str, fd: int) -> None:
+    pass
+
+
+def _refused(kind: str, fd: int) -> None:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+def _posix_only(kind: str, fd: int) -> None:
+    (_refused if kind == "flock" else promises.lock)(kind, fd)
+
+
+def _kept(kind: str, fd: int) -> None:
+    taken = Path(f"/proc/self/fd/{fd}").readlink().with_name(f"taken-{kind}")
+    if taken.exists():
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    taken.touch()
+
+
+@pytest.mark.parametrize(
+    ("take", "verdict", "value"),
+    [
+        (_granted, "FAILED", "two processes hold the same flock lock; two processes hold the same fcntl lock"),
+        (_kept, "FAILED", "a flock lock is never given back; a fcntl lock is never given back"),
+        (_refused, "warning", "refused: flock (Function not implemented), fcntl (Function not implemented)"),
+        (_posix_only, "warning", "fcntl works; refused: flock (Function not implemented)"),
+    ],
+)
+def test_locks_that_do_not_hold_are_found(take: Any, verdict: str, value: str, tmp_path: Path) -> None:
+    found = apart(lambda: promises.check_locks(tmp_path, take), 30)
+    assert found.verdict == verdict
+    assert value in found.value
+
+
+@pytest.mark.parametrize(("shift", "told"), [(-99.5, "99.5 s ahead of"), (3600.0, "3,600 s behind"), (1.0, "within")])
+def test_a_clock_that_is_off_is_told(shift: float, told: str, tmp_path: Path) -> None:
+    found = promises.check_clock(tmp_path, now=lambda: time.time() + shift)
+    assert found.verdict == ("ok" if told == "within" else "warning")
+    assert told in re.sub(r"99\.\d+ s", "99.5 s", found.value), found.value
+
+
+# ---- direct I/O, room, links -----------------------------------------------------------------------------------------
+
+
+def test_direct_io_that_is_refused_is_slow_and_other_errors_fail(tmp_path: Path) -> None:
+    class Refusing(Disk):
+        number = errno.EINVAL
+
+        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+            raise OSError(self.number, os.strerror(self.number))
+
+    found = promises.check_direct(tmp_path, Refusing())
+    assert (found.verdict, found.value) == ("slow", "refused: Invalid argument")
+    Refusing.number = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        promises.check_direct(tmp_path, Refusing())
+
+
+def test_room_that_is_not_taken_is_told(tmp_path: Path) -> None:
+    class Emulating(Disk):
+        def reserve(self, fd: int, size: int) -> None:
+            pass
+
+    found = promises.check_reserve(tmp_path, SIZE, Emulating())
+    assert found.verdict == "warning"
+    assert "a full disk or quota shows only while a save is being written" in found.advice
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_links_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, target: str) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    found = promises.check_links(tmp_path)
+    assert (found.verdict, found.value) == ("ok", "symbolic links are refused: Operation not permitted")
+
+
+# ---- speed -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_disk_ends_the_test_of_its_speed(tmp_path: Path) -> None:
+    class Slow(Disk):
+        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+            time.sleep(0.1)
+            return os.pwrite(fd, data, offset)
+
+    began = time.monotonic()
+    found = speed.check_write(tmp_path, 64 * 1024 * 1024, 0.15, Slow())
+    assert time.monotonic() - began < 5
+    assert found.verdict == "slow"
+    assert "stopped after" in found.value
+    assert "less than a project folder on NFS gives one process" in found.advice
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 64 * 1024 * 1024
+    assert speed.check_read(tmp_path, 64 * 1024 * 1024, 5).figures["bytes_per_second"] > 0
+
+
+def test_where_direct_io_is_refused_it_goes_through_the_cache(tmp_path: Path) -> None:
+    class Refusing(Disk):
+        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+            if os.O_DIRECT & fcntl.fcntl(fd, fcntl.F_GETFL):
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return os.pwrite(fd, data, offset)
+
+    found = speed.check_write(tmp_path, SIZE, 10, Refusing())
+    assert found.figures["direct"] is False
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == SIZE

@@ -1,0 +1,103 @@
+"""A clock that was never set, or is broken: the run saves and goes on, and nothing new is taken for old."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptman
+from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.prune import plan_prune
+from ckptman.cli.app import main
+from ckptman.format.paths import journal_path, outcome_path
+from ckptman.policies.calendar import LATEST_SECONDS, KeepWithin, is_known_time
+from ckptman.policies.retention import plan
+from ckptman.policies.rules import Record
+from ckptman.runtime.journal import read_journal
+from ckptman.runtime.outcome import read_outcome
+from ckptman.scheduler.chain import newest_sequence
+from ckptman.session.timings import Pace
+from tests.helpers.checkpoints import commit
+
+DAY = 86_400.0
+NOW = 1_790_000_000.0
+BROKEN = [-5.0, -62e9, 0.0, 300e9, 1e18]
+
+
+def run(root: Path, steps: int, **options: object) -> int:
+    with ckptman.Checkpointer(root, {"x": torch.ones(4)}, **options) as checkpointer:  # type: ignore[arg-type]
+        start = checkpointer.restore()
+        for step in range(start + 1, steps + 1):
+            checkpointer.step(step)
+    return start
+
+
+@pytest.mark.parametrize("now", BROKEN)
+def test_a_run_saves_and_goes_on(now: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, policy = tmp_path / "run", ckptman.EverySteps(1)
+    keep = KeepWithin(DAY)
+    assert run(root, 2) == 0
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert run(root, 4, save_policy=policy, retention=keep, deadline=None) == 2
+    monkeypatch.undo()
+    assert run(root, 5, save_policy=policy, retention=keep) == 4
+    times = [entry.require_manifest().time_seconds for entry in Catalogue(root).complete()]
+    assert [is_known_time(each) for each in times] == [True, False, False, True]
+    assert times[1] in (0, LATEST_SECONDS), "a number that every version reads"
+    outcome = read_outcome(outcome_path(root))
+    assert outcome is not None
+    assert outcome.state == "finished"
+    assert [each["event"] for each in read_journal(journal_path(root))[0]].count("finished") == 3
+
+
+@pytest.mark.parametrize("now", BROKEN)
+def test_the_first_attempt_ends_in_order_too(now: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert run(tmp_path, 3, deadline=None) == 0
+    assert Catalogue(tmp_path).complete()[-1].step == 3
+    assert newest_sequence(str(tmp_path), since_seconds=now) == len(Catalogue(tmp_path).complete())
+
+
+@pytest.mark.parametrize("now", BROKEN)
+def test_no_deadline_and_no_start_up_is_told_by_a_broken_clock(now: float) -> None:
+    pace = Pace(NOW, NOW + 60.0, monotonic=iter(range(100)).__next__, wall=lambda: now)
+    assert pace.facts(1, ahead=False).time_left_seconds is None
+    told = pace.step_ended()
+    assert told is not None
+    assert 0 < told[1]["init_seconds"] < 10
+
+
+def record(sequence: int, time_seconds: float) -> Record:
+    return Record(sequence * 100, sequence, time_seconds, 1, {})
+
+
+@pytest.mark.parametrize("broken", [0.0, float(LATEST_SECONDS)])
+def test_what_a_broken_clock_saved_is_as_old_as_the_next_save(broken: float) -> None:
+    records = [record(1, broken), record(2, NOW - 9 * DAY), record(3, broken), record(4, NOW - DAY), record(5, broken)]
+    verdicts = plan(records, KeepWithin(2 * DAY), now_seconds=NOW)
+    assert [each.record.sequence for each in verdicts if each.keep] == [3, 4, 5]
+    assert "its time is not known" in verdicts[2].reasons
+
+
+@pytest.mark.parametrize("now", BROKEN)
+def test_no_age_is_told_by_a_clock_that_is_broken_now(now: float) -> None:
+    records = [record(number, NOW + number * DAY) for number in range(1, 5)]
+    assert all(each.keep for each in plan(records, KeepWithin(1.0), now_seconds=now))
+
+
+def test_a_listing_and_a_prune_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = time.time()
+    for sequence, saved in enumerate([now - 9 * DAY, 0.0, now - 60, float(LATEST_SECONDS)], start=1):
+        commit(tmp_path, sequence * 100, sequence=sequence, time_seconds=saved)
+    assert main(["list", str(tmp_path)]) == 0
+    ages = [
+        line.split()[1:3] for line in capsys.readouterr().out.splitlines() if line.split()[:1] in (["200"], ["400"])
+    ]
+    assert [each[0] for each in ages] == ["unknown"] * 2
+    assert main(["show", str(tmp_path), "--step", "400"]) == 0
+    assert "at an unknown time: the clock of that host was not set" in capsys.readouterr().out
+    verdicts = plan_prune(tmp_path, KeepWithin(DAY)).verdicts
+    assert [each.record.step for each in verdicts if each.keep] == [200, 300, 400]

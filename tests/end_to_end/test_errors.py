@@ -1,0 +1,647 @@
+"""What goes wrong is said on every rank, and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import threading
+import warnings
+from collections import deque
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckptman
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.catalog import Entry
+from ckptman.io.filesystem import Disk
+from ckptman.loading.checkpoint_reader import SavedState
+from ckptman.policies.save_policies import Decision, Facts
+from ckptman.saving.retention_runner import Keeper
+from ckptman.saving.writer import Content, Writing
+from tests.dcp.test_values import save
+from tests.helpers.apps import App
+from tests.helpers.ranks import run_ranks, say, start_ranks
+
+REAL_OPEN = os.open
+
+
+def open_run(root: Path | str, app: App, **options: Any) -> ckptman.Checkpointer:
+    options.setdefault("save_policy", ckptman.EverySteps(1))
+    return ckptman.Checkpointer(root, app.state, deadline=None, timeout_seconds=20, **options)
+
+
+def save_steps(root: Path | str, steps: int, app: App | None = None) -> App:
+    app = app or App()
+    with open_run(root, app) as checkpointer:
+        for step in range(checkpointer.restore() + 1, steps + 1):
+            app.train_step()
+            checkpointer.step(step)
+    return app
+
+
+def damage(folder: Path) -> None:
+    """Flip a bit of a weight."""
+    chunk = next(SavedState.read(folder).all_chunks("model.0.weight"))
+    with (folder / chunk.file).open("r+b") as file:
+        file.seek(chunk.payload + 5)
+        byte = file.read(1)[0]
+        file.seek(chunk.payload + 5)
+        file.write(bytes([byte ^ 16]))
+
+
+class FullDisk(Disk):
+    """Refuses to flush data files while `full`, on this rank alone."""
+
+    full = False
+
+    def sync_file(self, fd: int) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().sync_file(fd)
+
+
+def fail_once(root: str, async_save: bool) -> list[str]:
+    rank, app, disk, events = dist.get_rank(), App((2,)), FullDisk(), []
+    with open_run(root, app, async_save=async_save, disk=disk) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 6):
+            disk.full = rank == 1 and step == 2
+            app.train_step()
+            try:
+                reason = checkpointer.step(step)
+                checkpointer.wait()
+                events.append(f"{step} {reason}")
+            except ckptman.CommitError as error:
+                assert error.rank == 1
+                assert "No space left" in error.cause
+                events.append(f"{step} failed on rank {error.rank}")
+    return events
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_failed_save_names_rank_and_cause_on_all_ranks_and_the_run_saves_again(
+    tmp_path: Path, async_save: bool
+) -> None:
+    first, second = run_ranks(2, fail_once, str(tmp_path), async_save)
+    assert first == second
+    assert first[1] == "2 failed on rank 1"
+    assert first[4].startswith("5 every step")
+    assert sorted(each.name for each in tmp_path.glob("step-*")) == [f"step-000000000{n}" for n in (1, 3, 4, 5)]
+
+
+class DeadDisk(Disk):
+    """Read-only from some moment on, as where the kernel gave it up."""
+
+    dead = False
+
+    def sync_folder(self, path: Path) -> None:
+        if self.dead:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        super().sync_folder(path)
+
+
+def test_a_disk_that_dies_under_a_root_is_not_told_as_a_root_that_cannot_be_made(tmp_path: Path) -> None:
+    disk = DeadDisk()
+    with (
+        pytest.raises(ckptman.CommitError, match=r"run cannot be flushed \(Read-only file system\): check the mount"),
+        open_run(tmp_path / "run", App(), disk=disk, async_save=False) as checkpointer,
+    ):
+        checkpointer.save(1)
+        disk.dead = True
+        checkpointer.save(2)
+    assert [each.name for each in tmp_path.glob("run/step-*")] == ["step-0000000001"]
+
+
+def fail_in_the_background(root: str) -> list[str]:
+    """The loop never waits: the failure comes up in a later `step`, on all ranks in the same one."""
+    rank, app, disk, events = dist.get_rank(), App((2,)), FullDisk(), []
+    with open_run(root, app, disk=disk, save_policy=ckptman.AtStep(2, 6)) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 9):
+            disk.full = rank == 1 and step <= 2
+            app.train_step()
+            try:
+                checkpointer.step(step)
+                if step == 2:
+                    checkpointer._saver._running[-1].wait()  # only to make the order certain
+            except ckptman.CommitError as error:
+                events.append(f"step {step}: save of {error.step} failed on rank {error.rank}")
+    return events
+
+
+def test_a_background_failure_surfaces_in_the_same_step_everywhere(tmp_path: Path) -> None:
+    first, second = run_ranks(2, fail_in_the_background, str(tmp_path))
+    assert first == second
+    assert len(first) == 1
+    assert "save of 2 failed on rank 1" in first[0]
+    assert (tmp_path / "step-0000000008").is_dir()
+
+
+def test_a_damaged_newest_is_passed_over_with_a_warning(tmp_path: Path) -> None:
+    save_steps(tmp_path, 3)
+    damage(tmp_path / "step-0000000003")
+    (tmp_path / "step-0000000002" / "manifest.json").unlink()
+    app = App(seed=3)
+    with pytest.warns(RuntimeWarning) as warned, open_run(tmp_path, app) as checkpointer:
+        assert checkpointer.restore() == 1
+    texts = [str(each.message) for each in warned]
+    assert any("step 3" in text and "__0_0.distcp does not match its digests in block" in text for text in texts)
+    assert any("step 2" in text and "no manifest.json" in text for text in texts)
+    journal = (tmp_path / ".ckptman" / "journal.jsonl").read_text()
+    assert journal.count("restore_refused") == 2
+
+
+def test_when_nothing_is_good_the_run_does_not_start_afresh(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    for folder in tmp_path.glob("step-*"):
+        damage(folder)
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(ckptman.CorruptError, match=r"(?s)no checkpoint is good.*is not usable"),
+        open_run(tmp_path, App(seed=3)) as checkpointer,
+    ):
+        checkpointer.restore()
+
+
+def test_a_root_whose_checkpoints_are_gone_when_they_are_to_be_loaded_is_not_started_afresh(tmp_path: Path) -> None:
+    save_steps(tmp_path / "run", 1)
+    with (
+        pytest.raises(ckptman.RootError, match=r"holds none now: nothing is started at 0.*mounted"),
+        open_run(tmp_path / "run", App(seed=3)) as checkpointer,
+    ):
+        (tmp_path / "run" / "step-0000000001").rename(tmp_path / "away")  # as where a mount goes
+        checkpointer.restore()
+
+
+@pytest.mark.parametrize("kept", [1, 0])
+def test_a_checkpoint_that_goes_after_it_was_listed_is_not_the_end(
+    tmp_path: Path, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, real = App(seed=3), FolderPlace.list
+    checkpointer = open_run(tmp_path / "run", app)
+    saved = save_steps(tmp_path / "other", 2).digests()
+    for step in range(2 - kept, 3):
+        (tmp_path / "other" / f"step-000000000{step}").rename(tmp_path / "run" / f"step-000000000{step}")
+
+    def list_and_lose(self: FolderPlace, **options: Any) -> list[Entry]:
+        entries = real(self, **options)
+        with contextlib.suppress(FileNotFoundError):
+            (tmp_path / "run" / "step-0000000002").rename(tmp_path / "away")
+        return entries
+
+    monkeypatch.setattr(FolderPlace, "list", list_and_lose)
+    if kept:
+        assert checkpointer.restore() == 1
+    else:
+        with pytest.raises(ckptman.RootError, match="nothing is started at 0"):
+            checkpointer.restore()
+    assert app.digests() != saved
+    checkpointer.__exit__(RuntimeError, RuntimeError("the end"), None)
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ESTALE, os.strerror(errno.ESTALE)), MemoryError("no room")])
+def test_a_load_that_ends_in_the_middle_says_that_what_it_filled_is_not_usable(
+    tmp_path: Path, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckptman.save({"x": torch.ones(2**21)}, tmp_path / "x")
+    state, real = {"x": torch.zeros(2**21)}, os.preadv
+
+    def preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if offset >= 2**22 and not flags:
+            raise failure
+        return real(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setenv("CKPTMAN_IO_THREADS", "1")
+    with pytest.raises(ckptman.CkptmanError, match=r"(Stale file handle|no room).*filled is not usable") as caught:
+        ckptman.load(state, tmp_path / "x")
+    assert isinstance(caught.value, ckptman.CorruptError) == isinstance(failure, OSError)
+    assert state["x"].any()
+
+
+def with_average(app: App, *, is_new: bool = False) -> App:
+    app.state["average"] = {} if is_new else {"weight": torch.zeros(3, 5)}
+    return app
+
+
+def no_descriptor_left(path: Path | str, *args: Any, **kwargs: Any) -> int:
+    if str(path).endswith(("chunks.bin", "index.json", ".distcp")):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+    return REAL_OPEN(path, *args, **kwargs)
+
+
+def no_server(*_: Any) -> int:
+    raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+
+def no_disk(*_: Any) -> int:
+    raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+
+def no_right(path: Path | str, *args: Any, **kwargs: Any) -> int:
+    if str(path).endswith(("chunks.bin", "index.json", ".distcp")):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    return REAL_OPEN(path, *args, **kwargs)
+
+
+def no_memory_for_numpy(*_: object, **__: object) -> None:
+    numpy.empty(2**60, numpy.uint8)
+
+
+def no_memory_left(*_: object, **__: object) -> torch.Tensor:
+    return torch.zeros(1).new_empty(2**60)  # what torch raises has no class of its own
+
+
+@pytest.mark.parametrize(
+    ("what", "fault", "told"),
+    [
+        ("os.open", no_descriptor_left, "not enough memory or open files"),
+        ("torch.empty", no_memory_left, "not enough memory or open files"),
+        ("ckptman.loading.checkpoint_reader.open_table", no_memory_for_numpy, "not enough memory"),
+        ("ckptman.io.workers.aligned_memory", OSError(errno.ENOMEM, "none left"), "not enough memory"),
+        ("ckptman.loading.read.read_wanted", RuntimeError("CUDA error: out of memory"), "not enough memory"),
+        (
+            "ckptman.loading.read.read_wanted",
+            RuntimeError("CUDA error: illegal"),
+            "device of rank 0 failed .*usable",
+        ),
+        ("os.preadv", no_server, "file system does not answer on rank 0 .*not connected.* is not usable"),
+        ("os.pread", no_server, "file system does not answer on rank 0 .*not connected"),  # the chunk table
+        ("os.preadv", no_disk, "file system does not answer on rank 0 .*such device.* is not usable"),
+        ("os.open", no_right, "may not read it on rank 0 .*Permission denied.*check its permissions"),
+    ],
+)
+def test_what_is_no_fault_of_the_checkpoint_is_not_laid_to_it(
+    tmp_path: Path, what: str, fault: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, 2, with_average(App()))
+    monkeypatch.setattr("ckptman.io.workers._free", deque())
+    with (
+        open_run(tmp_path, with_average(App(seed=3), is_new=True)) as checkpointer,
+        mock.patch(what, side_effect=fault),
+        pytest.raises(ckptman.CkptmanError, match=told) as caught,
+    ):
+        checkpointer.restore()
+    assert not isinstance(caught.value, ckptman.CorruptError)
+    assert not list(tmp_path.glob("step-*/verified.json"))
+    with open_run(tmp_path, with_average(App(seed=3))) as checkpointer:
+        assert checkpointer.restore() == 2
+
+
+def test_a_value_of_plain_dcp_that_cannot_be_read_is_found_before_a_tensor_is_filled(tmp_path: Path) -> None:
+    save({"x": torch.ones(1000), "values": {"seen": {1, 2}}}, tmp_path / "plain", "dcp")
+    at = SavedState.read(tmp_path / "plain").object("values.seen")
+    with (tmp_path / "plain" / at.file).open("r+b") as file:
+        file.seek(at.offset)
+        file.write(bytes(at.bytes))
+    state = {"x": torch.zeros(1000), "values": {"seen": set()}}
+    with ckptman.Checkpointer(tmp_path / "run", state, deadline=None) as checkpointer:
+        with pytest.raises(ckptman.CorruptError, match=r"the value values\.seen was refused"):
+            checkpointer.restore(path=tmp_path / "plain")
+        assert not state["x"].any()
+
+
+def test_a_step_that_does_not_exist(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    with (
+        pytest.raises(ckptman.NotFoundError, match="no checkpoint of step 7; the latest there are: 1, 2"),
+        open_run(tmp_path, App()) as checkpointer,
+    ):
+        checkpointer.restore(step=7)
+
+
+def test_a_newer_format_is_never_passed_over(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    manifest = tmp_path / "step-0000000002" / "manifest.json"
+    manifest.write_text(json.dumps({"format_version": 9, "something": "new"}))
+    with (
+        pytest.raises(ckptman.FormatVersionError, match="format version 9"),
+        open_run(tmp_path, App()) as checkpointer,
+    ):
+        checkpointer.restore()
+
+
+def test_a_root_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.write_text("something else")
+    with pytest.raises(ckptman.RootError, match="is a file"):
+        open_run(path, App())
+    assert path.read_text() == "something else"
+
+
+def test_an_unreadable_root_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(tmp_path, 1)
+
+    def refuse(path: Any) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(ckptman.RootError, match="cannot be read"):
+        open_run(tmp_path, App())
+
+
+def restore_other_shape(root: str, mesh: tuple[int, ...]) -> tuple[str, bool]:
+    app = App(mesh, width=6, seed=4)
+    app.model.register_buffer("extra", torch.zeros(2))
+    before = app.digests()
+    try:
+        with open_run(root, app) as checkpointer:
+            checkpointer.restore()
+    except ckptman.MismatchError as error:
+        after = app.digests()
+        return str(error), all(after[name] == text for name, text in before.items())
+    return "", False
+
+
+def test_a_model_that_differs_is_told_with_every_name_before_a_byte_is_copied(tmp_path: Path) -> None:
+    app = save_steps(tmp_path, 1)
+    del app
+    (text, untouched), (other, _) = run_ranks(2, restore_other_shape, str(tmp_path), (2,))
+    assert text == other
+    assert untouched
+    assert "missing in the checkpoint (1):\n    model.extra" in text
+    assert "model.0.weight: checkpoint [7, 5] float32, this run [6, 5] float32" in text
+    assert "optimizer.state.2.weight.exp_avg: checkpoint [3, 7] float32, this run [3, 6] float32" in text
+
+
+def test_state_that_is_gone_from_the_run_is_told(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    app = App()
+    del app.state["scheduler"]
+    app.state["ema"] = {"decay": 0.9}
+    with pytest.raises(ckptman.MismatchError) as caught, open_run(tmp_path, app) as checkpointer:
+        checkpointer.restore()
+    assert caught.value.missing == ("ema",)
+    assert caught.value.unexpected == ("scheduler",)
+
+
+def test_a_value_that_cannot_be_saved_is_named_and_the_run_can_go_on(tmp_path: Path) -> None:
+    app = App()
+    with open_run(tmp_path, app) as checkpointer:
+        app.train_step()
+        app.state["data"].next_sample = object()
+        with pytest.raises(ckptman.ConfigError, match=r"data\.next_sample is a builtins\.object"):
+            checkpointer.step(1)
+        app.state["data"].next_sample = 12
+        app.train_step()
+        checkpointer.step(2)
+    assert [each.name for each in sorted(tmp_path.glob("step-*"))] == ["step-0000000002"]
+
+
+def hold_root(root: str) -> None:
+    with open_run(root, App()):
+        say("mine")
+        while True:
+            dist.barrier()
+
+
+def test_an_object_that_cannot_give_its_state_is_not_taken_for_the_disk(tmp_path: Path) -> None:
+    class Unready:
+        def state_dict(self) -> dict[str, Any]:
+            raise ValueError("not yet")
+
+        def load_state_dict(self, values: dict[str, Any]) -> None:
+            pass
+
+    with (
+        pytest.raises(ckptman.CkptmanError, match=r"rank 0 failed: ValueError: not yet\. Its own traceback"),
+        ckptman.Checkpointer(tmp_path, {"data": Unready()}, deadline=None) as checkpointer,
+    ):
+        checkpointer.save(1)
+
+
+def test_a_second_run_on_one_root_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+    with start_ranks(1, hold_root, str(tmp_path)) as world:
+        world.await_message(0, "mine")
+        with pytest.raises(ckptman.BusyError) as caught:
+            open_run(tmp_path, App())
+        assert caught.value.pid == world.processes[0].pid
+        world.kill(0)
+        world.join()
+        with open_run(tmp_path, App()) as checkpointer:
+            assert checkpointer.restore() == 0
+
+
+class Broken(ckptman.SavePolicy):
+    def decide(self, facts: Any) -> None:
+        raise ZeroDivisionError("division by zero")
+
+
+def use_broken_policy(root: str) -> str:
+    app = App((2,))
+    try:
+        with open_run(root, app, save_policy=Broken()) as checkpointer:
+            app.train_step()
+            checkpointer.step(1)
+    except ckptman.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_policy_that_raises_does_so_on_every_rank(tmp_path: Path) -> None:
+    texts = run_ranks(2, use_broken_policy, str(tmp_path))
+    assert texts == ["the save policy failed: ZeroDivisionError: division by zero"] * 2
+
+
+def be_out_of_step(root: str) -> str:
+    app = App((2,))
+    try:
+        with open_run(root, app) as checkpointer:
+            checkpointer.step(1 + dist.get_rank())
+    except ckptman.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_are_out_of_step_are_told(tmp_path: Path) -> None:
+    assert run_ranks(2, be_out_of_step, str(tmp_path)) == ["the ranks are at different steps, from 1 to 2"] * 2
+
+
+class GatedDisk(FullDisk):
+    """Holds the background thread until it is let go, and then refuses."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def sync_file(self, fd: int) -> None:
+        if self.full and threading.current_thread().name.startswith("ckptman-save"):
+            self.gate.wait()
+        super().sync_file(fd)
+
+
+def be_told_once(root: str) -> tuple[list[str], list[int]]:
+    """The failure is known when step 4 ends, so it travels to step 5; meanwhile the loop hears of it by `wait`."""
+    app, disk, told, saved = App((2,)), GatedDisk(), [], []
+    with open_run(root, app, disk=disk, save_policy=ckptman.AtStep(2)) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 9):
+            disk.full = dist.get_rank() == 1 and step <= 4
+            app.train_step()
+            if step == 4:
+                disk.gate.set()
+                checkpointer._saver._running[-1].wait()  # only to make the order certain
+            try:
+                if checkpointer.step(step):
+                    saved.append(step)
+                if step == 4:
+                    checkpointer.wait()
+            except ckptman.CommitError as error:
+                told.append(f"save {error.step} at step {step}")
+    return told, saved
+
+
+def test_each_failure_is_told_once(tmp_path: Path) -> None:
+    first, second = run_ranks(2, be_told_once, str(tmp_path))
+    assert first == second
+    told, saved = first
+    assert told == ["save 2 at step 4"]
+    assert saved[0] == 2
+    assert len(saved) == 2, "it is tried again once, and that succeeds"
+
+
+def fail_before_the_end(root: str) -> None:
+    app, disk = App((2,)), FullDisk()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with open_run(root, app, disk=disk, save_policy=ckptman.AtStep(3)) as checkpointer:
+            checkpointer.restore()
+            for step in range(1, 4):
+                disk.full = dist.get_rank() == 1 and step == 3
+                app.train_step()
+                checkpointer.step(step)
+            with contextlib.suppress(Exception):
+                checkpointer._saver._running[-1].result()  # only for a certain order
+            disk.full = False
+    assert any("tried once more" in str(each.message) for each in warned)
+
+
+def test_a_failed_save_is_tried_once_more_at_the_end(tmp_path: Path) -> None:
+    run_ranks(2, fail_before_the_end, str(tmp_path))
+    assert (tmp_path / "step-0000000003" / "manifest.json").exists()
+
+
+def wait_unlike(root: str) -> list[str]:
+    """Rank 1 alone knows that the save has failed: its connection broke when the others had finished."""
+    app, events = App((2,)), []
+    with open_run(root, app) as checkpointer:
+        checkpointer.restore()
+        app.train_step()
+        checkpointer.save(1)
+        original = checkpointer._saver.wait
+
+        def broken() -> Any:
+            reports, failure = original()
+            if dist.get_rank() == 1:
+                return [], ckptman.CommitError(1, -1, "the connection broke")
+            return reports, failure
+
+        checkpointer._saver.wait = broken  # type: ignore[method-assign]
+        try:
+            checkpointer.wait()
+        except ckptman.CommitError:
+            events.append("told")
+        checkpointer._saver.wait = original  # type: ignore[method-assign]
+        app.train_step()
+        checkpointer.save(2)
+        checkpointer.wait()
+    return events
+
+
+def test_wait_raises_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    assert run_ranks(2, wait_unlike, str(tmp_path)) == [["told"]] * 2
+    assert (tmp_path / "step-0000000002" / "manifest.json").exists()
+
+
+def fail_before_writing(root: str, where: str) -> list[str]:
+    """An error of no class of ours, on one rank, in a save that the loop waits for; the next save is good."""
+    app, events, rank = App((2,)), [], dist.get_rank()
+    with open_run(root, app, async_save=False, save_policy=ckptman.AtStep(10**6)) as checkpointer:
+        checkpointer.restore()
+        app.train_step()
+        owner, name = {"content": (Content, "of"), "write": (Writing, "_write"), "prune": (Keeper, "prune")}[where]
+        patch = mock.patch.object(owner, name, side_effect=TypeError("what nobody thought of"))
+        with patch if rank == 1 or where == "prune" else contextlib.nullcontext():
+            try:
+                checkpointer.save(1)
+            except ckptman.CommitError as error:
+                assert "what nobody thought of" in str(error)
+                events.append(f"told of rank {error.rank}")
+            else:
+                events.append("saved")
+        app.train_step()
+        checkpointer.save(2)
+        events.append("saved")
+    return events
+
+
+@pytest.mark.parametrize("where", ["content", "write", "prune"])
+def test_an_error_that_nobody_thought_of_is_told_by_every_rank(tmp_path: Path, where: str) -> None:
+    first = "saved" if where == "prune" else "told of rank 1"
+    assert run_ranks(2, fail_before_writing, str(tmp_path), where, limit=40) == [[first, "saved"]] * 2
+    assert (tmp_path / "step-0000000002" / "manifest.json").exists()
+    assert (tmp_path / "step-0000000001").exists() == (first == "saved")
+
+
+class StopAt(ckptman.SavePolicy):
+    """Saves at step 2, and saves and stops at step 4."""
+
+    def decide(self, facts: Facts) -> Decision | None:
+        return Decision("planned", stop=facts.step == 4) if facts.step in (2, 4) else None
+
+
+def stop_after_a_failure(root: str) -> tuple[list[str], int]:
+    """Nobody was told yet that the save before failed when the policy wants the run to end."""
+    app, disk, step = App((2,)), GatedDisk(), 0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with open_run(root, app, disk=disk, save_policy=StopAt()) as checkpointer:
+            checkpointer.restore()
+            for step in range(1, 6):
+                disk.full = dist.get_rank() == 1
+                app.train_step()
+                if step == 4:
+                    disk.gate.set()
+                    checkpointer._saver._running[-1].wait()  # only to make the order certain
+                    disk.full = False
+                checkpointer.step(step)
+                if checkpointer.should_stop():
+                    break
+    return [str(each.message) for each in warned if "tried once more" in str(each.message)], step
+
+
+def test_a_stop_of_the_policy_is_not_lost_to_an_earlier_failure(tmp_path: Path) -> None:
+    for warned, step in run_ranks(2, stop_after_a_failure, str(tmp_path)):
+        assert step == 4
+        assert len(warned) == 1
+    assert (tmp_path / "step-0000000004" / "manifest.json").exists()
+
+
+def test_a_first_step_after_a_save_waits_for_it_before_it_plans_anew(tmp_path: Path) -> None:
+    """The optimizer got its state in between, so that what was planned no longer fits."""
+    app, gate = App(), threading.Event()
+    original = Writing._write
+
+    def held(writing: Writing, *args: Any) -> Any:
+        assert gate.wait(20)
+        return original(writing, *args)
+
+    with mock.patch.object(Writing, "_write", held), open_run(tmp_path, app) as checkpointer:
+        checkpointer.restore()
+        app.state["extra"] = torch.zeros(3)
+        checkpointer.save(1)
+        app.state["more"] = torch.zeros(300_000)
+        app.train_step()
+        timer = threading.Timer(0.2, gate.set)
+        timer.start()
+        checkpointer.step(2)
+        timer.join()
+    for step, more in ((1, False), (2, True)):
+        assert ("more" in SavedState.read(tmp_path / f"step-{step:010d}").index.tensors) == more

@@ -1,0 +1,521 @@
+"""Tiers that are slow, or hang: no run is held up by them, at its start, while it saves or at its end.
+
+A tier hangs when every call for a path in it blocks, in this process and in its children (`HANGS`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+import torch
+
+import ckptman
+from ckptman.catalog import reader_lease as lease_module
+from ckptman.catalog import tiers as tiers_module
+from ckptman.catalog.backends.object_store import ObjectPlace
+from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.tiers import answers, read_tiers, write_tiers
+from ckptman.cli.app import main
+from ckptman.errors import RootError
+from ckptman.format.paths import outcome_path
+from ckptman.io.wakeup import Task
+from ckptman.policies.hang_timeout import Patience, Progress
+from ckptman.policies.tiers import Tier
+from ckptman.runtime.journal import Journal, read_journal
+from ckptman.runtime.outcome import Outcome, read_outcome
+from ckptman.session import drain_process as draining
+from ckptman.session import restorer as restore
+from ckptman.session.drain_process import Drainer
+from ckptman.transfer.copy import copy_checkpoint
+from ckptman.transfer.drain import plan_drain
+from ckptman.transfer.progress import Meter
+from tests.catalog.test_tiers import drain, root, steps
+from tests.end_to_end.test_tiers import events, run
+from tests.helpers.ranks import start_ranks
+
+__all__ = ["root"]
+
+HANGS = """
+import builtins, io, os, threading
+
+_stat = os.stat
+
+def hanging(function):
+    def call(*args, **kwargs):
+        far = os.environ["HANGS"]
+        paths = [os.fspath(each) for each in args[:2] if isinstance(each, (str, os.PathLike))]
+        if any(path == far or path.startswith(far + "/") for path in paths):
+            try:
+                _stat(far + ".hangs")
+            except FileNotFoundError:
+                pass
+            else:
+                threading.Event().wait()
+        return function(*args, **kwargs)
+    return call
+
+NAMES = "stat lstat open scandir listdir mkdir rename replace unlink rmdir utime statvfs readlink link access".split()
+for name in NAMES:
+    setattr(os, name, hanging(getattr(os, name)))
+io.open = builtins.open = hanging(io.open)
+"""
+"""Makes a tier hang, from the moment on when there is a file of its name with `.hangs` after it."""
+
+TEST = """#!/bin/sh
+case "$2" in "$HANGS"*) while [ -e "$HANGS.hangs" ]; do sleep 0.1; done;; esac
+[ "$1" "$2" ]
+"""
+
+
+def hang_from_now_on(far: Path) -> None:
+    far.with_name(far.name + ".hangs").touch()
+
+
+# ---- drains that hang ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draining, "STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(draining, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(draining, "END_SECONDS", 0.5)
+
+
+@pytest.fixture
+def drainer(tmp_path: Path) -> Iterator[Drainer]:
+    """One by itself, with a journal."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.record("begins")
+    yield Drainer(tmp_path / "run", journal)
+    journal.close()
+
+
+def hang_instead(folder: Path, monkeypatch: pytest.MonkeyPatch, first: str = "") -> Callable[[], int]:
+    """Have drains do nothing, for ever. What waits until one does that, and gives its pid."""
+    os.mkfifo(folder / "there")
+    script = folder / "hangs.sh"
+    script.write_text(f'#!/bin/sh\n{first}\necho $$ > "{folder}/there"\nexec sleep 600\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    return lambda: int((folder / "there").read_text())
+
+
+def causes(folder: Path) -> list[str]:
+    return [each["cause"] for each in read_journal(folder / "journal.jsonl")[0] if each["event"] == "drain_failed"]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("first", ["", "trap '' TERM"], ids=["", "deaf"])
+def test_a_drain_that_hangs_is_ended_at_the_end_of_a_run(
+    drainer: Drainer, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await_hang = hang_instead(tmp_path, monkeypatch, first)
+    drainer.poke()
+    pid = await_hang()
+    drainer.poke()  # what was saved meanwhile is not waited for either
+    with pytest.warns(RuntimeWarning, match=r"no save: the drain at the end did nothing for 0\.3 s.*goes on with"):
+        drainer.close(finish=True)
+    assert not psutil.pid_exists(pid)
+    (cause,) = causes(tmp_path)
+    assert cause.startswith("the drain at the end did nothing for 0.3 s, and was ended. ckptman drain ")
+    drainer.close(finish=True)  # nothing is left to wait for
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_run_that_stops_breaks_a_drain_off_that_hangs(
+    drainer: Drainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await_hang = hang_instead(tmp_path, monkeypatch, "trap '' TERM")
+    drainer.poke()
+    pid = await_hang()
+    drainer.close(finish=False)
+    assert not psutil.pid_exists(pid)
+    assert causes(tmp_path) == []
+
+
+class Undead:
+    """A process on a clock of its own that never ends, whatever it is sent, or ends when its work is done.
+
+    `moves`: when it does something, in seconds.
+    """
+
+    pid = 4711
+
+    def __init__(self, moves: list[float], ends_at: float = float("inf")) -> None:
+        self.now, self.moves, self.ends_at = 0.0, moves, ends_at
+        self.returncode: int | None = None
+        self.sent: list[str] = []
+
+    def work_done(self, pid: int) -> int:
+        return sum(moment <= self.now for moment in self.moves)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now < self.ends_at:
+            raise subprocess.TimeoutExpired("drain", seconds)
+        self.returncode = 0
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def terminate(self) -> None:
+        self.sent.append("TERM")
+
+    def kill(self) -> None:
+        self.sent.append("KILL")
+
+    def run_by(self, drainer: Drainer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(draining, "time", self)
+        monkeypatch.setattr(draining, "_work_done", self.work_done)
+        drainer._process, drainer._again = cast(Any, self), False
+        drainer._told = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+
+
+def test_a_drain_that_cannot_be_killed_is_left_to_itself(drainer: Drainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Undead([])
+    process.run_by(drainer, monkeypatch)
+    with pytest.warns(RuntimeWarning, match="did nothing for 600 s"):
+        drainer.close(finish=True)
+    assert process.sent == ["TERM", "KILL"]
+    assert process.now <= draining.STUCK_SECONDS + 2 * draining.LOOK_SECONDS + 2 * draining.END_SECONDS
+
+
+def test_a_drain_that_is_slow_is_waited_for_as_long_as_it_moves_something(
+    drainer: Drainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = [590.0 * number for number in range(100)]
+    process = Undead(moves, ends_at=moves[-1] + 500)
+    process.run_by(drainer, monkeypatch)
+    drainer.close(finish=True)
+    assert process.sent == []
+    assert causes(tmp_path) == []
+    process = Undead(moves)
+    process.run_by(drainer, monkeypatch)
+    with pytest.warns(RuntimeWarning, match="did nothing"):
+        drainer.close(finish=True)
+    assert process.now - moves[-1] <= draining.STUCK_SECONDS + 2 * draining.LOOK_SECONDS + 2 * draining.END_SECONDS
+
+
+def test_what_goes_over_a_network_is_work_too() -> None:
+    """No call that reads or writes a file, as when an object store is read back."""
+    program = (
+        "import socket\n"
+        "here, there = socket.socketpair()\n"
+        "print('begins', flush=True)\n"
+        "while True: here.send(bytes(1000)); there.recv(1000)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "begins\n"
+        before = draining._work_done(child.pid)
+        while (now := draining._work_done(child.pid)) == before:
+            time.sleep(0.02)
+        assert now[0] == before[0]
+        child.kill()
+
+
+def test_a_drain_that_cannot_be_started_ends_no_run(
+    drainer: Drainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(draining.tempfile, "TemporaryFile", full)
+        with pytest.warns(RuntimeWarning, match="no drain could be started"):
+            drainer.poke()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    with pytest.warns(RuntimeWarning, match="no drain could be started"):
+        drainer.poke()
+    drainer.close(finish=True)
+    assert len(causes(tmp_path)) == 2
+
+
+def test_what_an_attempt_before_left_is_copied_where_this_one_saves_nothing(
+    drainer: Drainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    drainer.close(finish=False)
+    assert causes(tmp_path) == [], "a run that is started again does that"
+    drainer.close(finish=True)
+    assert causes(tmp_path) == ["it ended with 1"]
+
+
+def test_a_warning_that_is_an_error_keeps_no_rank_from_the_others(
+    drainer: Drainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    drainer.poke()
+    drainer.close(finish=True)
+    assert causes(tmp_path) == ["it ended with 1"]
+
+
+# ---- a tier that hangs while a run is at work ------------------------------------------------------------------------
+
+
+def run_while_a_tier_hangs(root: str, far: str, folder: str, until: int, hang_at: int = 0) -> tuple[int, list[str]]:
+    """A run whose tier hangs from a step on, if it does not already. Where it began, and what it warned of."""
+    os.environ.update(HANGS=far, PYTHONPATH=folder, PATH=f"{folder}:{os.environ['PATH']}")
+    exec(HANGS, {})
+    draining.STUCK_SECONDS, draining.LOOK_SECONDS, draining.END_SECONDS = 1.0, 0.1, 1.0
+    tiers_module.ANSWER_SECONDS = lease_module._END_SECONDS = 0.3
+    state: dict[str, Any] = {"count": {"n": torch.zeros(4)}}
+    warnings.simplefilter("always")
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        ckptman.Checkpointer(
+            root, state, save_policy=ckptman.EverySteps(10), tiers=[ckptman.Tier(far)], deadline=None, watchdog=60.0
+        ) as checkpointer,
+    ):
+        start = checkpointer.restore()
+        for step in range(start + 1, until + 1):
+            if step == hang_at:
+                hang_from_now_on(Path(far))
+            state["count"]["n"] += 1
+            checkpointer.step(step)
+    return start, [str(each.message) for each in warned]
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[Path]:
+    """A tier with steps 10 and 20, and what makes it hang."""
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    (tmp_path / "test").write_text(TEST)
+    (tmp_path / "test").chmod(0o755)
+    run(str(tmp_path / "run"), [], 20)
+    drain(tmp_path / "run", Tier(tmp_path / "far"))
+    yield tmp_path / "far"
+    (tmp_path / "far.hangs").unlink(missing_ok=True)  # who is still asking goes home
+
+
+def outcome_of(root: Path) -> Outcome:
+    found = read_outcome(outcome_path(root))
+    assert found is not None
+    return found
+
+
+def test_a_tier_that_hangs_holds_no_run_up(far: Path, tmp_path: Path) -> None:
+    """Not even one that went on from a checkpoint of that tier, and holds it."""
+    root = tmp_path / "run"
+    shutil.rmtree(root)
+    with start_ranks(2, run_while_a_tier_hangs, str(root), str(far), str(tmp_path), 60, 25) as world:
+        (start, warned), _ = world.results()
+        assert world.join() == [0, 0]
+    assert start == 20
+    assert steps(root) == [30, 40, 50, 60]
+    assert (outcome_of(root).state, outcome_of(root).exit_code) == ("finished", 0)
+    (failed,) = events(root, "drain_failed")
+    assert failed["cause"].startswith("the drain at the end did nothing for 1 s, and was ended. ")
+    assert [each for each in warned if failed["cause"] in each] == warned
+    assert main(["drain", str(root)]) == 0
+    assert steps(far) == [10, 20, 30, 40, 50, 60]
+
+
+def test_a_tier_that_hangs_at_the_start_of_a_run_is_passed_over(far: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.rmtree(root / "step-0000000020")
+    hang_from_now_on(far)
+    with start_ranks(1, run_while_a_tier_hangs, str(root), str(far), str(tmp_path), 30) as world:
+        ((start, warned),) = world.results()
+        assert world.join() == [0]
+    assert start == 10
+    away = f"{far} does not answer within 0.3 s: check the mount"
+    assert f"the tier {far} cannot be looked at, and what it has is not restored: {away}" in warned
+    assert [(entry.step, entry.sequence) for entry in Catalogue(root).scan()] == [(10, 1), (20, 3), (30, 4)]
+    assert outcome_of(root).state == "finished"
+    assert events(root, "drain_failed")
+
+
+# ---- who looks at a tier that hangs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of which every question hangs, once it is told to."""
+    (tmp_path / "ask").write_text('#!/bin/sh\n[ ! -e "$1.hangs" ] || exec sleep 600\n')
+    (tmp_path / "ask").chmod(0o755)
+    monkeypatch.setattr(tiers_module, "_ASK", (str(tmp_path / "ask"),))
+    monkeypatch.setattr(tiers_module, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(tiers_module, "_silent", {})
+    return tmp_path / "silent"
+
+
+def test_who_was_silent_is_not_asked_again_for_a_while(silent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answers(silent), "there is none, and that is an answer"
+    hang_from_now_on(silent)
+    assert not answers(silent)
+    silent.with_name("silent.hangs").unlink()
+    assert not answers(silent)
+    monkeypatch.setattr(tiers_module, "_SILENT_SECONDS", 0.0)
+    assert answers(silent)
+    monkeypatch.setattr(tiers_module, "_ASK", (f"{silent}/no such command",))
+    assert answers(silent), "where nobody can ask, who looks finds out"
+
+
+def test_a_new_tier_that_hangs_is_an_error(silent: Path, root: Path) -> None:
+    hang_from_now_on(silent)
+    with pytest.raises(RootError, match=r"silent does not answer within 0\.2 s: check the mount"):
+        write_tiers(root, [Tier(silent)])
+    assert read_tiers(root) == ()
+
+
+def test_a_tier_that_hangs_keeps_no_other_from_being_filled(
+    silent: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = root.parent / "far"
+    write_tiers(root, [Tier(silent, every=4), Tier(far)])
+    hang_from_now_on(silent)
+    plan = plan_drain(root, read_tiers(root))
+    assert [each.trouble for each in plan.troubles] == [f"{silent} does not answer within 0.2 s: check the mount"]
+    assert main(["drain", str(root)]) == 10
+    assert "does not answer" in capsys.readouterr().err
+    assert steps(far) == steps(root)
+    assert main(["prune", str(root), "--keep-last", "1"]) == 0
+    assert steps(root) == [40, 80], "those that it would take"
+    assert main(["rollback", str(root), "--to-step", "40"]) == 10
+
+
+def test_nothing_is_started_over_where_the_only_tier_hangs(silent: Path, root: Path) -> None:
+    write_tiers(root, [Tier(silent)])
+    hang_from_now_on(silent)
+    for step in steps(root):
+        shutil.rmtree(root / f"step-{step:010d}")
+    for _ in range(2):
+        with pytest.raises(RootError, match="does not answer"):
+            run(str(root), [ckptman.Tier(silent)], 10)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+# ---- a fetch that takes long -----------------------------------------------------------------------------------------
+
+
+PATIENCE = Patience(1.0)
+LIMIT_SECONDS = PATIENCE.limit_seconds("start")
+
+
+class Slow:
+    """A fetch on a clock of its own, whose every piece takes longer than half of what a start may take.
+
+    After `pieces` of them nothing moves any more: it is looked at a few times in vain, and fails.
+    """
+
+    def __init__(self, checkpointer: ckptman.Checkpointer, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.meter, self.pieces, self.stalls, self.looks = Meter(self.moved), pieces, list[str](), 0
+        self._beat, self._watchdog = checkpointer.beat, checkpointer._watchdog
+        self._watchdog.progress = Progress(PATIENCE)
+        self._turn, self.is_over = threading.Condition(), False
+        self._known = self._before = self._state
+        monkeypatch.setattr(checkpointer, "beat", self.beat)
+        monkeypatch.setattr(restore, "Meter", lambda: self.meter)
+        real = Task.wait
+        monkeypatch.setattr(Task, "wait", lambda task, *args: self.look(real, task, *args))
+        monkeypatch.setattr(restore, "_FETCH_LOOK_SECONDS", 0.01)
+
+    @property
+    def seconds(self) -> float:
+        return self._watchdog.awake_seconds
+
+    @property
+    def _state(self) -> tuple[str, int]:
+        return self.meter.phase, self.meter.done_bytes
+
+    def beat(self) -> None:
+        with self._turn:
+            self._beat()
+            self._known = self._state
+            self._turn.notify_all()
+
+    def look(self, wait: Any, *args: Any) -> Any:
+        with self._turn:
+            self.looks += 1
+            self._turn.notify_all()
+        return wait(*args)
+
+    def moved(self, meter: Meter) -> None:
+        with self._turn:
+            if self.pieces > 0:
+                self._turn.wait_for(lambda: self._known == self._state, 10)
+                if self._before != self._state:
+                    self._before, self.pieces = self._state, self.pieces - 1
+                    self._pass(0.6 * LIMIT_SECONDS)
+                    if self.pieces == 0:
+                        self._hang()
+            if self.pieces == 0:
+                self._turn.wait_for(lambda: self.is_over, 60)
+                raise RootError(5, "nothing came any more")
+
+    def _hang(self) -> None:
+        state = None
+        while state != self._state:  # until no other thread brings anything
+            state = self._state
+            self._await_looks(5)
+        for _ in range(2):
+            self._pass(0.6 * LIMIT_SECONDS)
+            self._await_looks(5)
+        self.is_over = True
+        self._turn.notify_all()
+
+    def _await_looks(self, count: int) -> None:
+        until = self.looks + count
+        self._turn.wait_for(lambda: self.looks >= until, 10)
+
+    def _pass(self, seconds: float) -> None:
+        self._watchdog.awake_seconds += seconds
+        if (stall := self._watchdog.progress.overdue(self.seconds)) is not None:
+            self.stalls.append(str(stall))
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> str:
+    """The address of an object store, in memory, that has step 20 and nothing else."""
+    run(str(tmp_path / "first"), [], 20)
+    place = ObjectPlace(f"memory://{tmp_path.name}")
+    copy_checkpoint(Catalogue(tmp_path / "first").entry(20), place)
+    return place.url
+
+
+def run_id_of(url: str) -> str:
+    """Of the run that saved what is there: nobody else may go on from it."""
+    return ObjectPlace(url).look()[0].require_manifest().run_id
+
+
+def test_a_fetch_may_take_longer_than_a_start_as_long_as_bytes_move(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state: dict[str, Any] = {"count": {"n": torch.zeros(4)}}
+    with ckptman.Checkpointer(
+        tmp_path / "run", state, tiers=[Tier(stored)], deadline=None, run_id=run_id_of(stored)
+    ) as checkpointer:
+        fetch = Slow(checkpointer, 1000, monkeypatch)
+        assert checkpointer.restore() == 20
+    assert fetch.seconds > 2 * LIMIT_SECONDS
+    assert fetch.stalls == []
+    assert state["count"]["n"].tolist() == [20] * 4
+
+
+def test_a_fetch_that_hangs_is_noticed(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[str, Any] = {"count": {"n": torch.zeros(4)}}
+    with (
+        pytest.raises(RootError, match="nothing came any more"),
+        ckptman.Checkpointer(
+            tmp_path / "run", state, tiers=[Tier(stored)], deadline=None, run_id=run_id_of(stored)
+        ) as checkpointer,
+    ):
+        fetch = Slow(checkpointer, 3, monkeypatch)
+        checkpointer.restore()
+    assert "between the start of the run and the end of its first step" in fetch.stalls[-1]

@@ -1,0 +1,38 @@
+"""Everybody at one root at once: nothing that is to be kept is lost, and nothing vanishes under who reads it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.torture import torture
+
+SHORT_SECONDS = 60.0
+LONG_SECONDS = 1200.0
+
+
+def check(folder: Path, seconds: float) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    found = torture(folder, seconds, seed)
+    print(dict(found))
+    # That little would prove nothing.
+    assert found["commits"] > 50
+    assert found["deleted"] > 20
+    assert found["restores"] > 20
+    assert found["reads with a lease"] > 20
+    assert found["copies"] > 5
+    assert found["pins"] > 5
+    assert found["kills"] > 5
+
+
+def test_everybody_at_once(tmp_path: Path) -> None:
+    check(tmp_path, SHORT_SECONDS)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(LONG_SECONDS + 600)
+def test_everybody_at_once_for_twenty_minutes(tmp_path: Path) -> None:
+    check(tmp_path, LONG_SECONDS)

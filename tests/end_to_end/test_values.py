@@ -1,0 +1,363 @@
+"""What goes in comes out: every kind of value, each rank's own generators, and the copy that training cannot touch."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import ckptman
+from ckptman.catalog.catalog import Catalogue
+from ckptman.io.filesystem import Disk
+from tests.helpers.apps import App
+from tests.helpers.ranks import run_ranks
+
+
+def round_trip(root: Path, state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+    with ckptman.Checkpointer(root, state, deadline=None) as checkpointer:
+        checkpointer.save(1)
+    with ckptman.Checkpointer(root, fresh, deadline=None) as checkpointer:
+        assert checkpointer.restore() == 1
+    return fresh
+
+
+def test_plain_values_keep_their_types(tmp_path: Path) -> None:
+    values = {
+        "text": "ünï\n",
+        "count": 2**70,
+        "tiny": 5e-324,
+        "nan": float("nan"),
+        "none": None,
+        "flag": True,
+        "pair": (1, [2.5, (3,)]),
+        "by_number": {30: 1, True: "yes", ("a", 1): b"\0\xff"},
+        "counter": Counter({3: 2}),
+        "ordered": OrderedDict(b=1, a=2),
+        "set": {1, 2},
+        "complex": 1 - 2j,
+        "numpy": numpy.arange(6, dtype=numpy.int16).reshape(2, 3),
+        "scalar": numpy.float32(0.1),
+        "empty": {"list": [], "dict": {}},
+        "tensors": [torch.tensor(1.5), {"x": torch.arange(3)}],
+    }
+    fresh = round_trip(tmp_path, {"all": values, "epoch": 7}, {"all": {}, "epoch": 0})
+    found = fresh["all"]
+    assert fresh["epoch"] == 7
+    assert list(found) == list(values)
+    for name in ("text", "count", "tiny", "none", "flag", "pair", "by_number", "set", "complex", "empty"):
+        assert found[name] == values[name]
+        assert type(found[name]) is type(values[name])
+    assert found["nan"] != found["nan"]
+    assert type(found["counter"]) is Counter
+    assert found["counter"][3] == 2
+    assert list(found["ordered"]) == ["b", "a"]
+    assert type(found["ordered"]) is OrderedDict
+    assert found["numpy"].dtype == numpy.int16
+    assert (found["numpy"] == values["numpy"]).all()
+    assert type(found["scalar"]) is numpy.float32
+    assert torch.equal(found["tensors"][0], torch.tensor(1.5))
+    assert torch.equal(found["tensors"][1]["x"], torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4).to(torch.bfloat16),
+        torch.randn(5).to(torch.float8_e4m3fn),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]),
+        torch.tensor(3),
+        torch.empty(0, 4),
+        torch.arange(12).reshape(3, 4).T,
+        torch.arange(100)[10:20],
+        torch.tensor([float("nan"), float("-inf"), -0.0]),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
+)
+def test_tensors_of_every_kind(tmp_path: Path, tensor: torch.Tensor) -> None:
+    mine = torch.zeros_like(tensor)
+    fresh = round_trip(tmp_path, {"x": {"t": tensor, "new": tensor}}, {"x": {"t": mine}})
+    assert fresh["x"]["t"] is mine
+    for found in fresh["x"].values():
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        as_bytes = [each.contiguous().reshape(-1).view(torch.uint8) for each in (found, tensor)]
+        assert torch.equal(as_bytes[0], as_bytes[1])
+
+
+def test_tensors_in_dicts_and_lists_are_filled_where_they_are(tmp_path: Path) -> None:
+    """The model that they belong to trains on, and what is saved next is what it then has."""
+
+    def made() -> tuple[nn.Module, dict[str, Any], list[torch.Tensor]]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        bare, deep = torch.randn(3), nn.Parameter(torch.randn(2, 2))
+        state = {"model": model.state_dict(), "bare": bare, "ema": {"decay": 0.9, "all": [1, {"w": [deep]}]}}
+        return model, state, [*model.state_dict().values(), bare, deep]
+
+    _, saved, theirs = made()
+    model, state, mine = made()
+    held = [state["bare"], state["ema"]["all"][1]["w"][0], *state["model"].values()]
+    round_trip(tmp_path, saved, state)
+    assert all(map(torch.equal, mine, theirs))
+    found = [state["bare"], state["ema"]["all"][1]["w"][0], *state["model"].values()]
+    assert all(one is other for one, other in zip(found, held))
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        checkpointer.restore()
+        nn.init.constant_(model[0].weight, 7.0)  # type: ignore[index]
+        checkpointer.save(2)
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        checkpointer.restore(step=2)
+    assert (state["model"]["0.weight"] == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("fresh", "told"),
+    [
+        ({"w": torch.zeros(3), "b": torch.zeros(2)}, r"x\.w: checkpoint \[2\] float32, this run \[3\] float32"),
+        ({"w": torch.zeros(2, dtype=torch.int64)}, r"x\.w: checkpoint \[2\] float32, this run \[2\] int64"),
+        ({"w": torch.zeros(2), "more": [torch.zeros(2)]}, r"missing.*\n.*x\.more\.0"),
+        ({"w": torch.zeros(2), "n": torch.zeros(())}, r"missing.*\n.*x\.n"),
+    ],
+)
+def test_a_tensor_in_a_dict_that_does_not_fit_is_told_before_anything_changes(
+    tmp_path: Path, fresh: dict[str, Any], told: str
+) -> None:
+    with ckptman.Checkpointer(tmp_path, {"x": {"w": torch.ones(2), "b": torch.ones(2), "n": 1}}) as checkpointer:
+        checkpointer.save(1)
+    state = {"x": dict(fresh)}
+    with (
+        pytest.raises(ckptman.MismatchError, match=told),
+        ckptman.Checkpointer(tmp_path, state) as checkpointer,
+    ):
+        checkpointer.restore()
+    assert all(state["x"][name] is value for name, value in fresh.items())
+    assert not any(each.any() for each in fresh.values() if isinstance(each, torch.Tensor))
+
+
+class Refusing:
+    """An object that does not like what it is given."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise ValueError("not this one")
+
+
+def test_what_cannot_be_filled_leaves_tensors_in_dicts_as_they_were(tmp_path: Path) -> None:
+    with ckptman.Checkpointer(tmp_path, {"a": {"t": torch.ones(2, 3)}, "z": Refusing()}, deadline=None) as checkpointer:
+        checkpointer.save(1)
+    expanded = torch.zeros(3).expand(2, 3)
+    for target, told in ((expanded, r"a\.t is expanded: .*clone"), (torch.zeros(2, 3), "not this one")):
+        state = {"a": {"t": target}, "z": Refusing()}
+        with (
+            pytest.raises(ckptman.CkptmanError, match=told),
+            ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+        ):
+            checkpointer.restore()
+        assert state["a"]["t"] is target
+        assert not target.any()
+
+
+def test_a_copy_of_a_parameter_that_is_the_parameter_itself_this_time(tmp_path: Path) -> None:
+    """Two saved tensors do not fit into one; tied ones, which are the same, do."""
+    model = nn.Linear(2, 3)
+    best = {name: torch.zeros_like(each) for name, each in model.state_dict().items()}
+    with ckptman.Checkpointer(tmp_path, {"best": best, "model": model}) as checkpointer:
+        checkpointer.save(1)
+        best.update(model.state_dict())
+        checkpointer.save(2)
+    fresh = nn.Linear(2, 3)
+    before = fresh.weight.clone()
+    with ckptman.Checkpointer(tmp_path, {"best": fresh.state_dict(), "model": fresh}) as checkpointer:
+        with pytest.raises(ckptman.MismatchError, match=r"model\.weight: .* same memory as best\.weight.*clone"):
+            checkpointer.restore(step=1)
+        assert torch.equal(fresh.weight, before)
+        with pytest.raises(ckptman.MismatchError, match=r"same memory as best\.weight"):
+            ckptman.load({"best": fresh.state_dict(), "model": fresh}, tmp_path / "step-0000000001")
+        assert torch.equal(fresh.weight, before)
+        assert checkpointer.restore(step=2) == 2
+    assert torch.equal(fresh.weight, model.weight)
+
+
+class StalledDisk(Disk):
+    """Holds what the background thread flushes until it is let go."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def sync_file(self, fd: int) -> None:
+        if threading.current_thread().name.startswith("ckptman-save"):
+            self.gate.wait()
+        super().sync_file(fd)
+
+
+class Counting(nn.Module):
+    """Keeps more than parameters and buffers, and not always as much, as layers that scale their numbers do."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.filterwarnings("ignore:.*in a single process")
+@pytest.mark.parametrize("way", ["restore", "load", "of plain DCP"])
+def test_what_a_module_keeps_besides_is_for_it_to_check(tmp_path: Path, way: str) -> None:
+    saved = [torch.arange(5), {"scale": torch.ones(2), "history": [torch.zeros(3), 7], "n": 1}]
+    fresh = [torch.empty(0), None]
+    model, other = (nn.ModuleList(map(Counting, each)) for each in (saved, fresh))
+    if way == "of plain DCP":
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "step-0000000001", no_dist=True)
+    else:
+        with ckptman.Checkpointer(tmp_path, {"model": model}) as checkpointer:
+            checkpointer.save(1)
+    if way == "restore":
+        with ckptman.Checkpointer(tmp_path, {"model": other}) as checkpointer:
+            checkpointer.restore()
+    else:
+        ckptman.load({"model": other}, tmp_path / "step-0000000001")
+    assert torch.equal(other[0].extra, torch.arange(5))
+    assert repr(other[1].extra) == repr(saved[1])
+
+
+def test_training_goes_on_while_the_private_copy_is_written(tmp_path: Path) -> None:
+    app, disk = App(), StalledDisk()
+    with ckptman.Checkpointer(
+        tmp_path, app.state, save_policy=ckptman.AtStep(1), deadline=None, disk=disk
+    ) as checkpointer:
+        app.train_step()
+        assert checkpointer.step(1) == "at step 1"
+        saved = app.digests()
+        for step in range(2, 6):
+            app.train_step()
+            checkpointer.step(step)
+        assert app.digests() != saved
+        assert not list(tmp_path.glob("step-??????????"))
+        disk.gate.set()
+        checkpointer.wait()
+    fresh = App(seed=5)
+    with ckptman.Checkpointer(tmp_path, fresh.state, deadline=None) as checkpointer:
+        assert checkpointer.restore(step=1) == 1
+        assert fresh.digests() == saved
+
+
+def draw() -> list[float]:
+    return [random.random(), float(numpy.random.rand()), torch.rand(1).item()]
+
+
+def save_generators(root: str) -> list[float]:
+    rank = dist.get_rank()
+    random.seed(rank)
+    numpy.random.seed(rank)
+    torch.manual_seed(rank)
+    draw()
+    with ckptman.Checkpointer(root, {"rng": ckptman.RNGState()}, deadline=None) as checkpointer:
+        checkpointer.save(1)
+        return draw()
+
+
+def restore_generators(root: str) -> list[float]:
+    with ckptman.Checkpointer(root, {"rng": ckptman.RNGState()}, deadline=None) as checkpointer:
+        checkpointer.restore()
+        return draw()
+
+
+def test_each_rank_gets_its_own_generators_back_and_new_ranks_get_their_own(tmp_path: Path) -> None:
+    expected = run_ranks(2, save_generators, str(tmp_path))
+    assert run_ranks(2, restore_generators, str(tmp_path)) == expected
+    larger = run_ranks(4, restore_generators, str(tmp_path))
+    assert larger[:2] == expected
+    for source in range(3):
+        assert len({draws[source] for draws in larger}) == 4
+    assert run_ranks(4, restore_generators, str(tmp_path)) == larger
+
+
+def save_hsdp(root: str) -> None:
+    app = App((2, 2), width=16384)
+    with ckptman.Checkpointer(root, app.state, deadline=None) as checkpointer:
+        app.train_step()
+        checkpointer.save(1)
+
+
+def test_replicas_write_each_shard_once_and_share_the_work(tmp_path: Path) -> None:
+    run_ranks(4, save_hsdp, str(tmp_path))
+    manifest = Catalogue(tmp_path).entry(1).require_manifest()
+    sizes = [manifest.files[f"__{rank}_0.distcp"].bytes for rank in range(4)]
+    parameters = 16384 * 5 + 16384 + 3 * 16384
+    assert sum(sizes) < 1.25 * parameters * 4 * 3
+    assert min(sizes) > 0.1 * sum(sizes)
+    assert manifest.mesh is not None
+    assert (manifest.mesh.names, manifest.mesh.shape) == (("replicate", "shard"), (2, 2))
+
+
+def test_an_optimizer_without_its_module_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    state = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with (
+        pytest.raises(ckptman.ConfigError, match="not the module whose parameters it updates"),
+        ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+    ):
+        checkpointer.save(1)
+
+
+class Whole:
+    """An optimizer that is saved as it is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+
+@pytest.mark.parametrize("value", [None, [torch.ones(2)]])
+def test_an_optimizer_with_a_state_of_its_own_kind_is_refused_with_a_remedy(tmp_path: Path, value: Any) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    optimizer.state[model.weight]["history"] = value
+    with pytest.raises(ckptman.ConfigError, match=r"SGD cannot be saved by the names .*: put an object"):
+        ckptman.save({"model": model, "optimizer": optimizer}, tmp_path / "x")
+    other, fresh = make()
+    round_trip(tmp_path, {"model": model, "whole": Whole(optimizer)}, {"model": other, "whole": Whole(fresh)})
+    assert repr(fresh.state_dict()) == repr(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save_policy": 5}, "save_policy is a policy"),
+        ({"retention": "all"}, "retention is a policy"),
+        ({"timeout_seconds": -1}, "timeout_seconds is a positive number"),
+        ({"state": {}}, "state is a dict"),
+        ({"root": ""}, "root is the path"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    root = arguments.pop("root", tmp_path / "run")
+    state = arguments.pop("state", {"epoch": 1})
+    with pytest.raises(ckptman.ConfigError, match=message):
+        ckptman.Checkpointer(root, state, **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_values_of_one_flat_name_are_refused(tmp_path: Path) -> None:
+    state = {"a": {"b.c": 1, "b": {"c": 2}}}
+    with (
+        pytest.raises(ckptman.ConfigError, match=r"flat name a\.b\.c"),
+        ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+    ):
+        checkpointer.save(1)

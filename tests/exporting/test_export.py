@@ -1,0 +1,399 @@
+"""`ckptman export`: what other programs load is what was saved, bit for bit, and OUT is whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import ckptman
+from ckptman.exporting import formats as export_formats
+from ckptman.exporting import write as export_write
+from ckptman.exporting.export import export
+from ckptman.exporting.target import Format
+from ckptman.format.safetensors import DTYPES
+from ckptman.io.filesystem import Disk
+from tests.dcp.test_values import WRITERS, blank, differing, noise
+from tests.dcp.test_values import save as save_as
+from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process", "ignore:ComplexHalf support is experimental")
+State = dict[str, Any]
+
+
+def tensors() -> State:
+    """Every dtype that safetensors has, in odd shapes, without dimensions and without elements."""
+    found: State = {f"of.{name}": noise(getattr(torch, name), 7, 5, 3) for name in DTYPES}
+    return found | {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "large": noise(torch.float32, 700, 301)}
+
+
+def state() -> State:
+    optimizer = {"state": {"w": {"exp_avg": noise(torch.float32, 9)}}, "lr": 0.1, "seen": [torch.ones(2), {"a": 1}]}
+    return {"model": tensors(), "optimizer": optimizer, "epoch": 3, "name": "é", "shape": (1, 2)}
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same state, saved by each of those who can."""
+    path = tmp_path_factory.mktemp("saved") / "checkpoint"
+    save_as(state(), path, request.param)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a tensor of a few hundred KB is cut as one of many GB is."""
+    monkeypatch.setattr(export_write, "PIECE_BYTES", 64 * 1024)
+    monkeypatch.setattr(export_write, "STRIDE_BYTES", 128 * 1024)
+    monkeypatch.setattr(export_formats, "CHUNK_BYTES", 200 * 1024)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+# ---- what comes out ----------------------------------------------------------------------------------------------
+
+
+def test_safetensors_loads_the_model_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    told: list[int] = []
+    done = export(folder, tmp_path / "out", begin=lambda total: told.append(-total) or told.append)
+    assert done.files == {"model.safetensors": (tmp_path / "out" / "model.safetensors").stat().st_size}
+    assert sum(told) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors().keys()
+    assert differing(found, tensors()) == []
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "ckptman": "export"}
+
+
+def test_many_files_have_an_index_and_no_more_than_they_may(folder: Path, tmp_path: Path) -> None:
+    done = export(folder, tmp_path / "out", max_shard_bytes=2000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    assert sorted(done.files) == names_in(tmp_path / "out") == [*files, "model.safetensors.index.json"]
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in tensors().values())
+    found: State = {}
+    for file in files:
+        here = load_file(tmp_path / "out" / file)
+        assert sum(each.nbytes for each in here.values()) <= 2000 or len(here) == 1
+        assert {name for name, where in index["weight_map"].items() if where == file} == here.keys()
+        found |= here
+    assert differing(found, tensors()) == []
+
+
+def test_torch_loads_the_model_and_the_whole_state(folder: Path, tmp_path: Path) -> None:
+    export(folder, tmp_path / "model.pt", "torch")
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert list(found) == list(tensors())
+    assert differing(found, tensors()) == []
+
+    export(folder, tmp_path / "all.pt", "torch", everything=True)
+    found, saved = torch.load(tmp_path / "all.pt", weights_only=True), state()
+    assert differing(found["model"], tensors()) == []
+    assert torch.equal(found["optimizer"]["state"]["w"]["exp_avg"], saved["optimizer"]["state"]["w"]["exp_avg"])
+    assert torch.equal(found["optimizer"]["seen"][0], torch.ones(2))
+    assert (found["optimizer"]["seen"][1], found["optimizer"]["lr"]) == ({"a": 1}, 0.1)
+    assert (found["epoch"], found["name"], found["shape"]) == (3, "é", (1, 2))
+    assert names_in(tmp_path) == ["all.pt", "model.pt"]
+
+
+def test_plain_dcp_loads_it_under_the_names_it_had(folder: Path, tmp_path: Path) -> None:
+    export(folder, tmp_path / "model", "dcp")
+    assert names_in(tmp_path / "model") == [".metadata", "__0_0.distcp"]
+    fresh = {"model": {name: blank(each) for name, each in tensors().items()}}
+    dcp.load(fresh, checkpoint_id=tmp_path / "model")
+    assert differing(fresh["model"], tensors()) == []
+
+    export(folder, tmp_path / "all", "dcp", everything=True)
+    fresh = state()
+    for each in (*fresh["model"].values(), fresh["optimizer"]["seen"][0]):
+        each.copy_(blank(each))
+    fresh |= {"epoch": 0, "name": "", "shape": ()}
+    dcp.load(fresh, checkpoint_id=tmp_path / "all")
+    assert differing(fresh["model"], tensors()) == []
+    assert (fresh["epoch"], fresh["name"], fresh["shape"]) == (3, "é", (1, 2))
+    # Without a state to fill, DCP builds one from the paths.
+    dcp_to_torch_save(tmp_path / "all", tmp_path / "all.pt")
+    assert torch.load(tmp_path / "all.pt", weights_only=True)["optimizer"]["seen"][1] == {"a": 1}
+
+
+def test_what_was_exported_can_be_exported_again_and_verified(folder: Path, tmp_path: Path) -> None:
+    from ckptman.cli.app import main
+
+    export(folder, tmp_path / "once", "dcp", everything=True)
+    assert main(["verify", str(tmp_path / "once")]) == 0
+    export(tmp_path / "once", tmp_path / "twice", "torch")
+    assert differing(torch.load(tmp_path / "twice", weights_only=True), tensors()) == []
+
+
+def _save_sharded(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    whole = {"uneven": torch.randn(7, 5), "other": torch.randn(3, 301), "few": torch.randn(1, 4)}
+    layouts = {"uneven": Shard(0), "other": Shard(1), "few": Shard(0)}
+    model = {
+        name: distribute_tensor(each, mesh, [Replicate(), layouts[name]], src_data_rank=None)
+        for name, each in whole.items()
+    }
+    ckptman.save({"model": model}, path)
+    if dist.get_rank() == 0:
+        for format in ("safetensors", "torch"):
+            export(path, f"{path}.{format}", format)  # type: ignore[arg-type]
+        assert differing(load_file(f"{path}.safetensors/model.safetensors"), whole) == []
+        assert differing(torch.load(f"{path}.torch", weights_only=True), whole) == []
+
+
+def test_shards_and_replicas_become_whole_tensors(tmp_path: Path) -> None:
+    run_ranks(4, _save_sharded, str(tmp_path / "checkpoint"))
+
+
+# ---- what is chosen, cast and named ------------------------------------------------------------------------------
+
+
+def test_a_cast_is_torchs_own_and_leaves_what_is_no_float(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    saved = {
+        "w": torch.randn(300, 301),
+        "count": torch.tensor(7),
+        "half": torch.randn(5).half(),
+        "eight": noise(torch.float8_e4m3fn, 4),
+    }
+    ckptman.save({"model": saved}, path)
+    export(path, tmp_path / "out", dtype="bfloat16")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    expected = saved | {name: saved[name].to(torch.bfloat16) for name in ("w", "half")}
+    assert differing(found, expected) == []
+    for format in ("torch", "dcp"):
+        export(path, tmp_path / format, format, dtype="float64")  # type: ignore[arg-type]
+    assert torch.load(tmp_path / "torch", weights_only=True)["w"].dtype == torch.float64
+    fresh = {"model": {"w": torch.zeros(300, 301, dtype=torch.float64)}}
+    dcp.load(fresh, checkpoint_id=tmp_path / "dcp")
+    assert torch.equal(fresh["model"]["w"], saved["w"].double())
+
+
+def test_the_default_device_of_a_script_does_not_matter(tmp_path: Path) -> None:
+    weight = torch.randn(30, 4)
+    ckptman.save({"model": {"w": weight, "same": weight.clone()}}, tmp_path / "saved")
+    with torch.device("meta"):
+        export(tmp_path / "saved", tmp_path / "out", dtype="bfloat16", tied=[("same", "w")])
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], weight.bfloat16())
+
+
+def test_a_number_that_a_cast_cannot_hold_is_refused(tmp_path: Path) -> None:
+    ckptman.save({"model": {"w": torch.tensor([1.0, 70_000.0]), "inf": torch.tensor(torch.inf)}}, tmp_path / "saved")
+    with pytest.raises(ckptman.ConfigError, match=r"model.w holds numbers that float16 cannot .* bfloat16"):
+        export(tmp_path / "saved", tmp_path / "out", dtype="float16")
+    export(tmp_path / "saved", tmp_path / "out", dtype="bfloat16")
+    assert names_in(tmp_path) == ["out", "saved"]
+
+
+def test_another_entry_and_other_names(tmp_path: Path) -> None:
+    saved = {
+        "app": {"ema": {"module.layers.0.w": torch.ones(2), "module.norm": torch.zeros(1)}},
+        "model": {"x": torch.ones(1)},
+    }
+    ckptman.save(saved, tmp_path / "saved")
+    rename = [(r"^layers\.", "model.layers."), ("norm", "final_norm")]
+    for format in ("safetensors", "torch"):
+        export(tmp_path / "saved", tmp_path / format, format, only="app.ema", strip="module.", rename=rename)  # type: ignore[arg-type]
+    expected = {"model.layers.0.w", "final_norm"}
+    assert load_file(tmp_path / "safetensors" / "model.safetensors").keys() == expected
+    assert torch.load(tmp_path / "torch", weights_only=True).keys() == expected
+    export(tmp_path / "saved", tmp_path / "dcp", "dcp", only="app.ema", strip="app.ema.")
+    fresh = {"module.norm": torch.ones(1)}
+    dcp.load(fresh, checkpoint_id=tmp_path / "dcp")
+    assert fresh["module.norm"].item() == 0
+    export(tmp_path / "saved", tmp_path / "all", everything=True)
+    assert load_file(tmp_path / "all" / "model.safetensors").keys() == {
+        *("app.ema.module.layers.0.w", "app.ema.module.norm", "model.x")
+    }
+
+
+def test_a_model_whose_names_begin_at_the_top_is_found(tmp_path: Path) -> None:
+    """As torchtitan saves it: the model is spread over the state, everything else has an entry."""
+    saved = {"layers.0.w": torch.ones(2), "norm": torch.zeros(1), "optimizer": {"state.norm": torch.ones(1)}, "step": 3}
+    dcp.save(saved, checkpoint_id=tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"layers.0.w", "norm"}
+
+
+def test_what_has_no_form_in_json_is_exported_all_the_same(tmp_path: Path) -> None:
+    saved = {"model": {"w": torch.ones(2), "extra": slice(1)}, "x": {"a": torch.zeros(1), "b": slice(1)}}
+    save_as(saved, tmp_path / "saved", "StorageWriter")
+    with pytest.raises(ckptman.CorruptError, match="slice"):
+        export(tmp_path / "saved", tmp_path / "out", "dcp", everything=True)
+    told = export(tmp_path / "saved", tmp_path / "out").remarks
+    assert told == ["safetensors holds tensors alone: 1 plain values were left out"]
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"w"}
+
+
+def test_tied_weights_are_saved_once_and_only_if_they_are_the_same(tmp_path: Path) -> None:
+    weight = torch.randn(300, 301)
+    saved = {"embed_tokens.weight": weight, "lm_head.weight": weight.clone(), "norm": torch.ones(2)}
+    ckptman.save({"model": saved}, tmp_path / "saved")
+    pair = ("lm_head.weight", "embed_tokens.weight")
+    done = export(tmp_path / "saved", tmp_path / "out", tied=[pair])
+    assert done.remarks == ["lm_head.weight was left out: it is tied to embed_tokens.weight"]
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"embed_tokens.weight", "norm"}
+    config = tmp_path / "config.json"
+    config.write_text('{"tie_word_embeddings": true}')
+    assert export(tmp_path / "saved", tmp_path / "said twice", tied=[pair], config=config).remarks == done.remarks
+    saved["lm_head.weight"][299, 300] += 1
+    ckptman.save({"model": saved}, tmp_path / "saved", overwrite=True)
+    with pytest.raises(ckptman.ConfigError, match=r"lm_head.weight and embed_tokens.weight are not the same"):
+        export(tmp_path / "saved", tmp_path / "other", tied=[pair])
+    with pytest.raises(ckptman.ConfigError, match="there is no other tensor head"):
+        export(tmp_path / "saved", tmp_path / "other", tied=[("head", "norm")])
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "wishes", "match"),
+    [
+        (
+            {"c": torch.ones(2, dtype=torch.complex128)},
+            {},
+            "c has the dtype complex128, which safetensors has no form for",
+        ),
+        ({"__metadata__": torch.ones(2)}, {}, "no tensor of the name '__metadata__'"),
+        ({"a": torch.ones(1), "b": torch.ones(1)}, {"rename": [("a|b", "c")]}, "model.a and model.b would both be c"),
+        ({"a": torch.ones(1)}, {"rename": [("a", "")]}, "model.a would have no name"),
+        ({"a": torch.ones(1)}, {"rename": [("(", "")]}, "--rename"),
+        ({"a": torch.ones(1)}, {"rename": [("a", r"\3")]}, "--rename"),
+        ({"a": torch.ones(1)}, {"only": "ema"}, "no entry 'ema': --only takes epoch, model"),
+        ({"a": torch.ones(1)}, {"only": "epoch"}, "there is no tensor"),
+        ({"a": torch.ones(1)}, {"only": "model", "everything": True}, "exclude each other"),
+        ({"a": torch.ones(1)}, {"everything": True, "dtype": "bfloat16"}, "--dtype is for weights"),
+        ({"a": torch.ones(1)}, {"dtype": "int8"}, "cast to one of float64"),
+        ({"a": torch.ones(1)}, {"format": "gguf"}, "one of safetensors, torch, dcp"),
+        ({"a": torch.ones(1)}, {"format": "torch", "config": "x"}, "are for what Hugging Face loads"),
+        ({"a": torch.ones(1)}, {"format": "dcp", "tied": [("a", "b")]}, "are for what Hugging Face loads"),
+        ({"a": torch.ones(1), "n": np.ones(2)}, {"format": "torch"}, "value n is a numpy.ndarray, which torch.load"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(model: State, wishes: State, match: str, tmp_path: Path) -> None:
+    ckptman.save({"model": model, "epoch": 1}, tmp_path / "saved")
+    with pytest.raises(ckptman.ConfigError, match=match):
+        export(tmp_path / "saved", tmp_path / "out", **wishes)
+    assert names_in(tmp_path) == ["saved"]
+
+
+def test_nothing_of_others_is_replaced(folder: Path, tmp_path: Path) -> None:
+    export(folder, tmp_path / "out")
+    with pytest.raises(ckptman.ExistsError, match="overwrite"):
+        export(folder, tmp_path / "out")
+    export(folder, tmp_path / "out", max_shard_bytes=2000, overwrite=True)
+    assert "model.safetensors" not in names_in(tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").touch()
+    with pytest.raises(ckptman.ExistsError, match=r"holds tokenizer.json, which no export wrote"):
+        export(folder, tmp_path / "out", overwrite=True)
+    with pytest.raises(ckptman.ExistsError, match="is no file"):
+        export(folder, tmp_path / "out", "torch", overwrite=True)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    with pytest.raises(ckptman.ExistsError, match="is no folder"):
+        export(folder, tmp_path / "link", overwrite=True)
+    with pytest.raises(ckptman.ConfigError, match="within the checkpoint"):
+        export(folder, folder / "out")
+    with pytest.raises(ckptman.ConfigError, match="name of a checkpoint"):
+        export(folder, tmp_path / "step-0000000001", "dcp")
+    ckptman.save({"w": torch.ones(1)}, tmp_path / "mine")
+    with pytest.raises(ckptman.ExistsError, match="is a checkpoint"):
+        export(folder, tmp_path / "mine", "dcp", overwrite=True)
+    with pytest.raises(ckptman.NotFoundError):
+        export(tmp_path / "nowhere", tmp_path / "new")
+
+
+def test_a_changed_byte_is_found_and_nothing_is_left(tmp_path: Path) -> None:
+    ckptman.save({"model": tensors()}, tmp_path / "saved")
+    data = bytearray((tmp_path / "saved" / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "saved" / "__0_0.distcp").write_bytes(data)
+    for format in ("safetensors", "torch", "dcp"):
+        with pytest.raises(ckptman.CorruptError, match=r"__0_0.distcp.*large|large.*__0_0.distcp"):
+            export(tmp_path / "saved", tmp_path / "out", format)  # type: ignore[arg-type]
+    assert names_in(tmp_path) == ["saved"]
+
+
+# ---- killed, and out of space ------------------------------------------------------------------------------------
+
+
+def _first(out: Path) -> Callable[[Disk], object]:
+    return lambda disk: export(out.parent / "saved", out, disk=disk)
+
+
+def _replacing(out: Path) -> Callable[[Disk], object]:
+    export(out.parent / "saved", out, dtype="bfloat16")
+    return lambda disk: export(out.parent / "saved", out, overwrite=True, disk=disk)
+
+
+def _file(out: Path) -> Callable[[Disk], object]:
+    return lambda disk: export(out.parent / "saved", out, "torch", disk=disk)
+
+
+@pytest.mark.parametrize("error", [None, errno.ENOSPC])
+@pytest.mark.parametrize("begin", [_first, _replacing, _file])
+def test_out_is_whole_or_not_there_wherever_it_ends(
+    begin: Callable[[Path], Callable[[Disk], object]], error: int | None, tmp_path: Path
+) -> None:
+    model = {"w": torch.randn(100, 301), "b": torch.ones(3)}
+    reached = 0
+    for number, fault in enumerate(faults(error)):
+        root = tmp_path / str(number)
+        ckptman.save({"model": model}, root / "saved")
+        run, out = begin(root / "out"), root / "out"
+        before = names_in(root)
+        disk = FaultyDisk(fault)
+        try:
+            run(disk)
+        except (Death, OSError) as ending:
+            assert error is None or isinstance(ending, OSError)
+            done = ("sync_folder", "rename") if fault.when == "after" else ("sync_folder",)
+            if error is not None and disk.log[fault.at] not in done:
+                assert names_in(root) == before
+        reached += disk.struck
+        if out.exists():
+            found = torch.load(out) if out.is_file() else load_file(out / "model.safetensors")
+            old = {name: each.to(torch.bfloat16) for name, each in model.items()}
+            assert differing(found, model) == [] or (begin is _replacing and differing(found, old) == [])
+        elif begin is _replacing:
+            # Dead between two renames: the old one is beside it.
+            (aside,) = (each for each in root.iterdir() if each.name.endswith(".old"))
+            assert (aside / "model.safetensors").exists()
+        # And it can be done again.
+        export(root / "saved", out, "torch" if begin is _file else "safetensors", overwrite=True)
+        if not disk.struck:
+            break
+    assert reached > 10
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_no_folder_is_named_like_a_file(folder: Path, tmp_path: Path, format: Format) -> None:
+    with pytest.raises(ckptman.ConfigError, match="say --format torch, or name a folder"):
+        export(folder, tmp_path / "out.pt", format=format)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_what_a_killed_export_left_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(Death):
+        export(folder, tmp_path / "out", disk=FaultyDisk(Fault(4)))
+    (left,) = names_in(tmp_path)
+    assert left.startswith("out.tmp-")
+    assert export(folder, tmp_path / "out").remarks[0].startswith(f"{tmp_path / left} is of another export")

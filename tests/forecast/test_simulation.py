@@ -1,0 +1,234 @@
+"""The derived interval against the best one that can be found, on failures that are played; and the formulas' means."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptman.errors import IntervalError
+from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
+from ckptman.forecast.simulation import Played, best_fixed, grid_of, play, play_all
+from ckptman.policies.intervals import daly_interval_seconds, young_interval_seconds
+
+SEED = 20_240
+FAILURES = 4_000
+HOUR, MINUTE = 3600.0, 60.0
+
+quick = settings(max_examples=100, deadline=None, print_blob=True)
+
+
+def at_random(mean: float, count: int = FAILURES, seed: int = SEED) -> list[float]:
+    """Times of failures that are exponential with this mean."""
+    print(f"seed {seed}")
+    generator, time, found = random.Random(seed), 0.0, []
+    for _ in range(count):
+        time += generator.expovariate(1 / mean)
+        found.append(time)
+    return found
+
+
+def step_by_step(failures: Sequence[float], seconds: int, costs: Costs, interval: int) -> float:
+    """The same run, one second after another, with nothing but what the documentation says. Whole numbers only."""
+    interval = max(interval, int(costs.settled_seconds))
+    lasting = kept_work = work = 0
+    up_since, save_since = 0, -1
+    durable: list[tuple[int, int]] = []  # when a save counts, and the work that is in it
+    for now in range(seconds + 1):
+        if now in failures:
+            done = [held for when, held in durable if when <= now]
+            lasting += max(done, default=0)
+            work, durable, save_since, up_since = 0, [], -1, now + int(costs.restart_seconds)
+        if now == seconds or now < up_since:
+            continue
+        begun = now - up_since
+        if begun and begun % interval == 0:
+            save_since = now
+            durable.append((now + int(costs.settled_seconds), work))
+        if save_since < 0 or now - save_since >= costs.stall_seconds:
+            work += 1
+    kept_work = work if up_since <= seconds else 0
+    return lasting + kept_work
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_playing_from_failure_to_failure_is_playing_second_by_second(seed: int) -> None:
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    seconds = 3_000
+    failures = sorted(generator.sample(range(1, seconds), generator.choice([0, 1, 5, 40])))
+    costs = Costs(generator.choice([0, 3, 20]), generator.choice([0, 3, 25]), generator.choice([0, 7, 90]))
+    for interval in (1, 17, 60, 400, 5_000):
+        played = play(failures, seconds, costs, interval)
+        assert played.good_seconds == step_by_step(failures, seconds, costs, interval), interval
+        assert played.failures == len(failures)
+
+
+@quick
+@given(
+    gaps=st.lists(st.floats(0, 5_000), max_size=30),
+    stall=st.floats(0, 300),
+    more=st.floats(0, 300),
+    restart=st.floats(0, 2_000),
+    interval=st.floats(1, 10_000),
+    seconds=st.floats(1, 20_000),
+)
+def test_all_time_is_accounted_for(
+    gaps: list[float], stall: float, more: float, restart: float, interval: float, seconds: float
+) -> None:
+    failures, time = [], 0.0
+    for gap in gaps:
+        time += gap
+        if time < seconds:
+            failures.append(time)
+    played = play(failures, seconds, Costs(stall, stall + more, restart), interval)
+    parts = (played.good_seconds, played.lost_seconds, played.stalled_seconds, played.restarting_seconds)
+    assert min(parts) >= -1e-6
+    assert sum(parts) == pytest.approx(seconds, abs=1e-6)
+    assert played.failures == len(failures)
+    assert 0 <= played.goodput <= 1 + 1e-9
+
+
+def test_no_failure_loses_nothing_but_the_stalls() -> None:
+    played = play([], 1000.0, Costs(10, 20, 600), 100.0)
+    assert (played.good_seconds, played.lost_seconds, played.stalled_seconds) == (910.0, 0.0, 90.0)
+    assert played.saves == 10  # the last one begins at the end, and blocks nothing any more
+
+
+def test_a_failure_at_the_end_counts_and_loses() -> None:
+    costs = Costs(0, 0, 5)
+    played = play([40.0, 100.0], 100.0, costs, 30.0)
+    assert (played.failures, played.good_seconds, played.lost_seconds) == (2, 30 + 30, 10 + 25)
+    assert played.restarting_seconds == 5
+    assert play([100.0, 101.0], 100.0, costs, 30.0).failures == 1  # the other one comes when nobody looks any more
+    assert play([98.0, 100.0], 100.0, costs, 30.0).failures == 2  # and this one hits a restart
+
+
+def test_the_interval_is_the_one_that_was_played() -> None:
+    costs = Costs(10, 60, 0)
+    assert play([], 1000.0, costs, 1.0).interval_seconds == 60
+    assert play_all([[], [5.0]], 1000.0, costs, 1.0).interval_seconds == 60
+    assert play([], 1000.0, costs, 61.0).interval_seconds == 61
+
+
+def test_several_runs_are_added_up() -> None:
+    costs = Costs(1, 2, 3)
+    runs = [[50.0], [], [10.0, 11.0, 90.0]]
+    together = play_all(runs, 100.0, costs, 20.0)
+    each = [play(failures, 100.0, costs, 20.0) for failures in runs]
+    assert together.goodput == pytest.approx(sum(one.goodput for one in each) / 3)
+    assert together.failures == 4
+
+
+@pytest.mark.parametrize(
+    ("interval", "seconds", "told"), [(0, 10, "interval_seconds"), (-1, 10, "interval_seconds"), (1, 0, "seconds")]
+)
+def test_times_that_cannot_be_are_refused(interval: float, seconds: float, told: str) -> None:
+    with pytest.raises(IntervalError, match=told):
+        play([], seconds, Costs(0, 0, 0), interval)
+    with pytest.raises(IntervalError, match="restart_seconds"):
+        Costs(0, 0, -1)
+    with pytest.raises(IntervalError, match="stall_seconds"):
+        best_interval_seconds(math.nan, 1)
+    with pytest.raises(IntervalError, match="mtbf_seconds"):
+        best_interval_seconds(1, 0)
+
+
+# ---- the bar ---------------------------------------------------------------------------------------------------------
+
+SETTINGS = [(mtbf, stall, restart) for mtbf in (1, 8, 100) for stall in (1, 30, 300) for restart in (1, 20)]
+
+
+def searched(mtbf: float, stall: float, restart: float) -> tuple[list[float], float, Costs, Played]:
+    """The failures, how long, the costs, and what the best fixed interval yields."""
+    failures = at_random(mtbf * HOUR)
+    seconds, costs = failures[-1], Costs(stall, stall, restart * MINUTE)
+    longest = 6 * young_interval_seconds(stall, mtbf * HOUR) + stall
+    return failures, seconds, costs, best_fixed([failures], seconds, costs, stall, longest, points=24)
+
+
+@pytest.mark.parametrize(("mtbf", "stall", "restart"), SETTINGS)
+def test_the_derived_interval_is_within_a_percent_of_the_best_fixed_one(
+    mtbf: float, stall: float, restart: float
+) -> None:
+    failures, seconds, costs, best = searched(mtbf, stall, restart)
+    derived = play(failures, seconds, costs, best_interval_seconds(stall, mtbf * HOUR))
+    print(f"best {best.interval_seconds:.0f} s {best.goodput:.4f}, derived {derived.interval_seconds:.0f} s "
+          f"{derived.goodput:.4f}")  # fmt: skip
+    assert derived.goodput >= 0.99 * best.goodput
+    # Whether the bar can be missed at all: three times as long, or as short, misses it where saving costs something.
+    if mtbf / stall <= 8 / 30:
+        for factor in (1 / 3, 3):
+            assert play(failures, seconds, costs, derived.interval_seconds * factor).goodput < 0.99 * best.goodput
+
+
+@pytest.mark.parametrize(("mtbf", "durable"), [(1, 120), (8, 30), (8, 900), (100, 600)])
+def test_so_it_is_where_saves_become_durable_in_the_background(mtbf: float, durable: float) -> None:
+    failures = at_random(mtbf * HOUR)
+    costs = Costs(5, durable, 10 * MINUTE)
+    longest = 6 * young_interval_seconds(5, mtbf * HOUR) + durable
+    best = best_fixed([failures], failures[-1], costs, durable, longest, points=24)
+    derived = max(durable, best_interval_seconds(5, mtbf * HOUR))
+    assert play(failures, failures[-1], costs, derived).goodput >= 0.99 * best.goodput
+
+
+@pytest.mark.parametrize(("mtbf", "stall", "restart"), [each for each in SETTINGS if each[1] <= 30])
+def test_what_daly_interval_derives_is_within_a_percent_where_a_stall_is_short(
+    mtbf: float, stall: float, restart: float
+) -> None:
+    failures, seconds, costs, best = searched(mtbf, stall, restart)
+    daly = play(failures, seconds, costs, daly_interval_seconds(stall, mtbf * HOUR, restart * MINUTE))
+    assert daly.goodput >= 0.99 * best.goodput
+
+
+@pytest.mark.parametrize(("mtbf", "stall", "restart"), SETTINGS[::3])
+def test_the_shares_are_the_means_of_what_is_played(mtbf: float, stall: float, restart: float) -> None:
+    failures = at_random(mtbf * HOUR, count=20_000)
+    costs = Costs(stall, 2 * stall, restart * MINUTE)
+    interval = best_interval_seconds(stall, mtbf * HOUR)
+    played = play(failures, failures[-1], costs, interval)
+    told = shares(interval, costs, mtbf * HOUR)
+    assert told.good + told.lost + told.stalled + told.restarting == pytest.approx(1)
+    for share, seconds in (
+        (told.good, played.good_seconds),
+        (told.lost, played.lost_seconds),
+        (told.stalled, played.stalled_seconds),
+        (told.restarting, played.restarting_seconds),
+    ):
+        assert seconds / played.seconds == pytest.approx(share, abs=0.004)
+    # Of the failures that hit a restart nothing is lost: the mean is over those that hit training.
+    hit_training = played.failures * math.exp(-costs.restart_seconds / (mtbf * HOUR))
+    assert played.lost_seconds / hit_training == pytest.approx(told.lost_per_failure_seconds, rel=0.05)
+
+
+@quick
+@given(stall=st.floats(1e-3, 1e4), mtbf=st.floats(1, 1e8))
+def test_no_other_interval_yields_more_than_the_best(stall: float, mtbf: float) -> None:
+    best = best_interval_seconds(stall, mtbf)
+    assert best > stall
+    if best / mtbf > 30:
+        return  # a save takes longer than the machine ever lives
+
+    def yields(interval: float) -> float:  # of saves that follow each other from the first moment on (Daly's model)
+        return (interval - stall) / mtbf / math.expm1(interval / mtbf)
+
+    for factor in (0.5, 0.9, 1.1, 2.0):
+        if best * factor > stall:
+            assert yields(best) >= yields(best * factor) * (1 - 1e-9)
+
+
+def test_young_is_the_limit_of_the_best_interval() -> None:
+    assert best_interval_seconds(1, 1e10) == pytest.approx(young_interval_seconds(1, 1e10), rel=1e-4)
+    assert best_interval_seconds(0, 1e4) == 0
+
+
+def test_the_search_finds_the_top_of_a_grid_and_between_its_points() -> None:
+    failures = at_random(HOUR, count=300)
+    best = best_fixed([failures], failures[-1], Costs(60, 60, 60), 60, 20_000, points=12)
+    for interval in grid_of(60, 20_000, 60):
+        assert best.goodput >= 0.997 * play(failures, failures[-1], Costs(60, 60, 60), interval).goodput
+    assert grid_of(5, 80, 5) == pytest.approx([5, 10, 20, 40, 80])

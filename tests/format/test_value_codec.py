@@ -1,0 +1,305 @@
+"""Plain values as JSON and back: exactly what was put in, or a refusal that names where; and no byte runs code."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as numpy_st
+
+from ckptman.errors import ConfigError, CorruptError
+from ckptman.format.index import Index, Unit
+from ckptman.format.value_codec import MAX_DEPTH, TensorRef, decode, encode, tensor_ref
+
+
+def there_and_back(value: Any) -> Any:
+    """Through everything that a value goes through: encoding, the text of an index file, and decoding."""
+    unit = Unit(state="app", whole=True, value=encode(value, "app"))
+    return decode(Index.model_validate(json.loads(Index(units=[unit]).to_json())).units[0].value)
+
+
+def same(one: Any, two: Any) -> bool:
+    """Equal in type and bits: 1 is not True, -0.0 is not 0.0, and NaN is NaN."""
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, float):
+        return (math.isnan(one) and math.isnan(two)) or struct.pack("d", one) == struct.pack("d", two)
+    if isinstance(one, complex):
+        return same(one.real, two.real) and same(one.imag, two.imag)
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, dict):
+        return same(list(one), list(two)) and same(list(one.values()), list(two.values()))
+    if isinstance(one, set | frozenset):
+        return len(one) == len(two) and all(any(same(each, other) for other in two) for each in one)
+    if isinstance(one, numpy.ndarray | numpy.generic):
+        return bool(one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes())
+    return bool(one == two)
+
+
+number_types = numpy_st.integer_dtypes() | numpy_st.floating_dtypes() | numpy_st.complex_number_dtypes()
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**200), 2**200),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(),
+    st.text(st.characters()),  # surrogates too
+    st.sampled_from(["~", "v", "", "nan", "\ud800", "\0", -0.0, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1]),
+    st.binary(),
+)
+hashable = st.recursive(scalars, lambda below: st.tuples(below, below) | st.frozensets(below, max_size=4), max_leaves=6)
+values = st.recursive(
+    scalars | st.binary().map(bytearray) | numpy_st.arrays(number_types, numpy_st.array_shapes(min_dims=0, min_side=0)),
+    lambda below: st.one_of(
+        st.lists(below, max_size=4),
+        st.tuples(below, below),
+        st.dictionaries(st.text(), below, max_size=4),
+        st.dictionaries(hashable, below, max_size=4),
+        st.dictionaries(hashable, below, max_size=4).map(OrderedDict),
+        st.dictionaries(hashable, st.integers(), max_size=4).map(Counter),
+        st.sets(hashable, max_size=4),
+        st.frozensets(hashable, max_size=4),
+    ),
+    max_leaves=20,
+)
+
+
+@given(values)
+@settings(max_examples=200, deadline=None)
+def test_any_value_comes_back_exactly(value: Any) -> None:
+    back = there_and_back(value)
+    assert same(value, back), f"{value!r} came back as {back!r}"
+    json.dumps(encode(value, "app"), allow_nan=False)  # any reader of JSON can read it
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {True: "bool"},
+        {1: "int", "1": "text", 1.5: "float", None: "none", (1, (2, b"3")): "tuple", math.inf: "inf"},
+        {"~": "float", "v": "nan"},
+        {"~": 1},
+        OrderedDict([("b", 1), ("a", 2)]),
+        Counter({"lost": -3, "none": 0, "half": 0.5}),
+        10**5000,
+        -(10**5000),
+        numpy.float32(0.1),
+        numpy.float64(-0.0),
+        numpy.bool_(True),
+        numpy.int64(-(2**63)),
+        numpy.array(5),
+        numpy.arange(6, dtype=">i2").reshape(2, 3).T,
+        numpy.zeros((0, 3)),
+        numpy.array([math.nan, -math.inf]),
+        {"rng": (3, tuple(range(625)), None)},  # random.getstate()
+    ],
+    ids=lambda value: "" if type(value) is int else repr(value)[:30],
+)
+def test_values_that_others_get_wrong(value: Any) -> None:
+    assert same(value, there_and_back(value))
+
+
+def test_arrays_come_back_writable() -> None:
+    there_and_back(numpy.zeros(3))[0] = 1
+
+
+def test_equal_sets_are_equal_bytes() -> None:
+    members = [*map(str, range(50)), (1, "a"), frozenset("xyz")]
+    one, two = encode(set(members), "s"), encode({*members[::-1]}, "s")
+    assert json.dumps(one) == json.dumps(two)
+
+
+def test_what_json_can_say_is_said_in_json() -> None:
+    value = {"epoch": 3, "lr": 0.001, "names": ["a", None, True], "nested": {"x": "\u03b1"}}
+    assert encode(value, "app") == value
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+class Text(str):
+    pass
+
+
+class Picklable:
+    def __reduce__(self) -> Any:
+        raise AssertionError("never asked for")
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        (object(), "app is a builtins.object"),
+        ({"a": [0, {"b": Picklable()}]}, r"app\.a\.1\.b is a .*Picklable"),
+        ([Colour.RED], r"app\.0 is a .*Colour"),
+        (Text("x"), "app is a .*Text"),
+        (Point(1, 2), "app is a .*Point"),
+        (defaultdict(list), r"app is a collections\.defaultdict"),
+        ({"a": (1, {Path("x")})}, r"app\.a\.1\.0 is a pathlib\."),
+        ({Path("x"): 1}, r"app \(key\) is a pathlib\."),
+        ({"f": len}, r"app\.f is a builtins\.builtin_function_or_method"),
+        (datetime.date(2026, 1, 1), r"app is a datetime\.date"),
+        (range(3), r"app is a builtins\.range"),
+        (numpy.array(["text"]), r"app is a numpy\.ndarray"),
+        (numpy.array([object()], dtype=object), r"app is a numpy\.ndarray"),
+        (numpy.datetime64("2026-01-01"), r"app is a numpy\.datetime64"),
+        (numpy.zeros(2, dtype="i4,f4"), r"app is a numpy\.ndarray"),
+        (numpy.array([[1]]).view(numpy.recarray), r"app is a numpy\..*recarray"),
+        (numpy.zeros((2, 2)).view(numpy.matrix), r"app is a numpy\..*matrix"),
+        (numpy.dtype("f4"), r"app is a numpy\..*"),
+    ],
+    ids=lambda value: repr(value).partition(" at 0x")[0][:30],
+)
+def test_what_has_no_exact_form_is_refused_by_name(value: Any, where: str) -> None:
+    with pytest.raises(ConfigError, match=f"{where}.*, which a checkpoint cannot hold: save plain values"):
+        encode(value, "app")
+
+
+def test_a_value_that_holds_itself_is_refused() -> None:
+    circle: dict[str, Any] = {"a": []}
+    circle["a"].append(circle)
+    with pytest.raises(ConfigError, match=rf"app\.a\.0\.a.* is nested deeper than {MAX_DEPTH} levels"):
+        encode(circle, "app")
+
+
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v}])
+def test_what_is_nested_as_deep_as_allowed_comes_back(wrap: Any) -> None:
+    value: Any = 5
+    for _ in range(MAX_DEPTH):
+        value = wrap(value)
+    assert same(value, there_and_back(value))
+    with pytest.raises(ConfigError, match="nested deeper"):
+        encode(wrap(value), "app")
+
+
+def test_tensors_are_told_by_a_hook() -> None:
+    def hook(value: Any, path: str) -> Any:
+        return tensor_ref(path) if isinstance(value, bytes | memoryview) else None
+
+    value = {"model": [memoryview(b"")], "plain": 1}
+    assert decode(encode(value, "app", hook)) == {"model": [TensorRef("app.model.0")], "plain": 1}
+    with pytest.raises(ConfigError, match=r"app\.0 is a builtins\.object"):
+        encode([object()], "app", hook)
+
+
+# ---- what others wrote -----------------------------------------------------------------------------------------------
+
+
+def kind(name: Any, value: Any, **more: Any) -> dict[str, Any]:
+    return {"~": name, "v": value, **more}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        kind("unknown", 1),
+        kind(None, 1),
+        kind([], 1),
+        kind({}, 1),
+        kind("eval", "__import__('os').system('touch hacked')"),
+        kind("__class__", "x"),
+        {"~": "float"},
+        kind("float", "nan", more=1),
+        kind("float", []),
+        kind("float", 5),
+        kind("float", "x"),
+        kind("int", "xyz"),
+        kind("int", 5),
+        kind("complex", "1+2j"),
+        kind("complex", ["1"]),
+        kind("complex", ["1", 2]),
+        kind("dict", {}),
+        kind("dict", "ab"),
+        kind("dict", ["ab"]),
+        kind("dict", [[1]]),
+        kind("dict", [[1, 2, 3]]),
+        kind("dict", [[[1], 2]]),
+        kind("OrderedDict", [[{}, 2]]),
+        kind("Counter", 5),
+        kind("tuple", "abc"),
+        kind("tuple", {"a": 1}),
+        kind("set", [[1]]),
+        kind("set", 5),
+        kind("frozenset", [{}]),
+        kind("bytes", 5),
+        kind("bytes", "not base64!"),
+        kind("bytes", "\u03b1"),
+        kind("bytes", "AA\n=="),
+        kind("bytearray", None),
+        kind("tensor", 5),
+        kind("tensor", ["a"]),
+        kind("numpy", 5),
+        kind("numpy", []),
+        kind("numpy", ["<f4", [1], "", True]),
+        kind("numpy", ["<f4", [-1], "AAAAAA==", True]),
+        kind("numpy", ["<f4", ["1"], "AAAAAA==", True]),
+        kind("numpy", ["<f4", [10**18], "AAAAAA==", True]),
+        kind("numpy", ["<f4", [10**30], "AAAAAA==", True]),
+        kind("numpy", ["|O", [1], "AAAAAAAAAAA=", True]),
+        kind("numpy", ["f4,f4", [1], "AAAAAAAAAAA=", True]),
+        kind("numpy", ["V8", [1], "AAAAAAAAAAA=", True]),
+        kind("numpy", [None, [1], "AAAAAAAAAAA=", True]),
+        kind("numpy", ["no such type", [1], "AAAA", True]),
+        [{"deep": [kind("float", "x")]}],
+        kind("tuple", [kind("float", "x")]),
+    ],
+    ids=lambda data: json.dumps(data)[:50],
+)
+def test_rubbish_is_corrupt_and_runs_nothing(data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CorruptError, match=r"an encoded value of kind .* cannot be read"):
+        decode(data)
+    assert list(tmp_path.iterdir()) == []
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["AAAA", "<f4"]),
+    lambda below: (
+        st.lists(below, max_size=4)
+        | st.dictionaries(st.sampled_from(["~", "v", "a"]), below, max_size=3)
+        | st.builds(
+            kind,
+            st.sampled_from(["int", "float", "complex", "dict", "Counter", "tuple", "set", "bytes", "tensor", "numpy"]),
+            below,
+        )
+    ),
+    max_leaves=15,
+)
+
+
+@given(json_values)
+@settings(max_examples=500, deadline=None)
+def test_any_json_is_a_value_or_corrupt(data: Any) -> None:
+    try:
+        value = decode(data)
+    except CorruptError:
+        return
+    assert type(value).__module__ in ("builtins", "collections", "numpy", "ckptman.format.value_codec")
+
+
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: {"a": v}, lambda v: kind("tuple", [v])])
+def test_what_is_nested_too_deeply_is_corrupt(wrap: Any) -> None:
+    data: Any = 5
+    for _ in range(10_000):
+        data = wrap(data)
+    with pytest.raises(CorruptError, match="nested too deeply"):
+        decode(data)
+    while data != 5:  # taken apart from outside: to throw it away whole would take as deep a stack
+        data = next(iter(data.values())) if "a" in data else data["v"][0] if "v" in data else data[0]

@@ -1,0 +1,125 @@
+"""Checkpoints made without torch, for tests of what only reads names, manifests, digests and indexes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_128_digest
+
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.catalog.verified import Verified, read_verified
+from ckptman.format.chunk_table import Rows
+from ckptman.format.index import Index, Unit
+from ckptman.format.manifest import FileRecord, Manifest, Mesh, read_manifest
+from ckptman.format.paths import CHUNKS, INDEX, METADATA, blocks_name, data_name, new_nonce, step_folder
+from ckptman.format.table_assembly import assemble
+from ckptman.format.value_codec import encode
+from ckptman.io.checksums import BLOCK_BYTES, GROUP_BLOCKS, digest_bytes
+from ckptman.io.filesystem import Disk
+
+
+class QuickDisk(Disk):
+    """The same operations without waiting for storage: a test that makes a thousand checkpoints has no power cut."""
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+
+    def sync_folder(self, path: Path) -> None:
+        pass
+
+
+def commit(
+    root: Path,
+    step: int,
+    *,
+    ranks: int = 2,
+    rows: int = 8,
+    metrics: Mapping[str, float] | None = None,
+    values: Mapping[str, Any] | None = None,
+    time_seconds: float = 1_790_000_000.0,
+    sequence: int | None = None,
+    restored_from: int | None = None,
+    mesh: Mesh | None = None,
+) -> Entry:
+    """Commit a checkpoint of one tensor `model.weight` [rows, 4] in float32, sharded by rows over the ranks.
+
+    The bytes of a chunk are no container of torch's: digests hold, loading would not work. `values` are plain values.
+    """
+    place = FolderPlace(root, QuickDisk())
+    root.mkdir(parents=True, exist_ok=True)
+    draft = Path(place.begin(step_folder(step), new_nonce()))
+    files: dict[str, bytes] = {METADATA: b"nothing that anybody should unpickle"}
+    share = -(-rows // ranks)
+    parts: list[Rows] = []
+    for rank in range(ranks):
+        first, last = min(rank * share, rows), min((rank + 1) * share, rows)
+        data = bytes([rank]) * ((last - first) * 16)
+        files |= {data_name(rank): data, blocks_name(rank): blocks_of(data)}
+        parts.append({2: np.array([[0, 0, len(data), 0, first, 0, last - first, 4]])})
+    files |= index_files([("model.weight", "float32", (rows, 4))], parts, _units(values or {}))
+    for name, data in files.items():
+        (draft / name).write_bytes(data)
+    manifest = Manifest(
+        step=step,
+        sequence=sequence or 1 + max((entry.sequence for entry in Catalogue(root).scan(abandoned=True)), default=0),
+        time_seconds=time_seconds,
+        reason="every 100 steps",
+        world_size=ranks,
+        mesh=mesh or Mesh(names=("shard",), shape=(ranks,)),
+        torch_version="2.13.0",
+        ckptman_version="0.1.0",
+        run_id="run-of-a-test",
+        job_id="4711",
+        attempt=1,
+        restored_from=restored_from,
+        metrics=dict(metrics or {}),
+        block_bytes=BLOCK_BYTES,
+        files={name: FileRecord(bytes=len(data), digest=digest_bytes(data)) for name, data in files.items()},
+    )
+    return place.commit(str(draft), manifest)
+
+
+def index_files(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], parts: Sequence[Rows], units: Sequence[Unit] = ()
+) -> dict[str, bytes]:
+    """The chunk table and the index of tensors (name, dtype, shape) whose chunks the ranks wrote, part by part."""
+    records, table = assemble(tensors, parts)
+    index = Index(files=[data_name(rank) for rank in range(len(parts))], tensors=records, units=list(units))
+    return {CHUNKS: table.astype("<i8").tobytes(), INDEX: index.to_json()}
+
+
+def blocks_of(data: bytes) -> bytes:
+    """The digests of the blocks and of the groups of a data file, as they are kept beside it."""
+    sizes = (BLOCK_BYTES, GROUP_BLOCKS * BLOCK_BYTES)
+    return b"".join(xxh3_128_digest(data[at : at + size]) for size in sizes for at in range(0, len(data), size))
+
+
+def flip_byte(path: Path) -> None:
+    """Damage a file as a bad disk does: one byte changes, the size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    path.write_bytes(data)
+
+
+def note_in(folder: Path) -> Verified | None:
+    """What was proved about the checkpoint in a folder."""
+    return read_verified(folder, read_manifest(folder))
+
+
+def steps_of(entries: Sequence[Entry]) -> list[int]:
+    """The steps, in order."""
+    return [entry.step for entry in entries]
+
+
+def _units(values: Mapping[str, Any]) -> list[Unit]:
+    units = [Unit(state="model", key="weight", value={"~": "tensor", "v": "model.weight"})]
+    for name, value in values.items():
+        if isinstance(value, dict):
+            units += [Unit(state=name, key=encode(key, name), value=encode(each, name)) for key, each in value.items()]
+        else:
+            units.append(Unit(state=name, whole=True, value=encode(value, name)))
+    return units

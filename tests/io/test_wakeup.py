@@ -1,0 +1,119 @@
+"""Waiting for another thread: wake-ups arrive, and Ctrl-C at any moment of a wait leaves nothing locked."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+from ckptman.io.wakeup import Flag, Task, Wakeup, Worker
+
+
+def test_a_worker_does_one_task_after_the_other_and_hands_on_what_they_raise() -> None:
+    seen: list[int] = []
+    with Worker("test") as worker:
+        tasks = [worker.submit(seen.append, number) for number in range(10)]
+        failing = worker.submit(lambda: 1 // 0)
+        assert worker.submit(lambda: 7).result() == 7
+        assert all(task.done() and task.error is None for task in tasks)
+        with pytest.raises(ZeroDivisionError):
+            failing.result()
+    assert seen == list(range(10))
+    with pytest.raises(RuntimeError):
+        worker.submit(int)
+
+
+def test_several_threads_that_wait_are_all_woken() -> None:
+    flag, woken = Flag(), list[int]()
+    threads = [threading.Thread(target=lambda n=n: flag.wait() and woken.append(n)) for n in range(4)]
+    for each in threads:
+        each.start()
+    flag.set()
+    for each in threads:
+        each.join(10)
+    assert sorted(woken) == [0, 1, 2, 3]
+    flag.clear()
+    assert not flag.wait(0.01)
+
+
+def test_a_wakeup_that_came_before_the_wait_is_not_lost() -> None:
+    wakeup, ready = Wakeup(), [True]
+    wakeup.notify()
+    wakeup.notify()
+    assert wakeup.wait_for(lambda: ready[0], 0.0)
+
+
+def test_interrupts_at_any_moment_of_a_wait_leave_nothing_locked() -> None:
+    """A thread interrupts the main one again and again while it waits for tasks; each is waited for to its end."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng, over, main = random.Random(seed), list[bool](), threading.main_thread().ident
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupted = 0
+
+    def interrupt() -> None:
+        while not over:
+            time.sleep(rng.uniform(0, 0.001))
+            signal.pthread_kill(main, signal.SIGINT)  # type: ignore[arg-type]
+
+    worker, flag = Worker("test"), Flag()
+    worker.start()
+    thread = threading.Thread(target=interrupt)
+    try:
+        thread.start()
+        for _ in range(500):
+            task: Task[int] | None = None
+            while task is None or not task.done():
+                try:
+                    task = task or worker.submit(time.sleep, rng.uniform(0, 0.002))
+                    task.wait()
+                    flag.set()
+                except KeyboardInterrupt:
+                    interrupted += 1
+    finally:
+        while thread.is_alive():
+            try:
+                over.append(True)
+                thread.join(10)
+                signal.signal(signal.SIGINT, before)
+            except KeyboardInterrupt:
+                continue
+    last = worker.submit(lambda: "here")
+    assert last.wait(10)
+    assert last.result() == "here"
+    assert flag.wait(10)
+    worker.close()
+    assert interrupted > 0
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the thread runs", "after"])
+def test_an_interrupt_while_the_thread_starts_leaves_one_that_works(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if not before:
+            start(thread)
+        raise KeyboardInterrupt
+
+    worker, running = Worker("test"), list[int]()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.submit(lambda: None)
+
+    def alone() -> bool:
+        running.append(1)
+        time.sleep(0.01)
+        return len(running) == running.pop() == 1
+
+    tasks = [worker.submit(alone) for _ in range(20)]
+    assert all(each.wait(10) and each.result() for each in tasks)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()

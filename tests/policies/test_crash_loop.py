@@ -1,0 +1,247 @@
+"""A checkpoint after which a run crashed twice at the same step is not loaded a third time."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import json
+import subprocess
+import warnings
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptman
+from ckptman.comm.control import Failure, RankFailed
+from ckptman.format.paths import journal_path
+from ckptman.policies.crash_loop import Crash, crashes_of, suspects
+from ckptman.runtime.failure_cause import cause_of
+from ckptman.runtime.journal import read_journal
+
+
+def attempt(number: int, *events: tuple[str, int], cause: str | None = "program") -> list[dict[str, Any]]:
+    """The events of one attempt: its start, and pairs of a kind and a step."""
+    said = [{"event": "attempt_started", "attempt": number}]
+    told = {"attempt": number, "reason": "ValueError: no"} | ({"cause": cause} if cause is not None else {})
+    return said + [{"event": kind, "step": step, **told} for kind, step in events]
+
+
+RESTORED = ("restored", 100)
+CRASHED = ("failed", 120)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "steps"),
+    [
+        ([[RESTORED, CRASHED]], []),
+        ([[RESTORED, CRASHED], [RESTORED, CRASHED]], [100]),
+        ([[RESTORED, CRASHED], [RESTORED, ("failed", 121)]], []),
+        ([[RESTORED, ("failed", 121)], [RESTORED, CRASHED], [RESTORED, CRASHED]], [100]),
+        ([[RESTORED, CRASHED], [RESTORED], [RESTORED, CRASHED]], [100]),  # one was killed in between: nobody knows why
+        ([[RESTORED, CRASHED], [RESTORED, ("stopped", 130)], [RESTORED, CRASHED]], [100]),
+        ([[RESTORED, CRASHED], [RESTORED, ("save_durable", 110), CRASHED]], []),  # it got further
+        ([[RESTORED, CRASHED], [RESTORED, CRASHED], [("restored", 50), CRASHED]], []),  # so it is not the checkpoint
+        ([[RESTORED, CRASHED], [RESTORED, CRASHED], [("restored", 50), ("failed", 60)]], [100]),
+        ([[RESTORED, CRASHED], [RESTORED, CRASHED], [("restored", 50), ("save_durable", 100)]], []),  # another one now
+        ([[CRASHED], [CRASHED]], []),  # a fresh start
+    ],
+)
+def test_who_is_suspected(attempts: list[list[tuple[str, int]]], steps: list[int]) -> None:
+    events = [event for number, told in enumerate(attempts, 1) for event in attempt(number, *told)]
+    assert list(suspects(crashes_of(events))) == steps
+
+
+@pytest.mark.parametrize("cause", ["environment", None], ids=["environment", "a journal without causes"])
+def test_what_lies_outside_of_the_state_is_nobodys_fault(cause: str | None) -> None:
+    events = [event for number in (1, 2, 3) for event in attempt(number, RESTORED, CRASHED, cause=cause)]
+    assert suspects(crashes_of(events)) == {}
+
+
+def test_a_crash_before_a_step_has_ended_is_not_the_checkpoints_and_still_clears_another_one() -> None:
+    at_once = [attempt(number, RESTORED, ("failed", 100)) for number in (1, 2, 3)]
+    assert suspects(crashes_of([event for told in at_once for event in told])) == {}
+    later = [attempt(number, ("restored", 50), ("failed", 100)) for number in (4, 5)]
+    assert list(suspects(crashes_of([event for told in later for event in told]))) == [50]
+    assert suspects(crashes_of([event for told in [*at_once, *later] for event in told])) == {}, "it is the step"
+
+
+def test_a_journal_of_other_shapes_is_read_all_the_same() -> None:
+    strange: list[dict[str, Any]] = [{"event": "failed"}, {"event": "restored", "step": "7"}, {"event": 5}, {}]
+    assert crashes_of(strange) == []
+
+
+def test_the_reason_names_attempts_step_and_remedy() -> None:
+    (reason,) = suspects([Crash(3, 100, 120), Crash(4, 100, 120)]).values()
+    assert "attempts 3 and 4 loaded it and crashed both after step 120" in reason
+    assert "allow_suspect=True" in reason
+
+
+class Poisoned:
+    """An application whose state of some steps makes it crash at step 5, whatever happens before."""
+
+    def __init__(self, poison: bool) -> None:
+        self.state = {"x": {"w": torch.zeros(3)}}
+        self.poison = poison
+
+    def run(self, root: Path, until: int, **options: Any) -> int:
+        policy = ckptman.AtStep(2, 3)
+        with ckptman.Checkpointer(root, self.state, save_policy=policy, deadline=None) as checkpointer:
+            start = checkpointer.restore(**options)
+            for step in range(start + 1, until + 1):
+                if step == 5 and self.poison and self.state["x"]["w"].max() >= 3:
+                    raise ValueError("loss is NaN")
+                self.state["x"]["w"].fill_(step if step <= 3 else 0)
+                if start == 3:
+                    self.state["x"]["w"].fill_(3)
+                checkpointer.step(step)
+        return start
+
+
+def test_a_run_goes_back_behind_a_checkpoint_that_crashed_it_twice(tmp_path: Path) -> None:
+    assert Poisoned(False).run(tmp_path, 3) == 0
+    for _ in range(2):
+        with pytest.raises(ValueError, match="loss is NaN"):
+            Poisoned(True).run(tmp_path, 8)
+    with pytest.warns(RuntimeWarning, match="step 3 is passed over: attempts 2 and 3 loaded it and crashed both after"):
+        assert Poisoned(True).run(tmp_path, 8) == 2
+    refused = [each for each in read_journal(journal_path(tmp_path))[0] if each["event"] == "restore_refused"]
+    assert [each["step"] for each in refused] == [3]
+    assert "crashed both" in refused[0]["reason"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Poisoned(False).run(tmp_path, 8) == 8
+
+
+def test_it_is_loaded_if_asked_for(tmp_path: Path) -> None:
+    Poisoned(False).run(tmp_path, 3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="loss is NaN"):
+            Poisoned(True).run(tmp_path, 8)
+    with pytest.raises(ValueError, match="loss is NaN"):
+        Poisoned(True).run(tmp_path, 8, step=3)
+    with pytest.raises(ValueError, match="loss is NaN"):
+        Poisoned(True).run(tmp_path, 8, allow_suspect=True)
+
+
+def test_a_run_never_goes_back_to_step_0(tmp_path: Path) -> None:
+    state = {"x": {"w": torch.zeros(3)}}
+    with ckptman.Checkpointer(tmp_path, state, save_policy=ckptman.AtStep(1), deadline=None) as checkpointer:
+        checkpointer.step(1)
+    for _ in range(2):
+        with (
+            pytest.raises(ValueError, match="no"),
+            ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+        ):
+            assert checkpointer.restore() == 1
+            checkpointer.step(2)
+            raise ValueError("no")
+    with (
+        pytest.raises(ckptman.SuspectError, match="step 1 is all there is to go on from, and attempts 2 and 3"),
+        ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+    ):
+        checkpointer.restore()
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        assert checkpointer.restore(allow_suspect=True) == 1
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch calls its own, whose home depends on its version."""
+
+
+def raised_from(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def raised_while(error: Exception, context: BaseException) -> Exception:
+    error.__context__ = context
+    return error
+
+
+def of_a_client(module: str, name: str) -> Exception:
+    error: Exception = type(name, (Exception,), {"__module__": module})("no answer")
+    return error
+
+
+OUTAGES = [
+    OSError(errno.EIO, "Input/output error"),
+    OSError(errno.ESTALE, "Stale file handle"),
+    ConnectionResetError("peer"),
+    MemoryError(),
+    OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+    RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:1, unhandled system error"),
+    RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:1"),
+    RuntimeError("DataLoader worker (pid(s) 77) exited unexpectedly"),
+    torch.distributed.DistNetworkError("no host"),
+    raised_from(ValueError("no batch"), OSError(errno.EIO, "Input/output error")),
+    raised_from(ckptman.CkptmanError("rank 3 failed"), RankFailed(Failure(3, "OSError: no", "", None, errno.EIO))),
+    ckptman.RankLostError("gone"),
+    raised_while(ValueError("no batch"), OSError(errno.EIO, "Input/output error")),
+    RuntimeError("CUDA error: unspecified launch failure"),
+    RuntimeError("can't start new thread"),
+    RuntimeError("DataLoader timed out after 30 seconds"),
+    RuntimeError("unable to open shared memory object </torch_1>: Too many open files (24)"),
+    BrokenProcessPool("a process died"),
+    EOFError("end of file"),
+    subprocess.TimeoutExpired("rsync", 5),
+    http.client.IncompleteRead(b""),
+    of_a_client("botocore.exceptions", "EndpointConnectionError"),
+    of_a_client("wandb.errors", "CommError"),
+    KeyboardInterrupt(),
+    SystemExit(1),
+]
+
+
+@pytest.mark.parametrize("error", OUTAGES, ids=lambda error: type(error).__name__)
+def test_an_outage_is_the_environments(error: BaseException) -> None:
+    assert cause_of(error) == "environment"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("igloo: loss is NaN"),
+        RuntimeError("igloo of shape [2, 3]"),
+        ValueError("loss is NaN"),
+        IndexError(5),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        KeyError("x"),
+    ],
+    ids=repr,
+)
+def test_what_the_program_raises_is_its_own(error: Exception) -> None:
+    assert cause_of(error) == "program"
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["at the first step", "later"])
+def test_two_outages_of_a_mount_leave_the_checkpoint_what_it_is(steps: int, tmp_path: Path) -> None:
+    Poisoned(False).run(tmp_path, 3)
+    for _ in range(2):
+        with (
+            pytest.raises(OSError, match="Input/output"),
+            ckptman.Checkpointer(tmp_path, {"x": {"w": torch.zeros(3)}}, deadline=None) as checkpointer,
+        ):
+            start = checkpointer.restore()
+            assert start == 3
+            for step in range(steps):
+                checkpointer.step(start + 1 + step)
+            raise OSError(errno.EIO, "Input/output error", "/datasets/tokens.bin")
+    failed = [each for each in read_journal(journal_path(tmp_path))[0] if each["event"] == "failed"]
+    assert [(each["error"], each["cause"]) for each in failed] == [("OSError", "environment")] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Poisoned(False).run(tmp_path, 4) == 3
+
+
+@pytest.mark.parametrize("number", [None, "2", "x", 1.5, [1], {}, True])
+def test_an_attempt_that_is_no_number_does_not_keep_a_run_from_its_checkpoints(number: object, tmp_path: Path) -> None:
+    events = [{**event, "attempt": number} for _ in range(2) for event in attempt(0, RESTORED, CRASHED)]
+    assert crashes_of(events) == []
+    Poisoned(False).run(tmp_path, 3)
+    with journal_path(tmp_path).open("a") as file:
+        file.writelines(json.dumps({**event, "step": 3}) + "\n" for event in events)
+    assert Poisoned(False).run(tmp_path, 4) == 3

@@ -1,0 +1,112 @@
+"""How long a silence may be: the formula, what is learnt, and that no order of events makes a live rank look stuck."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptman.errors import ConfigError, IntervalError
+from ckptman.policies.hang_timeout import Doing, Patience, Progress
+
+seconds = st.floats(0, 1e6)
+patiences = st.builds(Patience, st.floats(0.01, 1e5), st.floats(1, 100))
+kinds = st.sampled_from(["start", "step", "save"])
+
+
+def test_the_worked_example_of_the_docs() -> None:
+    patience = Patience()
+    assert patience.limit_seconds("step", 4.0) == 600
+    assert patience.limit_seconds("step", 420.0) == 1260
+    assert patience.limit_seconds("save", 90.0) == patience.limit_seconds("start") == 1800
+    assert patience.limit_seconds("save", 1000.0) == 3000
+    assert patience.notice_seconds("step", 4.0) == 610
+
+
+@given(patiences, kinds, seconds, seconds)
+def test_the_limit_is_above_what_was_seen_and_never_falls(
+    patience: Patience, doing: Doing, first: float, more: float
+) -> None:
+    limit = patience.limit_seconds(doing, first)
+    assert limit >= max(patience.floor_seconds, patience.factor * first, first)
+    assert limit <= patience.limit_seconds(doing, first + more)
+    assert limit < patience.notice_seconds(doing, first) <= limit + 10.0
+    assert patience.limit_seconds("step", first) <= limit
+
+
+@given(patiences, st.lists(st.tuples(kinds, st.floats(0, 1.0)), max_size=30))
+def test_a_rank_whose_pauses_are_below_the_floor_is_never_overdue(
+    patience: Patience, pauses: list[tuple[Doing, float]]
+) -> None:
+    progress, now = Progress(patience), 0.0
+    for step, (doing, share) in enumerate(pauses):
+        now += share * patience.floor_seconds * 0.999
+        assert progress.overdue(now) is None
+        progress.beat(now, doing, step)
+        now += share * patience.floor_seconds * 0.001
+        assert progress.overdue(now) is None
+        progress.beat(now, doing, step)
+
+
+@given(patiences, kinds, st.lists(st.floats(0, 1.0), max_size=20))
+def test_it_is_overdue_exactly_after_the_limit_that_was_learnt(
+    patience: Patience, doing: Doing, shares: list[float]
+) -> None:
+    progress, now = Progress(patience), 0.0
+    progress.beat(now, doing, 0)
+    for step, share in enumerate(shares, 1):
+        now += share * progress.limit_seconds
+        progress.beat(now, doing, step)
+    limit = progress.limit_seconds
+    assert progress.overdue(now + limit * 0.999) is None
+    stall = progress.overdue(now + limit * 1.001)
+    assert stall is not None
+    assert (stall.doing, stall.step, stall.behind) == (doing, len(shares), False)
+    assert stall.limit_seconds == limit
+    assert str(stall).startswith("no sign of life for ")
+
+
+def test_what_a_start_took_says_nothing_about_steps() -> None:
+    progress = Progress(Patience(10.0))
+    assert progress.limit_seconds == 30
+    progress.beat(29.0, "step", 1)
+    assert progress.longest_seconds == {"start": 29.0, "step": 0.0, "save": 0.0}
+    assert progress.limit_seconds == 10
+
+
+def test_an_evaluation_that_was_seen_is_allowed_again_and_longer() -> None:
+    progress = Progress(Patience(10.0))
+    progress.beat(0.0, "step", 1)
+    progress.beat(9.0, "step", 2)
+    assert progress.overdue(9.0 + 26.9) is None
+    assert progress.overdue(9.0 + 27.1) is not None
+
+
+def test_a_save_behind_the_training_is_watched_by_itself() -> None:
+    progress = Progress(Patience(10.0))
+    save = progress.begin(0.0, 7)
+    for second in range(30):
+        progress.beat(float(second), "step", second)
+        assert progress.overdue(float(second)) is None
+    progress.beat(31.0, "step", 31)
+    stall = progress.overdue(31.0)
+    assert stall is not None
+    assert (stall.behind, stall.step, stall.limit_seconds) == (True, 7, 30.0)
+    assert stall.where == "from the save of step 7 in the background"
+    progress.end(31.0, save)
+    assert progress.overdue(31.0) is None
+    assert progress.longest_seconds["save"] == 31.0
+    assert progress.patience.limit_seconds("save", 31.0) == 93.0
+
+
+@pytest.mark.parametrize("floor", [0, -1, float("nan"), float("inf")])
+def test_a_floor_that_cannot_be(floor: float) -> None:
+    with pytest.raises(IntervalError, match="floor_seconds must be a finite number above 0"):
+        Patience(floor)
+
+
+def test_a_factor_that_cannot_be() -> None:
+    with pytest.raises(IntervalError, match="factor must be a finite number of at least 1"):
+        Patience(600, 0.9)
+    with pytest.raises(ConfigError):
+        Patience("long")  # type: ignore[arg-type]

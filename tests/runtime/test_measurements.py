@@ -1,0 +1,240 @@
+"""What a journal says about earlier attempts; and attempts with a deadline close by that go by it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import ckptman
+from ckptman import checkpointer as checkpointer_module
+from ckptman.format.paths import journal_path
+from ckptman.io.filesystem import Disk
+from ckptman.policies.save_policies import Decision, Facts, SavePolicy
+from ckptman.runtime.bad_nodes import reported_nodes
+from ckptman.runtime.journal import Journal, read_journal
+from ckptman.runtime.measurements import StartUp, save_seconds, start_up, typical_save_seconds
+from ckptman.session.timings import Pace
+
+Event = dict[str, Any]
+
+# ---- the journal -----------------------------------------------------------------------------------------------------
+
+
+def durable(*seconds: Any) -> list[Event]:
+    return [{"time": 1.0, "event": "save_durable", "attempt": 1, "step": 1, "seconds": each} for each in seconds]
+
+
+def test_a_save_takes_what_the_longest_but_one_of_the_last_five_took() -> None:
+    assert typical_save_seconds([]) is None
+    assert typical_save_seconds(durable(3)) == 3.0
+    assert typical_save_seconds(durable(3.0, 90.0)) == 90.0
+    assert typical_save_seconds(durable(90.0, 80.0, 5.0, 1.0, 2.0, 3.0, 4.0)) == 4.0
+    assert typical_save_seconds([{"time": 1.0, "event": "save_staged", "seconds": 7.0}, *durable(2.0)]) == 2.0
+
+
+GARBAGE = [None, True, "12", "nan", float("nan"), float("inf"), -1, -0.5, 10**400, [3], {"s": 3}]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda each: repr(each)[:9])
+def test_garbage_is_passed_over(garbage: Any) -> None:
+    assert typical_save_seconds(durable(garbage)) is None
+    assert typical_save_seconds(durable(4.0, *[garbage] * 9)) == 4.0
+    events = [{"time": garbage, "event": "attempt_started", "job_id": "7", "attempt": 1}]
+    assert start_up(events, "7", 0.0) == StartUp()
+    assert typical_save_seconds([{"time": 1.0, "event": garbage, "seconds": 5.0}, {"time": 1.0}]) is None
+
+
+def test_a_journal_that_is_not_there_or_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+    path = journal_path(tmp_path)
+    assert save_seconds(tmp_path) is None
+    assert save_seconds(str(tmp_path / "nowhere")) is None
+    path.mkdir(parents=True)
+    assert save_seconds(tmp_path) is None, "a folder"
+    path.rmdir()
+    path.symlink_to(tmp_path / "elsewhere")
+    assert save_seconds(tmp_path) is None, "a link"
+    path.unlink()
+    path.write_bytes(b'\xff\0{"torn\n[1]\n' + json.dumps(durable(2.5)[0]).encode() + b'\n{"time": 1, "event')
+    assert save_seconds(tmp_path) == 2.5
+
+
+def test_start_up_is_that_of_the_first_attempt_of_the_job_from_then_on() -> None:
+    def of(attempt: int, job_id: str | None, at: float, *events: str) -> list[Event]:
+        started = {"time": at, "event": "attempt_started", "attempt": attempt, "job_id": job_id}
+        return [started, *({"time": at + 1 + n, "event": name, "attempt": attempt} for n, name in enumerate(events))]
+
+    events = [
+        *of(1, "7", 100.0, "first_step", "save_durable"),
+        *of(2, "8", 200.0, "restored", "first_step"),
+        *of(3, "7", 300.0, "restored", "first_step", "restored", "first_step"),
+        *of(4, "7", 400.0, "restored"),
+        *of(5, None, 500.0),
+        *of(6, "9", 600.0),
+        {"time": 650.0, "event": "first_step", "attempt": 7},
+        *of(7, "11", 700.0),
+    ]
+    assert start_up(events, "7", 0.0) == StartUp(100.0, None, 101.0)
+    assert start_up(events, "7", 100.0).started_seconds == 100.0
+    assert start_up(events, "7", 100.1) == StartUp(300.0, 301.0, 302.0), "requeued"
+    assert start_up(events, "7", 301.0) == StartUp(400.0, 401.0, None)
+    assert start_up(events, "8", 0.0) == StartUp(200.0, 201.0, 202.0)
+    assert start_up(events, "9", 0.0) == StartUp(600.0)
+    assert start_up(events, "11", 0.0) == StartUp(700.0), "its number was taken once more: a line got lost"
+    assert start_up(events, "7", 401.0) == start_up(events, "10", 0.0) == StartUp()
+
+
+# ---- attempts --------------------------------------------------------------------------------------------------------
+
+STEP_SECONDS = 1.0
+
+
+class Clock:
+    """Unix seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = time.time()
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def train(root: Path, left_seconds: float | None, policy: SavePolicy, **options: Any) -> list[tuple[int, str]]:
+    """One attempt, on simulated time with steps of 1 s: the steps it saved at, and why; until it is told to stop."""
+    clock, saved = Clock(), []
+    deadline = None if left_seconds is None else clock.seconds + left_seconds
+    state = {"x": torch.zeros(3)}
+    with (
+        mock.patch.object(checkpointer_module, "Pace", partial(Pace, monotonic=clock, wall=clock)),
+        ckptman.Checkpointer(root, state, save_policy=policy, deadline=deadline, **options) as checkpointer,
+    ):
+        start = checkpointer.restore()
+        for step in range(start + 1, start + 301):
+            state["x"] += 1
+            clock.seconds += STEP_SECONDS
+            if reason := checkpointer.step(step):
+                saved.append((step - start, reason))
+            if checkpointer.should_stop():
+                return saved
+    return saved
+
+
+def test_the_first_attempt_measures_a_save_and_then_trains_on_until_shortly_before_its_end(tmp_path: Path) -> None:
+    first, last = train(tmp_path, 100.0, ckptman.BeforeDeadline(), async_save=False)
+    assert first[0] == 1
+    assert first[1].startswith("first save, to measure its cost: 99 s left before the deadline, 211 s needed")
+    assert 40 < last[0] <= 70, "about 30 s are left: the margin"
+    assert "1.5 x save of " in last[1]
+
+
+def test_the_next_attempt_knows_what_a_save_took_and_needs_none_to_measure(tmp_path: Path) -> None:
+    train(tmp_path, None, ckptman.AtStep(3))
+    [(steps, reason)] = train(tmp_path, 100.0, ckptman.BeforeDeadline())
+    assert 40 < steps <= 70
+    assert "1.5 x save of " in reason
+
+
+def test_the_next_attempt_goes_by_the_journal(tmp_path: Path) -> None:
+    train(tmp_path, None, ckptman.AtStep(3))
+    journal = Journal(journal_path(tmp_path))
+    for seconds in (500.0, 400.0, 20.0, 1.0, 2.0, 3.0):
+        journal.record("save_durable", step=1, seconds=seconds)
+    journal.close()
+    [(steps, reason)] = train(tmp_path, 100.5, ckptman.BeforeDeadline())
+    assert (steps, reason) == (
+        40,
+        "60.5 s left before the deadline, 61 s needed (1.5 x save of 20 s + margin of 30 s + step of 1 s)",
+    )
+
+
+def test_an_interval_that_measures_what_a_save_blocks_still_does_so_in_each_attempt(tmp_path: Path) -> None:
+    for _ in range(2):
+        saved = train(tmp_path, None, ckptman.DalyInterval(mtbf_seconds=1e9))
+        assert saved[0][1] == "first save, to measure its cost"
+
+
+class Held(Disk):
+    """A disk on which nothing becomes durable before it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.name.startswith("step-"):
+            self.go.wait(60)
+        super().rename(source, target)
+
+
+class LettingGo(SavePolicy):
+    """The policy behind it; lets go of the disk when that wants to leave."""
+
+    def __init__(self, policy: SavePolicy, disk: Held) -> None:
+        self.policy, self.disk = policy, disk
+
+    def decide(self, facts: Facts) -> Decision | None:
+        decision = self.policy.decide(facts)
+        if decision is not None and decision.stop:
+            self.disk.go.set()
+        return decision
+
+
+def test_a_first_save_that_takes_long_is_not_waited_for_beyond_what_leaves_time_for_the_last(tmp_path: Path) -> None:
+    disk = Held()
+    first, last = train(tmp_path, 100.5, LettingGo(ckptman.BeforeDeadline(), disk), disk=disk)
+    assert first[0] == 1
+    assert last == (
+        28,  # the first with 100.5 - step < 1.5 x step + 30 + 1
+        "72.5 s left before the deadline, 73 s needed (1.5 x save under way of 28 s + margin of 30 s + step of 1 s)",
+    )
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-0000000001", "step-0000000028"}
+
+
+def test_the_journal_says_when_an_attempt_was_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    before = time.time()
+    for _ in range(2):
+        train(tmp_path, None, ckptman.EverySteps(100))
+    events, _ = read_journal(journal_path(tmp_path))
+    steps = [each for each in events if each["event"] == "first_step"]
+    assert [(each["attempt"], each["step"]) for each in steps] == [(1, 1), (2, 301)]
+    assert all(each["init_seconds"] >= STEP_SECONDS for each in steps)
+    [restored] = [each for each in events if each["event"] == "restored"]
+    assert 0 < restored["seconds"] < time.time() - before
+    first = start_up(events, "77", before)
+    assert first.restored_seconds is None
+    assert first.started_seconds is not None
+    assert first.first_step_seconds is not None
+    assert before <= first.started_seconds <= first.first_step_seconds
+    second = start_up(events, "77", first.first_step_seconds)
+    assert second == StartUp(second.started_seconds, restored["time"], steps[1]["time"])
+
+
+def test_a_run_that_starts_from_a_checkpoint_of_another_one_says_how_long_that_took(tmp_path: Path) -> None:
+    train(tmp_path / "old", None, ckptman.AtStep(3))
+    state = {"x": torch.zeros(3)}
+    with ckptman.Checkpointer(tmp_path / "new", state, deadline=None) as checkpointer:
+        assert checkpointer.restore(path=tmp_path / "old" / "step-0000000003") == 3
+    events, _ = read_journal(journal_path(tmp_path / "new"))
+    [restored] = [each for each in events if each["event"] == "restored"]
+    assert (restored["step"], restored["seconds"] > 0) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reported"), [("CUDA error: uncorrectable ECC error encountered", True), ("shapes do not fit", False)]
+)
+def test_an_error_of_a_device_is_told_to_the_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, reported: bool
+) -> None:
+    outcome = tmp_path / "outcome-1.json"
+    monkeypatch.setenv("CKPTMAN_OUTCOME", str(outcome))
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    with pytest.raises(RuntimeError, match=text), ckptman.Checkpointer(tmp_path / "root", {"a": 1}):
+        raise RuntimeError(text)
+    assert reported_nodes(outcome) == ({"n7": text} if reported else {})

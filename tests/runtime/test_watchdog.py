@@ -1,0 +1,303 @@
+"""The watchdog thread: what hangs is noticed in the stated time and ends the process, and what lives is left alone.
+
+What ends a process is tried in processes of its own. Times are taken on the clock that all processes share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ckptman.errors import EXIT_STALLED
+from ckptman.policies.hang_timeout import Patience, Stall
+from ckptman.runtime import process_end as ending
+from ckptman.runtime.watchdog import Watchdog
+
+SLACK_SECONDS = 10.0
+"""A machine that is busy with other tests starts threads late."""
+
+HEAD = """
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
+from ckptman.runtime.process_end import end_process
+from ckptman.runtime.watchdog import Watchdog
+from ckptman.policies.hang_timeout import Patience
+
+def say(text):
+    print(text, time.monotonic(), flush=True)
+
+def watch(floor_seconds):
+    watchdog = Watchdog(Patience(floor_seconds), lambda stall, arm: end_process(f"rank 0: {stall}", Path("stacks.txt")))
+    watchdog.start()
+    watchdog.beat("step", 7)
+    return watchdog
+"""
+
+
+@dataclass
+class Ended:
+    """How a script ended: its code, what it printed, and when that was."""
+
+    code: int
+    out: str
+    err: str
+    at: float
+
+    def said(self, text: str) -> float:
+        """When it said that."""
+        return next(float(line.split()[-1]) for line in self.out.splitlines() if line.startswith(text))
+
+
+def command(body: str) -> list[str]:
+    return [sys.executable, "-c", HEAD + body]
+
+
+def run(body: str, folder: Path) -> Ended:
+    done = subprocess.run(command(body), cwd=folder, capture_output=True, text=True, timeout=60)
+    return Ended(done.returncode, done.stdout, done.stderr, time.monotonic())
+
+
+def never(stall: Stall, arm: object) -> None:
+    raise AssertionError(f"taken for stuck: {stall}")
+
+
+HANGS = """
+def read_from_a_dead_mount():
+    say("hangs")
+    threading.Event().wait()
+
+watchdog = watch(1.0)
+read_from_a_dead_mount()
+"""
+
+
+def test_a_hang_is_noticed_in_time_and_the_stacks_name_it(tmp_path: Path) -> None:
+    ended = run(HANGS, tmp_path)
+    assert ended.code == EXIT_STALLED == 13
+    taken = ended.at - ended.said("hangs")
+    assert 0.9 < taken < Patience(1.0).notice_seconds("step") + SLACK_SECONDS
+    stacks = (tmp_path / "stacks.txt").read_text()
+    assert "in read_from_a_dead_mount" in stacks
+    assert stacks.startswith("rank 0: no sign of life for 1.")
+    assert "(limit 1.0 s) in what came after step 7: the next step, an evaluation" in stacks
+    assert ended.err.strip().endswith("; stacks are in stacks.txt")
+    assert len(ended.err.splitlines()) == 1
+
+
+def test_stacks_that_cannot_be_written_go_to_standard_error(tmp_path: Path) -> None:
+    (tmp_path / "stacks.txt").mkdir()
+    ended = run(HANGS, tmp_path)
+    assert ended.code == EXIT_STALLED
+    assert "in read_from_a_dead_mount" in ended.err
+    assert "stacks are in" not in ended.err
+
+
+def test_a_hang_that_holds_the_interpreter_is_ended_by_the_backstop(tmp_path: Path) -> None:
+    body = """
+def touch_a_mapped_page():
+    say("hangs")
+    ctypes.PyDLL(None).sleep(60)
+
+watchdog = watch(1.0)
+threading.Event().wait(0.3)  # until it has looked, and armed the backstop for what a step may take
+touch_a_mapped_page()
+"""
+    ended = run(body, tmp_path)
+    assert ended.code == 1
+    assert ended.at - ended.said("hangs") < 2 * 1.0 + SLACK_SECONDS
+    assert "in touch_a_mapped_page" in ended.err
+    assert not (tmp_path / "stacks.txt").exists()
+
+
+def test_the_end_itself_cannot_hang(tmp_path: Path) -> None:
+    """The stacks go to a file system that hangs, standard error is a pipe that is full."""
+    body = """
+import ckptman.runtime.process_end as stall
+stall.PART_SECONDS = 0.3
+stall.write_stacks = stall.say = lambda *args: threading.Event().wait()
+say("hangs")
+stall.end_process("stuck", Path("stacks.txt"), [(0.1, threading.Event().wait), (5.0, lambda: say("last part"))])
+"""
+    ended = run(body, tmp_path)
+    assert ended.code == EXIT_STALLED
+    assert ended.said("last part") - ended.said("hangs") < SLACK_SECONDS
+    assert "most recent call first" in ended.err
+
+
+def test_a_process_that_is_suspended_is_not_stuck_when_it_goes_on(tmp_path: Path) -> None:
+    body = """
+watchdog = watch(2.0)
+say("begins")
+sys.stdin.readline()
+watchdog.beat("step", 8)
+say("goes on")
+"""
+    process = subprocess.Popen(
+        command(body), cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("begins")
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(Patience(2.0).notice_seconds("step") + 0.5)  # what passes is what is tested; the backstop has 4 s
+        process.send_signal(signal.SIGCONT)
+        out, err = process.communicate("\n", timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    assert out.startswith("goes on")
+
+
+def test_forked_children_have_no_watchdog_and_can_end(tmp_path: Path) -> None:
+    body = """
+watchdog = watch(30.0)
+while watchdog.awake_seconds == 0:  # it has looked, so the backstop is armed
+    threading.Event().wait(0.01)
+child = os.fork()
+if child == 0:
+    assert not watchdog.watching
+    assert threading.active_count() == 1
+    watchdog.beat("step", 8)
+    watchdog.close()
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+assert watchdog.watching
+watchdog.close()
+say("ends")
+"""
+    ended = run(body, tmp_path)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("ends")
+
+
+def test_the_backstop_watches_on_after_a_fork(tmp_path: Path) -> None:
+    body = """
+watchdog = watch(1.0)
+threading.Event().wait(0.3)
+child = os.fork()
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+ctypes.PyDLL(None).sleep(60)
+"""
+    assert run(body, tmp_path).code == 1
+
+
+def test_off_is_no_thread() -> None:
+    before = threading.active_count()
+    watchdog = Watchdog(None, never)
+    watchdog.start()
+    assert not watchdog.watching
+    assert threading.active_count() == before
+    watchdog.beat("step", 1)
+    with watchdog.saving(1):
+        pass
+    watchdog.close()
+
+
+def test_one_that_is_closed_or_thrown_away_has_no_thread() -> None:
+    before = set(threading.enumerate())
+    closed, dropped = Watchdog(Patience(1.0), never), Watchdog(Patience(1.0), never)
+    closed.start()
+    dropped.start()
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    closed.close()
+    del dropped
+    gc.collect()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def looking(patience: Patience) -> Iterator[tuple[Watchdog, list[Stall]]]:
+    """A watchdog that is told the time, and what it found. The backstop must not be left armed in this process."""
+    found: list[Stall] = []
+    watchdog = Watchdog(patience, lambda stall, arm: found.append(stall))
+    try:
+        yield watchdog, found
+    finally:
+        watchdog.close()
+
+
+def test_a_long_save_or_evaluation_within_its_allowance_is_no_stall() -> None:
+    with looking(Patience(10.0)) as (watchdog, found):
+        watchdog.beat("step", 1)
+        for _ in range(19):  # an evaluation of 9.5 s
+            assert not watchdog.look(0.5)
+        watchdog.beat("save", 2)
+        for _ in range(59):  # a save of 29.5 s
+            assert not watchdog.look(0.5)
+        watchdog.beat("step", 2)
+        for _ in range(57):  # three evaluations' time
+            assert not watchdog.look(0.5)
+        assert watchdog.look(0.5)
+    assert (found[0].limit_seconds, found[0].waited_seconds) == (28.5, 29.0)
+
+
+def test_a_sign_of_life_from_an_evaluation_counts() -> None:
+    with looking(Patience(10.0)) as (watchdog, found):
+        for step in range(100):
+            for _ in range(9):
+                watchdog.look(1.0)
+            watchdog.beat("step", step)
+    assert watchdog.awake_seconds == 900
+    assert not found
+
+
+def test_time_in_which_the_process_did_not_run_does_not_count() -> None:
+    with looking(Patience(10.0)) as (watchdog, found):
+        watchdog.beat("step", 1)
+        for _ in range(4):
+            assert not watchdog.look(3600.0)
+    assert watchdog.awake_seconds == 4 * (2 * 0.5 + 1.0)
+    assert not found
+
+
+def test_a_sign_of_life_costs_next_to_nothing() -> None:
+    watchdog = Watchdog(Patience(), never)
+    begun = time.perf_counter()
+    for step in range(10_000):
+        watchdog.beat("step", step)
+    assert (time.perf_counter() - begun) / 10_000 < 50e-6  # measured: less than 1 us
+
+
+def test_a_part_of_the_end_that_fails_or_hangs_is_left_behind(tmp_path: Path) -> None:
+    done: list[object] = []
+    hangs = threading.Event()
+
+    def fails() -> None:
+        raise OSError("gone")
+
+    parts = [(0.1, hangs.wait), (5.0, fails), (5.0, lambda: done.append("part"))]
+    ending.end_process("stuck", tmp_path / "deep" / "stacks.txt", parts, leave=done.append)
+    hangs.set()
+    assert done == ["part", 13]
+    assert "test_a_part_of_the_end" in (tmp_path / "deep" / "stacks.txt").read_text()
+    assert not ending.within(5.0, fails)
+    assert ending.within(5.0, lambda: None)
+
+
+def test_the_stacks_of_two_ends_are_kept_and_no_link_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "stacks.txt"
+    ending.write_stacks(path, "first\x1b")
+    ending.write_stacks(path, "second")
+    assert path.read_text().startswith("first\\x1b\n\n")
+    assert "\nsecond\n" in path.read_text()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="link"):
+        ending.write_stacks(tmp_path / "link", "third")
+    assert not os.path.lexists(tmp_path / "elsewhere")

@@ -1,0 +1,247 @@
+"""A disk that is full in the middle of a save: the run says so, prunes by its policy where it may, and goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptman
+from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.pins import pin
+from ckptman.catalog.stored_policy import read_policy
+from ckptman.cli.app import main
+from ckptman.errors import CommitError, ConfigError
+from ckptman.format.paths import journal_path, run_folder, step_folder
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.throttled_delete import Remover
+from ckptman.runtime.journal import read_journal
+from ckptman.saving import retention_runner as keeping
+from tests.helpers.checkpoints import commit
+from tests.helpers.ranks import run_ranks
+
+TENSOR_BYTES = 1024 * 1024
+CHECKPOINT_BYTES = 1.1 * TENSOR_BYTES
+"""What a checkpoint of that tensor takes, with all that is written besides."""
+
+
+class SmallDisk(Disk):
+    """Holds so many bytes under a root. The call that would be one too many fails, as a quota lets it."""
+
+    def __init__(self, root: Path, capacity_bytes: float, code: int = errno.ENOSPC) -> None:
+        self._root, self._capacity_bytes, self._code = root, capacity_bytes, code
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        self._check(len(data))
+        super().write_file(path, data)
+
+    def reserve(self, fd: int, size: int) -> None:
+        self._check(size - os.fstat(fd).st_size)
+        super().reserve(fd, size)
+
+    def _check(self, more_bytes: int) -> None:
+        used = sum(path.stat().st_size for path in self._root.glob("step-*/*") if path.exists())
+        if used + more_bytes > self._capacity_bytes:
+            raise OSError(self._code, os.strerror(self._code))
+
+
+def train(
+    root: Path, steps: int, disk: Disk, *, async_save: bool = False, keep: int = 3, on_full: Any = "prune"
+) -> list[str]:
+    """Save each step. Returns what it warned of."""
+    state: dict[str, Any] = {"x": {"w": torch.zeros(TENSOR_BYTES // 4)}}
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        ckptman.Checkpointer(
+            root,
+            state,
+            save_policy=ckptman.EverySteps(1),
+            retention=ckptman.KeepLast(keep),
+            on_full=on_full,
+            async_save=async_save,
+            deadline=None,
+            timeout_seconds=60,
+            disk=disk,
+        ) as checkpointer,
+    ):
+        warnings.simplefilter("always")
+        for step in range(checkpointer.restore() + 1, steps + 1):
+            state["x"]["w"].fill_(step)
+            checkpointer.step(step, {"loss": 1.0})
+    return [str(each.message) for each in caught]
+
+
+def steps_in(root: Path) -> list[int]:
+    return [entry.step for entry in Catalogue(root).complete()]
+
+
+def events(root: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_journal(journal_path(root))[0] if event["event"] == name]
+
+
+def ranks(root: str, async_save: bool) -> list[str]:
+    return train(Path(root), 6, SmallDisk(Path(root), 4.5 * CHECKPOINT_BYTES), async_save=async_save)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_run_prunes_saves_and_goes_on(tmp_path: Path, async_save: bool, code: int) -> None:
+    told = train(tmp_path, 6, SmallDisk(tmp_path, 3.5 * CHECKPOINT_BYTES, code), async_save=async_save)
+    assert steps_in(tmp_path) == [4, 5, 6]
+    assert all(entry.path.parent == tmp_path for entry in Catalogue(tmp_path).scan())
+    assert any(
+        "the disk is full, so checkpoints were pruned for the save of step 4: step 1 went" in each for each in told
+    )
+    (first, *_) = events(tmp_path, "disk_full")
+    assert (first["step"], first["pruned_steps"]) == (4, [1])
+    assert first["freed_bytes"] >= TENSOR_BYTES
+    assert os.strerror(code) in first["cause"]
+    assert [event["step"] for event in events(tmp_path, "pruned")] == [1, 2, 3]
+    assert not events(tmp_path, "save_failed")
+    assert {path.name for path in tmp_path.iterdir()} == {run_folder(tmp_path).name, *map(step_folder, (4, 5, 6))}
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_all_ranks_save_again(tmp_path: Path, async_save: bool) -> None:
+    run_ranks(2, ranks, str(tmp_path), async_save)
+    assert steps_in(tmp_path) == [4, 5, 6]
+    assert not events(tmp_path, "save_failed")
+
+
+def test_by_default_the_save_fails_and_nothing_is_pruned_for_it(tmp_path: Path) -> None:
+    with pytest.raises(CommitError, match="No space left"):
+        train(tmp_path, 6, SmallDisk(tmp_path, 3.5 * CHECKPOINT_BYTES), on_full="fail")
+    assert steps_in(tmp_path) == [1, 2, 3]
+    assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
+
+
+def test_where_nothing_may_go_the_save_fails_and_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CommitError, match="No space left"):
+        train(tmp_path, 3, SmallDisk(tmp_path, 1.5 * CHECKPOINT_BYTES), keep=1)
+    assert steps_in(tmp_path) == [1], "the newest stays, whatever comes"
+    (event,) = events(tmp_path, "disk_full")
+    assert (event["pruned_steps"], event["freed_bytes"]) == ([], 0)
+
+
+def test_one_that_cannot_be_removed_keeps_no_room_of_others_from_a_save(tmp_path: Path) -> None:
+    class Stuck(SmallDisk):
+        def remove_tree(self, path: Path) -> None:
+            if path.name.startswith(step_folder(1)):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            super().remove_tree(path)
+
+    train(tmp_path, 3, DISK)
+    told = train(tmp_path, 4, Stuck(tmp_path, 3.5 * CHECKPOINT_BYTES), keep=1)
+    assert steps_in(tmp_path) == [4]
+    assert any("could not be pruned" in each and step_folder(1) in each for each in told)
+    assert any("for the save of step 4: step 2 went" in each for each in told)
+    assert [event["step"] for event in events(tmp_path, "pruned")] == [2, 3]
+    assert not events(tmp_path, "save_failed")
+
+
+def test_what_is_pinned_is_not_pruned_for_room(tmp_path: Path) -> None:
+    train(tmp_path, 3, DISK)
+    pin(tmp_path / step_folder(1), "the paper", by="me", time_seconds=1.0, disk=DISK)
+    train(tmp_path, 5, SmallDisk(tmp_path, 4.5 * CHECKPOINT_BYTES))
+    assert steps_in(tmp_path) == [1, 3, 4, 5]
+
+
+def test_what_a_run_went_on_from_stays_while_it_runs(tmp_path: Path) -> None:
+    train(tmp_path, 3, DISK, keep=1)
+    state: dict[str, Any] = {"x": {"w": torch.zeros(8)}}
+    with ckptman.Checkpointer(tmp_path / "other", state, retention=ckptman.KeepLast(1), deadline=None) as checkpointer:
+        for step in range(checkpointer.restore() + 1, 4):
+            checkpointer.save(step)
+            checkpointer.wait()
+    root = tmp_path / "other"
+    with ckptman.Checkpointer(root, state, retention=ckptman.KeepLast(1), deadline=None) as checkpointer:
+        for step in range(checkpointer.restore() + 1, 7):
+            checkpointer.save(step)
+            checkpointer.wait()
+            assert steps_in(root) == [3, step]
+            assert main(["prune", str(root)]) == 0
+            assert steps_in(root) == [3, step]
+    assert steps_in(root) == [6], "and no longer, by the rules"
+    commit(root, 7)
+    with ckptman.Checkpointer(root, state, retention=ckptman.KeepLast(1), deadline=None) as checkpointer:
+        checkpointer.restore(step=6)
+    assert steps_in(root) == [6, 7], "who saves nothing deletes nothing"
+    assert read_policy(root) == ckptman.KeepLast(1)
+
+
+def test_a_deletion_that_still_runs_is_waited_for_where_its_room_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted checkpoints are removed behind the training: a save that finds no room waits for that, by default too."""
+    disk = SmallDisk(tmp_path, 2.5 * CHECKPOINT_BYTES)
+    pause = Remover._pause
+
+    def wait(remover: Remover) -> None:
+        remover._hurry.wait()  # as if nothing were ever removed unless somebody needs it
+        pause(remover)
+
+    monkeypatch.setattr(Remover, "_pause", wait)
+    train(tmp_path, 6, disk, keep=1, on_full="fail")
+    assert steps_in(tmp_path) == [6]
+    assert events(tmp_path, "disk_full")
+    assert not events(tmp_path, "save_failed")
+
+
+def test_a_deletion_that_fails_is_told_once_and_fails_no_save(tmp_path: Path) -> None:
+    class Stuck(Disk):
+        def remove_tree(self, path: Path) -> None:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    told = train(tmp_path, 5, Stuck(), keep=1)
+    assert steps_in(tmp_path) == [5]
+    assert len([each for each in told if "older checkpoints could not be pruned" in each]) == 1
+    train(tmp_path, 6, DISK, keep=1)
+    assert not [path for path in tmp_path.iterdir() if ".trash-" in path.name]
+
+
+@pytest.mark.parametrize("on_full", ["stop", None, True])
+def test_other_wishes_are_refused(tmp_path: Path, on_full: Any) -> None:
+    with pytest.raises(ConfigError, match='on_full is "fail" or "prune"'):
+        ckptman.Checkpointer(tmp_path, {"x": 1}, retention=ckptman.KeepLast(1), on_full=on_full)
+    with pytest.raises(ConfigError, match="needs a retention policy"):
+        ckptman.Checkpointer(tmp_path, {"x": 1}, on_full="prune")
+
+
+def test_every_code_that_means_full_is_known() -> None:
+    assert set(keeping.FULL) == {errno.ENOSPC, errno.EDQUOT}
+
+
+# ---- a disk that really is full --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_mount(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs with room for three checkpoints and a half."""
+    point = tmp_path / "small"
+    point.mkdir()
+    size = f"size={int(3.5 * CHECKPOINT_BYTES)}"
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(point)], check=False, capture_output=True)
+    if made.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_file_system_that_is_full(small_mount: Path, async_save: bool) -> None:
+    root = small_mount / "run"
+    told = train(root, 8, DISK, async_save=async_save)
+    assert steps_in(root) == [6, 7, 8]
+    assert any("the disk is full" in each for each in told)
+    state: dict[str, Any] = {"x": {"w": torch.empty(TENSOR_BYTES // 4)}}
+    ckptman.load(state, root / step_folder(8))
+    assert torch.all(state["x"]["w"] == 8)

@@ -1,0 +1,347 @@
+"""`overlap=True`: the copy runs under the next forward and backward, and what is saved is the state of its own step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptman
+from ckptman.saving.staging import Slot, Stager
+from tests.helpers.apps import App
+from tests.helpers.ranks import run_ranks
+from tests.saving.test_staging import WAIT, HeldUp
+
+
+class Pair(nn.Module):
+    """Two parts with buffers, and one that is not trained."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64))
+        self.second = nn.Linear(64, 3)
+        self.frozen = nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.second(self.first(x)))
+
+
+class Run:
+    """A model and two optimizers that step one after the other. After one step each has all its state."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.model = Pair(seed)
+        self.first = torch.optim.AdamW(self.model.first.parameters(), lr=0.1)
+        self.second = torch.optim.SGD(self.model.second.parameters(), lr=0.1, momentum=0.9)
+        self.state: dict[str, Any] = {"model": self.model, "first": self.first, "second": self.second}
+        self.average = {name: each.detach().clone() for name, each in self.model.named_parameters()}
+        self.state["average"] = self.average
+        self.backward(0)
+        self.step()
+
+    def backward(self, seed: int) -> None:
+        self.model.zero_grad()
+        self.model(torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+
+    def step(self) -> None:
+        self.first.step()
+        self.second.step()
+        for name, each in self.model.named_parameters():
+            self.average[name].lerp_(each.detach(), 0.5)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Copies of all tensors, by name."""
+        found = {f"model.{name}": each.detach().clone() for name, each in self.model.state_dict().items()}
+        for key, optimizer in (("first", self.first), ("second", self.second)):
+            for number, entries in optimizer.state_dict()["state"].items():
+                found |= {f"{key}.{number}.{name}": each.clone() for name, each in entries.items()}
+        return found | {f"average.{name}": each.clone() for name, each in self.average.items()}
+
+
+def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def saved_values(path: Path) -> dict[str, torch.Tensor]:
+    fresh = Run(seed=1)
+    ckptman.load(fresh.state, path)
+    return fresh.values()
+
+
+def open_run(root: Path, state: dict[str, Any], **options: Any) -> ckptman.Checkpointer:
+    return ckptman.Checkpointer(root, state, deadline=None, **options)
+
+
+ONE = "step-0000000001"
+
+
+@pytest.mark.parametrize("leads", ["first", "second"])
+def test_what_is_saved_is_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: str) -> None:
+    """The copying thread begins only when the next optimizer step is about to begin, and then takes its time."""
+    run, finished = Run(), []
+    held = HeldUp(monkeypatch)
+    waiting = Slot.copy
+
+    def slow(slot: Slot, memory: Any, numbers: Any) -> None:
+        waiting(slot, memory, numbers)
+        if threading.current_thread().name.startswith("ckptman-stage"):
+            time.sleep(0.2)
+            finished.append(time.monotonic())
+
+    monkeypatch.setattr(Slot, "copy", slow)
+    optimizers = [run.first, run.second] if leads == "first" else [run.second, run.first]
+    optimizers[0].register_step_pre_hook(lambda *_: held.go.set())
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        expected = run.values()
+        checkpointer.save(1)
+        run.backward(1)
+        assert not held.copied.is_set(), "it runs under forward and backward"
+        changed = differing(run.values(), expected)
+        assert changed
+        assert all("running" in name or "batches" in name for name in changed)
+        asked = time.monotonic()
+        for optimizer in optimizers:
+            optimizer.step()
+            assert len(finished) == 1, "the parameters changed while they were copied"
+        assert finished[0] - asked >= 0.2
+        assert differing(run.values(), expected) != changed
+        with torch.no_grad():
+            for each in run.model.frozen.parameters():
+                each.zero_()
+    assert differing(saved_values(tmp_path / ONE), expected) == []
+
+
+def test_what_no_optimizer_updates_may_change_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, held = Run(), HeldUp(monkeypatch)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        expected = run.values()
+        checkpointer.save(1)
+        with torch.no_grad():
+            for each in [*run.model.frozen.parameters(), *run.model.buffers(), *run.average.values()]:
+                each.zero_()
+        held.go.set()
+    assert differing(saved_values(tmp_path / ONE), expected) == []
+
+
+def test_without_overlap_nothing_is_copied_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, held = Run(), HeldUp(monkeypatch)
+    with open_run(tmp_path, run.state) as checkpointer:
+        expected = run.values()
+        checkpointer.save(1)
+        run.backward(1)
+        run.step()
+        assert not held.copied.is_set()
+    assert differing(saved_values(tmp_path / ONE), expected) == []
+
+
+def test_many_steps_with_a_save_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, original, expected = Run(), Slot.copy, {}
+
+    def slow(slot: Slot, memory: Any, numbers: Any) -> None:
+        for number in numbers:
+            original(slot, memory, [number])
+            time.sleep(0.0005)
+
+    monkeypatch.setattr(Slot, "copy", slow)
+    policy = ckptman.EverySteps(1)
+    with open_run(tmp_path, run.state, overlap=True, save_policy=policy) as checkpointer:
+        for step in range(1, 9):
+            run.backward(step)
+            run.step()
+            expected[step] = run.values()
+            checkpointer.step(step)
+    for step, values in expected.items():
+        assert differing(saved_values(tmp_path / f"step-{step:010d}"), values) == [], step
+
+
+def test_two_saves_without_a_step_between_and_one_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, held = Run(), HeldUp(monkeypatch)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        expected = run.values()
+        checkpointer.save(1)
+        checkpointer.save(2)
+        timer = threading.Timer(0.1, held.go.set)
+        timer.start()
+        run.backward(1)
+        between = run.values()
+        run.step()
+        checkpointer.save(3)
+        last = run.values()
+        timer.join()
+    assert differing(saved_values(tmp_path / ONE), expected) == []
+    assert differing(saved_values(tmp_path / "step-0000000002"), expected) == []
+    assert differing(saved_values(tmp_path / "step-0000000003"), last) == []
+    assert differing(between, last) != []
+
+
+def test_a_run_that_ends_with_an_error_waits_for_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, held = Run(), HeldUp(monkeypatch)
+    expected = run.values()
+    threading.Timer(0.1, held.go.set).start()
+    with pytest.raises(ValueError, match="of the user"), open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        checkpointer.save(1)
+        raise ValueError("of the user")
+    run.backward(1)
+    run.step()
+    assert differing(saved_values(tmp_path / ONE), expected) == []
+
+
+def test_the_hooks_go_with_the_run(tmp_path: Path) -> None:
+    run = Run()
+    before = len(run.first._optimizer_step_pre_hooks), len(run.second._optimizer_step_post_hooks)
+    with open_run(tmp_path, run.state, overlap=True):
+        assert len(run.first._optimizer_step_pre_hooks) == before[0] + 1
+    assert (len(run.first._optimizer_step_pre_hooks), len(run.second._optimizer_step_post_hooks)) == before
+
+
+def test_a_learning_rate_that_a_schedule_changes_before_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    held = HeldUp(monkeypatch)
+    with open_run(tmp_path, state, overlap=True) as checkpointer:
+        checkpointer.save(1)
+        optimizer.param_groups[0]["lr"].fill_(0.25)  # as warm-up does at the beginning of a step
+        held.go.set()
+        optimizer.step()
+    fresh = nn.Linear(2, 2)
+    restored = torch.optim.AdamW(fresh.parameters(), lr=torch.tensor(0.0), foreach=False)
+    ckptman.load({"model": fresh, "optimizer": restored}, tmp_path / ONE)
+    assert restored.param_groups[0]["lr"] == 0.5
+
+
+def test_a_copy_that_fails_fails_its_save_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the optimizer step of one rank would leave the others waiting for it."""
+    run = Run()
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        held = HeldUp(monkeypatch, RuntimeError("the copy failed"))
+        checkpointer.save(1)
+        held.go.set()
+        run.backward(1)
+        run.step()
+        with pytest.raises(ckptman.CommitError, match="the copy failed"):
+            checkpointer.wait()
+        monkeypatch.undo()
+        expected = run.values()
+        checkpointer.save(2)
+    assert not (tmp_path / ONE).exists()
+    assert differing(saved_values(tmp_path / "step-0000000002"), expected) == []
+
+
+def train_sharded(root: str) -> dict[int, dict[str, str]]:
+    original = Slot.copy
+
+    def slow(slot: Slot, memory: Any, numbers: Any) -> None:
+        if threading.current_thread().name.startswith("ckptman-stage"):
+            time.sleep(0.05)
+        original(slot, memory, numbers)
+
+    Slot.copy = slow  # type: ignore[method-assign]
+    app, digests = App((2,)), {}
+    with ckptman.Checkpointer(
+        root, app.state, save_policy=ckptman.EverySteps(1), deadline=None, overlap=True
+    ) as checkpointer:
+        for step in range(1, 4):
+            app.train_step()
+            digests[step] = app.digests()
+            checkpointer.step(step)
+    return digests
+
+
+def load_sharded(root: str) -> dict[int, dict[str, str]]:
+    digests = {}
+    for step in (1, 2, 3):
+        app = App((2,), seed=1)
+        with ckptman.Checkpointer(f"{root}-{step}", app.state, deadline=None) as checkpointer:
+            checkpointer.restore(path=f"{root}/step-{step:010d}")
+        digests[step] = app.digests()
+    return digests
+
+
+def test_sharded_parameters_too(tmp_path: Path) -> None:
+    saved = run_ranks(2, train_sharded, str(tmp_path / "run"), limit=2 * WAIT)
+    assert run_ranks(2, load_sharded, str(tmp_path / "run"), limit=2 * WAIT) == saved
+    assert saved[0][1] != saved[0][2]
+
+
+def test_what_is_still_being_copied_is_held_for_although_the_next_copy_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that copies is at save 1 when save 2 cannot be staged: the optimizer has to wait all the same."""
+    run, stage, fails = Run(), Stager.stage, []
+
+    def failing(*args: Any) -> Any:
+        if fails:
+            raise MemoryError("no memory for the copy")
+        return stage(*args)
+
+    monkeypatch.setattr(Stager, "stage", failing)
+    held = HeldUp(monkeypatch)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        expected = run.values()
+        checkpointer.save(1)
+        fails.append(1)
+        checkpointer.save(2)
+        assert not held.copied.is_set()
+        timer = threading.Timer(0.1, held.go.set)
+        timer.start()
+        run.backward(1)
+        run.step()
+        assert held.copied.is_set(), "the parameters changed while they were copied"
+        timer.join()
+        fails.clear()
+        with pytest.raises(ckptman.CommitError, match="no memory for the copy"):
+            checkpointer.wait()
+        checkpointer.save(3)
+    assert differing(saved_values(tmp_path / ONE), expected) == []
+    assert not (tmp_path / "step-0000000002").exists()
+
+
+def interrupt_soon() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
+
+
+def test_a_ctrl_c_while_a_step_waits_does_not_let_the_next_one_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook: somebody interrupts, and goes on."""
+    run, held = Run(), HeldUp(monkeypatch)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        expected = run.values()
+        checkpointer.save(1)
+        interrupt_soon()
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+        threading.Timer(0.3, held.go.set).start()
+        run.step()
+        assert held.copied.is_set()
+    assert differing(saved_values(tmp_path / ONE), expected) == []
+
+
+def test_a_ctrl_c_while_a_save_is_waited_for_does_not_make_it_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, held = Run(), HeldUp(monkeypatch)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        checkpointer.save(1)
+        interrupt_soon()
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.wait()
+        threading.Timer(0.3, held.go.set).start()
+        checkpointer.wait()
+        assert (tmp_path / ONE / "manifest.json").exists()

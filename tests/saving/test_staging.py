@@ -1,0 +1,627 @@
+"""Private copies in host memory: slots that are used again, what is copied later, and what happens without memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckptman
+import ckptman.checkpointer as checkpointer_module
+from ckptman.comm.control import Channel
+from ckptman.runtime.host_memory import available_bytes
+from ckptman.runtime.journal import read_journal
+from ckptman.saving.rank_file import RankFile, make_rank_file
+from ckptman.saving.saver import RESERVE_BYTES, Saver
+from ckptman.saving.staging import Slot, Staged, Stager
+from ckptman.saving.write_plan import make_plan
+from ckptman.saving.writer import Content, Writing
+from ckptman.state.named_state import snapshot
+from tests.dcp.test_values import State, bits, noise, shapes_and_views
+from tests.helpers.ranks import run_ranks
+
+WAIT = 20.0
+"""Seconds after which a test gives up on another thread."""
+
+
+def file_of(state: State) -> tuple[RankFile, list[torch.Tensor]]:
+    shot = snapshot(state, 0)
+    file = make_rank_file(shot, make_plan(shot, Channel(WAIT)))
+    return file, file.memory(shot)
+
+
+def differing(staged: Staged, file: RankFile, expected: list[torch.Tensor]) -> list[str]:
+    """The names of pieces whose private copy is not what is expected."""
+    wrong = []
+    for piece, place, tensor in zip(file.pieces, file.places, expected):
+        data = bytes(bits(tensor).numpy())
+        if bytes(staged.slot.memory[place.payload : place.payload + len(data)]) != data:
+            wrong.append(piece.name)
+    return wrong
+
+
+def contents() -> State:
+    tensors = {name: each for name, each in shapes_and_views().items() if not name.startswith("expanded")}
+    tensors |= {"large": noise(torch.float32, 1031, 257), "fp8": noise(torch.float8_e4m3fn, 9, 5)}
+    return {"x": tensors | {"tall": noise(torch.float32, 1031, 300).T}}
+
+
+@contextmanager
+def stager_of(may_take: Callable[[int], bool] = lambda size: True) -> Iterator[Stager]:
+    stager = Stager(may_take, lambda: False)
+    yield stager
+    stager.close()
+
+
+@contextmanager
+def behind(work: Callable[[], Any]) -> Iterator[threading.Event]:
+    """Do `work` in another thread, which has to end by the end of the block."""
+    done, errors = threading.Event(), []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        done.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield done
+    assert done.wait(WAIT), "it waits for ever"
+    assert errors == []
+
+
+# ---- slots -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_private_copy_is_the_file_and_does_not_change_with_the_state() -> None:
+    file, memory = file_of(contents())
+    before = [tensor.detach().clone() for tensor in memory]
+    with stager_of() as stager:
+        staged = stager.stage(file, memory)
+        assert differing(staged, file, before) == []
+        for tensor in memory:
+            if not tensor.is_conj() and 0 not in tensor.stride():
+                tensor.copy_(torch.zeros_like(tensor))
+        assert differing(staged, file, before) == []
+        for start, data in file.literals:
+            assert bytes(staged.slot.memory[start : start + len(data)]) == data
+        assert len(staged.slot.memory) == file.end
+        assert file.end % 4096 == 0
+
+
+def test_a_slot_that_is_free_is_used_again_and_filled_anew() -> None:
+    tensor = torch.zeros(300_000)
+    file, memory = file_of({"x": {"w": tensor}})
+    asked: list[int] = []
+    with stager_of(lambda size: not asked.append(size)) as stager:  # type: ignore[func-returns-value]
+        stager.prepare(file, memory)
+        slots = set()
+        for step in range(1, 5):
+            tensor.fill_(step)
+            staged = stager.stage(file, memory)
+            slots.add(id(staged.slot))
+            assert differing(staged, file, [torch.full((300_000,), float(step))]) == []
+            staged.release()
+        assert len(slots) == 1
+        assert stager.held_bytes == file.end
+    assert asked == [], "nobody asks for memory that is not needed"
+
+
+def test_a_second_slot_is_made_only_when_the_first_is_busy_and_there_is_never_a_third() -> None:
+    tensor = torch.zeros(300_000)
+    file, memory = file_of({"x": {"w": tensor}})
+    asked: list[int] = []
+    with stager_of(lambda size: not asked.append(size)) as stager:  # type: ignore[func-returns-value]
+        first = stager.stage(file, memory)
+        tensor.fill_(1)
+        second = stager.stage(file, memory)
+        assert asked == [file.end]
+        assert first.slot is not second.slot
+        assert stager.held_bytes == 2 * file.end
+        tensor.fill_(2)
+        third: list[Staged] = []
+        with behind(lambda: third.append(stager.stage(file, memory))) as done:
+            assert not done.wait(0.2)
+            assert differing(first, file, [torch.full((300_000,), 0.0)]) == []
+            first.release()
+        assert third[0].slot is first.slot
+        assert differing(second, file, [torch.full((300_000,), 1.0)]) == []
+        assert differing(third[0], file, [torch.full((300_000,), 2.0)]) == []
+    assert asked == [file.end]
+
+
+def test_without_memory_for_a_second_slot_a_save_waits_for_the_first() -> None:
+    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
+    with stager_of(lambda size: False) as stager:
+        first = stager.stage(file, memory)
+        second: list[Staged] = []
+        with behind(lambda: second.append(stager.stage(file, memory))) as done:
+            assert not done.wait(0.2)
+            first.release()
+        assert second[0].slot is first.slot
+        assert stager.held_bytes == file.end
+
+
+def test_a_save_takes_the_slot_that_is_free_first() -> None:
+    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
+    with stager_of() as stager:
+        one = stager.stage(file, memory)
+        two = stager.stage(file, memory)
+        one.release()
+        three = stager.stage(file, memory)  # the order in which they are written is two, three
+        with behind(lambda: stager.stage(file, memory)) as done:
+            two.release()
+            in_time = done.wait(1)
+            three.release()
+        assert in_time
+
+
+def test_another_file_takes_the_place_of_the_slots() -> None:
+    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
+    other, others = file_of({"x": {"w": torch.ones(5000), "v": torch.ones(3)}})
+    with stager_of() as stager:
+        first, second = stager.stage(file, memory), stager.stage(file, memory)
+        with behind(lambda: stager.prepare(other, others)) as done:
+            first.release()
+            assert not done.wait(0.2), "the second is still being written"
+            second.release()
+        assert stager.held_bytes == other.end
+        assert differing(stager.stage(other, others), other, others) == []
+
+
+def test_a_file_of_nothing() -> None:
+    file, memory = file_of({"x": {"empty": torch.empty(0, 3), "value": 5}})
+    with stager_of() as stager:
+        staged = stager.stage(file, memory)
+        assert differing(staged, file, memory) == []
+    file, memory = file_of({"value": 5})
+    assert file.end == 0
+    with stager_of() as stager:
+        assert len(stager.stage(file, memory).slot.memory) == 0
+
+
+def test_dtypes_that_can_be_stored_and_not_copied() -> None:
+    file, memory = file_of({"x": {"fp4": noise(torch.uint8, 8, 6).view(torch.float4_e2m1fn_x2)}})
+    with stager_of() as stager:
+        assert differing(stager.stage(file, memory), file, memory) == []
+
+
+# ---- what is copied later --------------------------------------------------------------------------------------------
+
+
+class HeldUp:
+    """Patches `Slot.copy`: the thread that copies later waits for `go`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.go, self.copied = threading.Event(), threading.Event()
+        original = Slot.copy
+
+        def copy(slot: Slot, memory: Any, numbers: Any) -> None:
+            later = threading.current_thread().name.startswith("ckptman-stage")
+            if later:
+                assert self.go.wait(WAIT)
+                if error is not None:
+                    raise error
+            original(slot, memory, numbers)
+            if later:
+                self.copied.set()
+
+        monkeypatch.setattr(Slot, "copy", copy)
+
+
+def test_what_may_be_copied_later_is_waited_for_by_hold_and_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, later = torch.zeros(1000), torch.zeros(1000)
+    file, memory = file_of({"x": {"later": later, "now": now}})
+    number = [piece.name for piece in file.pieces].index("x.later")
+    with stager_of() as stager:
+        for step in (1.0, 2.0):
+            held = HeldUp(monkeypatch)
+            now.fill_(step)
+            later.fill_(step)
+            staged = stager.stage(file, memory, {number})
+            now.zero_()
+            with behind(staged.wait) as waited, behind(staged.hold) as let_go:
+                assert not waited.wait(0.1)
+                assert not let_go.is_set()
+                held.go.set()
+            later.zero_()
+            assert differing(staged, file, [torch.full((1000,), step)] * 2) == []
+            staged.release()
+            monkeypatch.undo()
+
+
+def test_a_slot_is_not_free_while_what_was_to_be_copied_later_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, memory = file_of({"x": {"later": torch.zeros(1000), "now": torch.zeros(1000)}})
+    number = [piece.name for piece in file.pieces].index("x.later")
+    held = HeldUp(monkeypatch)
+    waiting = Slot.copy
+
+    def copy(slot: Slot, memory: Any, numbers: Any) -> None:
+        if threading.current_thread().name.startswith("ckptman-stage"):
+            waiting(slot, memory, numbers)
+        else:
+            raise RuntimeError("no")
+
+    def fail() -> None:
+        with pytest.raises(RuntimeError, match="no"):
+            stager.stage(file, memory, {number})
+
+    with stager_of(lambda size: False) as stager:
+        stager.prepare(file, memory)
+        monkeypatch.setattr(Slot, "copy", copy)
+        with behind(fail) as done:
+            assert not done.wait(0.1)
+            held.go.set()
+        assert held.copied.is_set()
+        monkeypatch.undo()
+        with behind(lambda: stager.stage(file, memory)):
+            pass
+
+
+def test_memory_that_cannot_be_taken_for_a_second_slot_is_waited_for() -> None:
+    """It was said to be there and is not: the save waits for the slot that there is."""
+    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
+    with stager_of() as stager:
+        first = stager.stage(file, memory)
+        second: list[Staged] = []
+        with (
+            mock.patch("ckptman.saving.staging._allocate", side_effect=MemoryError("none left")),
+            behind(lambda: second.append(stager.stage(file, memory))) as done,
+        ):
+            assert not done.wait(0.1)
+            first.release()
+        assert second[0].slot is first.slot
+
+
+def test_a_copy_that_fails_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
+    with stager_of(lambda size: False) as stager:
+        stager.prepare(file, memory)
+        with mock.patch.object(Slot, "copy", side_effect=RuntimeError("no")), pytest.raises(RuntimeError, match="no"):
+            stager.stage(file, memory)
+        with behind(lambda: stager.stage(file, memory)):
+            pass
+
+
+# ---- saves one after the other ---------------------------------------------------------------------------------------
+
+
+def value_of(path: Path) -> float:
+    """The one value that fills `x.w` of a checkpoint; an error if there are two."""
+    state = {"s": {"w": torch.zeros(1_000_000)}}
+    ckptman.load(state, path)
+    (value,) = state["s"]["w"].unique().tolist()
+    return float(value)
+
+
+def test_a_slot_is_not_taken_from_a_save_that_has_not_been_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Save 1 is long in its commit, so that save 2 gets its slot; save 3 comes while 2 is being written."""
+    tensor = torch.zeros(1_000_000)
+    in_commit, may_commit, in_write, may_write = (threading.Event() for _ in range(4))
+    finish, write, writes = Writing._finish, Writing._write, []
+
+    def slow_finish(writing: Writing, *args: Any) -> None:
+        if not in_commit.is_set():
+            in_commit.set()
+            assert may_commit.wait(WAIT)
+        finish(writing, *args)
+
+    def slow_write(writing: Writing, *args: Any) -> Any:
+        writes.append(1)
+        if len(writes) == 2:
+            in_write.set()
+            assert may_write.wait(WAIT)
+        return write(writing, *args)
+
+    monkeypatch.setattr(Writing, "_finish", slow_finish)
+    monkeypatch.setattr(Writing, "_write", slow_write)
+    with ckptman.Checkpointer(tmp_path, {"s": {"w": tensor}}, deadline=None) as checkpointer:
+        tensor.fill_(1)
+        checkpointer.save(1)
+        assert in_commit.wait(WAIT)
+        tensor.fill_(2)
+        checkpointer.save(2)
+        may_commit.set()
+        assert in_write.wait(WAIT)
+        tensor.fill_(3)
+        timer = threading.Timer(0.5, may_write.set)
+        timer.start()
+        checkpointer.save(3)
+        checkpointer.wait()
+        timer.join()
+    assert [value_of(tmp_path / f"step-{step:010d}") for step in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_saves_that_come_faster_than_the_disk_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, original = torch.zeros(1_000_000), Writing._write
+
+    def slow(writing: Writing, *args: Any) -> Any:
+        time.sleep(0.03)
+        return original(writing, *args)
+
+    monkeypatch.setattr(Writing, "_write", slow)
+    with ckptman.Checkpointer(tmp_path, {"s": {"w": tensor}}, deadline=None) as checkpointer:
+        for step in range(1, 9):
+            tensor.fill_(step)
+            checkpointer.save(step)
+    assert [value_of(tmp_path / f"step-{step:010d}") for step in range(1, 9)] == list(range(1, 9))
+
+
+def save_with_errors(root: Path, errors: int) -> None:
+    original, left = Content.of, errors
+
+    def failing(*args: Any) -> Content:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise MemoryError("no memory for the values")
+        return original(*args)
+
+    with (
+        mock.patch.object(Content, "of", failing),
+        ckptman.Checkpointer(root, {"s": {"w": torch.ones(1_000_000)}}, deadline=None) as checkpointer,
+    ):
+        for step in range(1, errors + 1):
+            checkpointer.save(step)
+            with pytest.raises(ckptman.CommitError, match="no memory for the values"):
+                checkpointer.wait()
+        done = threading.Event()
+        threading.Timer(1, lambda: done.is_set() or _free_all(checkpointer)).start()
+        begun = time.monotonic()
+        checkpointer.save(errors + 1)
+        done.set()
+        assert time.monotonic() - begun < 0.9, "it waits for a slot that nobody frees"
+    assert value_of(root / f"step-{errors + 1:010d}") == 1
+
+
+def _free_all(checkpointer: ckptman.Checkpointer) -> None:
+    """So that a test that fails ends."""
+    assert checkpointer._saver._stager is not None
+    stager = checkpointer._saver._stager
+    with stager._freed:
+        for slot in stager._slots:
+            slot.free = True
+        stager._freed.notify_all()
+
+
+def test_a_save_that_fails_after_its_copy_frees_its_slot(tmp_path: Path) -> None:
+    save_with_errors(tmp_path, 2)
+
+
+def test_ctrl_c_before_the_write_behind_has_the_copy_frees_its_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook, say, where saves go on after it."""
+
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    state = contents()
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        for step in (1, 2, 3):
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(Content, "of", interrupted)
+                checkpointer.save(step)
+        with behind(lambda: checkpointer.save(4)):
+            pass
+    assert (tmp_path / "step-0000000004").is_dir()
+
+
+def test_without_a_thread_to_write_behind_no_save_is_written_later_with_what_another_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, few = threading.Thread.start, [True]
+
+    def limited(thread: threading.Thread) -> None:
+        if few and thread.name.startswith("ckptman-save"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    state = {"s": {"w": torch.zeros(1000)}}
+    with pytest.warns(RuntimeWarning, match="saves will block training .*can't start new thread"):
+        checkpointer = ckptman.Checkpointer(tmp_path, state, deadline=None)
+    with checkpointer:
+        checkpointer.save(1)
+        few.clear()
+        state["s"]["v"] = torch.zeros(3)  # planned anew
+        for step in (2, 3):
+            state["s"]["w"].fill_(step)
+            checkpointer.save(step)
+    for step, value in ((1, 0), (2, 2), (3, 3)):
+        fresh = {"s": {"w": torch.full((1000,), -1.0)}}
+        ckptman.load(fresh, tmp_path / f"step-000000000{step}")
+        assert torch.equal(fresh["s"]["w"], torch.full((1000,), float(value)))
+
+
+_ENDS = """
+import atexit, sys
+import torch
+import ckptman
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+never = ckptman.EverySteps(1000)
+state = {"model": model, "optimizer": optimizer}
+checkpointer = ckptman.Checkpointer(sys.argv[1], state, save_policy=never, overlap=True, deadline=None)
+atexit.register(checkpointer.close)
+for step in (1, 2):
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    checkpointer.step(step)
+"""
+
+
+def test_a_run_that_is_closed_while_the_interpreter_leaves_saves_its_end(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _ENDS, str(tmp_path)], capture_output=True, timeout=60, check=True)
+    assert b"Traceback" not in done.stderr
+    assert (tmp_path / "step-0000000002").is_dir()
+
+
+# ---- too little memory -----------------------------------------------------------------------------------------------
+
+
+def patched_memory(left: Callable[[], int]) -> Any:
+    """Let a Checkpointer see other memory than there is."""
+    return mock.patch.object(checkpointer_module, "Saver", partial(Saver, available=left))
+
+
+def test_too_little_memory_is_a_warning_and_saves_that_block(tmp_path: Path) -> None:
+    state = {"s": {"w": torch.ones(1_000_000)}}
+    with (
+        patched_memory(lambda: RESERVE_BYTES + 1_000_000),
+        pytest.warns(RuntimeWarning, match=r"saves will block training until they are durable: .* 0\.5 GiB are left"),
+    ):
+        checkpointer = ckptman.Checkpointer(tmp_path, state, deadline=None)
+    with checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step)
+            assert value_of(tmp_path / f"step-{step:010d}") == 1, "it is durable when save() returns"
+        assert checkpointer._saver._stager is not None
+        assert checkpointer._saver._stager.held_bytes == 0
+    events, _ = read_journal(next(tmp_path.rglob("*.jsonl")))
+    refused = [each for each in events if each["event"] == "async_refused"]
+    assert len(refused) == 1
+    assert "0.5 GiB are left" in refused[0]["reason"]
+    assert [each["event"] for each in events].count("save_durable") == 2
+    assert "save_staged" not in {each["event"] for each in events}
+
+
+def test_enough_memory_is_no_warning(tmp_path: Path) -> None:
+    state = {"s": {"w": torch.ones(1_000_000)}}
+    left = [RESERVE_BYTES + 4_500_000]
+    with (
+        patched_memory(lambda: left[0]),
+        ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+    ):
+        left[0] = RESERVE_BYTES + 500_000
+        checkpointer.save(1)
+        checkpointer.save(2)
+        assert checkpointer._saver._stager is not None
+        assert checkpointer._saver._stager.held_bytes < 4_500_000, "a second slot would not fit"
+    assert value_of(tmp_path / "step-0000000002") == 1
+
+
+def test_memory_that_cannot_be_taken_is_a_refusal_too(tmp_path: Path) -> None:
+    state = {"s": {"w": torch.ones(1000)}}
+    with (
+        mock.patch("ckptman.saving.staging._allocate", side_effect=MemoryError("none left")),
+        pytest.warns(
+            RuntimeWarning, match="rank 0 could not take memory for a private copy, .*: MemoryError: none left"
+        ),
+        ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
+    ):
+        checkpointer.save(1)
+        assert (tmp_path / "step-0000000001" / "manifest.json").exists()
+
+
+def refused_on_one(root: str, short: int) -> tuple[list[str], bool, bool]:
+    """One rank has too little; what each is warned of, and whether its save was durable at once."""
+    left = RESERVE_BYTES // 2 if dist.get_rank() == short else 1 << 50
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with patched_memory(lambda: left):
+            checkpointer = ckptman.Checkpointer(root, {"s": {"w": torch.ones(300_000)}}, deadline=None)
+        with checkpointer:
+            checkpointer.save(1)
+            durable = (Path(root) / "step-0000000001" / "manifest.json").exists()
+            asynchronous = checkpointer._saver._asynchronous
+    return [str(each.message) for each in caught if each.category is RuntimeWarning], durable, asynchronous
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_all_ranks_save_alike_where_one_has_too_little(tmp_path: Path, short: int) -> None:
+    (told, *first), (quiet, *second) = run_ranks(2, refused_on_one, str(tmp_path), short)
+    assert len(told) == 1
+    assert "saves will block training" in told[0]
+    assert quiet == [], "the leader says it once"
+    assert first == second == [True, False]
+    events, _ = read_journal(next(tmp_path.rglob("*.jsonl")))
+    assert [each["event"] for each in events].count("async_refused") == 1
+
+
+# ---- how much memory there is ----------------------------------------------------------------------------------------
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def large_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "cgroup" in request.node.name:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=500 * GIB))
+
+
+def put(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def own(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "own").write_text(text)
+    return tmp_path / "own"
+
+
+def test_cgroup_none(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path, tmp_path / "none") == 500 * GIB
+    assert available_bytes(tmp_path, own(tmp_path, "0::/nowhere\n")) == 500 * GIB
+
+
+def test_cgroup_v2_the_tightest_of_all_above_counts(tmp_path: Path) -> None:
+    root, job = tmp_path / "fs", tmp_path / "fs/slurm/job_7"
+    put(root / "slurm", memory__max="max", memory__current=400 * GIB)
+    put(job, memory__max=64 * GIB, memory__current=40 * GIB, memory__stat=f"anon 5\ninactive_file {9 * GIB}\nx y z")
+    put(job / "step_0", memory__max="max", memory__current=39 * GIB)
+    mine = own(tmp_path, "0::/slurm/job_7/step_0\n")
+    assert available_bytes(root, mine) == 33 * GIB
+    put(job / "step_0", memory__max=50 * GIB, memory__stat=f"active_file {1 * GIB}\ninactive_file {2 * GIB}")
+    assert available_bytes(root, mine) == 14 * GIB
+    put(job, memory__current=80 * GIB)
+    assert available_bytes(root, mine) == 0
+    with mock.patch.object(psutil, "virtual_memory", return_value=SimpleNamespace(available=3 * GIB)):
+        put(job, memory__current=0)
+        assert available_bytes(root, mine) == 3 * GIB
+
+
+def test_cgroup_v2_of_a_container_that_sees_only_itself(tmp_path: Path) -> None:
+    put(tmp_path / "fs", memory__max=8 * GIB, memory__current=5 * GIB, memory__stat=f"active_file {GIB}")
+    assert available_bytes(tmp_path / "fs", own(tmp_path, "0::/\n")) == 4 * GIB
+
+
+def test_cgroup_v1_beside_v2(tmp_path: Path) -> None:
+    job = tmp_path / "fs/memory/slurm/job_7"
+    put(tmp_path / "fs/memory", memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=90 * GIB)
+    put(job, memory__limit_in_bytes=20 * GIB, memory__usage_in_bytes=6 * GIB, memory__stat=f"inactive_file {GIB}")
+    lines = "12:cpu,cpuacct:/slurm\n5:memory:/slurm/job_7\n1:name=systemd:/x\n0::/slurm/job_7\n"
+    assert available_bytes(tmp_path / "fs", own(tmp_path, lines)) == 15 * GIB
+    assert available_bytes(tmp_path / "fs", own(tmp_path, "7:memory,hugetlb:/slurm/job_7/step_0\n")) == 15 * GIB
+
+
+def test_cgroup_v1_pages_of_files_that_belong_to_a_group_below(tmp_path: Path) -> None:
+    job = tmp_path / "fs/memory/slurm/job_7"
+    stat = f"inactive_file 0\nactive_file 0\ntotal_inactive_file {10 * GIB}\ntotal_active_file {2 * GIB}"
+    put(job, memory__limit_in_bytes=20 * GIB, memory__usage_in_bytes=18 * GIB, memory__stat=stat)
+    mine = own(tmp_path, "5:memory:/slurm/job_7/step_0/task_0\n")
+    assert available_bytes(tmp_path / "fs", mine) == 14 * GIB
+
+
+def test_this_machine_has_some_memory_left() -> None:
+    assert 0 < available_bytes() <= psutil.virtual_memory().total

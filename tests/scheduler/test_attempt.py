@@ -1,0 +1,467 @@
+"""Chains of Slurm jobs: what each attempt does and decides, with a Slurm that only pretends and real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptman.cli.app import main
+from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerError
+from ckptman.scheduler.attempt import Supervisor
+from ckptman.scheduler.chain_record import Chain, JobRecord, Spec, find_chains
+from ckptman.scheduler.slurm.commands import control
+from ckptman.scheduler.slurm.submission import Wish, prepare, submit_chain
+from tests.helpers.checkpoints import commit
+from tests.helpers.fake_slurm import FakeSlurm
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    found = FakeSlurm(tmp_path / "bin")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", found.environ["PATH"])
+    found.plan("sbatch", *[(0, str(number), "") for number in range(101, 130)])
+    found.plan("squeue", (0, "".join(f"{number}|RUNNING|None||x\n" for number in range(101, 130)), ""))
+    return found
+
+
+def submitted(tmp_path: Path, fake: FakeSlurm, body: str, **wish: object) -> Chain:
+    """A chain whose script is `body`, after its submission as job 101."""
+    script = tmp_path / "train.sbatch"
+    script.write_text(f"#!/bin/bash\n#SBATCH --time=5\n{body}\n")
+    upfront = int(str(wish.get("upfront", 1)))
+    [made] = prepare(Wish(script, **wish), None, {}, NOW)  # type: ignore[arg-type]
+    submit_chain(made, upfront, fake.client(), NOW)
+    return made.chain
+
+
+def attempt(chain: Chain, fake: FakeSlurm, number: int, now: float = NOW, **environ: str) -> tuple[int, list[str]]:
+    """Run job `number` of a chain, whose id is 100 and that number: the exit code and what was said."""
+    said: list[str] = []
+    job = {"SLURM_JOB_ID": str(100 + number), "SLURM_JOB_NODELIST": "n1", **fake.environ, **environ}
+    supervisor = Supervisor(
+        chain,
+        number,
+        job,
+        fake.client(),
+        str(chain.folder.parent),
+        say=said.append,
+        clock=lambda: now,
+        sleep=lambda _: None,
+    )
+    return supervisor.run(), said
+
+
+def outcome(state: str, root: str = "", step: int = 0, reason: str = "it said so") -> str:
+    """A line of a script that writes the outcome of its run."""
+    facts = {"state": state, "step": step, "reason": reason, "exit_code": 0, "root": root}
+    facts |= {"attempt": 1, "time_seconds": 0.0, "pid": 1, "host": "n1"}
+    return f"cat > \"$CKPTMAN_OUTCOME\" <<'END'\n{json.dumps(facts)}\nEND"
+
+
+# ---- Submitting -----------------------------------------------------------------------------------------------------
+
+
+def test_a_submission(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, "true", arguments=("a b",), options=("--nodes=2",))
+    [argv] = fake.argv("sbatch")
+    assert argv == [
+        "--parsable",
+        "--job-name=train.sbatch",
+        "--open-mode=append",
+        "--nodes=2",
+        str(chain.batch_file),
+        "1",
+    ]
+    assert [(job.number, job.job_id) for job in chain.jobs()] == [(1, "101")]
+    assert chain.state.state == "active"
+    assert chain.spec.arguments == ("a b",)
+
+
+def test_what_sbatch_refuses_leaves_a_chain_that_has_stopped(tmp_path: Path, fake: FakeSlurm) -> None:
+    fake.plan("sbatch", (1, "", "sbatch: error: invalid account"))
+    with pytest.raises(SchedulerError, match="invalid account"):
+        submitted(tmp_path, fake, "true")
+    [chain] = [Chain(each) for each in (tmp_path / "ckptman-chains").iterdir()]
+    assert chain.state.state == "stopped"
+
+
+def test_upfront(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, "exit 75", mode="upfront", upfront=3)
+    assert [each[3:-2] for each in fake.argv("sbatch")] == [
+        [],
+        ["--dependency=afterany:101"],
+        ["--dependency=afterany:102"],
+    ]
+    attempt(chain, fake, 1)
+    assert len(fake.argv("sbatch")) == 3
+
+
+def test_where_the_queue_takes_fewer_jobs_the_last_one_has_the_next_follow(
+    tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = (1, "", "sbatch: error: QOSMaxSubmitJobPerUserLimit")
+    fake.plan("sbatch", (0, "101", ""), (0, "102", ""), full, (0, "103", ""))
+    (tmp_path / "train.sbatch").write_text("#!/bin/bash\n#SBATCH --time=5\nexit 75\n")
+    assert main(["submit", "--upfront", "3", "train.sbatch"]) == 0
+    assert "no more than 2 for now" in capsys.readouterr().out
+    [chain] = find_chains(tmp_path)
+    assert [each.job_id for each in chain.jobs()] == ["101", "102"]
+    attempt(chain, fake, 1)
+    assert len(chain.jobs()) == 2
+    attempt(chain, fake, 2)
+    assert [each.job_id for each in chain.jobs()] == ["101", "102", "103"]
+    attempt(chain, fake, 3)
+    assert len(chain.jobs()) == 3
+
+
+def test_the_same_script_twice_is_refused(tmp_path: Path, fake: FakeSlurm) -> None:
+    first = submitted(tmp_path, fake, "true")
+    with pytest.raises(ExistsError, match="goes on already"):
+        prepare(Wish(tmp_path / "train.sbatch"), None, {}, NOW)
+    prepare(Wish(tmp_path / "train.sbatch", another=True), None, {}, NOW)
+    prepare(Wish(tmp_path / "train.sbatch", arguments=("other",)), None, {}, NOW)
+    first.turn("finished", "", NOW)
+    prepare(Wish(tmp_path / "train.sbatch"), None, {}, NOW)
+
+
+def test_what_cannot_be_submitted(tmp_path: Path, fake: FakeSlurm) -> None:
+    with pytest.raises(NotFoundError, match="no batch script"):
+        prepare(Wish(tmp_path / "none"), None, {}, NOW)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="binary"):
+        prepare(Wish(tmp_path / "binary"), None, {}, NOW)
+    (tmp_path / "array").write_text("#!/bin/bash\n#SBATCH -a 0-3%2\n")
+    with pytest.raises(ConfigError, match="leave the % out"):
+        prepare(Wish(tmp_path / "array"), None, {}, NOW)
+    (tmp_path / "logs").write_text("#!/bin/bash\n#SBATCH -o out/%j.log\n")
+    with pytest.raises(NotFoundError, match="mkdir -p"):
+        prepare(Wish(tmp_path / "logs"), None, {}, NOW)
+    (tmp_path / "out").mkdir()
+    prepare(Wish(tmp_path / "logs"), None, {}, NOW)
+    assert not (tmp_path / "ckptman-chains").exists()
+
+
+# ---- An attempt -----------------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_submits_the_next_before_the_script_runs(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, f'wc -l < "{fake.folder}/calls.jsonl" > seen; pwd >> seen; exit 75')
+    code, said = attempt(chain, fake, 1, SLURM_RESTART_COUNT="0")
+    assert code == 75
+    assert (chain.folder.parent / "seen").read_text().split() == ["2", str(chain.folder.parent)]
+    assert fake.argv("sbatch")[1][3:] == ["--dependency=afterany:101", str(chain.batch_file), "2"]
+    assert not [name for name in fake.calls[1]["environ"] if name.startswith(("SLURM_JOB", "CKPTMAN"))]
+    assert [job.job_id for job in chain.jobs()] == ["101", "102"]
+    assert said[-1] == "attempt 1 stopped: exit code 75"
+    assert not fake.argv("scancel")
+
+
+def test_a_finished_run_takes_its_successor_out_of_the_queue(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, outcome("finished"))
+    assert attempt(chain, fake, 1)[0] == 0
+    assert chain.state.state == "finished"
+    assert fake.argv("scancel") == [["102"]]
+
+
+def test_a_successor_that_could_not_be_cancelled_leaves_at_once(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, outcome("finished"))
+    fake.plan("scancel", (1, "", "scancel: error: no permission"))
+    attempt(chain, fake, 1)
+    code, said = attempt(chain, fake, 2)
+    assert (code, len(chain.attempts())) == (0, 1)
+    assert "the chain is finished" in said[0]
+    assert len(fake.argv("sbatch")) == 2
+
+
+def test_what_an_attempt_is_told(tmp_path: Path, fake: FakeSlurm) -> None:
+    body = 'echo "$CKPTMAN_ATTEMPT $CKPTMAN_OUTCOME $CKPTMAN_CHAIN $TORCH_ELASTIC_SHUTDOWN_TIMEOUT|$*" >> seen; exit 75'
+    chain = submitted(tmp_path, fake, body, arguments=("--lr", "1 $(x)"), first_arguments=("--start-step", "0"))
+    attempt(chain, fake, 1)
+    attempt(chain, fake, 2)
+    folder = chain.folder
+    assert (folder.parent / "seen").read_text().splitlines() == [
+        f"1 {folder}/outcome-1.json {folder} 600|--lr 1 $(x) --start-step 0",
+        f"2 {folder}/outcome-2.json {folder} 600|--lr 1 $(x)",
+    ]
+
+
+def test_three_crashes_end_the_chain_with_the_reason(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, "exit 7")
+    codes = [attempt(chain, fake, number)[0] for number in (1, 2, 3)]
+    assert codes == [7, 7, 7]
+    assert chain.state.state == "stopped"
+    assert "3 attempts in a row crashed with no new checkpoint; attempt 3 crashed: exit code 7" in chain.state.reason
+    assert fake.argv("scancel") == [["102", "103", "104"][2:]]
+    # A minute, and then two: what fails before its first save is not tried again at once.
+    updates = [each[-1] for each in fake.argv("scontrol") if each[0] == "update"]
+    assert updates == ["StartTime=now+60", "StartTime=now+120"]
+
+
+def test_a_crash_after_a_commit_does_not_count(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, f"{outcome('running', root=str(tmp_path / 'root'))}\nexit 7")
+    for number in range(1, 6):
+        commit(tmp_path / "root", 10 * number, time_seconds=NOW + number)
+        assert attempt(chain, fake, number)[0] == 7
+    assert chain.state.state == "active"
+    assert [end.sequence for end in chain.ends().values()] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("state", "ending", "reason"),
+    [
+        ("TIMEOUT", "interrupted", "the time limit"),
+        ("PREEMPTED", "interrupted", "preempted"),
+        ("NODE_FAIL", "interrupted", "a node failed"),
+        ("CANCELLED", "interrupted", "cancelled"),
+        ("FAILED", "crashed", "killed (FAILED, NonZeroExitCode)"),
+        ("OUT_OF_MEMORY", "crashed", "killed (OUT_OF_MEMORY, NonZeroExitCode)"),
+        (None, "crashed", "killed, and nobody knows by whom: Slurm has forgotten the job"),
+    ],
+)
+def test_how_an_attempt_ended_that_was_killed(
+    tmp_path: Path, fake: FakeSlurm, state: str | None, ending: str, reason: str
+) -> None:
+    chain = submitted(tmp_path, fake, "exit 75")
+    _begin_and_be_killed(chain, fake)
+    fake.plan("squeue", (0, f"101|{state}|NonZeroExitCode||x\n" if state else "", ""))
+    attempt(chain, fake, 2)
+    assert (chain.ends()[1].ending, chain.ends()[1].reason) == (ending, reason)
+    assert chain.ends()[2].ending == "stopped"
+
+
+def _begin_and_be_killed(chain: Chain, fake: FakeSlurm) -> None:
+    job = {"SLURM_JOB_ID": "101", "SLURM_JOB_NODELIST": "n1", **fake.environ}
+    assert Supervisor(chain, 1, job, fake.client(), ".", say=print, clock=lambda: NOW)._begin() is not None
+
+
+def test_a_requeued_job_keeps_its_successor(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, "exit 75")
+    _begin_and_be_killed(chain, fake)
+    fake.plan("squeue", (0, "102|PENDING|Dependency|afterany:101|x\n", ""))
+    attempt(chain, fake, 1, SLURM_RESTART_COUNT="1")
+    assert [(each.number, each.job, each.restart) for each in chain.attempts()] == [(1, 1, 0), (2, 1, 1)]
+    assert chain.ends()[1].reason == "the job was requeued"
+    assert len(fake.argv("sbatch")) == 2
+
+
+def test_a_job_that_was_submitted_twice_by_mistake_leaves(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, "exit 75")
+    code, said = attempt(chain, fake, 1, SLURM_JOB_ID="999")
+    assert (code, chain.attempts()) == (0, [])
+    assert "job 101 is job 1" in said[0]
+
+
+def test_a_full_queue_does_not_lose_the_chain(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, "exit 75")
+    fake.plan("sbatch", (1, "", "sbatch: error: QOSMaxSubmitJobPerUserLimit"), (0, "102", ""))
+    _, said = attempt(chain, fake, 1)
+    assert any("no successor yet" in each for each in said)
+    assert [job.job_id for job in chain.jobs()] == ["101", "102"]  # taken at the end
+
+
+@pytest.mark.parametrize(
+    ("wish", "later", "why"),
+    [
+        ({"max_attempts": 2}, 0.0, "no more than 2 attempts"),
+        ({"until_seconds": NOW + 50}, 100.0, "date until"),
+        ({"stall_limit": 2}, 0.0, "2 attempts in a row ended with no new checkpoint"),
+    ],
+)
+def test_limits(tmp_path: Path, fake: FakeSlurm, wish: dict[str, object], later: float, why: str) -> None:
+    chain = submitted(tmp_path, fake, "exit 75", **wish)
+    attempt(chain, fake, 1)
+    attempt(chain, fake, 2, now=NOW + later)
+    assert chain.state.state == "stopped"
+    assert why in chain.state.reason
+
+
+@pytest.mark.parametrize(("used", "state"), [(59.0, "active"), (60.0, "stopped")])
+def test_the_time_that_attempts_took(tmp_path: Path, fake: FakeSlurm, used: float, state: str) -> None:
+    chain = submitted(tmp_path, fake, "exit 75", max_walltime_seconds=60.0)
+    _begin_and_be_killed(chain, fake)
+    fake.plan("squeue", (0, "101|TIMEOUT|None||x\n", ""))
+    attempt(chain, fake, 2, now=NOW + used)
+    assert chain.state.state == state
+    assert len(chain.attempts()) == (2 if state == "active" else 1)
+    assert state == "active" or "no more were allowed" in chain.state.reason
+
+
+def test_a_job_is_requeued_where_sbatch_is_forbidden(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, '[ "$CKPTMAN_ATTEMPT" = 2 ] && exit 0; exit 75', mode="requeue")
+    assert "--requeue" in fake.argv("sbatch")[0]
+    attempt(chain, fake, 1)
+    assert fake.argv("scontrol") == [["requeue", "101"]]
+    attempt(chain, fake, 1, SLURM_RESTART_COUNT="1")
+    assert chain.state.state == "finished"
+    assert len(fake.argv("sbatch")) == len(fake.argv("scontrol")) == 1
+
+
+# ---- Signals --------------------------------------------------------------------------------------------------------
+
+CATCHES = "trap 'echo caught {0} >> seen; kill $!; exit 75' {0}; echo ready > ready; sleep 60 & wait"
+PYTHON = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); "
+    "open('ready', 'w').write('ready'); time.sleep(60)"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "sent", "seen", "steps"),
+    [
+        (CATCHES.format("TERM"), signal.SIGTERM, "caught TERM", False),
+        (CATCHES.format("USR2"), signal.SIGUSR2, "caught USR2", False),
+        (
+            f'{sys.executable} -S -c "{PYTHON}"; code=$?; echo told $code >> seen; exit $code',
+            signal.SIGTERM,
+            "told 75",
+            False,
+        ),
+        (
+            f'{sys.executable} -S -c "{PYTHON}"; code=$?; echo told $code >> seen; exit $code',
+            signal.SIGUSR2,
+            "told 75",
+            True,
+        ),
+    ],
+)
+def test_signals_reach_whoever_understands_them(
+    tmp_path: Path, fake: FakeSlurm, body: str, sent: signal.Signals, seen: str, steps: bool
+) -> None:
+    chain = submitted(tmp_path, fake, body)
+    environ = {**os.environ, "SLURM_JOB_ID": "101", "SLURM_JOB_NODELIST": "n1"}
+    command = [sys.executable, "-m", "ckptman.scheduler.attempt", str(chain.folder), "1", str(tmp_path)]
+    running = subprocess.Popen(command, env=environ)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        running.send_signal(sent)
+        assert running.wait(30) == 75
+    finally:
+        running.kill()
+    assert (tmp_path / "seen").read_text().strip() == seen
+    assert fake.argv("scancel") == ([["--signal=SIGTERM", "101"]] if steps else [])
+    assert chain.ends()[1].ending == "stopped"
+
+
+def test_a_warning_before_the_run_listens_is_no_crash(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, f"{sys.executable} -S -c 'import os; os.kill(os.getpid(), 15)'; exit 143")
+    supervisor = Supervisor(
+        chain, 1, {"SLURM_JOB_ID": "101", **fake.environ}, fake.client(), str(tmp_path), say=print, clock=lambda: NOW
+    )
+    supervisor._asked = True
+    assert supervisor.run() == 143
+    assert (chain.ends()[1].ending, chain.state.state) == ("interrupted", "active")
+    assert not fake.argv("scontrol")
+
+
+# ---- Control --------------------------------------------------------------------------------------------------------
+
+
+def test_pause_and_resume(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, "exit 75")
+    attempt(chain, fake, 1)
+    fake.plan("squeue", (0, "102|PENDING|Dependency||x\n", ""))
+    control.pause(chain, fake.client(), NOW)
+    assert chain.state.state == "paused"
+    assert fake.argv("scontrol") == [["uhold", "102"]]
+    assert "the chain is paused" in attempt(chain, fake, 2)[1][0]
+    fake.plan("squeue", (0, "102|PENDING|JobHeldUser||x\n", ""))
+    control.resume(chain, fake.client(), NOW)
+    assert fake.argv("scontrol")[-1] == ["release", "102"]
+    assert chain.state.state == "active"
+
+
+def test_resume_after_crashes_counts_anew(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, "exit 7")
+    for number in (1, 2, 3):
+        attempt(chain, fake, number)
+    fake.plan("squeue", (0, "", ""))
+    control.resume(chain, fake.client(), NOW)
+    assert chain.jobs()[-1].number == 5
+    assert attempt(chain, fake, 5)[0] == 7
+    assert chain.state.state == "active"
+
+
+def test_cancel_takes_out_those_that_wait_before_those_that_run(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, "exit 75")
+    chain.put_job(JobRecord(number=2, job_id="102", time_seconds=NOW))
+    fake.plan("squeue", (0, "101|RUNNING|None||x\n102|PENDING|Dependency||x\n", ""))
+    control.cancel(chain, fake.client(), NOW)
+    assert fake.argv("scancel") == [["102", "101"]]
+    assert chain.state.state == "cancelled"
+    with pytest.raises(ConfigError, match="submit its script again"):
+        control.resume(chain, fake.client(), NOW)
+    with pytest.raises(ConfigError, match="nothing to pause"):
+        control.pause(chain, fake.client(), NOW)
+
+
+# ---- The command line -----------------------------------------------------------------------------------------------
+
+
+def test_the_whole_way_by_the_command_line(tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "a name.sbatch"
+    script.write_text("#!/bin/bash\necho 'ValueError: \x1b[31mno\x1b[0m' >&2; exit 7\n")
+    assert main(["submit", "--dry-run", str(script)]) == 0
+    assert "would submit: sbatch --parsable" in capsys.readouterr().out
+    assert not (tmp_path / "ckptman-chains").exists()
+    assert main(["submit", "--crash-limit", "1", str(script), "--its-own", "option"]) == 0
+    out = capsys.readouterr().out
+    assert "submitted job 101" in out
+    assert "no --time" in out
+    [folder] = (tmp_path / "ckptman-chains").iterdir()
+    attempt(Chain(folder), fake, 1)
+    for name in ([], [folder.name], ["101"], [str(folder)]):
+        assert main(["chain", "show", *name]) == 0
+        shown = capsys.readouterr().out
+        assert "stopped, 1 attempt crashed with no new checkpoint; attempt 1 crashed: exit code 7" in shown
+    assert main(["chain", "list"]) == 0
+    assert "a name.sbatch" in capsys.readouterr().out
+    assert main(["chain", "show", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["state"], facts["attempts"][0]["end"]["ending"]) == ("stopped", "crashed")
+    assert main(["chain", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["jobs"] == ["101", "102"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["submit", "--max-walltime", "soon", "x"],
+        ["submit", "--max-walltime", "-3h", "x"],
+        ["submit", "--until", "soon", "x"],
+        ["submit", "--until", "2020-01-01", "x"],
+        ["submit", "--upfront", "0", "x"],
+        ["submit", "--upfront", "2", "--requeue", "x"],
+        ["submit", "--scheduler", "pbs", "x"],
+        ["submit", "--scheduler", "local", "--requeue", "x"],
+    ],
+)
+def test_wrong_usage(arguments: list[str], fake: FakeSlurm) -> None:
+    assert main(arguments) == 2
+    assert not fake.calls
+
+
+def test_no_chain_here(tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chain", "show"]) == 3
+    assert main(["chain", "cancel", "17"]) == 3
+    assert main(["chain", "list"]) == 0
+    assert "no chain was submitted" in capsys.readouterr().out
+
+
+def test_a_record_that_is_damaged_is_told(tmp_path: Path, fake: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    chain = submitted(tmp_path, fake, "true")
+    (chain.folder / "state.json").write_text("{")
+    assert main(["chain", "show"]) == 4
+    assert "state.json is not what ckptman wrote" in capsys.readouterr().err
+    assert isinstance(chain.spec, Spec)

@@ -1,0 +1,606 @@
+"""Chains: the decisions with a scheduler that only pretends, the processes and signals with real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ckptman import ConfigError, ExistsError, RootError, SchedulerError
+from ckptman.runtime.outcome import Outcome, State, write_outcome
+from ckptman.scheduler.chain import new_chain_dir, newest_sequence, run_chain
+from ckptman.scheduler.local import LocalScheduler
+from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, Family
+from tests.helpers.checkpoints import commit
+
+# ---- Decisions ------------------------------------------------------------------------------------------------------
+
+
+def outcome(state: State, reason: str = "", root: str = "/root-of-a-run") -> Outcome:
+    return Outcome(state, 10, reason, 0, root, 1, 0.0, 1, "n1")
+
+
+class Pretended:
+    """Ends each attempt as planned: with an exit code and, if there is one, an outcome or the bytes of one."""
+
+    def __init__(self, *plan: tuple[int, Outcome | bytes | None], stop_after: int | None = None) -> None:
+        self.plan, self.stop_after = plan, stop_after
+        self.seen: list[Mapping[str, str]] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *args: object) -> None: ...
+
+    def stop_asked(self) -> signal.Signals | None:
+        return signal.SIGTERM if self.stop_after is not None and len(self.seen) >= self.stop_after else None
+
+    def run_attempt(self, command: Sequence[str], env: Mapping[str, str]) -> int:
+        returncode, wrote = self.plan[len(self.seen)]
+        self.seen.append(dict(env))
+        path = Path(env["CKPTMAN_OUTCOME"])
+        if isinstance(wrote, Outcome):
+            write_outcome(path, wrote)
+        elif wrote is not None:
+            path.write_bytes(wrote)
+        return returncode
+
+
+class Told(list[str]):
+    """What a chain says."""
+
+    def __call__(self, text: str) -> None:
+        self.append(text)
+
+
+def chain(
+    tmp_path: Path,
+    *plan: tuple[int, Outcome | bytes | None],
+    stop_after: int | None = None,
+    progress: Callable[[str], int] = lambda root: 0,
+    crash_limit: int = 3,
+    max_attempts: int | None = None,
+) -> tuple[int, list[str], int]:
+    """Exit code, what was said, and the number of attempts."""
+    scheduler, told = Pretended(*plan, stop_after=stop_after), Told()
+    code = run_chain(
+        scheduler,
+        ["train"],
+        tmp_path / "chain",
+        say=told,
+        progress=progress,
+        crash_limit=crash_limit,
+        max_attempts=max_attempts,
+        environ={},
+    )
+    return code, told, len(scheduler.seen)
+
+
+def test_zero_ends_it(tmp_path: Path) -> None:
+    assert chain(tmp_path, (0, None)) == (0, ["attempt 1 finished: exit code 0"], 1)
+
+
+def test_again_and_crashes_start_the_next(tmp_path: Path) -> None:
+    code, told, attempts = chain(tmp_path, (75, None), (1, None), (-9, None), (0, None))
+    assert (code, attempts) == (0, 4)
+    assert told[0] == "attempt 1 stopped: exit code 75"
+    assert told[1].startswith("attempt 2 crashed: exit code 1")
+    assert told[2].startswith("attempt 3 crashed: killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("returncode", "wrote", "said"),
+    [
+        (1, outcome("finished", "the run ended"), "attempt 1 finished: the run ended"),
+        (0, outcome("finished", "the run ended"), "attempt 1 finished: the run ended"),
+        (1, outcome("stopped", "SIGTERM on rank 2"), "attempt 1 stopped: SIGTERM on rank 2"),
+        (0, outcome("stopped", "SIGTERM on rank 2"), "attempt 1 stopped: SIGTERM on rank 2"),
+        (0, outcome("failed", "CommitError: disk full"), "attempt 1 crashed: CommitError: disk full (exit code 0)"),
+        (-9, outcome("running"), "attempt 1 crashed: killed by SIGKILL, and the run did not say that it ended"),
+        (0, outcome("running"), "attempt 1 crashed: exit code 0, and the run did not say that it ended"),
+        (75, outcome("running"), "attempt 1 stopped: exit code 75"),
+        (-40, None, "attempt 1 crashed: killed by SIGRTMIN+6"),
+        (137, None, "attempt 1 crashed: exit code 137"),
+    ],
+)
+def test_the_outcome_wins_over_the_exit_code(tmp_path: Path, returncode: int, wrote: Outcome | None, said: str) -> None:
+    code, told, attempts = chain(tmp_path, (returncode, wrote), (0, None))
+    said = said.replace("SIGRTMIN+6", "signal 40")
+    assert told[0].startswith(said)
+    assert (code, attempts) == (0, 1 if "finished" in told[0] else 2)
+
+
+def test_an_outcome_that_cannot_be_read_is_told_and_passed_over(tmp_path: Path) -> None:
+    code, told, _ = chain(tmp_path, (75, b"{"), (0, None))
+    assert code == 0
+    assert "not an outcome" in told[0]
+    assert told[1] == "attempt 1 stopped: exit code 75"
+
+
+def test_a_crash_loop_ends_after_three_attempts_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(
+        SchedulerError, match=r"3 attempts in a row crashed with no new checkpoint.*exit code 7"
+    ) as error:
+        chain(tmp_path, (7, None), (7, None), (7, None))
+    assert error.value.exit_code == 8
+    assert "Remove the cause" in str(error.value)
+
+
+def test_a_crash_that_committed_something_does_not_count(tmp_path: Path) -> None:
+    crash = (1, outcome("running"))
+    newest = iter([1, 2, 2, 3, 3, 3, 3])
+    with pytest.raises(SchedulerError, match="attempt 7"):
+        chain(tmp_path, *[crash] * 7, progress=lambda root: next(newest))
+
+
+def test_progress_is_asked_for_the_root_that_the_run_named(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def progress(root: str) -> int:
+        asked.append(root)
+        return len(asked)
+
+    chain(tmp_path, (1, None), (1, outcome("running", root="/a")), (1, None), (0, None), progress=progress)
+    assert asked == ["/a", "/a", "/a"]
+
+
+def test_no_attempt_starts_over_where_the_checkpoints_are_gone(tmp_path: Path) -> None:
+    def progress(root: str) -> int:
+        return next(found)
+
+    stopped = (75, outcome("stopped", root="/a"))
+    found = iter([1, 2, 0])
+    with pytest.raises(SchedulerError, match="/a held checkpoints of earlier attempts, and holds none now"):
+        chain(tmp_path, stopped, stopped, stopped, (0, None), progress=progress)
+    found = iter([1, 0])  # a run that is finished may have moved them itself
+    assert chain(tmp_path / "again", stopped, (0, outcome("finished", root="/a")), progress=progress)[0] == 0
+
+
+def test_a_root_that_cannot_be_read_is_no_progress(tmp_path: Path) -> None:
+    def progress(root: str) -> int:
+        raise RootError(5, "the checkpoint root cannot be read")
+
+    crash = (1, outcome("running"))
+    with pytest.raises(SchedulerError, match="3 attempts in a row"):
+        chain(tmp_path, crash, crash, crash, progress=progress)
+
+
+def test_max_attempts(tmp_path: Path) -> None:
+    code, told, attempts = chain(tmp_path, (75, None), (75, None), max_attempts=2)
+    assert (code, attempts) == (75, 2)
+    assert "no more than 2 attempts" in told[-1]
+    with pytest.raises(SchedulerError, match="no more than 1 attempts"):
+        chain(tmp_path / "other", (1, None), max_attempts=1)
+
+
+@pytest.mark.parametrize("returncode", [75, 1, -15])
+def test_a_stop_ends_the_chain_with_75(tmp_path: Path, returncode: int) -> None:
+    code, told, attempts = chain(tmp_path, (75, None), (returncode, None), stop_after=2, crash_limit=1)
+    assert (code, attempts) == (75, 2)
+    assert "SIGTERM asked for it" in told[-1]
+
+
+def test_finished_is_finished_even_if_a_stop_was_asked(tmp_path: Path) -> None:
+    assert chain(tmp_path, (0, None), stop_after=1)[0] == 0
+
+
+def test_a_stop_before_the_first_attempt(tmp_path: Path) -> None:
+    assert chain(tmp_path, stop_after=0)[::2] == (75, 0)
+
+
+def test_what_an_attempt_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scheduler = Pretended((75, None), (0, None))
+    environ = {"PATH": "/bin", "CKPTMAN_ATTEMPT": "9", "CKPTMAN_OUTCOME": "/elsewhere"}
+    assert run_chain(scheduler, ["train"], Path("chain"), say=Told(), environ=environ) == 0
+    assert scheduler.seen == [
+        {"PATH": "/bin", "CKPTMAN_ATTEMPT": str(n), "CKPTMAN_OUTCOME": f"{tmp_path}/chain/outcome-{n}.json"}
+        for n in (1, 2)
+    ]
+
+
+def test_the_folder_of_an_earlier_chain_is_refused(tmp_path: Path) -> None:
+    chain(tmp_path, (0, outcome("finished")))
+    with pytest.raises(ExistsError, match="earlier chain"):
+        chain(tmp_path, (0, None))
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    def say(text: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    assert run_chain(Pretended((75, None), (0, None)), ["train"], tmp_path, say=say, environ={}) == 0
+
+
+def test_the_name_of_a_new_chain_folder(tmp_path: Path) -> None:
+    now = time.struct_time((2026, 11, 21, 15, 3, 0, 5, 325, 0))
+    assert new_chain_dir(tmp_path, now, 4711) == tmp_path / "ckptman-chains" / "20261121-150300-4711"
+
+
+def test_only_checkpoints_of_this_chain_are_progress(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    assert newest_sequence(str(root)) == 0
+    commit(root, 10, time_seconds=1000.0)
+    commit(root, 20, time_seconds=2000.0)
+    commit(root, 15, time_seconds=3000.0)
+    assert newest_sequence(str(root)) == 3
+    assert newest_sequence(str(root), since_seconds=2500.0) == 3
+    assert newest_sequence(str(root), since_seconds=3500.0) == 0
+    (root / "step-0000000015" / "manifest.json").unlink()
+    assert newest_sequence(str(root), since_seconds=1500.0) == 2
+
+
+def test_a_crash_loop_over_old_checkpoints_ends_after_three_attempts_too(tmp_path: Path) -> None:
+    commit(tmp_path / "root", 10, time_seconds=time.time() - 60)
+    crash = (1, outcome("running", root=str(tmp_path / "root")))
+    with pytest.raises(SchedulerError, match="3 attempts in a row"):
+        run_chain(Pretended(crash, crash, crash), ["train"], tmp_path / "chain", say=Told(), environ={})
+
+
+# ---- Processes and signals ------------------------------------------------------------------------------------------
+
+DRIVER = """
+import sys
+from pathlib import Path
+from ckptman.errors import CkptmanError
+from ckptman.scheduler.chain import run_chain
+from ckptman.scheduler.local import LocalScheduler
+
+def say(text):
+    print("chain:", text, flush=True)
+
+try:
+    scheduler = LocalScheduler(say, grace_seconds=float(sys.argv[2]))
+    sys.exit(run_chain(scheduler, sys.argv[3:], Path(sys.argv[1]), say=say))
+except CkptmanError as error:
+    print("error:", error, flush=True)
+    sys.exit(error.exit_code)
+"""
+
+JOB_HEAD = """
+import os, signal, subprocess, sys, time
+attempt = int(os.environ["CKPTMAN_ATTEMPT"])
+def tell(*words):
+    os.write(1, (" ".join(str(each) for each in words) + "\\n").encode())
+def on(number, action):
+    signal.signal(getattr(signal, number), lambda *_: action())
+def start(code, **options):
+    return subprocess.Popen([sys.executable, "-c", HEAD + code], **options)
+def pause():
+    while True:  # signal.pause() would miss a handler that is due just before it
+        time.sleep(0.02)
+"""
+
+
+class Chain:
+    """A chain in a process of its own. Its output ends when the last process that it started is gone."""
+
+    def __init__(self, tmp_path: Path, job: str | None, *command: str, grace_seconds: float = 30.0) -> None:
+        if job is not None:
+            head = f"HEAD = {JOB_HEAD!r}\n{JOB_HEAD}"
+            (tmp_path / "job.py").write_text(head + textwrap.dedent(job))
+            command = (sys.executable, str(tmp_path / "job.py"))
+        driver = [sys.executable, "-c", DRIVER, str(tmp_path / "chain"), str(grace_seconds), *command]
+        self.process = subprocess.Popen(driver, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        assert self.process.stdout is not None
+        self._lines: Iterator[str] = iter(self.process.stdout)
+        self.heard: list[str] = []
+
+    def hears(self, start: str) -> str:
+        """The next line that starts so."""
+        for line in self._lines:
+            self.heard.append(line.rstrip())
+            if line.startswith(start):
+                return line.rstrip()
+        raise AssertionError(f"{start!r} never came: {self.heard}")
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def ends(self) -> int:
+        self.heard += [line.rstrip() for line in self._lines]
+        return self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Chain]]:
+    chains: list[Chain] = []
+
+    def begin(job: str | None, *command: str, grace_seconds: float = 30.0) -> Chain:
+        chains.append(Chain(tmp_path, job, *command, grace_seconds=grace_seconds))
+        return chains[-1]
+
+    yield begin
+    for each in chains:
+        left = [process for process in psutil.process_iter() if str(tmp_path) in _environment(process)]
+        for process in left:
+            process.kill()
+        each.process.kill()
+        each.process.wait()
+        assert each.process.stdout is not None
+        each.process.stdout.close()
+        assert not left, "processes of the chain survived it"
+
+
+def _environment(process: psutil.Process) -> str:
+    try:
+        return process.environ().get("CKPTMAN_OUTCOME", "")
+    except psutil.Error:
+        return ""
+
+
+Start = Callable[..., Chain]
+
+
+def test_a_real_chain_until_it_is_finished(start: Start) -> None:
+    chain = start("""
+        tell("attempt", attempt, os.environ["CKPTMAN_OUTCOME"].rsplit("/", 1)[1], sys.stdin.read() == "")
+        if attempt == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit({1: 75, 3: 0}[attempt])
+    """)
+    assert chain.ends() == 0
+    assert [line for line in chain.heard if line.startswith("attempt")] == [
+        f"attempt {n} outcome-{n}.json True" for n in (1, 2, 3)
+    ]
+    assert "chain: attempt 1 stopped: exit code 75" in chain.heard
+    assert any(line.startswith("chain: attempt 2 crashed: killed by SIGKILL") for line in chain.heard)
+
+
+def test_a_real_crash_loop(start: Start) -> None:
+    chain = start("tell('attempt', attempt)\nsys.exit(3)")
+    assert chain.ends() == 8
+    assert sum(line.startswith("attempt") for line in chain.heard) == 3
+    assert chain.heard[-1].startswith("error: the chain ends: 3 attempts in a row crashed")
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "remedy"),
+    [
+        (None, 0, "no such program"),
+        ("#!/nowhere/python\n", 0o755, "no such interpreter"),
+        ("#!/bin/sh\n", 0o644, "chmod"),
+        ("exit 0\n", 0o755, "first line such as #!/bin/bash"),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_an_error_at_once(
+    tmp_path: Path, start: Start, content: str | None, mode: int, remedy: str
+) -> None:
+    program = tmp_path / "train"
+    if content is not None:
+        program.write_text(content)
+        program.chmod(mode)
+    chain = start(None, str(program))
+    assert chain.ends() == 8
+    assert len(chain.heard) == 1
+    assert chain.heard[0].startswith(f"error: cannot start {str(program)!r}: ")
+    assert remedy in chain.heard[0]
+
+
+def test_no_command(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="-- torchrun"):
+        run_chain(LocalScheduler(Told()), [], tmp_path / "chain", say=Told())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_goes_to_the_command_alone_and_ends_the_chain(start: Start, number: signal.Signals) -> None:
+    # The helper, as a data loader would, shares the group of the command: it must not get the signal.
+    chain = start(f"""
+        def leave():
+            tell("job got it")
+            helper.kill()
+            helper.wait()
+            sys.exit(75)
+        on("{number.name}", leave)
+        helper = start('on("{number.name}", lambda: tell("helper got it")); tell("ready"); pause()')
+        pause()
+    """)
+    chain.hears("ready")
+    chain.signal(number)
+    assert chain.ends() == 75
+    assert chain.heard.count("job got it") == 1
+    assert "helper got it" not in chain.heard
+    assert chain.heard[-2:] == [
+        "chain: attempt 1 stopped: exit code 75",
+        f"chain: the chain ends, because {number.name} asked for it: submit again to go on from the newest checkpoint",
+    ]
+
+
+def test_a_run_that_finishes_although_it_was_asked_to_stop(start: Start) -> None:
+    chain = start("on('SIGTERM', lambda: sys.exit(0)); tell('ready'); pause()")
+    chain.hears("ready")
+    chain.signal(signal.SIGTERM)
+    assert chain.ends() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_warning_reaches_a_command_that_handles_it_and_the_chain_goes_on(
+    start: Start, number: signal.Signals
+) -> None:
+    chain = start(f"""
+        if attempt == 2:
+            sys.exit(0)
+        on("{number.name}", lambda: (tell("got {number.name}"), sys.exit(75)))
+        on("SIGTERM", lambda: tell("got SIGTERM"))
+        tell("ready")
+        pause()
+    """)
+    chain.hears("ready")
+    chain.signal(number)
+    assert chain.ends() == 0
+    assert f"got {number.name}" in chain.heard
+    assert "got SIGTERM" not in chain.heard
+
+
+def test_a_warning_that_would_kill_the_command_becomes_a_stop(start: Start) -> None:
+    # As torchrun does: SIGTERM is handled, SIGUSR1 would kill it and leave its workers behind.
+    chain = start("""
+        if attempt == 2:
+            sys.exit(0)
+        on("SIGTERM", lambda: (tell("got SIGTERM"), sys.exit(75)))
+        tell("ready")
+        pause()
+    """)
+    chain.hears("ready")
+    chain.signal(signal.SIGUSR1)
+    assert chain.ends() == 0
+    assert "got SIGTERM" in chain.heard
+    assert any("SIGUSR1: passed on as SIGTERM" in line for line in chain.heard)
+
+
+def test_a_warning_that_the_command_ignores_stays_ignored(start: Start) -> None:
+    chain = start("""
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        on("SIGTERM", lambda: (tell("got SIGTERM"), sys.exit(0)))
+        tell("ready")
+        pause()
+    """)
+    chain.hears("ready")
+    chain.signal(signal.SIGUSR1)
+    chain.hears("chain: SIGUSR1: passed on as SIGUSR1")
+    chain.signal(signal.SIGTERM)
+    assert chain.ends() == 0
+    assert chain.heard.count("got SIGTERM") == 1
+
+
+def test_the_second_stop_kills_every_process_at_once(start: Start) -> None:
+    # The worker is in a session of its own, as torchrun's are.
+    chain = start("""
+        worker = start("on('SIGTERM', lambda: tell('worker got it')); tell('worker ready'); pause()",
+                       start_new_session=True)
+        on("SIGTERM", lambda: tell("job got it"))
+        pause()
+    """)
+    chain.hears("worker ready")
+    chain.signal(signal.SIGTERM)
+    chain.hears("job got it")
+    chain.signal(signal.SIGINT)
+    assert chain.ends() == 75
+    assert "worker got it" not in chain.heard
+    assert any("SIGINT once more" in line for line in chain.heard)
+    assert any("killed by SIGKILL" in line for line in chain.heard)
+
+
+def test_what_an_attempt_leaves_behind_may_save_and_is_gone_before_the_next(start: Start) -> None:
+    # kill -9 of a launcher: its workers, in sessions of their own, run on.
+    chain = start("""
+        if attempt == 2:
+            tell("second attempt")
+            sys.exit(0)
+        for name in ("w0", "w1"):
+            start(f"on('SIGTERM', lambda: (tell('{name} saved'), sys.exit(75))); tell('{name} ready'); pause()",
+                  start_new_session=name == "w1")
+        pause()
+    """)
+    chain.hears("w")
+    chain.hears("w")
+    [job] = psutil.Process(chain.process.pid).children()
+    job.kill()
+    assert chain.ends() == 0
+    assert chain.heard.index("second attempt") > max(chain.heard.index("w0 saved"), chain.heard.index("w1 saved"))
+
+
+def test_what_ignores_the_stop_is_killed_after_the_grace_time(start: Start) -> None:
+    chain = start(
+        """
+        if attempt == 1:
+            deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write(int(sys.argv[1]), b'.'); pause()"
+            read_end, write_end = os.pipe()
+            subprocess.Popen([sys.executable, "-c", HEAD + deaf, str(write_end)], pass_fds=[write_end])
+            os.read(read_end, 1)
+        sys.exit(75 if attempt == 1 else 0)
+        """,
+        grace_seconds=0.2,
+    )
+    assert chain.ends() == 0, chain.heard
+
+
+def test_a_second_stop_cuts_the_grace_time_short(start: Start) -> None:
+    chain = start(
+        """
+        deaf = "signal.signal(signal.SIGTERM, lambda *_: tell('deaf')); tell('ready'); pause()"
+        start(deaf)
+        on("SIGTERM", lambda: sys.exit(75))
+        pause()
+        """,
+        grace_seconds=600.0,
+    )
+    chain.hears("ready")
+    chain.signal(signal.SIGTERM)
+    chain.hears("deaf")
+    chain.signal(signal.SIGTERM)
+    assert chain.ends() == 75
+
+
+def test_a_member_that_hides_its_environment_is_known_from_before() -> None:
+    # A process that sets its title overwrites its environment; here it never had one, and its parent dies first.
+    hidden = "import os, signal; os.write(1, b'ready\\n'); signal.pause()"
+    parent = (
+        "import subprocess, sys, signal; "
+        f"subprocess.Popen([sys.executable, '-c', {hidden!r}], env={{}}, start_new_session=True); signal.pause()"
+    )
+    attempt_id = uuid.uuid4().hex
+    leader = subprocess.Popen(
+        [sys.executable, "-c", parent],
+        env={**os.environ, ATTEMPT_ID_ENV: attempt_id},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+    )
+    assert leader.stdout is not None
+    with leader, leader.stdout:
+        family = Family(leader.pid, attempt_id)
+        try:
+            assert leader.stdout.readline() == b"ready\n"
+            assert len(family.look()) == 2
+            leader.kill()
+            while leader.pid in {member.pid for member in family.look()}:
+                pass
+            assert len(family.look()) == 1
+        finally:
+            family.kill()
+        assert family.look() == set()
+        assert leader.stdout.read() == b""
+
+
+def test_a_chain_inside_a_chain_belongs_to_both(tmp_path: Path) -> None:
+    script = f"import os; print(os.environ['{ATTEMPT_ID_ENV}'], file=open('{tmp_path}/id', 'w'))"
+    with LocalScheduler(Told()) as scheduler:
+        assert scheduler.run_attempt([sys.executable, "-c", script], {**os.environ, ATTEMPT_ID_ENV: "outer"}) == 0
+    outer, inner = (tmp_path / "id").read_text().strip().split(":")
+    assert outer == "outer"
+    assert len(inner) == 32
+
+
+def test_handlers_and_the_wakeup_pipe_are_given_back() -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+    before = [signal.getsignal(number) for number in numbers]
+    open_files = set(Path("/proc/self/fd").iterdir())
+    with LocalScheduler(Told()) as scheduler:
+        assert scheduler.stop_asked() is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert scheduler.stop_asked() is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert scheduler.stop_asked() is signal.SIGTERM
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert set(Path("/proc/self/fd").iterdir()) == open_files
+    assert signal.set_wakeup_fd(-1) == -1
+    with scheduler:
+        assert scheduler.stop_asked() is None
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, json, ckptman.scheduler.chain, ckptman.scheduler.local, ckptman.runtime.journal, "
+        "ckptman.runtime.signals, ckptman.runtime.deadline; print(json.dumps(sorted(sys.modules)))"
+    )
+    modules = json.loads(subprocess.check_output([sys.executable, "-c", code]))
+    assert not {"torch", "numpy", "pydantic", "rich", "psutil", "typer"} & set(modules)

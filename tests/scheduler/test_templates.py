@@ -1,0 +1,404 @@
+"""Slurm templates: what they become, what is refused, and that an installed ckptman has them. On a real Slurm they are
+run by `tests/slurm/test_templates.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ckptman.cli.app import main
+from ckptman.errors import ConfigError, NotFoundError, UnknownKeyError
+from ckptman.scheduler.slurm.batch_script import parse
+from ckptman.scheduler.slurm.template_keys import WHAT, MatrixKeys, TrainingKeys, minutes
+from ckptman.scheduler.slurm.templates import TEMPLATES, read_settings, render_template
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDER = REPOSITORY / "slurm_templates"
+TRAINING = [name for name, each in TEMPLATES.items() if issubclass(each.keys, TrainingKeys)]
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+STRANGE = "a 'b' \"c\" $(touch made) `touch made` #d;&|<>*?!é \\"
+EVIL = {
+    "job_name": STRANGE.removesuffix(" \\"),
+    "account": STRANGE,
+    "partition": STRANGE,
+    "qos": STRANGE,
+    "log_folder": "logs/" + STRANGE.removesuffix(" \\"),
+    "modules": STRANGE,
+    "venv": STRANGE,
+    "env.STRANGE": STRANGE + "\n'\n",
+    "sbatch": "--comment=" + STRANGE,
+    "command": shlex.join(["echo", STRANGE, "two\nlines\n#SBATCH --nodes=99"]),
+}
+
+
+def settings(values: dict[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def script(name: str, *given: str) -> str:
+    return render_template(name, read_settings(given))
+
+
+def options(text: str) -> dict[str, str]:
+    """The options of a script, as `ckptman submit` reads them."""
+    return dict(parse(text, "x").options)
+
+
+def bash(text: str, folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as the batch step of job 4711 on two nodes does, with `srun`, `scontrol` and `squeue` that only
+    tell."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    for name, body in {
+        "srun": 'printf "<%s>" "$@"; echo; env | sort; printf "strange<%s>" "${STRANGE-}"; exit "${CODE:-0}"',
+        "scontrol": "printf 'n7\\nn8\\n'",
+        "squeue": 'echo "${END-2037-01-02T03:04:05}"; echo "squeue $*" >&2',
+        "module": 'printf "module<%s>\\n" "$@"',
+    }.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    (folder / "script").write_text(text)
+    env = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "TZ": "UTC",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "n[7-8]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_CPUS_PER_TASK": "3",
+        **environ,
+    }
+    return subprocess.run(
+        ["bash", *arguments, "script"], cwd=folder, env=env, capture_output=True, text=True, timeout=30
+    )
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_defaults_and_evil_values_are_sound_shell(name: str, tmp_path: Path) -> None:
+    for given in ([], settings(EVIL)):
+        text = script(name, *given)
+        assert bash(text, tmp_path, "-n").returncode == 0
+        assert not re.findall(r"@\w+@|@include", text.replace(STRANGE, ""))
+        assert options(text)["--open-mode"] == "append"
+        assert ("--signal" in options(text)) == (name in TRAINING)
+    assert options(script(name, *settings(EVIL)))["--comment"] == STRANGE
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_value_is_expanded_or_ends_its_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / STRANGE / "bin").mkdir(parents=True)
+    (tmp_path / STRANGE / "bin/activate").touch()
+    text = script(name, *settings(EVIL))
+    seen = options(text)
+    assert seen["--job-name"] == EVIL["job_name"]
+    assert seen["--account"] == seen["--partition"] == seen["--qos"] == STRANGE
+    assert seen["--output"].startswith(f"{EVIL['log_folder']}/%x-%")
+    assert "99" not in seen.get("--nodes", "")
+    ran = bash(text, tmp_path, SLURM_ARRAY_TASK_ID="0", SLURM_ARRAY_JOB_ID="4711")
+    assert not list(tmp_path.rglob("made")), ran.stderr
+    if name in TRAINING:
+        assert f"<echo><{STRANGE}><two\nlines\n#SBATCH --nodes=99>" in ran.stdout
+        assert f"strange<{STRANGE}\n'\n>" in ran.stdout
+    else:
+        assert f"{STRANGE} two\nlines\n#SBATCH --nodes=99\n" in ran.stdout
+    assert "module<load>\nmodule<a>\nmodule<'b'>\n" in ran.stdout
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed (Debian: apt-get install shellcheck)")
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_shellcheck_has_nothing_to_say(name: str, tmp_path: Path) -> None:
+    full = {"modules": "cuda/12 python", "venv": "my env", "env.A": "b", "mem": "1G", "account": "me"}
+    if name in TRAINING:
+        full |= {"container": "a b.sif", "container_binds": "/x"}
+    for number, given in enumerate(([], settings(full))):
+        path = tmp_path / f"{number}.sbatch"
+        path.write_text(script(name, *given))
+        # What `activate` holds is not ours to follow.
+        done = subprocess.run([str(SHELLCHECK), "-e", "SC1091", path], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_what_ranks_are_told(name: str, tmp_path: Path) -> None:
+    given = {"command": "train 'a b'", "env.MY": "own"}
+    if name == "scaling-matrix":
+        given["matrix"] = "1x1 2x3"
+    array = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "4700"} if name == "scaling-matrix" else {}
+    ran = bash(script(name, *settings(given)), tmp_path, CODE="75", **array)
+    assert ran.returncode == 75, ran.stderr
+    [call] = [line for line in ran.stdout.splitlines() if line.startswith("<--kill-on-bad-exit=1>")]
+    assert call.endswith("<train><a b>")
+    told = dict(line.partition("=")[::2] for line in ran.stdout.splitlines() if "=" in line)
+    assert told["MASTER_ADDR"] == "n7"
+    assert told["MASTER_PORT"] == "24711"
+    assert told["SLURM_JOB_END_TIME"] == "2114478245"
+    assert told["SRUN_CPUS_PER_TASK"] == "3"
+    assert told["MY"] == "own"
+    assert ("-j 4700_1 " if array else "-j 4711 ") in ran.stderr
+    assert "PYTHONFAULTHANDLER" not in told
+    assert "NCCL_DEBUG" not in told
+    ran = bash(script(name, *settings(given)), tmp_path, CKPTMAN_DEBUG="1", **array)
+    for variable in (
+        *("PYTHONFAULTHANDLER=1", "NCCL_DEBUG=INFO", "TORCH_DISTRIBUTED_DEBUG=INFO", "TORCH_NCCL_DUMP_ON_TIMEOUT=1"),
+        *("TORCH_FR_BUFFER_SIZE=2000", "TORCH_NCCL_TRACE_BUFFER_SIZE=2000"),
+        *("TORCH_FR_DUMP_TEMP_FILE=./nccl-trace-4711-rank-", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE=./nccl-trace-4711-rank-"),
+    ):
+        assert f"\n{variable}\n" in ran.stdout
+    assert ran.returncode == 0
+
+
+@pytest.mark.parametrize("end", ["NONE", "N/A", "", "Unknown", "UNLIMITED"])
+def test_a_job_without_an_end_has_none(end: str, tmp_path: Path) -> None:
+    ran = bash(script("generic"), tmp_path, END=end)
+    assert "SLURM_JOB_END_TIME" not in ran.stdout
+    assert ran.returncode == 0
+
+
+def test_the_end_that_slurm_tells_is_kept_unless_it_is_of_another_job(tmp_path: Path) -> None:
+    ran = bash(script("generic"), tmp_path, SLURM_JOB_END_TIME="4102444800")
+    assert "SLURM_JOB_END_TIME=4102444800" in ran.stdout
+    assert "squeue" not in ran.stderr
+    ran = bash(script("generic"), tmp_path, SLURM_JOB_END_TIME="1700000000")  # of the job this one was submitted from
+    assert "SLURM_JOB_END_TIME=2114478245" in ran.stdout
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_what_the_training_said_on_disk_comes_before_what_a_launcher_makes_of_it(name: str, tmp_path: Path) -> None:
+    array = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "4700"}
+    outcome = tmp_path / "an outcome.json"
+    text = script(name)
+
+    def code(of_launcher: int, **environ: str) -> int:
+        return bash(text, tmp_path, CODE=str(of_launcher), **array, **environ).returncode
+
+    for state, codes in {"stopped": [75, 75, 0], "running": [143, 1, 0], "failed": [143, 1, 0]}.items():
+        outcome.write_text(json.dumps({"state": state}, indent=1))
+        assert [code(each, CKPTMAN_OUTCOME=str(outcome)) for each in (143, 1, 0)] == codes
+    assert code(1, CKPTMAN_OUTCOME=str(tmp_path / "none")) == 1
+    old = tmp_path / "outcome-4711.json"
+    old.write_text(json.dumps({"state": "stopped"}, indent=1))  # of the attempt before, as a requeued job finds it
+    assert code(1) == 1
+    assert not old.exists()
+
+
+def test_a_container(tmp_path: Path) -> None:
+    ran = bash(script("lumi", "container=my image.sif", "command=a"), tmp_path, SINGULARITY_BIND="/x")
+    assert "<singularity><exec><--bind=/var/spool/slurmd," in ran.stdout
+    assert "><my image.sif><a>" in ran.stdout
+    assert "<--cpu-bind=mask_cpu:0x00fe000000000000," in ran.stdout
+    assert "SINGULARITY_BIND" not in ran.stdout
+    ran = bash(script("lumi", "container=", "cpu_masks=", "command=a"), tmp_path)
+    assert "<--kill-on-bad-exit=1><a>" in ran.stdout
+    ran = bash(script("torchrun", "container=x", "container_command=apptainer exec", "command=a"), tmp_path)
+    assert "<apptainer><exec><x><torchrun><--nnodes=2>" in ran.stdout
+
+
+def test_an_environment_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
+    ran = bash(script("generic", "venv=nowhere"), tmp_path)
+    assert ran.returncode == 2
+    assert ran.stdout == ""
+    assert "nowhere/bin/activate" in ran.stderr
+
+
+def test_what_is_empty_is_left_out() -> None:
+    plain = options(script("generic"))
+    assert {"--account", "--partition", "--qos", "--mem", "--exclusive"}.isdisjoint(plain)
+    assert plain["--gres"] == "gpu:4"
+    assert plain["--ntasks-per-node"] == "4"
+    without = options(script("generic", "gpus_per_node=0"))
+    assert "--gres" not in without
+    assert without["--ntasks-per-node"] == "1"
+    typed = options(script("generic", "gpus_per_node=8", "gpu_type=h100", "exclusive=true"))
+    assert (typed["--gres"], typed["--exclusive"]) == ("gpu:h100:8", "")
+    assert options(script("torchrun", "cpus_per_task=7"))["--cpus-per-task"] == "28"
+    assert options(script("lumi"))["--gpus-per-node"] == "8"
+    assert options(script("generic", "sbatch=--reservation=r", "sbatch=--no-requeue"))["--no-requeue"] == ""
+
+
+def test_the_matrix_asks_for_what_its_largest_points_need() -> None:
+    seen = options(script("scaling-matrix"))
+    assert [seen[each] for each in ("--array", "--nodes", "--gres", "--ntasks-per-node")] == ["0-4", "2", "gpu:8", "8"]
+    seen = options(script("scaling-matrix", "matrix=1x1 4x2", "gpus_per_node=0", "nodes=6"))
+    assert [seen.get(each) for each in ("--array", "--nodes", "--gres")] == ["0-1", "6", None]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("generic", "nodes=0", "nodes: input should be greater than or equal to 1, not '0'"),
+        ("generic", "nodes=many", "nodes: input should be a valid integer"),
+        ("generic", "time=soon", "give minutes (90), hours (04:00:00) or days and hours (1-12:00:00)"),
+        ("generic", "time=00:00:00", "at least 1 minute"),
+        ("generic", "time=2", "told to stop as it starts"),
+        ("generic", "warning_seconds=0", "greater than 0"),
+        ("generic", "warning_seconds=70000", "less than or equal to 65535"),
+        ("generic", "account=me\n#SBATCH --nodes=99", "would end the #SBATCH line"),
+        ("generic", "job_name=a\x1b[31m", "a control character"),
+        ("generic", "command=a \x00", "a control character"),
+        ("generic", "setup=a \x1b", "a control character"),
+        ("generic", "env.A=a \x1b", "a control character"),
+        ("generic", "env.A B=a", "is no name of an environment variable"),
+        ("generic", "env=a", "env.NAME=VALUE"),
+        ("generic", "command=", "nothing to run"),
+        ("generic", "command=python 'train.py", "close the quotes"),
+        ("generic", "container_command=", "nothing to run"),
+        ("generic", "job_name=a/b", "use a name without it"),
+        ("generic", "job_name=", "at least 1 character"),
+        ("generic", "log_folder=logs/%j", "use a name without them"),
+        ("generic", "mem=lots", "mem: not in the form"),
+        ("generic", "gpu_type=a b", "gpu_type: not in the form"),
+        ("generic", "sbatch=-n 4", "write it as --name=value"),
+        ("generic", "sbatch=--comment=a\nb", "would end the #SBATCH line"),
+        ("generic", "container_binds=/x", "there is no container"),
+        ("generic", "nodes", "write it as KEY=VALUE"),
+        ("lumi", "tasks_per_node=2", "cpu_masks: 8 masks for 2 ranks"),
+        ("lumi", "cpu_masks=zz", "cpu_masks: not in the form"),
+        ("scaling-matrix", "matrix=1,2", "such as 1x1 1x8 2x8"),
+        ("scaling-matrix", "matrix=", "such as 1x1 1x8 2x8"),
+        ("scaling-matrix", "nodes=1", "the largest point needs 2"),
+        ("scaling-matrix", "gpus_per_node=4", "the largest point needs 8"),
+        ("scaling-matrix", "tasks_per_node=4", "leave it out"),
+    ],
+)
+def test_wrong_values(name: str, given: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        script(name, given)
+    assert told in str(caught.value)
+
+
+def test_all_wrong_values_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"wrong values:\n  mem: .*\n  nodes: "):
+        script("generic", "nodes=0", "mem=x")
+
+
+def test_keys_and_templates_that_do_not_exist() -> None:
+    with pytest.raises(UnknownKeyError) as caught:
+        script("generic", "node=4")
+    assert caught.value.key == "node"
+    assert caught.value.known == tuple(TrainingKeys.model_fields)
+    with pytest.raises(UnknownKeyError, match="template verify"):
+        script("verify", "nodes=4")
+    with pytest.raises(NotFoundError, match="known: generic, torchrun"):
+        script("../secret")
+
+
+def test_minutes_are_those_of_slurm() -> None:
+    given = ("90", "90:30", "04:00:00", "1-12", "1-12:30", "1-00:00:30", "0")
+    assert [minutes(each) for each in given] == [90, 90.5, 240, 2160, 2190, 1440.5, 0]
+
+
+def test_every_key_is_explained_and_on_the_page() -> None:
+    keys = {key for each in TEMPLATES.values() for key in each.keys.model_fields}
+    assert keys == set(WHAT)
+    page = (REPOSITORY / "docs/templates.md").read_text()
+    assert not [key for key in keys if f"| `{key}` |" not in page]
+    assert not [name for name in TEMPLATES if f"| `{name}` |" not in page]
+    assert {path.stem for path in FOLDER.glob("*.sbatch")} == set(TEMPLATES)
+    assert MatrixKeys.model_fields["matrix"].default in page
+
+
+def test_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["template", "generic", "--set", "nodes=4"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == script("generic", "nodes=4")
+    assert shown.err == ""
+    assert main(["template", "generic", "-o", "a.sbatch", "--set", "nodes=4"]) == 0
+    assert Path("a.sbatch").read_text() == shown.out
+    assert "ckptman submit" in capsys.readouterr().out
+    assert main(["template", "generic", "-o", "a.sbatch"]) == 5
+    assert "--force" in capsys.readouterr().err
+    assert Path("a.sbatch").read_text() == shown.out
+    assert main(["template", "verify", "-o", "a.sbatch", "--force", "--set", "log_folder=logs"]) == 0
+    assert Path("a.sbatch").read_text() == script("verify", "log_folder=logs")
+    assert "make the folder logs" in capsys.readouterr().err
+    for arguments, code in (
+        (["generic", "-o", "no/where"], 3),
+        (["generics"], 3),
+        (["generic", "--config", "nowhere.toml"], 3),
+        (["generic", "--set", "node=4"], 2),
+        (["generic", "--force"], 2),
+        (["generic", "--json"], 2),
+        ([], 2),
+    ):
+        assert main(["template", *arguments]) == code
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.startswith("Error: ")
+
+
+def test_values_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text('nodes = 2\naccount = "me"\nsetup = ["a", "b"]\nexclusive = true\n[env]\nA = "1"\nB = "2"\n')
+    assert main(["template", "generic", "--config", str(path), "--set", "nodes=4", "--set", "env.B=3"]) == 0
+    shown = capsys.readouterr().out
+    assert options(shown)["--nodes"] == "4"
+    assert options(shown)["--account"] == "me"
+    assert "\na\nb\nexport A=1\nexport B=3\n" in shown
+    for text, told in (
+        ("nodes = [", "is not TOML"),
+        ("nodes = 0", "nodes: "),
+        ("[env]\nA = 1", "env.A: "),
+        ("x=1", "'x'"),
+    ):
+        path.write_text(text)
+        assert main(["template", "generic", "--config", str(path)]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["template", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(each.summary in shown for each in TEMPLATES.values())
+    assert main(["template", "lumi", "--list"]) == 0
+    assert "standard-g" in capsys.readouterr().out
+    assert main(["template", "--list", "--json"]) == 0
+    assert [each["name"] for each in json.loads(capsys.readouterr().out)] == list(TEMPLATES)
+    assert main(["template", "lumi", "--list", "--json"]) == 0
+    keys = {each["key"]: each["default"] for each in json.loads(capsys.readouterr().out)["keys"]}
+    assert keys["nodes"] == 1
+
+
+def test_a_wheel_has_them(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True, timeout=60)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    # As installed: the package alone, no checkout beside it.
+    code = (
+        "import sys, ckptman; print(ckptman.__file__); from ckptman.cli.app import main; sys.exit(main(sys.argv[1:]))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "template", "lumi"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    where, _, text = ran.stdout.partition("\n")
+    assert where == str(tmp_path / "site/ckptman/__init__.py")
+    assert text == script("lumi"), ran.stderr
+
+
+def test_the_verb_loads_no_torch() -> None:
+    lines = (
+        "import sys",
+        "from ckptman.cli.app import main",
+        "main(['template', 'lumi'])",
+        "print({'torch', 'numpy', 'rich'} & set(sys.modules))",
+    )
+    ran = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.endswith("\nset()\n")

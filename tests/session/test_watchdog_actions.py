@@ -1,0 +1,324 @@
+"""The watchdog among ranks: one that hangs is noticed by all that can still act, and the run goes on from its newest
+checkpoint with the same values."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import ckptman
+from ckptman.checkpointer import Checkpointer
+from ckptman.comm.hang_report import Roll
+from ckptman.errors import EXIT_STALLED, ConfigError
+from ckptman.format.paths import journal_path, outcome_path, stacks_path
+from ckptman.io.filesystem import Disk
+from ckptman.policies.crash_loop import crashes_of
+from ckptman.policies.hang_timeout import Patience
+from ckptman.runtime.journal import read_journal
+from ckptman.runtime.outcome import Outcome, read_outcome
+from ckptman.session.watchdog_actions import patience_of
+from ckptman.train.launch import Launch
+from ckptman.train.rendezvous import meet
+from tests.helpers.apps import App
+from tests.helpers.ranks import World, run_ranks, say, start_ranks
+
+FLOOR_SECONDS = 3.0
+PATIENCE = Patience(FLOOR_SECONDS)
+STATED_SECONDS = PATIENCE.notice_seconds("step") + 2 + 4 * PATIENCE.look_seconds
+"""Until it is noticed, and until all ranks that can answer have."""
+SLACK_SECONDS = 15.0
+UNTIL = 8
+
+
+def stop_myself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def read_from_a_dead_mount() -> None:
+    read, _ = os.pipe()
+    os.read(read, 1)
+
+
+HANGS = {"stopped": stop_myself, "mount": read_from_a_dead_mount}
+
+
+def train(root: str, rank: int | None, how: str, watchdog: float | None = FLOOR_SECONDS) -> dict[int, float]:
+    """Train to the end, saving every second step; that rank hangs at step 6."""
+    import torch.distributed as dist
+
+    app, losses = App((2,)), {}
+    with Checkpointer(
+        root, app.state, save_policy=ckptman.EverySteps(2), deadline=None, async_save=False, watchdog=watchdog
+    ) as checkpointer:
+        for step in range(checkpointer.restore() + 1, UNTIL + 1):
+            if step == 6 and dist.get_rank() == rank:
+                say("hangs")
+                HANGS[how]()
+            losses[step] = app.train_step()
+            checkpointer.step(step)
+    return losses
+
+
+def await_end(world: World, rank: int) -> int | None:
+    """The exit code of one rank."""
+    world.processes[rank].join(STATED_SECONDS + SLACK_SECONDS)
+    return world.processes[rank].exitcode
+
+
+def outcome_of(root: Path) -> Outcome:
+    outcome = read_outcome(outcome_path(root))
+    assert outcome is not None
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, float]]:
+    """The losses of a run that nothing hangs in."""
+    found: list[dict[int, float]] = run_ranks(2, train, str(tmp_path_factory.mktemp("whole")), None, "")
+    return found
+
+
+@pytest.mark.parametrize("stopped", [0, 1], ids=["leader", "other"])
+def test_a_stopped_rank_is_noticed_by_its_peer_and_the_run_goes_on(
+    tmp_path: Path, whole: list[dict[int, float]], stopped: int
+) -> None:
+    peer = 1 - stopped
+    with start_ranks(2, train, str(tmp_path), stopped, "stopped") as world:
+        world.await_message(stopped, "hangs")
+        begun = time.monotonic()
+        assert await_end(world, peer) == 13
+        assert time.monotonic() - begun < STATED_SECONDS + SLACK_SECONDS
+        assert await_end(world, stopped) == -signal.SIGKILL, "a stopped rank is ended by one on its host"
+
+    outcome = outcome_of(tmp_path)
+    assert (outcome.state, outcome.step, outcome.exit_code, outcome.attempt) == ("failed", 5, 13, 1)
+    assert outcome.reason.startswith("Stalled: no sign of life for 3.")
+    assert "in what came after step 5" in outcome.reason
+    assert outcome.reason.endswith(f"; not heard of: rank {stopped}")
+    stacks = stacks_path(tmp_path, 1, peer).read_text()
+    assert stacks.startswith(f"rank {peer} of 2 (host ")
+    assert "in train_step" in stacks
+    assert not stacks_path(tmp_path, 1, stopped).exists()
+    events, torn = read_journal(journal_path(tmp_path))
+    assert (events[-1]["event"], events[-1]["attempt"], torn) == ("failed", 1, 0)
+    assert not crashes_of([{"event": "restored", "attempt": 1, "step": 4}, *events[-1:]]), "no checkpoint is to blame"
+
+    second = run_ranks(2, train, str(tmp_path), None, "")
+    for rank in range(2):
+        assert second[rank] == {step: loss for step, loss in whole[rank].items() if step > 4}
+    assert outcome_of(tmp_path).state == "finished"
+
+
+def train_over_a_store_of_rank_0(root: str, port: int) -> None:
+    """As `srun` without `torchrun`: rank 0 keeps the store, and takes it along when it is stopped."""
+    import torch.distributed as dist
+
+    import ckptman.session.watchdog_actions as watch
+
+    watch.PART_SECONDS = 2.0  # the bound of a part of the end: several of them hang here
+    rank = dist.get_rank()
+    dist.barrier()  # one that leaves before the other is connected breaks its connecting
+    dist.destroy_process_group()
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    store = meet(Launch(rank, 2, rank, 2, alone=False), environ, 60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    train(root, 0, "stopped")
+
+
+def test_a_stopped_leader_that_keeps_the_store(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    with start_ranks(2, train_over_a_store_of_rank_0, str(tmp_path), port) as world:
+        world.await_message(0, "hangs")
+        assert await_end(world, 1) == 13
+        assert await_end(world, 0) == -signal.SIGKILL
+    outcome = outcome_of(tmp_path)
+    assert (outcome.state, outcome.step, outcome.exit_code) == ("failed", 5, 13)
+    assert "; nobody could be asked: the store where the ranks met, at rank 0 or its torchrun" in outcome.reason
+
+
+def test_all_ranks_leave_when_one_hangs_in_its_own_code(tmp_path: Path) -> None:
+    with start_ranks(2, train, str(tmp_path), 1, "mount") as world:
+        world.await_message(1, "hangs")
+        assert [await_end(world, rank) for rank in range(2)] == [13, 13]
+    assert "read_from_a_dead_mount" in stacks_path(tmp_path, 1, 1).read_text()
+    assert "in train_step" in stacks_path(tmp_path, 1, 0).read_text()
+    outcome = outcome_of(tmp_path)
+    assert "; all ranks answer, and are stuck after the same step: their stacks say where. If nothing hung, " in (
+        outcome.reason
+    )
+
+
+def test_without_a_watchdog_nothing_is_noticed(tmp_path: Path) -> None:
+    with start_ranks(2, train, str(tmp_path), 1, "stopped", None) as world:
+        world.await_message(1, "hangs")
+        world.processes[0].join(STATED_SECONDS + 1)
+        assert world.processes[0].exitcode is None
+    assert outcome_of(tmp_path).state == "running"
+
+
+class HangingDisk(Disk):
+    """A file system that hangs at the first write to a data file."""
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        say("hangs")
+        threading.Event().wait()
+        return 0
+
+
+def train_over_a_hanging_disk(root: str) -> None:
+    app = App()
+    with Checkpointer(
+        root, app.state, save_policy=ckptman.AtStep(2), deadline=None, watchdog=1.0, disk=HangingDisk()
+    ) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 10**9):
+            app.train_step()
+            checkpointer.step(step)
+
+
+def test_a_save_that_hangs_behind_the_training_is_noticed(tmp_path: Path) -> None:
+    with start_ranks(1, train_over_a_hanging_disk, str(tmp_path)) as world:
+        world.await_message(0, "hangs")
+        begun = time.monotonic()
+        assert await_end(world, 0) == 13
+        assert time.monotonic() - begun < Patience(1.0).notice_seconds("save") + SLACK_SECONDS
+    reason = outcome_of(tmp_path).reason
+    assert "(limit 3.0 s) from the save of step 2 in the background; there is one rank" in reason
+    assert "in write_at" in stacks_path(tmp_path, 1, 0).read_text()
+
+
+def take_long_between_steps(root: str) -> int:
+    """An evaluation that takes longer than a step may, with signs of life, and a block that ends well."""
+    app = App()
+    with Checkpointer(root, app.state, save_policy=ckptman.AtStep(1), deadline=None, watchdog=1.0) as checkpointer:
+        checkpointer.restore()
+        app.train_step()
+        checkpointer.step(1)
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            checkpointer.beat()
+        app.train_step()
+        checkpointer.step(2)
+    time.sleep(1.5)  # nobody watches any more
+    return checkpointer.exit_code
+
+
+def test_an_evaluation_with_signs_of_life_is_left_alone(tmp_path: Path) -> None:
+    assert run_ranks(1, take_long_between_steps, str(tmp_path)) == [0]
+    assert not list((tmp_path / ".ckptman").glob("stacks-*"))
+
+
+def test_what_the_setting_means() -> None:
+    assert patience_of("auto", 1, {}) is None
+    assert patience_of("auto", 2, {}) == patience_of("auto", 1, {"CKPTMAN_ATTEMPT": "2"}) == Patience(600.0)
+    assert patience_of(None, 8, {"CKPTMAN_ATTEMPT": "2"}) is None
+    assert patience_of(20, 1, {}) == Patience(20.0)
+    assert patience_of(Patience(5, 9), 1, {}) == Patience(5, 9)
+    wrong: Any
+    for wrong in ("on", True, [600]):
+        with pytest.raises(ConfigError, match="watchdog is the seconds"):
+            patience_of(wrong, 2, {})
+    with pytest.raises(ConfigError, match="floor_seconds must be a finite number above 0, not -1"):
+        Checkpointer("nowhere", {"a": 1}, watchdog=-1)
+
+
+def roll(world_size: int, silent: list[int] | None, places: dict[int, str]) -> str:
+    found = Roll(0, world_size, 1)
+    found.silent, found.places = silent, places
+    return found.text()
+
+
+def test_what_is_told_about_the_others() -> None:
+    assert roll(1, None, {}) == "there is one rank"
+    assert roll(4, None, {}).startswith("nobody could be asked: the store where the ranks met")
+    assert roll(4, [2], {0: "a", 1: "a", 3: "a"}) == "not heard of: rank 2"
+    assert roll(4, [0, 2], {1: "a", 3: "b"}) == "not heard of: ranks 0, 2"
+    assert roll(99, list(range(9)), {}) == "not heard of: ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."
+    assert roll(2, [], {0: "a", 1: "a"}).startswith("all ranks answer, and are stuck after the same step")
+    assert roll(4, [], {0: "there", 1: "here", 2: "there", 3: "there"}) == (
+        "all ranks answer, at different places: rank 0 and others there; rank 1 here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "silent", "bad"),
+    [
+        ("aabb", [3], {"b": "ranks 3 there were silent"}),
+        ("aabb", [2, 3], {"b": "ranks 2, 3 there were silent"}),
+        ("aabb", [1, 3], {}),
+        ("aaaa", [1], {"a": "ranks 1 there were silent"}),
+        ("aabbccdd", [3, 4], {"b": "ranks 3 there were silent", "c": "ranks 4 there were silent"}),
+        ("aabb", [], {}),
+        ("aabb", None, {}),
+    ],
+)
+def test_nodes_of_silent_ranks(nodes: str, silent: list[int] | None, bad: dict[str, str]) -> None:
+    found = Roll(0, len(nodes), 1)
+    found.silent, found._store = silent, torch.distributed.HashStore()
+    for rank, node in enumerate(nodes):
+        found._store.set(f"ckptman/stalled/1/node/{rank}", node)
+    assert found.bad_nodes() == bad
+
+
+@pytest.mark.parametrize(
+    ("stops", "late_seconds", "other_host", "killed"),
+    [(True, 0, "", True), (False, 0, "", False), (True, 60, "", False), (True, 0, "elsewhere", False)],
+    ids=["stopped", "alive", "another process of that pid", "another host"],
+)
+def test_only_a_stopped_process_of_this_run_is_killed(
+    stops: bool, late_seconds: float, other_host: str, killed: bool
+) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        process = psutil.Process(child.pid)
+        if stops:
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        roll = Roll(0, 2, 1)
+        roll.silent, roll._store = [0, 1], torch.distributed.HashStore()
+        place = [other_host or socket.gethostname(), child.pid, process.create_time() + late_seconds]
+        roll._store.set("ckptman/stalled/1/process/1", json.dumps(place))
+        roll.kill_stopped()
+        if killed:
+            assert child.wait(30) == -signal.SIGKILL
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(0.5)
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_what_breaks_because_a_watchdog_ended_a_rank_does_not_hide_why(tmp_path: Path, leads: bool) -> None:
+    with pytest.raises(RuntimeError, match="connection reset"), Checkpointer(tmp_path, {"a": 1}) as checkpointer:
+        own = checkpointer._attempt
+        if not leads:  # the deputy opens the journal when it speaks for the leader
+            own.claim = None
+        own.write_outcome("failed", 7, "Stalled: no sign of life; not heard of: rank 3", EXIT_STALLED)
+        raise RuntimeError("connection reset")
+    assert "failed" not in [each["event"] for each in read_journal(journal_path(tmp_path))[0]]
+    found = read_outcome(outcome_path(tmp_path))
+    assert found is not None
+    assert (found.reason, found.exit_code) == ("Stalled: no sign of life; not heard of: rank 3", EXIT_STALLED)
+    if not leads:
+        return
+    with pytest.raises(RuntimeError, match="again"), Checkpointer(tmp_path, {"a": 1}):
+        raise RuntimeError("again")
+    found = read_outcome(outcome_path(tmp_path))
+    assert found is not None
+    assert found.reason == "RuntimeError: again"

@@ -1,0 +1,155 @@
+"""The optimizer step on real ranks: uneven shares give exactly the gradient of the global mean, on any mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ckptman.train.config import ModelConfig, OptimizerConfig, ParallelConfig
+from ckptman.train.dataset.shuffle import largest_share, share
+from ckptman.train.launch import Launch
+from ckptman.train.model import Decoder, init_weights, token_loss_sum
+from ckptman.train.optim import build_optimizer, build_scheduler
+from ckptman.train.parallel import World, build_model, process_group
+from ckptman.train.step import accumulate_gradients, update
+
+MODEL = ModelConfig(dim=18, layers=2, heads=3, kv_heads=1, ffn_dim=22)  # sizes that three ranks cannot share evenly
+VOCAB = 31
+SEQUENCE = 6
+SEED = 7
+CPU = torch.device("cpu")
+
+
+def global_batch(samples: int) -> torch.Tensor:
+    return torch.randint(VOCAB, (samples, SEQUENCE + 1), generator=torch.Generator().manual_seed(SEED))
+
+
+def plain_gradients(samples: int) -> tuple[dict[str, torch.Tensor], float]:
+    """Of the mean loss over the whole batch at once, with no sharding and no ranks."""
+    model = Decoder(MODEL, VOCAB)
+    init_weights(model, SEED)
+    batch = global_batch(samples)
+    loss = token_loss_sum(model(batch[:, :-1]), batch[:, 1:])
+    (loss / (samples * SEQUENCE)).backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, loss.item()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_step(world: World, parallel: ParallelConfig, samples: int, micro: int) -> None:
+    model = build_model(MODEL, parallel, VOCAB, SEED, world)
+    unsharded = Decoder(MODEL, VOCAB)
+    init_weights(unsharded, SEED)
+    for (name, sharded), whole in zip(model.named_parameters(), unsharded.parameters()):
+        assert torch.equal(full(sharded), whole), f"{name} starts differently when sharded"
+
+    start, end = share(samples, world.rank, world.size)
+    mine = global_batch(samples)[start:end]
+    count = -(-largest_share(samples, world.size) // micro)
+    micro_batches = [mine[index * micro : (index + 1) * micro] for index in range(count)]
+    loss_sum = accumulate_gradients(model, micro_batches, samples * SEQUENCE, world)
+    torch.distributed.all_reduce(loss_sum)
+    expected, expected_loss = plain_gradients(samples)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(
+            full(parameter.grad), expected[name], rtol=2e-5, atol=1e-7, msg=f"gradient of {name}"
+        )
+    assert loss_sum.item() == pytest.approx(expected_loss, rel=1e-6)
+
+    optimizer = build_optimizer(model, OptimizerConfig(warmup_steps=0))
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    norm = update(model, optimizer, build_scheduler(optimizer, OptimizerConfig(), 10), clip_norm=0.1)
+    expected_norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected.values()]))
+    torch.testing.assert_close(norm, expected_norm, rtol=2e-5, atol=1e-7)
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(torch.equal(before[name], full(p)) for name, p in model.named_parameters())
+
+
+def test_a_process_without_a_launcher_is_a_world_of_one() -> None:
+    parallel = ParallelConfig(device="cpu", compute_dtype="float32")
+    with process_group(parallel, Launch(), CPU, timeout_seconds=60) as world:
+        assert (world.rank, world.size, world.mesh.mesh_dim_names) == (0, 1, ("replicate", "shard"))
+        check_step(world, parallel, samples=5, micro=2)
+    assert not torch.distributed.is_initialized()
+
+
+def test_bf16_computes_in_bf16_and_keeps_master_weights_and_gradients_in_fp32() -> None:
+    parallel = ParallelConfig(device="cpu", compute_dtype="bfloat16", activation_checkpointing=True)
+    with process_group(parallel, Launch(), CPU, timeout_seconds=60) as world:
+        model = build_model(MODEL, parallel, VOCAB, SEED, world)
+        assert model(global_batch(2)[:, :-1]).dtype == torch.bfloat16
+        accumulate_gradients(model, [global_batch(2)], 2 * SEQUENCE, world)
+        for name, parameter in model.named_parameters():
+            assert "checkpoint" not in name
+            assert parameter.dtype == torch.float32
+            assert parameter.grad is not None
+            assert parameter.grad.dtype == torch.float32
+
+
+def test_uneven_shares_on_three_ranks_give_the_gradient_of_the_global_mean() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, __file__, "3", str(port)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def as_rank(rank: int, world_size: int) -> None:
+    torch.set_num_threads(1)
+    parallel = ParallelConfig(device="cpu", compute_dtype="float32")
+    launch = Launch(rank, world_size, rank, world_size, alone=False)
+    with process_group(parallel, launch, CPU, timeout_seconds=60) as world:
+        assert world.mesh.shape == (1, world_size)
+        replicated = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+        for mesh in (world.mesh, replicated):
+            here = dataclasses.replace(world, mesh=mesh)
+            check_step(here, parallel, samples=7, micro=2)
+            check_step(here, parallel, samples=2, micro=4)  # the first rank has no sample at all
+
+
+def main() -> int:
+    """The program of the three-rank test: torch is imported once, then the ranks are forked."""
+    warnings.simplefilter("error")
+    world_size = int(sys.argv[1])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=as_rank, args=(rank, world_size)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    running = {process.sentinel: process for process in ranks}
+    while running:
+        for sentinel in wait(list(running)):
+            assert isinstance(sentinel, int)
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                for other in running.values():
+                    other.kill()  # they would wait for the one that failed
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

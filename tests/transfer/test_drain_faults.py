@@ -1,0 +1,216 @@
+"""Drains where disks are full, mounts go away and permissions are lost: what can be copied is, and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptman.catalog import catalog as catalogue
+from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.object_store import ObjectPlace
+from ckptman.catalog.backends.tiered import Remote, TieredPlace
+from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.tiers import hand_on_to, write_tiers
+from ckptman.cli.app import main
+from ckptman.errors import ExistsError, NotFoundError, RootError
+from ckptman.format.manifest import Manifest, read_manifest
+from ckptman.io.filesystem import Disk
+from ckptman.io.safe_open import read_regular
+from ckptman.policies.rules import KeepLast
+from ckptman.policies.tiers import Tier
+from ckptman.transfer import drain as draining
+from ckptman.transfer import source as copysource
+from ckptman.transfer import to_folder as copyfolder
+from ckptman.transfer.copy import copy_checkpoint, copy_objects
+from ckptman.transfer.drain import carry_out, plan_drain
+from ckptman.transfer.read_back import Means
+from tests.catalog.test_tiers import drain, root, steps
+from tests.helpers.checkpoints import commit
+from tests.helpers.faulty_disk import rewrite
+from tests.transfer.test_to_folder import a_copy_of, a_run_in
+
+__all__ = ["root"]
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_root_that_is_full_is_drained_all_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A drain is what makes room there."""
+    far = Tier(root.parent / "far")
+    write_tiers(root, [far])
+    replace_file = Disk.replace_file
+
+    def full(self: Disk, path: Path, data: bytes) -> None:
+        if root in path.parents:
+            raise FULL
+        replace_file(self, path, data)
+
+    monkeypatch.setattr(Disk, "replace_file", full)
+    assert main(["drain", str(root)]) == 10
+    told = capsys.readouterr()
+    assert "drained.json cannot be written (No space left" in told.err
+    assert "Copied 8 checkpoints" in told.out
+    assert len(steps(root.parent / "far")) == 8
+
+
+def test_a_tier_that_takes_no_rollback_keeps_no_other_from_being_filled(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    near, far = root.parent / "near", root.parent / "far"
+    write_tiers(root, [Tier(near), Tier(far)])
+    assert main(["rollback", str(root), "--to-step", "70"]) == 0
+    for each in (near, far):
+        shutil.rmtree(each / ".ckptman")
+        (each / ".ckptman").mkdir()
+
+    def refused(place: FolderPlace, *arguments: object) -> None:
+        if place.root == near:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(near))
+        hand_on_to(place, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(draining, "hand_on_to", refused)
+    assert main(["drain", str(root)]) == 10
+    assert f"{near} cannot be looked at, or written to: Permission denied" in capsys.readouterr().err
+    assert steps(near) == []
+    assert len(steps(far)) == 7
+
+
+def test_what_cannot_be_read_in_the_root_keeps_nothing_else_from_being_copied(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(path: Path, most_bytes: int) -> bytes:
+        if path.parent.name == "step-0000000070":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read_regular(path, most_bytes)
+
+    monkeypatch.setattr(copysource, "read_regular", closed)
+    done = drain(root, Tier(root.parent / "far"))
+    assert [each.task.entry.step for each in done if isinstance(each.error, RootError)] == [70]
+    assert steps(root.parent / "far") == [10, 20, 30, 40, 50, 60, 80]
+
+
+def test_a_checkpoint_that_may_not_be_looked_at_keeps_no_other_from_being_copied(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed(folder: Path) -> Manifest:
+        if folder == root / "step-0000000070":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return read_manifest(folder)
+
+    write_tiers(root, [Tier(root.parent / "far")])
+    monkeypatch.setattr(catalogue, "read_manifest", closed)
+    for _ in range(2):
+        assert main(["drain", str(root)]) == 10
+        assert f"{root / 'step-0000000070'} cannot be read" in capsys.readouterr().err
+    assert steps(root.parent / "far") == [10, 20, 30, 40, 50, 60, 80]
+
+
+def test_what_a_newer_ckptman_wrote_to_a_tier_is_not_replaced(root: Path) -> None:
+    far = Tier(root.parent / "far", every=8)
+    drain(root, far)
+    there = root.parent / "far" / "step-0000000080"
+    rewrite(there, format_version=2)
+    before = (there / "manifest.json").read_bytes()
+    assert [type(each.error) for each in drain(root, far)] == [ExistsError]
+    assert (there / "manifest.json").read_bytes() == before
+
+
+def test_what_a_newer_ckptman_wrote_to_the_root_is_not_replaced_by_what_a_store_has(root: Path) -> None:
+    tier = Tier("memory://unkind/older")
+    ObjectPlace(str(tier)).fs.store.clear()
+    drain(root, tier)
+    here = root / "step-0000000080"
+    rewrite(here, format_version=2)
+    before = (here / "manifest.json").read_bytes()
+    place = TieredPlace(root, [tier])
+    (remote,) = (each for each in place.list() if isinstance(each, Remote) and each.step == 80)
+    store, found, may_replace = place.source_of(remote)
+    with pytest.raises(ExistsError):
+        copy_objects(found, store, FolderPlace(root), Means(overwrite=may_replace))
+    assert (here / "manifest.json").read_bytes() == before
+
+
+def test_a_mount_that_fails_is_a_tier_that_cannot_be_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = Tier(root.parent / "far")
+    drain(root, far)
+    place = TieredPlace(root, [far])
+    for name in ("stat", "lstat"):
+
+        def stale(path: object, *arguments: object, ask: object = getattr(os, name), **named: object) -> object:
+            if str(path).startswith(str(far)):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return ask(path, *arguments, **named)  # type: ignore[operator]
+
+        monkeypatch.setattr(os, name, stale)
+    with pytest.warns(RuntimeWarning, match="cannot be looked at"):
+        assert len(place.list()) == 8
+
+
+def test_a_run_in_a_tier_is_an_error_and_another_drain_is_none(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is only busy is done by whoever is at it; a run that was started there is at it for weeks."""
+    near, far = root.parent / "near", root.parent / "far"
+    write_tiers(root, [Tier(near), Tier(far, every=8)])
+    with a_run_in(near), a_copy_of(root, 80, far):
+        assert main(["drain", str(root)]) == 11
+    told = capsys.readouterr()
+    assert f"Error: {near} is being written to by another run" in told.err
+    assert f"{far}: step 80: another process is at work there" in told.out
+
+
+def test_a_tier_whose_mount_goes_away_is_not_made_anew_below_it(root: Path) -> None:
+    far = Tier(root.parent / "far")
+    write_tiers(root, [far])
+    plan = plan_drain(root, [far])
+    shutil.rmtree(root.parent / "far")
+    done = list(carry_out(root, plan, lambda task: contextlib.nullcontext(Means())))
+    assert {type(each.error) for each in done} == {NotFoundError}
+    assert not (root.parent / "far").exists()
+
+
+def test_a_tier_that_is_full_of_what_its_rules_no_longer_keep_gets_room(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drain was killed before it had pruned there."""
+    far = Tier(root.parent / "far", retention=KeepLast(2))
+    write_tiers(root, [far])
+    for entry in Catalogue(root).complete()[:3]:
+        copy_checkpoint(entry, FolderPlace(root.parent / "far"))
+
+    def no_room(*arguments: object) -> None:
+        if len(steps(root.parent / "far")) > 2:
+            raise FULL
+
+    monkeypatch.setattr(copyfolder, "check_room", no_room)
+    assert {isinstance(each.error, RootError) for each in drain(root, far)} == {True}
+    assert steps(root.parent / "far") == [20, 30]
+    assert drain(root, far)[0].copied is not None
+
+
+def test_what_crashes_left_in_a_tier_that_keeps_everything_is_cleared(root: Path) -> None:
+    far = Tier(root.parent / "far")
+    write_tiers(root, [far])
+    for left in ("tmp-copy-0123456789abcdef", "trash-drain01234567-0"):
+        shutil.copytree(root / "step-0000000010", root.parent / "far" / f"step-0000000010.{left}")
+    drain(root, far)
+    assert {path.name for path in (root.parent / "far").iterdir() if "." in path.name} == {".ckptman"}
+    assert len(steps(root.parent / "far")) == 8
+
+
+def test_what_is_on_its_way_to_a_store_is_no_checkpoint_that_a_restore_misses(root: Path) -> None:
+    tier = Tier("memory://unkind/on-its-way")
+    place = ObjectPlace(str(tier))
+    place.fs.store.clear()
+    place.write("step-0000000080/__0_0.distcp", b"half")
+    assert [each.complete for each in TieredPlace(root, [tier]).list()] == [True] * 8
+    shutil.rmtree(root / "step-0000000080")
+    assert [each.step for each in TieredPlace(root, [tier]).list() if not each.complete] == [80]
+    commit(root, 80)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ckptman.transfer import page_cache as pagecache
+from ckptman.transfer.page_cache import drop
+
+MEMORY = Path("/dev/shm")
+
+
+def opened(path: Path, size: int) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.write(fd, os.urandom(size))
+    os.fsync(fd)
+    return fd
+
+
+def in_memory(path: Path) -> bool:
+    found = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    around = [(mount, kind) for _, mount, kind, *_ in found if path.is_relative_to(mount)]
+    return max(around, key=lambda each: len(each[0]))[1] in ("tmpfs", "ramfs", "overlay")
+
+
+@pytest.mark.parametrize("size", [1, 4096, 300_000, 9_000_001])
+def test_what_is_dropped_is_no_longer_in_memory(size: int, tmp_path: Path) -> None:
+    if in_memory(tmp_path):
+        pytest.skip("the file system of this folder is memory")
+    fd = opened(tmp_path / "file", size)
+    try:
+        assert pagecache._is_resident(fd, size)
+        assert drop(fd, size)
+        assert not pagecache._is_resident(fd, size)
+        os.pread(fd, 1, 0)
+        assert pagecache._is_resident(fd, size)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="no file system in memory")
+def test_a_file_system_that_is_memory_lets_go_of_nothing() -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        fd = opened(Path(folder, "file"), 5000)
+        try:
+            assert not drop(fd, 5000, attempts=1)
+        finally:
+            os.close(fd)
+
+
+def test_where_nobody_can_tell_it_is_taken_to_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pagecache, "_mincore", None)
+    fd = opened(tmp_path / "file", 5000)
+    try:
+        assert not drop(fd, 5000, attempts=1)
+        assert drop(fd, 0)
+    finally:
+        os.close(fd)

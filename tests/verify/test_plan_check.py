@@ -1,0 +1,373 @@
+"""Plans without ranks: they say what a load would read, and find every table that cannot be planned with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptman.cli.loading import plan_on
+from ckptman.verify.proof import PlanReport
+from tests.helpers.alone import alone
+from tests.helpers.ranks import run_ranks
+
+TENSORS = [
+    *((f"layers.{number}.weight", "bfloat16", (61 + 7 * number, 96)) for number in range(8)),
+    ("a.large", "float32", (700, 600)),
+    ("b.line", "float32", (29,)),
+    ("c.few", "float32", (3, 5)),
+    ("d.none", "float32", (0, 5)),
+    ("e.hollow", "float32", (5, 0)),
+    ("f.step", "float32", ()),
+]
+BYTES = sum(int(np.prod(shape)) * (2 if dtype == "bfloat16" else 4) for _, dtype, shape in TENSORS)
+LAYOUTS = [(1,), (2,), (5,), (8,), (100,), (2, 4), (40, 3)]
+
+
+def _simulate(folder: Path) -> None:
+    from tests.helpers.simulated import simulate
+
+    simulate(folder, TENSORS, 6)
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("simulated") / "checkpoint"
+    alone(_simulate, folder)
+    return folder
+
+
+def _plan(folder: Path, layouts: list[tuple[int, ...]]) -> list[PlanReport]:
+    from ckptman.verify.plan_check import plan
+
+    return [report for layout in layouts for report in plan(folder, [], layout, 1e9, 1e8)]
+
+
+def test_each_rank_gets_all_it_needs_once(simulated: Path) -> None:
+    for layout, report in zip(LAYOUTS, alone(_plan, simulated, LAYOUTS)):
+        assert report.problems == []
+        assert report.unproved == []
+        assert report.world_size == np.prod(layout)
+        # Up to 32 replicas read together, what is not too small for it; what has no rows is read by each rank.
+        families = -(-layout[0] // 32) if len(layout) == 2 else 1
+        assert report.wanted_bytes >= families * (BYTES - 4) + 4 * report.world_size
+        if len(layout) == 1:
+            assert report.wanted_bytes == BYTES - 4 + 4 * report.world_size
+        assert report.wanted_bytes <= report.bytes_total
+        assert report.bytes_per_rank_mean * report.world_size == pytest.approx(report.bytes_total)
+        assert report.bytes_per_rank_mean <= report.bytes_per_rank_max
+        assert report.load_seconds == max(report.bytes_total / 1e9, report.bytes_per_rank_max / 1e8)
+    assert report.files_per_rank_max <= 6
+
+
+def test_a_plan_is_made_in_pieces_where_it_is_large(simulated: Path) -> None:
+    whole = alone(_plan, simulated, LAYOUTS)
+    pieces = alone(_plan_in_pieces, simulated, LAYOUTS)
+    assert [_figures(each) for each in pieces] == [_figures(each) for each in whole]
+
+
+def _figures(report: PlanReport) -> tuple[Any, ...]:
+    ranges = report.ranges_total, report.wanted_bytes
+    return report.problems, report.bytes_total, report.bytes_per_rank_max, report.files_per_rank_max, ranges
+
+
+def _plan_in_pieces(folder: Path, layouts: list[tuple[int, ...]]) -> list[PlanReport]:
+    from ckptman.verify import plan_check
+
+    plan_check.RANGES_AT_A_TIME = 10
+    return _plan(folder, layouts)
+
+
+# Tables that lie, with digests that are right.
+
+Table = Any
+Lie = Callable[[Table], None]
+
+
+def _row(numbers: Table, record: Any, row: int) -> Table:
+    width = 4 + 2 * len(record.shape)
+    return numbers[record.start + row * width : record.start + (row + 1) * width]
+
+
+def chunk_missing(numbers: Table, record: Any) -> str:
+    _row(numbers, record, 2)[4 + 2] = 0  # has no rows any more
+    return "layers.3.weight [82, 96] was not saved exactly once: they hold"
+
+
+def chunks_overlap(numbers: Table, record: Any) -> str:
+    row = _row(numbers, record, 1)
+    row[4] -= 1
+    return "was not saved exactly once: some of them overlap, and others leave a hole"
+
+
+def chunk_outside_its_file(numbers: Table, record: Any) -> str:
+    row = _row(numbers, record, 1)
+    row[1] += 2**40
+    row[3] += 2**40
+    return "chunk 1 of 6 lies outside of its file"
+
+
+def chunk_in_no_file(numbers: Table, record: Any) -> str:
+    _row(numbers, record, 1)[0] = 6
+    return "chunk 1 of 6 is in a file that there is not"
+
+
+def chunk_outside_the_tensor(numbers: Table, record: Any) -> str:
+    _row(numbers, record, 5)[4] += 1
+    return "chunk 5 of 6 lies outside of the tensor"
+
+
+def payload_late(numbers: Table, record: Any) -> str:
+    _row(numbers, record, 1)[3] += 2
+    return "layers.3.weight: chunk 1 has its payload at byte"
+
+
+def container_of_another(numbers: Table, record: Any) -> str:
+    one, other = _row(numbers, record, 1), _row(numbers, record, 2)
+    one[:4] = other[:4]
+    return "belong to a chunk of layers.3.weight and to another of layers.3.weight"
+
+
+def container_elsewhere(numbers: Table, record: Any) -> str:
+    row = _row(numbers, record, 1)
+    row[1] -= 64
+    row[3] -= 64
+    return "belong to a chunk of layers.2.weight and to another of layers.3.weight"
+
+
+def container_shorter(numbers: Table, record: Any) -> str:
+    _row(numbers, record, 1)[2] -= 8
+    return "is no container that torch can read"
+
+
+LIES = (
+    chunk_missing,
+    chunks_overlap,
+    chunk_outside_its_file,
+    chunk_in_no_file,
+    chunk_outside_the_tensor,
+    payload_late,
+    container_of_another,
+    container_elsewhere,
+    container_shorter,
+)
+
+
+def _lie(folder: Path, scratch: Path) -> list[tuple[str, list[str]]]:
+    """For each lie what should be found, and what is."""
+    from ckptman.format.index import Index
+    from ckptman.format.paths import CHUNKS, INDEX
+    from ckptman.verify.plan_check import plan
+    from tests.helpers.simulated import reseal
+
+    record = Index.model_validate_json((folder / INDEX).read_bytes()).tensors["layers.3.weight"]
+    found = []
+    for lie in LIES:
+        shutil.copytree(folder, scratch / lie.__name__)
+        numbers = np.fromfile(folder / CHUNKS, "<i8")
+        expected = lie(numbers, record)
+        reseal(scratch / lie.__name__, numbers)
+        (report,) = plan(scratch / lie.__name__, [4])
+        found.append((expected, report.problems))
+    return found
+
+
+def test_a_table_that_lies_is_found(simulated: Path, tmp_path: Path) -> None:
+    found = alone(_lie, simulated, tmp_path)
+    assert len(found) == len(LIES)
+    for expected, problems in found:
+        assert any(expected in problem for problem in problems), (expected, problems)
+        assert all("layers.3.weight" in problem for problem in problems), problems
+
+
+def test_ranks_that_miss_something_are_named(simulated: Path, tmp_path: Path) -> None:
+    found = dict(alone(_lie, simulated, tmp_path))
+    problems = found["layers.3.weight [82, 96] was not saved exactly once: they hold"]
+    assert "on 4 ranks: rank 1: of 2016 elements of layers.3.weight that are needed, 672 were saved" in problems
+
+
+def test_a_file_that_is_cut_short_or_missing_is_found(simulated: Path, tmp_path: Path) -> None:
+    shutil.copytree(simulated, tmp_path / "cut")
+    with (tmp_path / "cut" / "__2_0.distcp").open("r+b") as file:
+        file.truncate(4096)
+    (report,) = alone(_plan, tmp_path / "cut", [(3,)])
+    assert "__2_0.distcp has 4096 bytes instead of" in report.problems[0]
+    assert any("of __2_0.distcp, which has 4096 bytes" in problem for problem in report.problems)
+    (tmp_path / "cut" / "__2_0.distcp").unlink()
+    (report,) = alone(_plan, tmp_path / "cut", [(3,)])
+    assert "__2_0.distcp is missing" in report.problems[0]
+
+
+def _restore_otherwise(folder: Path) -> list[list[str]]:
+    """Plans where a restore reads other rows, or other bytes of them, than it should."""
+    from ckptman.verify import plan_check
+
+    real_fills, real_cut = plan_check.fills_for_box, plan_check._Cut
+    found = []
+
+    def shifted(state: Any, name: str, offsets: Any, memory: Any) -> Any:
+        for fill in real_fills(state, name, offsets, memory):
+            yield type(fill)(fill.name, fill.chunk, tuple(max(0, each - 1) for each in fill.start), fill.target)
+
+    class Longer(real_cut):  # type: ignore[misc, valid-type]
+        def from_payload(self, payload: int) -> Any:
+            yield from super().from_payload(payload + 2)
+
+    for name, harm in (("fills_for_box", shifted), ("_Cut", Longer)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan_check, name, harm)
+            found += [report.problems for report in plan_check.plan(folder, [5], (2, 3))]
+    return found
+
+
+def test_a_restore_that_would_read_something_else_is_found(simulated: Path) -> None:
+    for problems in alone(_restore_otherwise, simulated):
+        assert any("a restore reads __" in problem and "and it should be __" in problem for problem in problems)
+
+
+def _save(folder: str) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import ckptman
+
+    mesh = init_device_mesh("cpu", (2,))
+    state: dict[str, Any] = {
+        f"rows.{number}": distribute_tensor(torch.randn(301 + number, 700), mesh, [Shard(0)]) for number in range(4)
+    }
+    state |= {f"columns.{number}": distribute_tensor(torch.randn(40, 9), mesh, [Shard(1)]) for number in range(70)}
+    state["step"] = torch.tensor(4.0)
+    ckptman.save(state, f"{folder}/ours")
+    dcp.save(state, checkpoint_id=f"{folder}/plain")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(2, _save, str(folder))
+    return folder
+
+
+def _read_on(folder: Path, world_size: int) -> tuple[PlanReport, list[tuple[int, int]]]:
+    """The plan, and for each rank the bytes and files that are really read."""
+    import torch
+
+    from ckptman.loading.checkpoint_reader import SavedState
+    from ckptman.loading.read import fills_for_box, read_fills
+    from ckptman.verify.plan_check import plan
+
+    (report,) = plan(folder, [world_size])
+    read = []
+    state = SavedState.read(folder)
+    for rank in range(world_size):
+        fills = []
+        for name, record in state.index.tensors.items():
+            rows = record.shape[0] if record.shape else 1
+            share = -(-rows // world_size) if record.shape else 1
+            low, high = min(rank * share, rows), min((rank + 1) * share, rows)
+            if not record.shape:
+                low, high = 0, 1
+            shape = (high - low, *record.shape[1:]) if record.shape else ()
+            offsets = (low, *[0] * (len(shape) - 1)) if shape else ()
+            if 0 not in shape:
+                fills += list(fills_for_box(state, name, offsets, torch.empty(shape)))
+        read.append((read_fills(state, fills).read_bytes, len({fill.chunk.file for fill in fills})))
+    return report, read
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_planned_is_what_is_read(saved: Path, world_size: int) -> None:
+    report, read = alone(_read_on, saved / "ours", world_size)
+    assert report.problems == []
+    assert report.bytes_total == pytest.approx(sum(size for size, _ in read), rel=0.02)
+    assert report.bytes_per_rank_max == pytest.approx(max(size for size, _ in read), rel=0.02)
+    assert report.files_per_rank_max == max(files for _, files in read)
+
+
+def test_of_plain_dcp_it_is_said_what_is_not_known(saved: Path) -> None:
+    (report,) = alone(_plan, saved / "plain", [(2, 3)])
+    assert report.problems == []
+    (unproved,) = report.unproved
+    assert unproved.startswith("where the elements of 149 of 149 saved chunks begin: ")
+
+
+def test_the_command_line_gets_reports(simulated: Path) -> None:
+    reports = list(plan_on(simulated, [1, 4], None, (2, 3)))
+    assert [(each.world_size, each.problems, each.load_seconds) for each in reports] == [
+        (1, [], None),
+        (4, [], None),
+        (6, [], None),
+    ]
+    assert isinstance(reports[0], PlanReport)
+    assert json.dumps(reports[0].__dict__)
+
+
+def _shares(layout: tuple[int, int], most: int) -> int:
+    """Compare the rows that each rank of a layout reads together with others with what `sharing` gives it."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    from ckptman.loading import exchange as sharing
+    from ckptman.verify import plan_ranges
+    from ckptman.verify.chunk_files import Saved
+
+    tensors = [Saved(name, shape, getattr(torch, dtype)) for name, dtype, shape in TENSORS]
+    tensors += [Saved("g.wide", (6, 20_000_000), torch.uint8), Saved("h.long", (9_000_001, 3), torch.int16)]
+    for module in (sharing, plan_ranges):
+        module.MEMBERS = most  # type: ignore[attr-defined]
+    replicas, shards = layout
+    world_size, compared = replicas * shards, 0
+    theirs: dict[tuple[str, int], tuple[int, int]] = {}
+    for rank in range(world_size):
+        mesh = DeviceMesh("cpu", torch.arange(world_size).view(layout), _init_backend=False, _rank=rank)
+        family: tuple[int, ...] = ()
+        line = []
+        for saved in sorted(tensors, key=lambda each: each.name):
+            share = -(-saved.rows // shards) if saved.shape else 1
+            low, high = (min((rank % shards + n) * share, saved.rows) for n in (0, 1)) if saved.shape else (0, 1)
+            local = torch.empty((high - low, *saved.shape[1:]) if saved.shape else (), dtype=saved.dtype, device="meta")
+            theirs[saved.name, rank] = low, high
+            if not saved.shape:
+                continue
+            meta = TensorMeta(torch.Size(saved.shape), torch.empty(saved.shape, device="meta").stride(), saved.dtype)
+            spec = DTensorSpec(mesh, (Replicate(), Shard(0)), meta)
+            tensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+            found = sharing._common(saved.name, tensor, tuple(range(world_size)), rank)
+            if found is not None:
+                family, common = found
+                line.append(common)
+                theirs[saved.name, rank] = 0, 0
+        for band in sharing._bands(line, family.index(rank), len(family)) if line else ():
+            for part in band:
+                first = part.common.offsets[0] + part.first
+                begin, end = theirs[part.common.name, rank]
+                assert begin == end or end == first
+                theirs[part.common.name, rank] = (first if begin == end else begin), first + part.rows
+    mine: dict[tuple[str, int], tuple[int, int]] = {}
+    for saved, parts in plan_ranges.readers_of(tensors, layout, range(shards)):
+        for readers in parts:
+            for row in readers.ranks:
+                for rank, low, high in zip(row.tolist(), readers.low.tolist(), readers.high.tolist()):
+                    assert (saved.name, rank) not in mine
+                    mine[saved.name, rank] = low, high
+    assert mine.keys() == theirs.keys()
+    for key, (low, high) in theirs.items():
+        assert mine[key] == (low, high) or (low >= high and mine[key][0] >= mine[key][1]), (key, mine[key], low, high)
+        compared += low < high
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("layout", "most"), [((1, 3), 32), ((2, 4), 32), ((3, 1), 32), ((5, 3), 32), ((7, 2), 3), ((4, 1), 3)]
+)
+def test_replicas_read_the_rows_that_a_restore_gives_them(layout: tuple[int, int], most: int) -> None:
+    assert alone(_shares, layout, most) > 10

@@ -1,0 +1,556 @@
+"""The check of loading itself: it passes what loads, in any layout, and finds each way in which a load can go wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptman.errors import ConfigError
+from ckptman.verify.proof import layout_for, shown, text_of, world_sizes_with
+from tests.helpers.alone import alone
+from tests.helpers.ranks import RankError, run_ranks
+
+Problems = list[str]
+
+
+def _save(folder: str) -> None:
+    """On 4 ranks: tensors of all kinds, sharded in all ways, by ckptman in `ours` and by plain DCP in `plain`."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    import ckptman
+
+    torch.manual_seed(7)
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+
+    def cut(shape: tuple[int, ...], mesh: Any, *placements: Any) -> DTensor:
+        return distribute_tensor(torch.randn(shape), mesh, list(placements))
+
+    state: dict[str, Any] = {
+        "rows": cut((11, 6), line, Shard(0)),
+        "columns": cut((11, 6), line, Shard(1)),
+        "tiles": cut((13, 9, 5), square, Shard(0), Shard(1)),
+        "inner": cut((7, 9, 5), square, Shard(1), Shard(2)),
+        "sharded": cut((64, 96), square, Replicate(), Shard(0)),
+        "few": cut((3, 4), line, Shard(0)),
+        "all": torch.randn(9, 1100),
+        "a.tall": torch.randn(40_000, 3),
+        "zeros": torch.zeros(40, 50),
+        "scalar": torch.tensor(2.5),
+        "flag": torch.tensor(True),
+        "line": torch.arange(10),
+        "none": torch.empty(0, 4),
+        "hollow": torch.empty(6, 0),
+        "nan": torch.tensor([float("nan"), -0.0, 0.0]),
+        "half": torch.randn(5, 3).bfloat16(),
+        "eight": torch.randn(6, 4).to(torch.float8_e4m3fn),
+        "scale": torch.rand(7).to(torch.float8_e8m0fnu),
+        "flags": torch.rand(9) > 0.5,
+        "wave": torch.randn(3, dtype=torch.complex64),
+    }
+    dcp.save(state, checkpoint_id=f"{folder}/plain")
+    state["epoch"] = 3
+    ckptman.save(state, f"{folder}/ours")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(4, _save, str(folder))
+    return folder
+
+
+def _check(folder: Path, world_sizes: list[int], mesh: tuple[int, ...] | None = None) -> list[tuple[Any, ...]]:
+    from ckptman.verify.reshard_check import check
+
+    return [(each.world_size, each.problems, each.notes) for each in check(folder, world_sizes, mesh)]
+
+
+@pytest.mark.parametrize("name", ["ours", "plain"])
+def test_every_kind_of_tensor_loads_in_every_layout(saved: Path, name: str) -> None:
+    assert alone(_check, saved / name, [1, 2, 5]) == [(1, [], []), (2, [], []), (5, [], [])]
+    assert alone(_check, saved / name, [], (2, 2)) == [(4, [], [])]
+    assert alone(_check, saved / name, [3], (3, 1)) == [(3, [], [])]
+
+
+def _in_waves(folder: Path, processes: int, mesh: tuple[int, ...]) -> tuple[list[tuple[Any, ...]], int]:
+    """What is found with so many processes at a time, and how many there really were at most."""
+    from ckptman.verify import reshard_check as module
+
+    counts = []
+    real = module.run_forked
+
+    def spy(work: Any, world_size: int, silence_seconds: float, at_once: int, **more: Any) -> Problems:
+        counts.append(at_once)
+        return real(work, world_size, silence_seconds, at_once, **more)
+
+    module.processes_for = lambda *_: processes
+    module.run_forked = spy
+    return _check(folder, [], mesh), max(counts)
+
+
+@pytest.mark.parametrize("name", ["ours", "plain"])
+def test_more_ranks_than_fit_load_in_waves_and_it_is_said_what_that_leaves_open(saved: Path, name: str) -> None:
+    ((world_size, problems, notes),), most = alone(_in_waves, saved / name, 2, (2, 6))
+    assert (world_size, problems, most) == (12, [], 2)
+    assert notes == [
+        "that the ranks fit into memory together, and the exchange between replicas: they loaded 2 at a time, as more "
+        "do not fit"
+    ]
+
+
+# Ways to harm a load: each is done before ranks are forked, and undone before the next.
+
+Patch = pytest.MonkeyPatch
+
+
+def _fills(patch: Patch, harm: Callable[[Any, list[Any]], Iterator[Any]]) -> None:
+    """Put what `harm` makes of the fills of one tensor in their place, on the rank with the highest number."""
+    from ckptman.loading import exchange as sharing
+    from ckptman.loading import read as reading
+
+    real = reading.fills_for_box
+
+    def fills_for_box(state: Any, name: str, offsets: Any, memory: Any) -> Iterator[Any]:
+        fills = list(real(state, name, offsets, memory))
+        yield from harm(state, fills) if name == "sharded" and _is_last_rank() else fills
+
+    for module in (reading, sharing):
+        patch.setattr(module, "fills_for_box", fills_for_box)
+
+
+_now = {"rank": 0, "last": 0}
+"""In a rank: its number, and the highest there is."""
+
+
+def _is_last_rank() -> bool:
+    return _now["rank"] == _now["last"]
+
+
+def _know_the_rank(patch: Patch, everywhere: bool) -> None:
+    """Let harms know which rank they are in; `everywhere`: as if each were the last."""
+    from ckptman.verify import reshard_check as module
+
+    real = module.check_rank
+
+    def check_rank(job: Any, rank: int, tell: Any) -> Problems:
+        _now.update(rank=rank, last=rank if everywhere else math.prod(job.layout) - 1)
+        return real(job, rank, tell)
+
+    patch.setattr(module, "check_rank", check_rank)
+
+
+def _part(fill: Any, first: int, last: int, target: Any) -> Any:
+    """Rows [first, last) of what a fill reads, put into `target`."""
+    return type(fill)(fill.name, fill.chunk, (fill.start[0] + first, *fill.start[1:]), target[: last - first])
+
+
+def rows_swapped(patch: Patch) -> None:
+    def harm(state: Any, fills: list[Any]) -> Iterator[Any]:
+        fill, *rest = fills
+        yield _part(fill, 0, 1, fill.target[1:])
+        yield _part(fill, 1, 2, fill.target)
+        yield _part(fill, 2, len(fill.target), fill.target[2:])
+        yield from rest
+
+    _fills(patch, harm)
+
+
+def row_dropped(patch: Patch) -> None:
+    def harm(state: Any, fills: list[Any]) -> Iterator[Any]:
+        *rest, fill = fills
+        yield from rest
+        yield _part(fill, 0, len(fill.target) - 1, fill.target)
+
+    _fills(patch, harm)
+
+
+def neighbour_read(patch: Patch) -> None:
+    def harm(state: Any, fills: list[Any]) -> Iterator[Any]:
+        fill, *rest = fills
+        others = [each for each in state.all_chunks(fill.name) if each.offsets != fill.chunk.offsets]
+        near = next(each for each in others if each.sizes == fill.chunk.sizes)
+        yield type(fill)(fill.name, near, fill.start, fill.target)
+        yield from rest
+
+    _fills(patch, harm)
+
+
+def nothing_read(patch: Patch) -> None:
+    _fills(patch, lambda state, fills: iter(()))
+
+
+def read_refused(patch: Patch) -> None:
+    def harm(state: Any, fills: list[Any]) -> Iterator[Any]:
+        raise ValueError("this one is refused")
+
+    _fills(patch, harm)
+
+
+def rank_killed(patch: Patch) -> None:
+    _fills(patch, lambda state, fills: os.kill(os.getpid(), signal.SIGKILL) or iter(()))
+
+
+def rank_gone(patch: Patch) -> None:
+    _fills(patch, lambda state, fills: os._exit(3))
+
+
+def rank_hung(patch: Patch) -> None:
+    _fills(patch, lambda state, fills: time.sleep(100) or iter(()))
+
+
+def nothing_received(patch: Patch) -> None:
+    from ckptman.loading import exchange as sharing
+
+    patch.setattr(sharing._Exchange, "_take", lambda self, number, pieces, received: None)
+
+
+def too_little_sent(patch: Patch) -> None:
+    from ckptman.loading import exchange as sharing
+
+    real = sharing._bands
+
+    def bands(line: Any, member: int, members: int) -> Iterator[Any]:
+        for band in real(line, member, members):
+            yield [each._replace(rows=each.rows - 1) if member else each for each in band]
+
+    patch.setattr(sharing, "_bands", bands)
+
+
+def one_element_wrong(patch: Patch) -> None:
+    from ckptman.verify import reshard_check as module
+
+    real = module._read_into
+
+    def read(state: Any, tensors: Any, channel: Any) -> None:
+        real(state, tensors, channel)
+        if "all" in tensors and _is_last_rank():
+            tensors["all"].to_local().view(-1)[-1:].mul_(-1)
+
+    patch.setattr(module, "_read_into", read)
+
+
+WRONG_PLANS = (rows_swapped, row_dropped, neighbour_read, nothing_read)
+WRONG_EXCHANGES = (nothing_received, too_little_sent)
+DEATHS = {rank_killed: "SIGKILL (out of memory?)", rank_gone: "exit code 3", rank_hung: "was silent for 3 s"}
+OTHERS = (one_element_wrong, read_refused)
+Found = dict[tuple[str, tuple[int, ...]], Problems]
+
+
+def _harmed(folder: Path, harms: list[Callable[[Patch], None]], layouts: list[tuple[int, ...]], waves: bool) -> Found:
+    """What is found of each harm, in each layout."""
+    import psutil
+
+    from ckptman.verify import reshard_check as module
+
+    found = {}
+    for harm in harms:
+        with pytest.MonkeyPatch.context() as patch:
+            harm(patch)
+            _know_the_rank(patch, everywhere=waves)
+            if waves:
+                patch.setattr(module, "processes_for", lambda *_: 2)
+            for layout in layouts:
+                (report,) = module.check(folder, [], layout, silence_seconds=3.0 if harm is rank_hung else 60.0)
+                found[harm.__name__, layout] = report.problems
+                assert not psutil.Process().children()
+    return found
+
+
+TOGETHER = {(2,): [1], (2, 2): [1, 3]}
+"""Layouts, and the ranks that have wrong values where the last one reads them: it sends them to its replica."""
+
+
+@pytest.fixture(scope="module", params=["ours", "plain"])
+def together(request: pytest.FixtureRequest, saved: Path) -> Found:
+    found: Found = alone(_harmed, saved / request.param, [*WRONG_PLANS, *OTHERS], list(TOGETHER), False)
+    return found
+
+
+@pytest.mark.parametrize("harm", WRONG_PLANS)
+@pytest.mark.parametrize("layout", TOGETHER)
+def test_a_wrong_plan_is_found(harm: Callable[[Patch], None], layout: tuple[int, ...], together: Found) -> None:
+    problems = together[harm.__name__, layout]
+    assert len(problems) == len(TOGETHER[layout])
+    for rank, problem in zip(TOGETHER[layout], problems):
+        assert problem.startswith(f"rank {rank} of {TOGETHER[layout][-1] + 1}: sharded: rows ")
+        assert problem.endswith(" elements")
+
+
+@pytest.mark.parametrize("layout", TOGETHER)
+def test_one_wrong_element_is_named_and_counted(layout: tuple[int, ...], together: Found) -> None:
+    (problem,) = together["one_element_wrong", layout]
+    last = TOGETHER[layout][-1]
+    assert problem.startswith(f"rank {last} of {last + 1}: all: rows 5 to 8 differ from what is in __")
+    assert problem.endswith(": 1 of 4400 elements")
+
+
+@pytest.mark.parametrize("layout", TOGETHER)
+def test_a_tensor_that_cannot_be_read_is_named_and_the_others_are_compared(
+    layout: tuple[int, ...], together: Found
+) -> None:
+    last = TOGETHER[layout][-1]
+    why = "sharded: it does not load: ValueError: this one is refused"
+    assert together["read_refused", layout] == [f"rank {last} of {last + 1}: {why}"]
+
+
+def test_a_wrong_plan_is_found_in_waves(saved: Path) -> None:
+    found: Found = alone(_harmed, saved / "ours", list(WRONG_PLANS), [(3, 2)], True)
+    for problems in found.values():
+        assert {problem.partition(":")[0] for problem in problems} == {f"rank {rank} of 6" for rank in range(6)}
+
+
+def test_a_wrong_exchange_between_replicas_is_found(saved: Path) -> None:
+    found: Found = alone(_harmed, saved / "ours", list(WRONG_EXCHANGES), [(2, 2)], False)
+    for problems in found.values():
+        assert any(": sharded: rows " in problem for problem in problems), found
+
+
+@pytest.mark.parametrize("waves", [False, True])
+def test_a_rank_that_dies_or_hangs_ends_the_check_with_its_name(saved: Path, waves: bool) -> None:
+    begun = time.monotonic()
+    found: Found = alone(_harmed, saved / "ours", list(DEATHS), [(2, 2)], waves)
+    for harm, why in DEATHS.items():
+        problems = found[harm.__name__, (2, 2)]
+        assert any(why in each and (waves or "rank 3 of 4 " in each) for each in problems), problems
+        assert len(problems) <= 4
+    assert time.monotonic() - begun < 60
+
+
+def test_nothing_that_was_forked_is_left(saved: Path) -> None:
+    assert alone(_children_left, saved / "ours") == []
+
+
+def _children_left(folder: Path) -> list[int]:
+    import psutil
+
+    from ckptman.verify.reshard_check import check
+
+    assert [each.problems for each in check(folder, [3])] == [[]]
+    reports = check(folder, [2, 3])
+    next(reports)
+    reports.close()  # type: ignore[attr-defined]
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def test_a_container_that_is_not_where_the_table_says_is_found(saved: Path, tmp_path: Path) -> None:
+    """The table places the payload of a tensor four bytes late: both ways of reading go by it, torch does not."""
+    (problem,) = alone(_late_payload, saved / "ours")
+    assert problem == (
+        "rank 0 of 1: sharded: chunk 0 has its payload at byte 20 of F by the chunk table, and at byte 16 by its "
+        "container"
+    )
+
+
+def _late_payload(folder: Path) -> Problems:
+    import re
+
+    from ckptman.loading.checkpoint_reader import SavedState
+    from ckptman.verify import reshard_check as module
+
+    class Late(SavedState):
+        @classmethod
+        def read(cls, folder: Path, rank: int | None = None) -> Late:
+            state = super().read(folder, rank)
+            state.table.chunks("sharded")
+            numbers = state.table._rows[0 : len(state.table._rows)].copy()
+            record = state.index.tensors["sharded"]
+            numbers[record.start + 3] += 4
+            state.table._rows = numbers
+            state.table._last = None
+            return state  # type: ignore[return-value]
+
+    module.SavedState = Late  # type: ignore[misc]
+    (report,) = module.check(folder, [1])
+    assert re.search(r"chunk 0 has its payload at byte (\d+)", report.problems[0]), report.problems
+    (late,) = re.findall(r"payload at byte (\d+)", report.problems[0])
+    text = report.problems[0].replace(late, "20").replace(str(int(late) - 4), "16")
+    return [re.sub(r"__\d+_0.distcp", "F", text), *report.problems[1:]]
+
+
+def _held() -> None:
+    import torch
+
+    from ckptman.verify import reshard_check as module
+    from ckptman.verify.chunk_files import Saved
+
+    tensors = [Saved(str(rows), (rows, 256), torch.float32) for rows in (1, 70_000, 8, 300_000, 5)]
+    tensors.append(Saved("scalar", (), torch.float32))
+    batches = list(module._batches(tensors, 2))
+    assert [saved for batch in batches for saved in batch] == tensors
+    held = [module._place(batch, 2)[1] for batch in batches]
+    assert max(held) == 300_000 * 256 * 4 // 2
+    assert sum(each > module.BATCH_BYTES for each in held) == 2
+
+
+def test_bytes_that_changed_on_disk_are_not_what_was_saved(saved: Path, tmp_path: Path) -> None:
+    """What is compared with is not only what the disk says now, which is what was loaded."""
+    shutil.copytree(saved / "ours", tmp_path / "ours")
+    name, middle = alone(_middle_of, saved / "ours", "a.tall")
+    with (tmp_path / "ours" / name).open("r+b") as file:
+        file.seek(middle)
+        byte = file.read(1)
+        file.seek(middle)
+        file.write(bytes([byte[0] ^ 1]))
+    assert alone(_check, tmp_path / "ours", [2]) == [
+        (
+            2,
+            [f"rank 1 of 2: a.tall: rows 20000 to 39999 are not what was saved: {name} has changed at byte {block}"],
+            [],
+        )
+        for block in [middle // 32768 * 32768]
+    ]
+
+
+def _middle_of(folder: Path, name: str) -> tuple[str, int]:
+    """A byte in the third quarter of a tensor: its file and place."""
+    from ckptman.loading.checkpoint_reader import SavedState
+
+    (chunk,) = SavedState.read(folder).all_chunks(name)
+    return chunk.file, chunk.payload + 300_000
+
+
+def test_memory_is_that_of_the_largest_shard_or_a_batch() -> None:
+    alone(_held)
+
+
+ROOM = [
+    # world size, bytes of a shard, free bytes, cores: processes
+    ((8, 2**20, 2**36, 2), 8),
+    ((64, 2**20, 2**36, 2), 2),  # more ranks than a laptop should have
+    ((64, 2**20, 2**40, 64), 64),
+    ((8, 2**33, 2**34, 4), 1),  # one shard at a time
+    ((8, 2**30, 2**33, 4), 4),
+    ((4, 2**40, 2**30, 4), 1),
+    ((1, 1, 2**30, 4), 1),
+]
+
+
+def _processes(room: list[tuple[int, int, int, int]]) -> list[int]:
+    from ckptman.verify.reshard_check import processes_for
+
+    return [processes_for(*each) for each in room]
+
+
+def test_as_many_processes_as_fit() -> None:
+    assert alone(_processes, [room for room, _ in ROOM]) == [processes for _, processes in ROOM]
+
+
+def _tight(folder: Path) -> Problems:
+    from ckptman.verify import reshard_check as module
+
+    module.available_bytes = lambda: module.PROCESS_BYTES
+    (report,) = module.check(folder, [2])
+    return [*report.problems, report.not_tried]
+
+
+def test_a_shard_that_does_not_fit_into_memory_is_not_tried(saved: Path) -> None:
+    (why,) = alone(_tight, saved / "ours")
+    assert why.startswith("each rank needs ")
+    assert "take more ranks" in why
+
+
+def test_layouts() -> None:
+    assert layout_for(8) == (8,)
+    assert layout_for(8, (2, 4)) == (2, 4)
+    assert layout_for(4, (2, 4)) == (4,)
+    assert text_of((1,)) == "1 rank"
+    assert text_of((2, 4)) == "8 ranks (2 replicas x 4 shards)"
+    assert world_sizes_with([1, 2], (2, 4)) == [1, 2, 8]
+    assert world_sizes_with([8, 2], (2, 4)) == [8, 2]
+    for mesh in [(2, 2, 2), (0, 4), ()]:
+        with pytest.raises(ConfigError, match="such as 2x4"):
+            world_sizes_with([1], mesh)
+    assert shown(list("abcd"), 2) == ["a", "b", "and 2 more"]
+
+
+def test_a_test_alone_fails_with_its_traceback() -> None:
+    with pytest.raises(RankError, match="such as 2x4"):
+        alone(world_sizes_with, [1], (0, 0))
+
+
+def test_a_record_that_was_taken_for_another_is_found(tmp_path: Path) -> None:
+    """Both ways of reading go by the index; plain DCP goes by `.metadata`, and would load something else."""
+    problems = alone(_swapped, tmp_path / "swapped")
+    assert [problem.partition(", bytes")[0] for problem in problems] == [
+        "x.a at [0, 0]: .metadata looks for it in __0_0.distcp",
+        "x.b at [0, 0]: .metadata looks for it in __0_0.distcp",
+    ]
+
+
+def _swapped(folder: Path) -> Problems:
+    import torch
+
+    import ckptman
+    from ckptman.loading.checkpoint_reader import SavedState
+    from ckptman.verify import reshard_check as module
+
+    class Swapped(SavedState):
+        @classmethod
+        def read(cls, folder: Path, rank: int | None = None) -> Swapped:
+            state = super().read(folder, rank)
+            records = state.index.tensors
+            records["x.a"], records["x.b"] = records["x.b"], records["x.a"]
+            return state  # type: ignore[return-value]
+
+    ckptman.save({"x": {"a": torch.zeros(8, 4), "b": torch.ones(8, 4)}}, folder)
+    module.SavedState = Swapped  # type: ignore[misc]
+    (report,) = module.check(folder, [1])
+    return report.problems
+
+
+def test_a_rank_that_reads_is_not_silent_though_it_tells_nothing() -> None:
+    assert alone(_slow_disk, 1.0) == []
+
+
+def _slow_disk(silence_seconds: float) -> Problems:
+    import time
+
+    from ckptman.verify.forked import run_forked
+
+    def work(rank: int, tell: Any) -> Problems:
+        with open("/dev/zero", "rb", buffering=0) as disk:
+            for _ in range(30):
+                disk.read(1)
+                time.sleep(silence_seconds / 10)  # as long as a read takes on such a disk
+        return []
+
+    return run_forked(work, 2, silence_seconds)
+
+
+def test_how_much_is_done_is_told() -> None:
+    assert alone(_told) == [0.25, 0.25]
+
+
+def _told() -> list[float]:
+    import multiprocessing
+
+    from ckptman.verify import forked
+
+    told: list[float] = []
+    told_enough = multiprocessing.get_context("fork").Event()
+    forked._TOLD_SECONDS = 0.05
+
+    def work(rank: int, tell: Any) -> Problems:
+        tell("half of it", 0.5 if rank else 0.0)
+        told_enough.wait()
+        return []
+
+    def done(part: float) -> None:
+        if part > 0:
+            told.append(part)
+        if len(told) == 2:
+            told_enough.set()
+
+    assert forked.run_forked(work, 2, 60.0, done=done) == []
+    return told[:2]
