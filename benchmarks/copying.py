@@ -35,8 +35,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the threads of a pool do not co
 
 from benchmarks.engine.team import forked, fresh
 from benchmarks.verify import save_state
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.transfer.copy import Means, copy_checkpoint
 
 TOOLS = (2, 4)
@@ -64,7 +64,7 @@ def main() -> None:
     ):
         path = Path(memory, "step-0000000001")
         forked(save_state, path, int(options.size_gib * (1 << 30)))
-        total = Catalogue(memory).entry(1).require_manifest().total_bytes
+        total = Catalog(memory).entry(1).require_manifest().total_bytes
         print(f"{total / (1 << 30):.2f} GiB, {os.cpu_count()} cores, from {memory} to {disk}")
         rounds: list[Round] = fresh(measure, Path(memory), Path(disk), options.rounds)
     found = report(rounds, total)
@@ -144,7 +144,7 @@ def _run(name: str, line: str, disk: Path, into: Round) -> None:
 
 def _copy(source: Path, disk: Path, threads: int, into: Round) -> None:
     root = disk / "ours"
-    copied = copy_checkpoint(Catalogue(source).entry(1), FolderPlace(root), Means(threads=threads or None))
+    copied = copy_checkpoint(Catalog(source).entry(1), LocalBackend(root), Means(threads=threads or None))
     assert not copied.already
     assert not copied.from_memory
     into[f"copy x{threads}"], into[f"verify x{threads}"] = copied.copy_seconds, copied.verify_seconds

@@ -37,7 +37,7 @@ from ckptman.saving.draft import Draft, SaveInfo
 from ckptman.saving.loadable import warn_of_refused
 from ckptman.saving.rank_file import RankFile, make_rank_file
 from ckptman.saving.write_plan import make_plan, signature_of
-from ckptman.saving.writer import Content, Writing
+from ckptman.saving.writer import CheckpointWriter, Content
 from ckptman.state.file_layout import pickled
 from ckptman.state.named_state import (
     Snapshot,
@@ -86,16 +86,16 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
         return signature_of(shots[0]) not in _COMPARED
 
     try:
-        if any(channel.everywhere(look)):
+        if any(channel.run_on_all(look)):
             warning = compare_replicas(channel, shots[0], state_dict)
             _COMPARED.add(signature_of(shots[0]))
             if warning and channel.is_leader:
                 with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
                     warn(warning)
         plan = make_plan(shots[0], channel)
-        channel.everywhere(lambda: files.append(make_rank_file(shots[0], plan)))
+        channel.run_on_all(lambda: files.append(make_rank_file(shots[0], plan)))
         _warn_of_refused(shots[0], files[0])
-        Writing(DISK).save(channel, draft, Content.of(shots[0], files[0], files[0].memory(shots[0])))
+        CheckpointWriter(DISK).save(channel, draft, Content.of(shots[0], files[0], files[0].memory(shots[0])))
     except RankFailed as failed:
         if failed.failure.error is not None:
             raise failed.failure.error from failed
@@ -151,7 +151,7 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
     try:
         saved.append(read_on_all(channel, state_dict, folder))
         with as_before_on_error(state_dict.values()):
-            channel.everywhere(lambda: live.append(live_values(state_dict, channel.rank, saved[0])))
+            channel.run_on_all(lambda: live.append(live_values(state_dict, channel.rank, saved[0])))
             reports = all_or_corrupt(channel, look, folder)
             missing = sorted({name for each in reports for name in each.missing})
             mismatched = sorted({line for each in reports for line in each.mismatched})
@@ -161,7 +161,7 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
             fill(channel, saved[0], found[0].targets, folder, verify=verify)
             left = NOT_USABLE
             found[0].set_values()
-            channel.everywhere(lambda: _hand_over(state_dict, live[0], channel.rank))
+            channel.run_on_all(lambda: _hand_over(state_dict, live[0], channel.rank))
     except RankFailed as failed:
         raise failed.as_ckptman_error(left) from failed
     finally:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
-from ckptman.catalog.backends.tiered import place_of
+from ckptman.catalog.backends.tiered import backend_for
 from ckptman.comm.control import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, warn
 from ckptman.format.paths import MAX_STEP
@@ -22,18 +22,18 @@ from ckptman.policies.save_policies import BeforeDeadline, InitTimeInterval, OnS
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.deadline import deadline_from_environment
 from ckptman.runtime.signals import SignalHandler
-from ckptman.saving.preflight import Stock, take_stock
-from ckptman.saving.retention_runner import Keeper, OnFull
+from ckptman.saving.preflight import Preflight, preflight
+from ckptman.saving.retention_runner import OnFull, RetentionRunner
 from ckptman.saving.saver import Saver, SaveReport
 from ckptman.saving.stale_saves import Watcher
 from ckptman.session.arguments import check_arguments, metric_numbers, step_number
 from ckptman.session.restorer import Restorer
 from ckptman.session.run_session import Attempt
-from ckptman.session.step_consensus import Agreed, Agreement
-from ckptman.session.timings import Pace, process_started
+from ckptman.session.step_consensus import Agreed, StepConsensus
+from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import Setting, make_watchdog
 from ckptman.state.named_state import is_settled
-from ckptman.state.optimizer_hooks import Updates, updated_tensors
+from ckptman.state.optimizer_hooks import OptimizerHooks, updated_tensors
 from ckptman.state.step_record import Recorded, Recorder
 
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)
@@ -119,17 +119,17 @@ class Checkpointer:
         check_arguments(root, state, self._policy, retention, on_full, deadline, timeout_seconds, watchdog)
         await_ranks(timeout_seconds)
         self.root, self.state = Path(root), state
-        self._talk = Channel(timeout_seconds)
+        self._control = Channel(timeout_seconds)
         self._disk = disk
-        self._place = place_of(self.root.absolute(), tiers, disk)  # the process may go to another folder
+        self._place = backend_for(self.root.absolute(), tiers, disk)  # the process may go to another folder
         with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
             with failing_as_one():
-                self._attempt = Attempt.open(self._talk, self._place, run_id, disk)
+                self._attempt = Attempt.open(self._control, self._place, run_id, disk)
                 undone.callback(self._attempt.release)
-                end = self._talk.ask_leader(
+                end = self._control.run_on_leader(
                     lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
                 )
-            self._watchdog = make_watchdog(watchdog, self._talk, self._attempt)
+            self._watchdog = make_watchdog(watchdog, self._control, self._attempt)
             undone.callback(self._watchdog.close)
             self._timeout_seconds = timeout_seconds
             self._saver = Saver(
@@ -137,17 +137,19 @@ class Checkpointer:
                 Channel(timeout_seconds),
                 self._attempt.journal,
                 self._attempt.claim,
-                Keeper(self._place, retention, on_full, self._attempt.claim, self._attempt.journal, disk),
+                RetentionRunner(self._place, retention, on_full, self._attempt.claim, self._attempt.journal, disk),
                 self._watchdog,
                 background=async_save,
                 disk=disk,
             )
             undone.callback(self._saver.close)
-            self._pace = Pace(process_started(), end, durable_seconds=self._attempt.save_seconds)
-            self._updates = Updates(state, before=self._saver.hold)
+            self._pace = Timings(process_started(), end, durable_seconds=self._attempt.save_seconds)
+            self._updates = OptimizerHooks(state, before=self._saver.hold)
             undone.callback(self._updates.close)
             self._recorder = Recorder(state, self._updates)
-            self._agreement = Agreement(self._talk, self._policy, self._pace, signals, self._saver, self._recorder)
+            self._agreement = StepConsensus(
+                self._control, self._policy, self._pace, signals, self._saver, self._recorder
+            )
             self._restored_from: int | None = None
             self._ready = not self._attempt.finds_checkpoints
             self._rehearsed = False
@@ -187,7 +189,7 @@ class Checkpointer:
             self.wait()  # for a save that is still being written: it may be what is to be loaded
         except CommitError as error:
             warn(str(error))
-        restorer = Restorer(self._talk, self._place, self._attempt, self.beat, self._disk)
+        restorer = Restorer(self._control, self._place, self._attempt, self.beat, self._disk)
         with failing_as_one():
             if path is None or self._attempt.finds_checkpoints:
                 found = restorer.best(self.state, step, allow_suspect=allow_suspect)
@@ -246,7 +248,7 @@ class Checkpointer:
         """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
         self._check_usable()
         self._watchdog.beat("save", self._pace.previous_step)
-        reports, failure = self._saver.wait_together(self._talk, self._pace.saved_step or 0)
+        reports, failure = self._saver.wait_together(self._control, self._pace.saved_step or 0)
         self.beat()
         self._account_for(reports, failure)
 
@@ -294,7 +296,7 @@ class Checkpointer:
 
     def _end(self, again: str | None) -> None:
         """`again`: why the run is to be started again although nobody asked it to stop; None: it is finished."""
-        again = next(filter(None, self._talk.gather(again)), None)
+        again = next(filter(None, self._control.gather(again)), None)
         if self._stop is None:
             agreed = self._agreement.at(self._pace.previous_step)
             self._settle()
@@ -307,10 +309,10 @@ class Checkpointer:
         self._saver.close(tidy=True)
         self._updates.close()
         # Nobody leaves before the outcome is on disk: a launcher may kill the others when the first one exits.
-        self._talk.tell(None)
+        self._control.broadcast(None)
         self._watchdog.close()
         self._attempt.release()
-        self._talk.close()
+        self._control.close()
         self._saver.channel.close()
 
     def _save_the_end(self, stop: str | None) -> None:
@@ -318,8 +320,8 @@ class Checkpointer:
         self._stop, last = stop, self._last
         if last is None or last.step == self._pace.saved_step:
             return
-        if why := next(filter(None, self._talk.gather(self._recorder.changed(last.state))), ""):
-            if self._talk.is_leader:
+        if why := next(filter(None, self._control.gather(self._recorder.changed(last.state))), ""):
+            if self._control.is_leader:
                 saved = "nothing" if self._pace.saved_step is None else f"step {self._pace.saved_step}"
                 with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
                     warn(
@@ -358,7 +360,7 @@ class Checkpointer:
 
     def _check_alike(self, *arguments: object) -> None:
         """Raises, on every rank: ConfigError where `restore` is called with other arguments on another rank."""
-        told = self._talk.gather(Call("restore", tuple(str(each) for each in arguments)))
+        told = self._control.gather(Call("restore", tuple(str(each) for each in arguments)))
         refuse_other_calls(told)
         for rank, (_, each) in enumerate(told):
             if each != (first := told[0].arguments):
@@ -376,7 +378,7 @@ class Checkpointer:
         elif agreed.failed > self._saver.told:
             self._raise_failure(step, agreed.failed)
         with failing_as_one():
-            decision = self._talk.ask_leader(lambda: self._agreement.decision(step, agreed.stop))
+            decision = self._control.run_on_leader(lambda: self._agreement.decision(step, agreed.stop))
         if decision is not None and decision.stop and agreed.stop is None:
             self._settle()
         if decision is not None:
@@ -415,7 +417,7 @@ class Checkpointer:
         self, step: int, metrics: Mapping[str, Any] | None, reason: str, state: Mapping[str, Any] | None = None
     ) -> None:
         self._watchdog.beat("save", step)
-        stock = self._take_stock(self.state if state is None else state)
+        stock = self._preflight(self.state if state is None else state)
         if stock.failed > self._saver.told:
             self._raise_failure(step, stock.failed)
         if stock.lost:
@@ -423,11 +425,11 @@ class Checkpointer:
             self._saver.channel = Channel(self._timeout_seconds)
         if not stock.planned:
             self.wait()
-            self._saver.prepare(self._talk, stock.snapshot)
+            self._saver.prepare(self._control, stock.snapshot)
         shot = stock.snapshot
         with failing_as_one():
-            numbers = self._talk.ask_leader(lambda: metric_numbers(metrics))
-        info = self._attempt.save_info(step, reason, self._talk, shot, self._restored_from, numbers)
+            numbers = self._control.run_on_leader(lambda: metric_numbers(metrics))
+        info = self._attempt.save_info(step, reason, self._control, shot, self._restored_from, numbers)
         overlapped = updated_tensors(self.state, shot) if self._overlap else ()
         self._pace.save_begins(step)
         try:
@@ -446,7 +448,7 @@ class Checkpointer:
             self._pace.save_failed()
             raise failure
 
-    def _take_stock(self, state: Mapping[str, Any]) -> Stock:
+    def _preflight(self, state: Mapping[str, Any]) -> Preflight:
         """What is to be saved. Raises on all ranks: ConfigError (it cannot be saved as it is)."""
         if not self._ready:
             raise ConfigError(
@@ -454,19 +456,19 @@ class Checkpointer:
                 f"them. Call restore() before the first step, or name another root"
             )
         self._recorder.refresh()
-        return take_stock(self._talk, state, self._updates, self._saver)
+        return preflight(self._control, state, self._updates, self._saver)
 
     def _rehearse(self) -> None:
         """At the first step: what cannot be saved is better known now, and the first save finds its plan and memory."""
         self._rehearsed = True
-        stock = self._take_stock(self.state)
+        stock = self._preflight(self.state)
         if not stock.planned:
             self.wait()
-            self._saver.prepare(self._talk, stock.snapshot)
+            self._saver.prepare(self._control, stock.snapshot)
 
     def _rehearse_early(self) -> None:
         """Before the first step, where the state is already all that a save will find."""
-        if all(self._talk.gather(self._ready and is_settled(self.state))):
+        if all(self._control.gather(self._ready and is_settled(self.state))):
             with contextlib.suppress(CkptmanError):  # the first step says so, when the state may be another one
                 self._rehearse()
             self._rehearsed = False

@@ -26,7 +26,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.errors import CkptmanError
 from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
@@ -216,7 +216,7 @@ def report(parts: list[Part], folder: Path, steps: int) -> None:
     check(positions == [GLOBAL_BATCH * step for step in sorted(kept)], "each sample was used once, in one global order")
     check(repeated == lost_in_all, "only the steps after the last save before the kill were done again")
     check(torn == 0, "no line of the journal is torn")
-    newest = Catalogue(folder / "checkpoints").complete()[-1]
+    newest = Catalog(folder / "checkpoints").complete()[-1]
     check(newest.step == steps, f"the newest checkpoint is that of step {steps}")
     say(
         f"\nNothing was lost: {len(parts)} attempts on {' -> '.join(str(part.processes) for part in parts)} processes "

@@ -176,7 +176,7 @@ class Memory:
 
     By name: what was read, with inode, size and times of the folder. A folder that was replaced or renamed, or in which
     a name came or went (a pin, a note of a verify), is read anew. A file that was cut short or written to in its place
-    is not seen: see `Catalogue.confirm`. Thread-safe: a run may restore while a save of it is in the background.
+    is not seen: see `Catalog.confirm`. Thread-safe: a run may restore while a save of it is in the background.
     """
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class Memory:
             self._known.pop(name, None)
 
 
-class Catalogue:
+class Catalog:
     """The checkpoints under one root.
 
     Only the leader of a run looks; the others are told what it saw, because ranks can see different files on NFS.
@@ -464,3 +464,7 @@ def commit_order(entry: Entry) -> tuple[int, float, int]:
     """What entries are sorted by."""
     # Time and step decide only between folders that were copied from several roots and share a sequence.
     return entry.sequence, entry.time_seconds, entry.step
+
+
+Catalogue = Catalog
+"""Its name of before."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.pins import read_pin
 from ckptman.catalog.reader_lease import Leases, look
 from ckptman.catalog.writer_lock import is_alive, is_this_process, read_owner
@@ -46,10 +46,10 @@ def find_leftovers(
     """The leftovers whose owner is gone. Those of a run that is alive are its own business.
 
     A run that asks for itself also gets what its own deletions left; the folder of a save may be in use. `leases`: of
-    the root, where they have been looked for, and `there` what `Catalogue.leftovers` says of names that were listed
+    the root, where they have been looked for, and `there` what `Catalog.leftovers` says of names that were listed
     before that: whoever has made one since is not known. Raises: RootError (it cannot be read, so nobody can tell).
     """
-    there = Catalogue(root).leftovers() if there is None else there
+    there = Catalog(root).leftovers() if there is None else there
     leases = look(root, wait=False) if leases is None else leases
     left = [Leftover(path, None, "a lease whose reader is gone", _tree_bytes(path)) for path in leases.dead]
     found = [
@@ -96,7 +96,7 @@ def find_strays(root: Path, leases: Leases, there: Sequence[tuple[Path, StepName
 
 def clear(root: Path, leftovers: Iterable[Leftover], tag: str, disk: Disk = DISK) -> None:
     """Remove leftovers. Raises: OSError in the end, if some could not be removed."""
-    place = FolderPlace(root, disk)
+    place = LocalBackend(root, disk)
     with first_error_last() as attempt:
         for count, leftover in enumerate(leftovers):
             if leftover.step is None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.orphans import Leftover as Leftover
 from ckptman.catalog.orphans import clear as clear
 from ckptman.catalog.orphans import find_leftovers as find_leftovers
@@ -88,7 +88,7 @@ def plan_prune(
     now_seconds: float | None = None,
     wait: bool = True,
     coming: Record | None = None,
-    catalogue: Catalogue | None = None,
+    catalogue: Catalog | None = None,
 ) -> PrunePlan:
     """What to delete under a root, which is listed once. Incomplete entries never count and are not touched.
 
@@ -98,9 +98,9 @@ def plan_prune(
     may delete something. `coming`: the save for which there is no room (see `retention.plan`). `catalogue`: of this
     root, where one remembers it; before anything goes, the newest that stay are looked at in full.
 
-    Raises: as `Catalogue.scan`.
+    Raises: as `Catalog.scan`.
     """
-    where = catalogue or Catalogue(root)
+    where = catalogue or Catalog(root)
     now_seconds = time.time() if now_seconds is None else now_seconds
     planned = partial(_plan, root, policy, frozenset(damaged), now_seconds, wait, coming, where)
     found = planned()
@@ -118,7 +118,7 @@ def _plan(
     now_seconds: float,
     wait: bool,
     coming: Record | None,
-    catalogue: Catalogue,
+    catalogue: Catalog,
 ) -> PrunePlan:
     # The names first: who has made a folder since then may have a lease that was not seen.
     names = catalogue.names()
@@ -258,7 +258,7 @@ class _Work:
         done: Progress | None,
         pruned: Pruned,
     ) -> None:
-        self._root, self._place, self._disk, self._done = root, FolderPlace(root, disk), disk, done
+        self._root, self._place, self._disk, self._done = root, LocalBackend(root, disk), disk, done
         self._remove = remove or disk.remove_tree
         self._rollbacks = plan.rollbacks
         self._turn = threading.Lock()

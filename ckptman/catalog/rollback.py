@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptman.catalog.backends.tiered import Remote, TieredPlace
+from ckptman.catalog.backends.tiered import Remote, TieredBackend
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.reader_lease import reading
 from ckptman.catalog.rollback_records import Left, Rollback, hand_on, read_rollbacks, standing
@@ -85,8 +85,8 @@ def plan_undo(root: Path) -> Change:
     return Change(max(counting + back, key=lambda entry: entry.sequence), _each_once(back), last.id)
 
 
-def _everywhere(root: Path) -> TieredPlace:
-    return TieredPlace(root, read_tiers(root), strict=True)
+def _everywhere(root: Path) -> TieredBackend:
+    return TieredBackend(root, read_tiers(root), strict=True)
 
 
 def _each_once(entries: Iterable[Entry]) -> list[Entry]:

@@ -14,9 +14,9 @@ from typing import Annotated, NoReturn, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.backends.object_store import ObjectPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.object_store import ObjectBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError, plain
 from ckptman.format.manifest import FORMAT_VERSION, Manifest, parse_versioned
 from ckptman.format.paths import DOT, ROOT_ID, TIER_OF, journal_path, outcome_path, run_folder
@@ -79,9 +79,9 @@ def make_identity(root: Path, run_id: str, id: str | None = None, disk: Disk = D
     return mine.id
 
 
-def read_mark(place: FolderPlace | ObjectPlace) -> Whose | None:
+def read_mark(place: LocalBackend | ObjectBackend) -> Whose | None:
     """Whose tier a place is; None: nobody's. Raises: CorruptError, FormatVersionError, RootError."""
-    if isinstance(place, FolderPlace):
+    if isinstance(place, LocalBackend):
         return _read(place.root, TIER_OF)
     data = place.read_whole(f"{DOT}/{TIER_OF}")
     return _parse(f"{place.url}/{DOT}/{TIER_OF}", data) if data is not None else None
@@ -89,7 +89,7 @@ def read_mark(place: FolderPlace | ObjectPlace) -> Whose | None:
 
 def check_tier(
     root: Path,
-    place: FolderPlace | ObjectPlace,
+    place: LocalBackend | ObjectBackend,
     entries: Callable[[], Iterable[AnyEntry]],
     *,
     run_ids: Collection[str] = (),
@@ -103,7 +103,7 @@ def check_tier(
 
     Raises: ConfigError, CorruptError, FormatVersionError, RootError.
     """
-    if isinstance(place, FolderPlace) and (its := _read(place.root, ROOT_ID)) is not None:
+    if isinstance(place, LocalBackend) and (its := _read(place.root, ROOT_ID)) is not None:
         raise ConfigError(
             f"{_where(place)} is the root of a run itself ({_run(its.run_id)}), and not filled from {root}: name "
             f"another folder. Where no run is to go on there, remove {run_folder(place.root) / ROOT_ID}"
@@ -123,7 +123,7 @@ def check_tier(
                 f"remove it in the copy, and give that tiers of its own"
             )
     else:
-        if isinstance(place, FolderPlace) and (trace := _trace_of_a_run(place.root)) is not None:
+        if isinstance(place, LocalBackend) and (trace := _trace_of_a_run(place.root)) is not None:
             raise ConfigError(
                 f"{_where(place)} has no mark of a tier, and a run has been started in it ({trace}): name another "
                 f"folder for copies of {root}. Where no run is to go on there, remove {trace}"
@@ -139,7 +139,7 @@ def check_tier(
     return mark
 
 
-def mark_tier(root: Path, place: FolderPlace | ObjectPlace, run_id: str, *, renew: bool, disk: Disk = DISK) -> None:
+def mark_tier(root: Path, place: LocalBackend | ObjectBackend, run_id: str, *, renew: bool, disk: Disk = DISK) -> None:
     """Mark a place that was checked as a tier of a root, which has an id. `renew`: where the root is by now.
 
     Raises: as `check_tier`, OSError.
@@ -154,14 +154,14 @@ def mark_tier(root: Path, place: FolderPlace | ObjectPlace, run_id: str, *, rene
     if found is None or found.id != mine:
         _refuse(place, root, found or mark)
     if renew and found != mark:
-        if isinstance(place, FolderPlace):
+        if isinstance(place, LocalBackend):
             disk.replace_file(run_folder(place.root) / TIER_OF, mark.to_json())
         else:
             place.write(f"{DOT}/{TIER_OF}", mark.to_json())
 
 
-def _create(place: FolderPlace | ObjectPlace, mark: Whose, disk: Disk) -> None:
-    if isinstance(place, ObjectPlace):
+def _create(place: LocalBackend | ObjectBackend, mark: Whose, disk: Disk) -> None:
+    if isinstance(place, ObjectBackend):
         place.create(f"{DOT}/{TIER_OF}", mark.to_json())
         return
     try:
@@ -172,11 +172,11 @@ def _create(place: FolderPlace | ObjectPlace, mark: Whose, disk: Disk) -> None:
 
 
 def _known(root: Path, run_ids: Collection[str]) -> set[str]:
-    entries = Catalogue(root).look(abandoned=True)
+    entries = Catalog(root).look(abandoned=True)
     return {*run_ids, *(each.manifest.run_id for each in entries if each.manifest is not None)}
 
 
-def _refuse(place: FolderPlace | ObjectPlace, root: Path, mark: Whose) -> NoReturn:
+def _refuse(place: LocalBackend | ObjectBackend, root: Path, mark: Whose) -> NoReturn:
     raise ConfigError(
         f"{_where(place)} is of another root, {plain(mark.root) or 'which is not named'} ({_run(mark.run_id)}), and "
         f"not of {root}: give each run a tier of its own. Where this run is to go on from it, remove {_file(place)} "
@@ -206,12 +206,12 @@ def _trace_of_a_run(root: Path) -> Path | None:
     return next((each for each in (outcome_path(root), journal_path(root)) if each.exists()), None)
 
 
-def _where(place: FolderPlace | ObjectPlace) -> str:
-    return f"the tier {place.root if isinstance(place, FolderPlace) else place.url}"
+def _where(place: LocalBackend | ObjectBackend) -> str:
+    return f"the tier {place.root if isinstance(place, LocalBackend) else place.url}"
 
 
-def _file(place: FolderPlace | ObjectPlace) -> str:
-    return f"{place.root if isinstance(place, FolderPlace) else place.url}/{DOT}/{TIER_OF}"
+def _file(place: LocalBackend | ObjectBackend) -> str:
+    return f"{place.root if isinstance(place, LocalBackend) else place.url}/{DOT}/{TIER_OF}"
 
 
 def _run(run_id: str) -> str:

@@ -22,9 +22,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ckptman.catalog.backends.local import FolderPlace, check_expanded
-from ckptman.catalog.backends.object_store import ObjectEntry, ObjectPlace, find_url
-from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.catalog.backends.local import LocalBackend, check_expanded
+from ckptman.catalog.backends.object_store import ObjectBackend, ObjectEntry, find_url
+from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.rollback_records import Rollback, abandoned_by, hand_on, read_rollbacks
 from ckptman.catalog.tier_identity import check_tier, make_identity, mark_tier
@@ -112,7 +112,7 @@ def make_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
     for tier in tiers:
         place = open_tier(tier, disk)
         # One that was made before, and is gone, may be a mount that is away: it is not made anew below where it was.
-        if isinstance(place, ObjectPlace) or str(tier) in before:
+        if isinstance(place, ObjectBackend) or str(tier) in before:
             continue
         if not answers(place.root):
             raise _silence(place.root)
@@ -140,7 +140,7 @@ def claim_tiers(
 
     Raises: ConfigError (a tier is of another root), CorruptError, FormatVersionError, RootError (it cannot be written).
     """
-    found: list[tuple[FolderPlace | ObjectPlace, str | None]] = []
+    found: list[tuple[LocalBackend | ObjectBackend, str | None]] = []
     for tier in tiers:
         with contextlib.suppress(NotFoundError, RootError):
             place = open_tier(tier, disk)
@@ -160,12 +160,12 @@ def claim_tiers(
             mark_tier(root, place, run_id, renew=True, disk=disk)
 
 
-def look_whose(root: Path, place: FolderPlace | ObjectPlace, run_ids: Collection[str] = ()) -> str | None:
+def look_whose(root: Path, place: LocalBackend | ObjectBackend, run_ids: Collection[str] = ()) -> str | None:
     """The identity that a tier is marked with, as long as a root may use it; None: it is not marked.
 
     Raises: ConfigError (it may not), and as `entries_of`.
     """
-    if isinstance(place, FolderPlace):
+    if isinstance(place, LocalBackend):
         if not answers(place.root):
             raise _silence(place.root)
         check_there(place)
@@ -218,10 +218,10 @@ def absolute(tier: Tier) -> Tier:
     return replace(tier, path=Path(str(tier)).absolute())
 
 
-def open_tier(tier: Tier, disk: Disk = DISK) -> FolderPlace | ObjectPlace:
+def open_tier(tier: Tier, disk: Disk = DISK) -> LocalBackend | ObjectBackend:
     """Where a tier is. Raises: ConfigError (what reads that kind of object store is not installed)."""
     url = find_url(str(tier))
-    return ObjectPlace(url) if url is not None else FolderPlace(str(tier), disk)
+    return ObjectBackend(url) if url is not None else LocalBackend(str(tier), disk)
 
 
 def answers(folder: Path) -> bool:
@@ -250,38 +250,38 @@ def answers(folder: Path) -> bool:
     return False
 
 
-def entries_of(place: FolderPlace | ObjectPlace) -> list[Entry | ObjectEntry]:
+def entries_of(place: LocalBackend | ObjectBackend) -> list[Entry | ObjectEntry]:
     """All that has a checkpoint's name in a tier, oldest commit first. Raises: CkptmanError: it cannot be looked at."""
-    if isinstance(place, FolderPlace):
+    if isinstance(place, LocalBackend):
         if not answers(place.root):
             raise _silence(place.root)
         check_there(place)
-        return list(Catalogue(place.root).scan(abandoned=True))
+        return list(Catalog(place.root).scan(abandoned=True))
     try:
         return list(place.look(abandoned=True))
     except NotFoundError:  # nothing below a prefix: it is made by what is put there
         return []
 
 
-def check_there(place: FolderPlace | ObjectPlace) -> None:
+def check_there(place: LocalBackend | ObjectBackend) -> None:
     """Raises: NotFoundError where a mount is away, and a copy would be made below where it was."""
-    if isinstance(place, FolderPlace) and not os.path.lexists(run_folder(place.root)):
+    if isinstance(place, LocalBackend) and not os.path.lexists(run_folder(place.root)):
         raise NotFoundError(
             f"{place.root} is not there, or is not the tier that was made there (it has no {DOT}): check the mount"
         )
 
 
-def rollbacks_of(place: FolderPlace | ObjectPlace) -> list[Rollback]:
+def rollbacks_of(place: LocalBackend | ObjectBackend) -> list[Rollback]:
     """The rollbacks that are written down in a tier. Raises: CkptmanError."""
-    if isinstance(place, FolderPlace):
+    if isinstance(place, LocalBackend):
         return list(read_rollbacks(place.root).values())
     return place.rollbacks()
 
 
-def hand_on_to(place: FolderPlace | ObjectPlace, rollbacks: Sequence[Rollback], known: Sequence[Rollback]) -> None:
+def hand_on_to(place: LocalBackend | ObjectBackend, rollbacks: Sequence[Rollback], known: Sequence[Rollback]) -> None:
     """Write down in a tier those rollbacks that are not among its `known` ones. Raises: CkptmanError, OSError."""
     new = [each for each in rollbacks if each.id not in {other.id for other in known}]
-    if isinstance(place, FolderPlace):
+    if isinstance(place, LocalBackend):
         hand_on(new, place.root)
         return
     for each in new:
@@ -296,7 +296,7 @@ def holding_of(root: Path, tier: Tier, left: Mapping[str, str] | None = None) ->
         look_whose(root, place)
         found = entries_of(place)
         entries = [entry for entry in found if entry.complete]
-        if entries and isinstance(place, FolderPlace):
+        if entries and isinstance(place, LocalBackend):
             # Who made one visible may have been killed before that was flushed, and what is there may go elsewhere.
             DISK.sync_folder(place.root)
         rollbacks = rollbacks_of(place)

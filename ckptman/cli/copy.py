@@ -27,8 +27,8 @@ from ckptman.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.local import FolderPlace
-    from ckptman.catalog.backends.object_store import ObjectEntry, ObjectPlace
+    from ckptman.catalog.backends.local import LocalBackend
+    from ckptman.catalog.backends.object_store import ObjectBackend, ObjectEntry
     from ckptman.catalog.catalog import Entry
     from ckptman.transfer.copy import Copied, Means
     from ckptman.transfer.progress import Meter
@@ -78,7 +78,7 @@ def copy(
     Interrupted, it goes on from where it was when it is run again. A copy keeps its name, step and sequence. One that
     is there already is not copied again.
     """
-    from ckptman.catalog.backends.local import FolderPlace
+    from ckptman.catalog.backends.local import LocalBackend
     from ckptman.catalog.backends.object_store import find_url
     from ckptman.transfer.copy import copy_checkpoint, copy_foreign, copy_objects
     from ckptman.transfer.source import GoneError
@@ -91,7 +91,7 @@ def copy(
     if source_url is not None:
         store, entries = choose_objects(source_url, step, every)
         for found in job.counting(entries, asked=step is not None):
-            job.attempt(found, means(partial(copy_objects, found, store, FolderPlace(destination))))
+            job.attempt(found, means(partial(copy_objects, found, store, LocalBackend(destination))))
     elif step is None and not every and is_foreign(Path(source)):
         if target_url is not None:
             raise ConfigError(
@@ -99,7 +99,7 @@ def copy(
                 f"ckptman are copied there"
             )
         with copy_progress(Path(source).name) as meter:
-            job.done(means(partial(copy_foreign, Path(source), FolderPlace(destination)))(meter))
+            job.done(means(partial(copy_foreign, Path(source), LocalBackend(destination)))(meter))
     else:
         path, place = Path(source), _target(destination, target_url)
         if target_url is None:
@@ -263,16 +263,16 @@ def _pace(count: int, seconds: float) -> str:
     return f" in {seconds:.1f} s ({text.size(int(count / max(seconds, 1e-9)))}/s)"
 
 
-def _target(destination: str, url: str | None) -> FolderPlace | ObjectPlace:
-    from ckptman.catalog.backends.local import FolderPlace
-    from ckptman.catalog.backends.object_store import ObjectPlace
+def _target(destination: str, url: str | None) -> LocalBackend | ObjectBackend:
+    from ckptman.catalog.backends.local import LocalBackend
+    from ckptman.catalog.backends.object_store import ObjectBackend
     from ckptman.format.paths import parse_step
 
     if url is None:
-        return FolderPlace(destination)
+        return LocalBackend(destination)
     if parse_step(url.rpartition("/")[2]):
         raise ConfigError(f"{url} is the name of a checkpoint: name what holds it; a copy keeps its name")
-    return ObjectPlace(url)
+    return ObjectBackend(url)
 
 
 def _refuse_inside(path: Path, root: Path) -> None:

@@ -53,14 +53,14 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
     Oldest commit first: the last complete one is what a run restores.
     """
     from ckptman.catalog.backends.object_store import find_url
-    from ckptman.catalog.catalog import Catalogue
+    from ckptman.catalog.catalog import Catalog
     from ckptman.catalog.verified import read_verified
 
     if (url := find_url(root)) is not None:
         list_objects(url, as_json)
         return
     check_is_no_checkpoint(folder := Path(root))
-    catalogue = Catalogue(folder)
+    catalogue = Catalog(folder)
     entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
     notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
     if as_json:
@@ -72,11 +72,11 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
 
 
 def list_objects(url: str, as_json: bool) -> None:
-    """The same of an object store, where there are no notes and no leftovers. Raises: as `ObjectPlace.look`."""
-    from ckptman.catalog.backends.object_store import ObjectPlace
+    """The same of an object store, where there are no notes and no leftovers. Raises: as `ObjectBackend.look`."""
+    from ckptman.catalog.backends.object_store import ObjectBackend
     from ckptman.catalog.catalog import Entry
 
-    found = ObjectPlace(url).look(abandoned=True)
+    found = ObjectBackend(url).look(abandoned=True)
     entries = [
         Entry(
             each.step,

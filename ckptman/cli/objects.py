@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckptman.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.object_store import ObjectEntry, ObjectPlace
+    from ckptman.catalog.backends.object_store import ObjectBackend, ObjectEntry
 
 
 def check_is_folder(path: Path | str) -> None:
@@ -25,13 +25,13 @@ def check_is_folder(path: Path | str) -> None:
         )
 
 
-def choose_objects(url: str, step: int | None, every: bool) -> tuple[ObjectPlace, list[ObjectEntry]]:
+def choose_objects(url: str, step: int | None, every: bool) -> tuple[ObjectBackend, list[ObjectEntry]]:
     """The entries a command is about, as `target.choose` says, and where they are.
 
     Without a choice: the newest that counts, after those that do not and may be newer.
     Raises: ConfigError, NotFoundError, RootError.
     """
-    from ckptman.catalog.backends.object_store import ObjectPlace
+    from ckptman.catalog.backends.object_store import ObjectBackend
     from ckptman.format.paths import parse_step
 
     if step is not None and every:
@@ -41,7 +41,7 @@ def choose_objects(url: str, step: int | None, every: bool) -> tuple[ObjectPlace
         if step is not None or every:
             raise ConfigError(f"--step and --all choose among the checkpoints of a root, and {url} is one checkpoint")
         url, step = above, named.step
-    place = ObjectPlace(url)
+    place = ObjectBackend(url)
     entries = place.look(abandoned=True)
     if step is not None:
         found = [entry for entry in entries if entry.step == step]

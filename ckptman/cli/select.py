@@ -51,7 +51,7 @@ def choose(path: Path, step: int | None = None, every: bool = False, passed_over
 
     Raises: NotFoundError (no such root, step or checkpoint), RootError, ConfigError (--step of a single checkpoint).
     """
-    from ckptman.catalog.catalog import Catalogue
+    from ckptman.catalog.catalog import Catalog
 
     check_is_folder(path)
     if step is not None and every:
@@ -61,7 +61,7 @@ def choose(path: Path, step: int | None = None, every: bool = False, passed_over
             option = "--all" if every else "--step"
             raise ConfigError(f"{option} chooses among the checkpoints of a root, and {path} is one checkpoint")
         return [_look(path)]
-    catalogue = Catalogue(path)
+    catalogue = Catalog(path)
     if step is not None:
         return [catalogue.entry(step)]
     entries = catalogue.look() if every or passed_over else catalogue.scan()

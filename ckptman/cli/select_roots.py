@@ -47,11 +47,11 @@ def check_is_root(root: Path) -> None:
 
     Raises: NotFoundError, RootError (it cannot be read, or is no folder), ConfigError.
     """
-    from ckptman.catalog.catalog import Catalogue
+    from ckptman.catalog.catalog import Catalog
     from ckptman.format.paths import MANIFEST, METADATA, parse_step, run_folder
 
     check_is_no_checkpoint(root)
-    catalogue = Catalogue(root)
+    catalogue = Catalog(root)
     names = catalogue.names()
     if any(parse_step(name) is not None for name in names) or run_folder(root).is_dir():
         return

@@ -163,7 +163,7 @@ def check_freshness(report: Report, entry: Entry, known: Sequence[Entry]) -> Non
 
 def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
     """The entries among which the commit before one is looked for: those of its root."""
-    from ckptman.catalog.catalog import Catalogue
+    from ckptman.catalog.catalog import Catalog
     from ckptman.format.paths import parse_step
 
     if every or not entries:
@@ -172,7 +172,7 @@ def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
     if parse_step(folder.name) is None:
         return ()
     try:
-        return Catalogue(folder.parent).complete()
+        return Catalog(folder.parent).complete()
     except (CkptmanError, OSError):
         return ()
 

@@ -133,7 +133,7 @@ class Channel:
         if self.distributed:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
-    def swap(self, sent: Mapping[int, torch.Tensor], sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+    def exchange(self, sent: Mapping[int, torch.Tensor], sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
         """Send flat bytes to some ranks, and receive from them as many as `sizes` says. Exactly these ranks call it,
         each for the others. Raises: RankLostError."""
         received = {rank: torch.empty(size, dtype=torch.uint8, device="cpu") for rank, size in sizes.items()}
@@ -150,7 +150,7 @@ class Channel:
             dist.destroy_process_group(self.group)
             self.group = None
 
-    def tell(self, value: T | None) -> T:
+    def broadcast(self, value: T | None) -> T:
         """The leader's value, on every rank."""
         box = [value]
         if self.group is not None:
@@ -167,15 +167,15 @@ class Channel:
             dist.all_gather_object(box, value, group=self.group)
         return box
 
-    def ask_leader(self, work: Callable[[], T]) -> T:
+    def run_on_leader(self, work: Callable[[], T]) -> T:
         """Do `work` on the leader and hand its result to all. Raises: RankFailed on every rank if it failed there."""
         mine: T | Failure | None = self._attempt(work) if self.is_leader else None
-        result = self.tell(mine)
+        result = self.broadcast(mine)
         if isinstance(result, Failure):
             raise RankFailed(result)
         return cast(T, result)
 
-    def through_leader(self, local: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
+    def gather_on_leader(self, local: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
         """Bring each rank's value to the leader, combine them there, and give each rank its part of the result.
 
         Raises: RankFailed on every rank if `local` failed on any, or `combine` on the leader.
@@ -194,7 +194,7 @@ class Channel:
             raise RankFailed(box[0])
         return cast(R, box[0])
 
-    def everywhere(self, work: Callable[[], T]) -> list[T]:
+    def run_on_all(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on each rank and hand all results to all. Raises: RankFailed on every rank if one failed."""
         results = self.gather(self._attempt(work))
         for result in results:

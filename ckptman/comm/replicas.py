@@ -32,13 +32,13 @@ _OF_BATCH_NORM = ("running_mean", "running_var")
 Digests = dict[str, int]
 
 
-def compare_replicas(talk: Channel, shot: Snapshot, state: Mapping[str, Any]) -> str | None:
+def compare_replicas(control: Channel, shot: Snapshot, state: Mapping[str, Any]) -> str | None:
     """Compare the small tensors that ranks have as a whole. Every rank calls it, over `talk`.
 
     Returns what to warn of: buffers of modules that differ, as those of batch norm do between the ranks of
     DistributedDataParallel, which takes those of rank 0 itself. Raises on every rank alike: ConfigError, for all else.
     """
-    if talk.world_size == 1:
+    if control.world_size == 1:
         return None
     mine: list[Digests] = []
 
@@ -47,15 +47,15 @@ def compare_replicas(talk: Channel, shot: Snapshot, state: Mapping[str, Any]) ->
         return tuple(xxh3_128_hexdigest(repr(each).encode()) for each in mine)
 
     try:
-        told = talk.everywhere(digest)
+        told = control.run_on_all(digest)
     except RankFailed as failed:
         raise failed.as_ckptman_error() from failed
-    if text := _difference(talk, mine[0], [each[0] for each in told]):
+    if text := _difference(control, mine[0], [each[0] for each in told]):
         raise ConfigError(
             f"{text}, and one is saved for all: make it a DTensor, put it into an object with per_rank = True, or give "
             f"it an entry of its own in the state of each rank, such as f'x.rank{{rank}}'"
         )
-    if text := _difference(talk, mine[1], [each[1] for each in told]):
+    if text := _difference(control, mine[1], [each[1] for each in told]):
         return f"{text}: those of the lowest rank are saved, as DistributedDataParallel takes those of rank 0"
     return None
 
@@ -82,7 +82,7 @@ def _digest(tensor: torch.Tensor) -> int:
     return int(xxh3_64_intdigest(view_of(held)))
 
 
-def _difference(talk: Channel, mine: Digests, told: Sequence[str]) -> str | None:
+def _difference(control: Channel, mine: Digests, told: Sequence[str]) -> str | None:
     """Which tensors differ between which two ranks; None: no rank has another one than those before it."""
     first_of = {digest: rank for rank, digest in reversed(list(enumerate(told)))}
     if len(first_of) == 1:
@@ -91,7 +91,7 @@ def _difference(talk: Channel, mine: Digests, told: Sequence[str]) -> str | None
     tellers = sorted(first_of.values())[:TELLERS]
     known: dict[str, tuple[int, int]] = {}
     differing: dict[str, tuple[int, int]] = {}
-    for rank, digests in enumerate(talk.gather(mine if talk.rank in tellers else {})):
+    for rank, digests in enumerate(control.gather(mine if control.rank in tellers else {})):
         for name, digest in digests.items():
             first, other = known.setdefault(name, (rank, digest))
             if other != digest:

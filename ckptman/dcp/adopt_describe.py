@@ -13,7 +13,7 @@ from typing import Any
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.chunk_table import FRAME_BYTES, item_bytes
 from ckptman.format.index import Index, Unit
@@ -162,7 +162,7 @@ def _manifest(
 
 def placed(manifest: Manifest, folder: Path, final: Path) -> Manifest:
     """The manifest, with the sequence and the time that it has among the others beside `final` as they are now."""
-    entries = Catalogue(final.parent).scan(abandoned=True) if parse_step(final.name) else []
+    entries = Catalog(final.parent).scan(abandoned=True) if parse_step(final.name) else []
     others = [each.manifest for each in entries if each.manifest is not None and not each.abandoned]
     last = max((each.sequence for each in entries), default=0)
     sequence, time_seconds = _place(manifest.step, time_to_store((folder / METADATA).stat().st_mtime), others, last)

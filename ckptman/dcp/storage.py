@@ -43,7 +43,7 @@ from ckptman.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.loading.read import NOT_USABLE, Fill, read_bytes, read_fills
 from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.saving.draft import Draft
-from ckptman.saving.index_writer import Describer, Part, write_part
+from ckptman.saving.index_writer import IndexWriter, Part, write_part
 from ckptman.saving.loadable import warn_of_refused
 from ckptman.saving.rank_file import lay_out, make_rows, refuse_meta
 from ckptman.saving.write_plan import Described
@@ -151,7 +151,7 @@ class StorageWriter(FileSystemWriter):
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self._draft.final), save_id=self.save_id)
         metadata.version = "1.0.0"
         try:
-            Describer().describe(self._draft.folder, (), parts, self._disk)
+            IndexWriter().describe(self._draft.folder, (), parts, self._disk)
         except ValueError as error:
             raise ConfigError(
                 f"{error}. A checkpoint holds whole tensors: let all ranks that hold parts of them save it together "

@@ -104,7 +104,7 @@ def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, tor
         if error is not None:
             raise error
 
-    channel.everywhere(tell)
+    channel.run_on_all(tell)
     return read_bytes
 
 
@@ -127,7 +127,7 @@ def _families(
         return {_digest(ranks): _digest(each[:4] for each in line) for ranks, line in families.items()}
 
     # Together only if all members know it: ranks of another pipeline stage have other tensors.
-    digests = channel.everywhere(find)
+    digests = channel.run_on_all(find)
     for ranks in list(families):
         if len({digests[rank].get(_digest(ranks)) for rank in ranks}) > 1:
             own += [each.name for each in families.pop(ranks)]
@@ -248,7 +248,7 @@ class _Exchange:
             for member, rank in enumerate(self._ranks)
             if member != self._me
         }
-        received = self._channel.swap(sent, sizes)
+        received = self._channel.exchange(sent, sizes)
         # What was said, and not `error`, which the reading of the next round may set any moment: all end alike.
         if any(int(each[0]) for each in (*sent.values(), *received.values())):
             return True

@@ -53,7 +53,7 @@ def load(channel: Channel, state: State, folder: Path) -> None:
             names = [name for name in fit.values if _is_filled_in_place(state[name]) == in_place]
             fill(channel, fit.saved, fit.tensors_of(names), folder)
             try:
-                channel.everywhere(partial(_hand_over, state, fit, names, channel.rank))
+                channel.run_on_all(partial(_hand_over, state, fit, names, channel.rank))
             except RankFailed as failed:  # an object refused its state: no older checkpoint would help
                 raise failed.as_ckptman_error(NOT_USABLE if in_place else "") from failed
 
@@ -74,7 +74,7 @@ def _measure(channel: Channel, state: State, saved: SavedState, folder: Path) ->
             _take_from_top(state, live[0], saved, warns=channel.is_leader)
 
     try:
-        channel.everywhere(look)
+        channel.run_on_all(look)
     except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
         raise failed.as_ckptman_error() from failed
     reports = all_or_corrupt(channel, lambda: _take_measure(state, live[0], saved, channel.rank, fits), folder)
@@ -180,7 +180,7 @@ def _take_from_top(state: Mapping[str, Any], live: Mapping[str, Any], saved: Sav
 def all_or_corrupt(channel: Channel, work: Callable[[], T], folder: Path) -> list[T]:
     """Do `work` on all ranks. What one rank cannot read counts as corrupt on all; our own errors stay what they are."""
     with corrupt_on_all(folder):
-        return channel.everywhere(work)
+        return channel.run_on_all(work)
 
 
 @contextmanager

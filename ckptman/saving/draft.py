@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import ckptman
-from ckptman.catalog.backends.local import FolderPlace, Place
+from ckptman.catalog.backends.local import Backend, LocalBackend
 from ckptman.catalog.backends.object_store import check_folder
 from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.replaceable import may_be_replaced
@@ -55,14 +55,14 @@ class Draft:
         info: SaveInfo | None,
         *,
         overwrite: bool,
-        place: Place | None = None,
+        place: Backend | None = None,
         tag: str | None = None,
         disk: Disk = DISK,
         on_commit: Callable[[], None] | None = None,
     ) -> None:
         self.final = final
         self._info, self._overwrite, self._on_commit = info, overwrite, on_commit
-        self._place = place or FolderPlace(final.parent.absolute(), disk)
+        self._place = place or LocalBackend(final.parent.absolute(), disk)
         self._tag = tag or new_nonce()
         self._folder: str | None = None
         # A run's claim on its root says that it is alive; whoever saves without one says so of this save.
@@ -79,7 +79,7 @@ class Draft:
             raise ExistsError(f"{self.final} exists already: save under another name, or say overwrite=True")
         if self._overwrite and not is_replaceable(self.final):
             raise ExistsError(f"{self.final} is no checkpoint, and is not replaced by one: name another path")
-        if isinstance(self._place, FolderPlace):
+        if isinstance(self._place, LocalBackend):
             self._place.make()
         if not self._is_claimed:
             self._held.enter_context(lease(self.final.parent, [f"{self.final.name}.tmp-{self._tag}"], what="save"))

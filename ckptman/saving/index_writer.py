@@ -67,7 +67,7 @@ def write_part(
     return part
 
 
-class Describer:
+class IndexWriter:
     """Leader only: describes what all ranks wrote. Keeps what does not change from save to save."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from ckptman.errors import ConfigError
 from ckptman.loading.read import refuse_unfillable
 from ckptman.saving.saver import Saver
 from ckptman.state.named_state import Snapshot, is_named, is_stateful, snapshot, unlike_on_ranks, value_digests
-from ckptman.state.optimizer_hooks import Updates
+from ckptman.state.optimizer_hooks import OptimizerHooks
 
 
 class Look(NamedTuple):
@@ -28,7 +28,7 @@ class Look(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stock:
+class Preflight:
     """A snapshot of this rank's state, and over all ranks: the largest number of a save that failed and was not told,
     whether any channel lost a rank, whether the plan of every rank fits."""
 
@@ -50,29 +50,29 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def take_stock(talk: Channel, state: Mapping[str, Any], updates: Updates, saver: Saver) -> Stock:
+def preflight(control: Channel, state: Mapping[str, Any], updates: OptimizerHooks, saver: Saver) -> Preflight:
     """Every rank calls it, before anything is written: a value that one rank cannot save must not leave the others
     waiting. Raises on every rank alike: ConfigError."""
     shots: list[Snapshot] = []
 
     def look() -> Call:
         with updates.ignored(), _no_collection():
-            shots.append(snapshot(state, talk.rank))
+            shots.append(snapshot(state, control.rank))
         _refuse_what_no_load_fills(state, shots[0])
         knows = Look(value_digests(shots[0], state), saver.failed, saver.channel.lost, saver.knows(shots[0]))
         return Call("step or save", knows)
 
     try:
-        told = talk.everywhere(look)
+        told = control.run_on_all(look)
     except RankFailed as failed:
         raise failed.as_ckptman_error() from failed
     refuse_other_calls(told)
     looks: list[Look] = [each.arguments for each in told]
     if difference := unlike_on_ranks([each.values for each in looks]):
         raise ConfigError(difference)
-    if not saver.has_begun and (warning := compare_replicas(talk, shots[0], state)) and talk.is_leader:
+    if not saver.has_begun and (warning := compare_replicas(control, shots[0], state)) and control.is_leader:
         saver.warn_once("replicas", warning)
-    return Stock(
+    return Preflight(
         shots[0],
         max(each.failed for each in looks),
         any(each.lost for each in looks),

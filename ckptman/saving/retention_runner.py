@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.prune import Pruned, execute, plan_prune
 from ckptman.catalog.stored_policy import write_policy
 from ckptman.catalog.writer_lock import Claim
@@ -30,12 +30,12 @@ _MOST_BYTES_AHEAD = 1.1
 """Room for a save: as much as the one before took, and a little more."""
 
 
-class Keeper:
+class RetentionRunner:
     """What to keep, carried out. Every rank has one; only the leader's has the `claim` and deletes."""
 
     def __init__(
         self,
-        place: FolderPlace,
+        place: LocalBackend,
         policy: RetentionPolicy | None,
         on_full: OnFull,
         claim: Claim | None,

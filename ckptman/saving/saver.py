@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.writer_lock import Claim
 from ckptman.comm.control import Channel, RankFailed
 from ckptman.errors import CommitError, ConfigError, RankLostError
@@ -26,11 +26,11 @@ from ckptman.runtime.watchdog import Watchdog
 from ckptman.saving.draft import Draft, SaveInfo
 from ckptman.saving.loadable import refused_tensors
 from ckptman.saving.rank_file import RankFile, make_rank_file
-from ckptman.saving.retention_runner import FULL, Keeper
+from ckptman.saving.retention_runner import FULL, RetentionRunner
 from ckptman.saving.staging import Staged, Stager
 from ckptman.saving.stale_saves import Judge, Moment, Seen, Watch, Watcher, watch_for
 from ckptman.saving.write_plan import make_plan, signature_of
-from ckptman.saving.writer import Content, Writing
+from ckptman.saving.writer import CheckpointWriter, Content
 from ckptman.state.named_state import Snapshot
 
 _TRIES = 3
@@ -53,11 +53,11 @@ class Saver:
 
     def __init__(
         self,
-        place: FolderPlace,
+        place: LocalBackend,
         channel: Channel,
         journal: Journal | None,
         claim: Claim | None,
-        keeper: Keeper,
+        keeper: RetentionRunner,
         watchdog: Watchdog,
         *,
         background: bool,
@@ -72,7 +72,7 @@ class Saver:
         self._pool = Worker("ckptman-save") if background else None
         self._stager = Stager(self._may_take, lambda: self._pool is None or self._pool.idle) if background else None
         self._running: deque[Task[SaveReport]] = deque()
-        self._writing = Writing(disk)
+        self._writing = CheckpointWriter(disk)
         self._judge = Judge()
         self._watch: Watch | None = None
         self._file: RankFile | None = None
@@ -95,7 +95,7 @@ class Saver:
         """Whether the plan that was made fits a snapshot."""
         return self._file is not None and self._file.plan.signature == signature_of(snapshot)
 
-    def prepare(self, talk: Channel, snapshot: Snapshot) -> None:
+    def prepare(self, control: Channel, snapshot: Snapshot) -> None:
         """Make the plan, and take and warm the memory that the first save needs. Every rank calls it, over `talk`.
 
         Raises: ConfigError on every rank alike.
@@ -111,18 +111,18 @@ class Saver:
             held = self._stager.held_bytes if self._stager is not None else 0
             return socket.gethostname(), file.end, self._available() + held
 
-        made = make_plan(snapshot, talk)
+        made = make_plan(snapshot, control)
         try:
-            needs = talk.everywhere(plan)
+            needs = control.run_on_all(plan)
         except RankFailed as failed:
             raise failed.as_ckptman_error() from failed
         assert file is not None
         self._file = file
         self._neighbours = sum(host == socket.gethostname() for host, _, _ in needs)
         if self._stager is not None:
-            self._prepare_slot(talk, file, snapshot, _too_little(needs))
+            self._prepare_slot(control, file, snapshot, _too_little(needs))
 
-    def _prepare_slot(self, talk: Channel, file: RankFile, snapshot: Snapshot, refusal: str | None) -> None:
+    def _prepare_slot(self, control: Channel, file: RankFile, snapshot: Snapshot, refusal: str | None) -> None:
         stager, pool = self._stager, self._pool
         assert stager is not None
         assert pool is not None
@@ -136,7 +136,7 @@ class Saver:
             self._refuse(refusal)
             return
         try:
-            talk.everywhere(take)
+            control.run_on_all(take)
         except RankFailed as failed:  # out of memory comes in many classes
             self._refuse(
                 f"rank {failed.failure.rank} could not take memory for a private copy, or start a thread to write it: "
@@ -219,11 +219,11 @@ class Saver:
         self.told, self.failed = max(self.told, self.failed), 0
         return reports, failure
 
-    def wait_together(self, talk: Channel, step: int) -> tuple[list[SaveReport], CommitError | None]:
+    def wait_together(self, control: Channel, step: int) -> tuple[list[SaveReport], CommitError | None]:
         """The same with what the other ranks know: one that failed fails all. Every rank calls it, over `talk`."""
         reports, failure = self.wait()
         # A rank that was lost at the last moment may have been lost for some only: they go on together all the same.
-        outcomes = talk.gather((failure is not None, self.told))
+        outcomes = control.gather((failure is not None, self.told))
         self.told = max(told for _, told in outcomes)
         if failure is None and any(failed for failed, _ in outcomes):
             failure = CommitError(step, -1, "another rank reports that its part of it failed")
@@ -316,7 +316,7 @@ class Saver:
         """
         if error.failure.errno not in FULL:
             return False
-        return self.channel.ask_leader(lambda: self.keeper.make_room(info, error.failure.text))
+        return self.channel.run_on_leader(lambda: self.keeper.make_room(info, error.failure.text))
 
     def _watch_for(self, file: RankFile, snapshot: Snapshot, watcher: Watcher | None) -> Watch | None:
         if watcher is None:

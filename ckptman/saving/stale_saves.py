@@ -25,7 +25,7 @@ from ckptman.io.checksums import BLOCK_BYTES, DIGEST_BYTES
 from ckptman.saving.rank_file import RankFile
 from ckptman.state.file_layout import Image, Placed
 from ckptman.state.named_state import Snapshot
-from ckptman.state.optimizer_hooks import Updates
+from ckptman.state.optimizer_hooks import OptimizerHooks
 
 NAMES_TOLD = 3
 Bits = NDArray[np.bool_]
@@ -56,7 +56,7 @@ class Watcher:
     """Knows which tensors of a state training should change. Called in the training thread."""
 
     state: Mapping[str, Any]
-    updates: Updates | None = None
+    updates: OptimizerHooks | None = None
 
     def names(self, snapshot: Snapshot) -> set[str]:
         """Flat names of the parameters that the optimizers update; without one, of those that ask for gradients."""

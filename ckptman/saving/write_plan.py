@@ -110,7 +110,7 @@ def make_plan(snapshot: Snapshot, channel: Channel) -> WritePlan:
     made: list[WritePlan] = []
     known = [each for each in tables if each is not None]
     try:
-        channel.everywhere(lambda: made.append(plan_for(snapshot, known, channel.rank)))
+        channel.run_on_all(lambda: made.append(plan_for(snapshot, known, channel.rank)))
     except RankFailed as failed:
         raise failed.as_ckptman_error() from failed
     return made[0]

@@ -18,7 +18,7 @@ from ckptman.format.paths import METADATA
 from ckptman.format.table_assembly import pack
 from ckptman.io.filesystem import Disk
 from ckptman.saving.draft import Draft
-from ckptman.saving.index_writer import Describer, Part, write_part
+from ckptman.saving.index_writer import IndexWriter, Part, write_part
 from ckptman.saving.rank_file import RankFile, memory_of
 from ckptman.saving.staging import Staged
 from ckptman.saving.stale_saves import Memory, Seen, Watch, seen_by_all
@@ -68,12 +68,12 @@ class Saved(NamedTuple):
     seen: Seen | None
 
 
-class Writing:
+class CheckpointWriter:
     """Takes contents to storage, one after the other. Every rank has one."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._describer = Describer()
+        self._describer = IndexWriter()
         self._memory = Memory()
         self._sent = b""
         """The rows that the leader has from the save before; empty: none."""
@@ -91,7 +91,7 @@ class Writing:
             if isinstance(content, Exception):
                 raise content
 
-        folder = Path(channel.through_leader(may_begin, begin))
+        folder = Path(channel.gather_on_leader(may_begin, begin))
         assert isinstance(content, Content)
         rows = b""
 
@@ -107,7 +107,7 @@ class Writing:
 
         sent, self._sent = self._sent, b""
         self._memory.begin()
-        saved = channel.through_leader(write, finish)
+        saved = channel.gather_on_leader(write, finish)
         self._sent = rows
         self._memory.committed()
         return saved

@@ -99,10 +99,10 @@ def newest_sequence(root: str, since_seconds: float = 0.0) -> int:
 
     Raises: RootError.
     """
-    from ckptman.catalog.catalog import Catalogue
+    from ckptman.catalog.catalog import Catalog
 
     try:
-        complete = Catalogue(root).complete()
+        complete = Catalog(root).complete()
     except NotFoundError:
         return 0
     newest = complete[-1].require_manifest() if complete else None

@@ -9,7 +9,7 @@ answer is known to be no.
 from __future__ import annotations
 
 from ckptman.policies.save_policies import Decision, SavePolicy
-from ckptman.session.timings import Pace
+from ckptman.session.timings import Timings
 
 STEPS_AHEAD = 16
 SHORT_STEP_SECONDS = 0.1
@@ -20,7 +20,7 @@ LATE = 1.5
 class Foresight:
     """The decisions of a policy on one step after the other, each asked for one step early. Leader only."""
 
-    def __init__(self, policy: SavePolicy, pace: Pace) -> None:
+    def __init__(self, policy: SavePolicy, pace: Timings) -> None:
         self._policy, self._pace = policy, pace
         self._until_step = -1
         self._version = -1

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.backends.tiered import Remote, TieredPlace
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.tiered import Remote, TieredBackend
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.reader_lease import reading
 from ckptman.catalog.verified import remember_damage
@@ -65,9 +65,9 @@ class Restorer:
     """Finds the checkpoint to start from and loads it. Every rank has one and calls it alike."""
 
     def __init__(
-        self, talk: Channel, place: FolderPlace, attempt: Attempt, beat: Callable[[], None], disk: Disk = DISK
+        self, control: Channel, place: LocalBackend, attempt: Attempt, beat: Callable[[], None], disk: Disk = DISK
     ) -> None:
-        self._talk, self._place, self._attempt, self._beat = talk, place, attempt, beat
+        self._control, self._place, self._attempt, self._beat = control, place, attempt, beat
         self._disk = disk
         self.damaged: set[int] = set()
         """Commit sequences of the checkpoints that were passed over although they look complete."""
@@ -78,7 +78,7 @@ class Restorer:
         """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
         begun = time.monotonic()
         refused: list[str] = []
-        left = list(self._talk.ask_leader(lambda: self._candidates(step, allow_suspect)))
+        left = list(self._control.run_on_leader(lambda: self._candidates(step, allow_suspect)))
         looks = 1
         while left:
             entry = left.pop(0)
@@ -90,12 +90,12 @@ class Restorer:
             try:
                 self._load(state, entry.path)
             except (CorruptError, NotFoundError) as error:
-                if looks < _LOOKS and not self._talk.ask_leader(partial(os.path.lexists, entry.path)):
+                if looks < _LOOKS and not self._control.run_on_leader(partial(os.path.lexists, entry.path)):
                     # Pruned since it was listed. Whoever did that left the newest: what there is now is looked at anew.
-                    left = list(self._talk.ask_leader(lambda: self._candidates(step, allow_suspect)))
+                    left = list(self._control.run_on_leader(lambda: self._candidates(step, allow_suspect)))
                     looks += 1
                     continue
-                if self._talk.is_leader:
+                if self._control.is_leader:
                     remember_damage(entry.path, entry.require_manifest(), str(error))
                 if step is not None and not left:
                     raise
@@ -123,7 +123,7 @@ class Restorer:
             return Entry(0, folder, read_manifest(folder)) if (folder / MANIFEST).exists() else None
 
         begun = time.monotonic()
-        entry = self._talk.ask_leader(look)
+        entry = self._control.run_on_leader(look)
         self._load(state, folder)
         step = entry.require_manifest().step if entry is not None else 0
         self._attempt.note("restored", step=step, path=str(folder), seconds=time.monotonic() - begun)
@@ -131,14 +131,14 @@ class Restorer:
 
     def _fetch(self, entry: Remote) -> CkptmanError | None:
         """Have the leader bring into the root what is elsewhere. What went wrong, the same on every rank."""
-        place, meter, before = cast(TieredPlace, self._place), Meter(), [("", 0)]
+        place, meter, before = cast(TieredBackend, self._place), Meter(), [("", 0)]
 
         def fetch() -> None:
             store, found, may_replace = place.source_of(entry)
-            copy_objects(found, store, FolderPlace(place.root, self._disk), Means(meter=meter, overwrite=may_replace))
+            copy_objects(found, store, LocalBackend(place.root, self._disk), Means(meter=meter, overwrite=may_replace))
 
         with Worker("ckptman-fetch") as pool:
-            work = [pool.submit(fetch)] if self._talk.is_leader else []
+            work = [pool.submit(fetch)] if self._control.is_leader else []
 
             def look() -> tuple[bool, bool]:
                 done = [each for each in work if each.wait(_FETCH_LOOK_SECONDS)]
@@ -151,7 +151,7 @@ class Restorer:
             try:
                 with failing_as_one():
                     # In short exchanges: it may take hours, and nobody hears of the leader meanwhile.
-                    while not (told := self._talk.ask_leader(look))[0]:
+                    while not (told := self._control.run_on_leader(look))[0]:
                         if told[1]:
                             self._beat()
             except CkptmanError as error:
@@ -161,9 +161,9 @@ class Restorer:
     def _load(self, state: State, folder: Path) -> None:
         """Load a checkpoint that no prune may take meanwhile: what the leader holds is held for all ranks."""
         with contextlib.ExitStack() as held:
-            if self._talk.is_leader:
+            if self._control.is_leader:
                 held.enter_context(reading(folder, what="a run that goes on from it"))
-            load(self._talk, state, folder)
+            load(self._control, state, folder)
             self.held = held.pop_all()
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
@@ -203,5 +203,5 @@ class Restorer:
 
     def _pass_over(self, entry: Entry, why: Exception) -> None:
         self._attempt.note("restore_refused", step=entry.step, reason=str(why))
-        if self._talk.is_leader:
+        if self._control.is_leader:
             warn(f"the checkpoint of step {entry.step} is passed over: {plain(why)}")

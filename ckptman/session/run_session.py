@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.backends.tiered import TieredPlace
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.tiered import TieredBackend
 from ckptman.catalog.prune import clear, find_leftovers
 from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.catalog.writer_lock import Claim, claim
@@ -54,15 +54,15 @@ class Attempt:
     """The state with which it ended; "" while it goes on."""
 
     @classmethod
-    def open(cls, talk: Channel, place: FolderPlace, run_id: str | None, disk: Disk) -> Attempt:
+    def open(cls, control: Channel, place: LocalBackend, run_id: str | None, disk: Disk) -> Attempt:
         """Take the root and begin. Every rank calls it. Raises, through RankFailed: BusyError, RootError."""
         kept: list[Attempt] = []
 
         def begin() -> Attempt:
-            kept.append(_begin(place, run_id, talk.world_size, disk))
+            kept.append(_begin(place, run_id, control.world_size, disk))
             return replace(kept[0], claim=None, journal=None, drainer=None)
 
-        told = talk.ask_leader(begin)
+        told = control.run_on_leader(begin)
         return kept[0] if kept else told
 
     def note(self, event: str, *, sync: bool = False, **fields: object) -> None:
@@ -137,7 +137,7 @@ class Attempt:
         self,
         step: int,
         reason: str,
-        talk: Channel,
+        control: Channel,
         shot: Snapshot,
         restored_from: int | None,
         metrics: Mapping[str, float],
@@ -146,7 +146,7 @@ class Attempt:
         return SaveInfo(
             step=step,
             reason=reason,
-            world_size=talk.world_size,
+            world_size=control.world_size,
             mesh=mesh_of(shot.tensors),
             run_id=self.run_id,
             job_id=self.job_id,
@@ -165,10 +165,10 @@ class Attempt:
             self.claim.release()
 
 
-def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) -> Attempt:
+def _begin(place: LocalBackend, run_id: str | None, world_size: int, disk: Disk) -> Attempt:
     _check_privacy()
     place.make()
-    if isinstance(place, TieredPlace):
+    if isinstance(place, TieredBackend):
         place.run_ids = _run_ids(place.root, run_id)
     entries = place.list(abandoned=True)
     if not entries:
@@ -188,9 +188,9 @@ def _begin(place: FolderPlace, run_id: str | None, world_size: int, disk: Disk) 
         attempt.journal = Journal(journal_path(place.root), disk=disk)
         attempt.journal.rotate()
         attempt.journal.bind(attempt=attempt.number)
-        tiers, known = (place.tiers, place.run_ids) if isinstance(place, TieredPlace) else ((), frozenset[str]())
+        tiers, known = (place.tiers, place.run_ids) if isinstance(place, TieredBackend) else ((), frozenset[str]())
         claim_tiers(place.root, tiers, run_id, known, disk)
-        if isinstance(place, TieredPlace):
+        if isinstance(place, TieredBackend):
             write_tiers(place.root, place.tiers, disk)
             attempt.drainer = Drainer(place.root.absolute(), attempt.journal)
         where = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}

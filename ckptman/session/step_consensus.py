@@ -15,7 +15,7 @@ from ckptman.policies.save_policies import Decision, SavePolicy
 from ckptman.runtime.signals import SignalHandler
 from ckptman.saving.saver import Saver
 from ckptman.session.foresight import Foresight
-from ckptman.session.timings import Pace
+from ckptman.session.timings import Timings
 from ckptman.state.step_record import Recorder
 
 _STOP, _SAVE, _FAILED, _SLOW, _STEP, _MINUS_STEP = range(6)
@@ -33,7 +33,7 @@ class Agreed(NamedTuple):
     failed: int
 
 
-class Agreement:
+class StepConsensus:
     """What each rank wants, known to all ranks one step later.
 
     At the end of a step a rank sends what it wants at the next one: the leader what the policy decides (for that step,
@@ -42,16 +42,16 @@ class Agreement:
 
     def __init__(
         self,
-        talk: Channel,
+        control: Channel,
         policy: SavePolicy,
-        pace: Pace,
+        pace: Timings,
         signals: SignalHandler | None,
         saver: Saver,
         recorder: Recorder,
     ) -> None:
-        self._talk, self._policy, self._pace, self._signals, self._saver = talk, policy, pace, signals, saver
+        self._control, self._policy, self._pace, self._signals, self._saver = control, policy, pace, signals, saver
         self._foresight = Foresight(policy, pace)
-        self._exchange, self._recorder = Exchange(talk, FLAGS), recorder
+        self._exchange, self._recorder = Exchange(control, FLAGS), recorder
         self.recording_is_slow = False
         """Whether it takes any rank too long to record the state at each step."""
         self._expected_step = -1
@@ -94,10 +94,10 @@ class Agreement:
         return self._planned
 
     def _flags(self, step: int, *, ahead: bool) -> list[int]:
-        if self._talk.is_leader:
+        if self._control.is_leader:
             self._planned = self._plan(step, ahead)
         received = self._signals.received if self._signals is not None else None
-        stop = 0 if received is None else int(received) * _RANKS + self._talk.rank
+        stop = 0 if received is None else int(received) * _RANKS + self._control.rank
         slow = int(bool(self._recorder.too_slow))
         return [stop, int(self._planned is not None), self._saver.failed, slow, step, -step]
 

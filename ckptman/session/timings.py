@@ -13,7 +13,7 @@ from ckptman.policies.save_policies import Facts
 from ckptman.saving.saver import SaveReport
 
 
-class Pace:
+class Timings:
     """Turns what happens into the facts that policies decide on. All times in seconds; `deadline` is unix time.
 
     `durable_seconds`: what a save took in earlier attempts; it stands until one of this attempt was measured.

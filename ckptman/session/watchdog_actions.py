@@ -43,13 +43,13 @@ def patience_of(setting: Setting, world_size: int, environ: Mapping[str, str]) -
     return Patience(float(setting))
 
 
-def make_watchdog(setting: Setting, talk: Channel, attempt: Attempt) -> Watchdog:
+def make_watchdog(setting: Setting, control: Channel, attempt: Attempt) -> Watchdog:
     """The watchdog of this rank, which watches from now on unless `setting` says otherwise. Raises: ConfigError."""
-    patience = patience_of(setting, talk.world_size, os.environ)
+    patience = patience_of(setting, control.world_size, os.environ)
     # Told now: where rank 0 keeps the store, nobody could ask for it later.
-    roll = Roll(talk.rank, talk.world_size, attempt.number, talk.tell(this_process()))
+    roll = Roll(control.rank, control.world_size, attempt.number, control.broadcast(this_process()))
     look_seconds = (patience or Patience()).look_seconds
-    watchdog = Watchdog(patience, LastWords(roll, attempt, talk.rank, talk.world_size, look_seconds))
+    watchdog = Watchdog(patience, LastWords(roll, attempt, control.rank, control.world_size, look_seconds))
     if patience is not None:
         roll.register()
         attempt.note("watchdog", floor_seconds=patience.floor_seconds, factor=patience.factor)

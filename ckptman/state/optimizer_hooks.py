@@ -15,7 +15,7 @@ from ckptman.state.local_shards import local_parts
 from ckptman.state.named_state import Snapshot
 
 
-class Updates:
+class OptimizerHooks:
     """Counts the steps that optimizers make, and calls `before` ahead of each of an optimizer in the state.
 
     All optimizers of this process count: one may be within another object of the state, and what the fused kind changes

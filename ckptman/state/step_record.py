@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ckptman.state.generators import RNGState
 from ckptman.state.local_shards import is_dense
 from ckptman.state.named_state import is_stateful
-from ckptman.state.optimizer_hooks import Updates
+from ckptman.state.optimizer_hooks import OptimizerHooks
 
 SHARE = 0.02
 """How much of a step recording may take: an object that takes longer is not asked at each step."""
@@ -112,7 +112,7 @@ class Recorded:
 class Recorder:
     """Records a state at the end of steps. Every rank has one."""
 
-    def __init__(self, state: Mapping[str, Any], updates: Updates) -> None:
+    def __init__(self, state: Mapping[str, Any], updates: OptimizerHooks) -> None:
         self._state, self._updates = state, updates
         self._walks: dict[str, tuple[torch.nn.Module, Callable[[], Iterable[torch.Tensor]]]] = {}
         self._slow_steps = 0

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.backends.object_store import ObjectEntry, ObjectPlace
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.object_store import ObjectBackend, ObjectEntry
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.reader_lease import reading
 from ckptman.errors import ConfigError
@@ -26,7 +26,7 @@ USUAL = Means()
 """As a save and a verify would, and nothing is replaced."""
 
 
-def copy_checkpoint(entry: Entry, place: FolderPlace | ObjectPlace, means: Means = USUAL) -> Copied:
+def copy_checkpoint(entry: Entry, place: LocalBackend | ObjectBackend, means: Means = USUAL) -> Copied:
     """Copy one complete checkpoint to another place, verified there, and then visible as a whole.
 
     One that is there already is not copied again. Interrupted anywhere, it can be called again and goes on from what
@@ -35,18 +35,18 @@ def copy_checkpoint(entry: Entry, place: FolderPlace | ObjectPlace, means: Means
 
     Raises: ConfigError, and as `copy_to_folder` and `copy_to_objects`.
     """
-    if isinstance(place, FolderPlace):
+    if isinstance(place, LocalBackend):
         check_apart(entry.path, place.root)
     with reading(entry.path, what="copy"):
         return _copy(FolderOriginal(entry.path, entry.require_manifest()), place, means)
 
 
-def copy_objects(entry: ObjectEntry, source: ObjectPlace, place: FolderPlace, means: Means = USUAL) -> Copied:
+def copy_objects(entry: ObjectEntry, source: ObjectBackend, place: LocalBackend, means: Means = USUAL) -> Copied:
     """The same of a checkpoint in an object store. Raises: as `copy_to_folder`."""
     return copy_to_folder(ObjectOriginal(source, entry), place, means)
 
 
-def copy_foreign(folder: Path, place: FolderPlace, means: Means = USUAL) -> Copied:
+def copy_foreign(folder: Path, place: LocalBackend, means: Means = USUAL) -> Copied:
     """The same of what plain DCP wrote: its files as they are, held against digests of what was read.
 
     Raises: ConfigError, and as `copy_to_folder`.
@@ -55,8 +55,8 @@ def copy_foreign(folder: Path, place: FolderPlace, means: Means = USUAL) -> Copi
     return copy_to_folder(ForeignOriginal(folder), place, means)
 
 
-def _copy(original: Original, place: FolderPlace | ObjectPlace, means: Means) -> Copied:
-    if isinstance(place, FolderPlace):
+def _copy(original: Original, place: LocalBackend | ObjectBackend, means: Means) -> Copied:
+    if isinstance(place, LocalBackend):
         return copy_to_folder(original, place, means)
     return copy_to_objects(original, place, means)
 

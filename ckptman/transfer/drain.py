@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.backends.object_store import REMOVING, ObjectEntry, ObjectPlace
-from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.object_store import REMOVING, ObjectBackend, ObjectEntry
+from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.rollback_records import Rollback, abandoned_by, hand_on, read_rollbacks
@@ -86,13 +86,13 @@ class DrainPlan:
 def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = None, *, new: bool = False) -> DrainPlan:
     """What the tiers of a root have still to get. `new`: one that is not there holds nothing.
 
-    Raises: as `Catalogue.look`.
+    Raises: as `Catalog.look`.
     """
     now_seconds = time.time() if now_seconds is None else now_seconds
     holdings = [Holding(tier) if new and not os.path.lexists(str(tier)) else holding_of(root, tier) for tier in tiers]
     every = [*read_rollbacks(root).values(), *(rollback for each in holdings for rollback in each.rollbacks)]
     left = abandoned_by(every)
-    there = Catalogue(root).look()
+    there = Catalog(root).look()
     entries = [entry for entry in there if entry.complete]
     records = [record_of(entry, left) for entry in entries]
     tasks: list[Task] = []
@@ -139,7 +139,7 @@ def _told(root: Path, holding: Holding, rollbacks: Sequence[Rollback]) -> Holdin
 def _mark(root: Path, holding: Holding) -> None:
     """Raises: CkptmanError, OSError."""
     place = open_tier(holding.tier)
-    manifests = [entry.require_manifest() for entry in Catalogue(root).look() if entry.complete]
+    manifests = [entry.require_manifest() for entry in Catalog(root).look() if entry.complete]
     run_id = manifests[-1].run_id if manifests else ""
     try:
         id = look_whose(root, place)
@@ -199,9 +199,9 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
         _tell_prunes(root, [holding_of(root, tier, left) for tier in fuller])
 
 
-def prune_tier(tier: Tier, place: FolderPlace | ObjectPlace) -> None:
+def prune_tier(tier: Tier, place: LocalBackend | ObjectBackend) -> None:
     """Delete in a tier what its own retention no longer keeps, and what crashes left. Raises: CkptmanError, OSError."""
-    if isinstance(place, FolderPlace):
+    if isinstance(place, LocalBackend):
         with lease(place.root, [], what="prune") as nonce:
             found = plan_prune(place.root, tier.retention)
             if _is_meant(tier, [each.record for each in found.verdicts]):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
-from ckptman.catalog.backends.object_store import ObjectPlace
+from ckptman.catalog.backends.object_store import ObjectBackend
 from ckptman.errors import CkptmanError, NotFoundError
 from ckptman.io.workers import STRIDE_BYTES, share_out, stride_of
 from ckptman.transfer.copy_digest import OnTheWay
@@ -30,7 +30,7 @@ MOST_PARTS = 10_000
 
 def put_files(
     original: Original,
-    place: ObjectPlace,
+    place: ObjectBackend,
     sizes: Mapping[str, int],
     *,
     meter: Meter,
@@ -65,7 +65,14 @@ class _Upload:
     """One file on its way. Its object appears when its last part has come."""
 
     def __init__(
-        self, original: Original, place: ObjectPlace, name: str, size: int, part: int, meter: Meter, limit: Limit | None
+        self,
+        original: Original,
+        place: ObjectBackend,
+        name: str,
+        size: int,
+        part: int,
+        meter: Meter,
+        limit: Limit | None,
     ) -> None:
         self.parts = max(1, -(-size // part))
         self._original, self._place, self._name, self._size, self._part = original, place, name, size, part

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.writer_lock import Claim, claim, process_lives, read_owner
 from ckptman.errors import BusyError, CkptmanError, RootError
 from ckptman.format.paths import DOT
@@ -35,7 +35,7 @@ _LEFT = re.compile(
 
 
 @contextmanager
-def claimed(draft: Path, place: FolderPlace, disk: Disk) -> Iterator[Claim]:
+def claimed(draft: Path, place: LocalBackend, disk: Disk) -> Iterator[Claim]:
     """The draft is ours alone: made if there is none. Raises: BusyError."""
     if draft.is_symlink():  # through it, what lies elsewhere would be tidied up
         disk.remove_file(draft)
@@ -56,7 +56,7 @@ def claimed(draft: Path, place: FolderPlace, disk: Disk) -> Iterator[Claim]:
         held.release()
 
 
-def check_claim(held: Claim, place: FolderPlace) -> None:
+def check_claim(held: Claim, place: LocalBackend) -> None:
     """A draft is still ours: who was stopped for long is taken for dead, and what it has sealed is opened again by the
     one who takes it over. Called before it becomes visible. Raises: BusyError, OSError."""
     with _telling_who_copies(place.root):
@@ -97,7 +97,7 @@ def tidy(draft: Path, facts: Facts, means: Means, meter: Meter) -> dict[str, byt
     return there
 
 
-def check_room(draft: Path, facts: Facts, place: FolderPlace) -> None:
+def check_room(draft: Path, facts: Facts, place: LocalBackend) -> None:
     """A disk that would be full half way is left as it is, for whoever saves to it. Raises: OSError."""
     with os.scandir(draft) as items:
         taken = sum(item.stat(follow_symlinks=False).st_blocks * 512 for item in items)
@@ -109,7 +109,7 @@ def check_room(draft: Path, facts: Facts, place: FolderPlace) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(draft))
 
 
-def clear_left(draft: Path, name: str, place: FolderPlace, disk: Disk) -> None:
+def clear_left(draft: Path, name: str, place: LocalBackend, disk: Disk) -> None:
     """Remove what other copies of a checkpoint of others left, once nobody works on it. Of ours, prunes know the names.
 
     What cannot be removed fails no copy.

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.replaceable import may_be_replaced
@@ -69,7 +69,7 @@ class Copied:
     remarks: tuple[str, ...] = ()
 
 
-def copy_to_folder(original: Original, place: FolderPlace, means: Means) -> Copied:
+def copy_to_folder(original: Original, place: LocalBackend, means: Means) -> Copied:
     """Copy a checkpoint into a root, prove every byte of it there, and only then make it visible, durably.
 
     Raises: BusyError (another copy of it is at work, or a run that is alive owns the root), ExistsError (another
@@ -90,7 +90,7 @@ def copy_to_folder(original: Original, place: FolderPlace, means: Means) -> Copi
             return copied
 
 
-def _copy_alone(original: Original, place: FolderPlace, draft: Path, means: Means, nonce: str) -> Copied:
+def _copy_alone(original: Original, place: LocalBackend, draft: Path, means: Means, nonce: str) -> Copied:
     with claimed(draft, place, means.disk) as held, holding(draft):
         try:
             # Another copy may have ended while this one waited for nothing.
@@ -105,7 +105,7 @@ def _copy_alone(original: Original, place: FolderPlace, draft: Path, means: Mean
             raise
 
 
-def _copy(original: Original, place: FolderPlace, draft: Path, means: Means, held: Claim, nonce: str) -> Copied:
+def _copy(original: Original, place: LocalBackend, draft: Path, means: Means, held: Claim, nonce: str) -> Copied:
     facts, disk, meter = original.facts, means.disk, means.meter or Meter()
     begun = time.monotonic()
     try:
@@ -151,7 +151,7 @@ def _copy(original: Original, place: FolderPlace, draft: Path, means: Means, hel
     )
 
 
-def _already(original: Original, place: FolderPlace, means: Means) -> Copied | None:
+def _already(original: Original, place: LocalBackend, means: Means) -> Copied | None:
     """The same checkpoint at the destination, proved now if that was not noted. None: nothing is in the way.
 
     Raises: ExistsError.

@@ -20,7 +20,7 @@ from typing import Any
 
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from ckptman.catalog.backends.object_store import REMOVING, ObjectEntry, ObjectPlace
+from ckptman.catalog.backends.object_store import REMOVING, ObjectBackend, ObjectEntry
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.replaceable import has_data, is_left, is_of_a_checkpoint
 from ckptman.catalog.tiers import hand_on_to
@@ -53,7 +53,7 @@ class ObjectOriginal:
 
     readers = THREADS
 
-    def __init__(self, place: ObjectPlace, entry: ObjectEntry) -> None:
+    def __init__(self, place: ObjectBackend, entry: ObjectEntry) -> None:
         self._place, self._entry = place, entry
         manifest = entry.require_manifest()
         beside = {MANIFEST, PINNED, COPYING, *manifest.files}
@@ -103,7 +103,7 @@ class ObjectOriginal:
 
 
 class _ObjectReading:
-    def __init__(self, place: ObjectPlace, name: str) -> None:
+    def __init__(self, place: ObjectBackend, name: str) -> None:
         self._place, self._name = place, name
 
     def read(self, offset: int, size: int, scratch: memoryview) -> memoryview:
@@ -116,7 +116,7 @@ class _ObjectReading:
         pass
 
 
-def copy_to_objects(original: Original, place: ObjectPlace, means: Means) -> Copied:
+def copy_to_objects(original: Original, place: ObjectBackend, means: Means) -> Copied:
     """Copy a checkpoint to an object store, read every byte of it back, and only then put its manifest.
 
     Raises: ConfigError (a checkpoint of others), ExistsError (something else is there), BusyError (a copy of another
@@ -189,7 +189,7 @@ def copy_to_objects(original: Original, place: ObjectPlace, means: Means) -> Cop
     )
 
 
-def _already(original: Original, place: ObjectPlace, there: dict[str, int], means: Means) -> Copied | None:
+def _already(original: Original, place: ObjectBackend, there: dict[str, int], means: Means) -> Copied | None:
     """The same checkpoint at the destination, all of it read again; None where nothing is in the way.
 
     Raises: ExistsError, RootError.
@@ -233,7 +233,7 @@ def _already(original: Original, place: ObjectPlace, there: dict[str, int], mean
     )
 
 
-def _may_be_replaced(place: ObjectPlace, facts: Facts, there: Mapping[str, int]) -> bool:
+def _may_be_replaced(place: ObjectBackend, facts: Facts, there: Mapping[str, int]) -> bool:
     """Whether what is there is a checkpoint, what is left of one, or of a copy. Raises: RootError."""
     names = {name for name in there if name} - {COPYING, REMOVING}
     is_noted = not there.keys().isdisjoint({COPYING, REMOVING})
@@ -250,7 +250,7 @@ def _may_be_replaced(place: ObjectPlace, facts: Facts, there: Mapping[str, int])
         return False
 
 
-def _claim(place: ObjectPlace, facts: Facts, there: Mapping[str, int], overwrite: bool) -> None:
+def _claim(place: ObjectBackend, facts: Facts, there: Mapping[str, int], overwrite: bool) -> None:
     """Put the note of whose objects these are; where one is there it has to be ours. Raises: ExistsError, RootError."""
     where, name = f"{place.url}/{facts.name}", f"{facts.name}/{COPYING}"
     note = {"tag": facts.tag, "host": socket.gethostname(), "pid": os.getpid(), "time_seconds": time.time()}
@@ -272,7 +272,7 @@ def _claim(place: ObjectPlace, facts: Facts, there: Mapping[str, int], overwrite
         )
 
 
-def _check_original(facts: Facts, place: ObjectPlace, there: Mapping[str, int], means: Means, meter: Meter) -> None:
+def _check_original(facts: Facts, place: ObjectBackend, there: Mapping[str, int], means: Means, meter: Meter) -> None:
     """Another checkpoint goes before what takes its place is there, so that has to be whole before it goes.
 
     Raises: CorruptError, SourceError.
@@ -289,7 +289,7 @@ def _check_original(facts: Facts, place: ObjectPlace, there: Mapping[str, int], 
     raise CorruptError(text) if report.damage else SourceError(errno.EIO, text)
 
 
-def _check_ours(place: ObjectPlace, facts: Facts) -> None:
+def _check_ours(place: ObjectBackend, facts: Facts) -> None:
     """What was proved here is still what this copy put: the last look before the manifest. Raises: BusyError."""
     there = place.listing(facts.name)
     note = _note(place, facts, there)
@@ -300,7 +300,7 @@ def _check_ours(place: ObjectPlace, facts: Facts) -> None:
     raise _TakenError(f"{place.url}/{facts.name}", str(note.get("host", "")), note.get("pid", 0))
 
 
-def _give_up(place: ObjectPlace, facts: Facts) -> None:
+def _give_up(place: ObjectBackend, facts: Facts) -> None:
     """Remove what was put, unless it is somebody else's by now. Raises: CkptmanError."""
     there = place.listing(facts.name)
     if MANIFEST in there or _note(place, facts, there).get("tag") != facts.tag:
@@ -309,7 +309,7 @@ def _give_up(place: ObjectPlace, facts: Facts) -> None:
         place.remove(f"{facts.name}/{name}")
 
 
-def _put(place: ObjectPlace, facts: Facts, name: str, data: bytes) -> None:
+def _put(place: ObjectBackend, facts: Facts, name: str, data: bytes) -> None:
     """Put what is beside the files, and read it back. Raises: RootError."""
     place.write(f"{facts.name}/{name}", data)
     if place.read(f"{facts.name}/{name}", 0, len(data)) != data:
@@ -317,13 +317,13 @@ def _put(place: ObjectPlace, facts: Facts, name: str, data: bytes) -> None:
         raise NotReadBackError(f"{place.url}/{facts.name}", (f"{name} has other bytes",))
 
 
-def _has_manifest(place: ObjectPlace, facts: Facts, there: Mapping[str, int]) -> bool:
+def _has_manifest(place: ObjectBackend, facts: Facts, there: Mapping[str, int]) -> bool:
     if there.get(MANIFEST) != len(facts.data):
         return False
     return place.read(f"{facts.name}/{MANIFEST}", 0, len(facts.data)) == facts.data
 
 
-def _note(place: ObjectPlace, facts: Facts, there: Mapping[str, int]) -> dict[str, Any]:
+def _note(place: ObjectBackend, facts: Facts, there: Mapping[str, int]) -> dict[str, Any]:
     """What `copying.json` says; empty where there is none."""
     try:
         note = json.loads(_read_beside(place, facts.name, COPYING, there) or b"{}")
@@ -332,7 +332,7 @@ def _note(place: ObjectPlace, facts: Facts, there: Mapping[str, int]) -> dict[st
     return note if isinstance(note, dict) else {}
 
 
-def _read_beside(place: ObjectPlace, folder: str, name: str, sizes: Mapping[str, int]) -> bytes | None:
+def _read_beside(place: ObjectBackend, folder: str, name: str, sizes: Mapping[str, int]) -> bytes | None:
     if name not in sizes:
         return None
     if sizes[name] > _MOST_BESIDE_BYTES:
@@ -341,7 +341,7 @@ def _read_beside(place: ObjectPlace, folder: str, name: str, sizes: Mapping[str,
 
 
 def _right(
-    place: ObjectPlace, facts: Facts, names: Sequence[str], means: Means, meter: Meter, phase: Phase
+    place: ObjectBackend, facts: Facts, names: Sequence[str], means: Means, meter: Meter, phase: Phase
 ) -> set[str]:
     """Those of the files whose objects were read and are what was saved. Raises: RootError."""
     assert facts.manifest is not None

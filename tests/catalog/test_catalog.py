@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptman.catalog import catalog as catalogue_module
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.format.manifest import Manifest, compare_names, is_plain_name, read_manifest
 from ckptman.format.paths import (
@@ -42,11 +42,11 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def steps(root: Path) -> list[int]:
     """The steps that count, oldest commit first."""
-    return [entry.step for entry in Catalogue(root).complete()]
+    return [entry.step for entry in Catalog(root).complete()]
 
 
 def problem(root: Path, step: int = 100) -> str:
-    entry = Catalogue(root).entry(step)
+    entry = Catalog(root).entry(step)
     assert not entry.complete
     assert entry.problem is not None
     with pytest.raises((CorruptError, FormatVersionError)):
@@ -91,7 +91,7 @@ def test_a_name_that_only_resembles_ours_is_left_alone(tmp_path: Path, name: str
     shutil.copytree(tmp_path / step_folder(100), tmp_path / name)
     assert parse_step(name) is None
     assert steps(tmp_path) == [100]
-    assert Catalogue(tmp_path).leftovers() == []
+    assert Catalog(tmp_path).leftovers() == []
 
 
 @given(
@@ -197,13 +197,13 @@ def test_what_does_not_count(tmp_path: Path, damage: Any, complaint: str) -> Non
 
 def test_a_newer_format_is_told_apart_from_damage(tmp_path: Path) -> None:
     rewrite(save(tmp_path, 100).path, format_version=7, sequence=None, shards={})
-    entry = Catalogue(tmp_path).entry(100)
+    entry = Catalog(tmp_path).entry(100)
     assert entry.newer_format is not None
     with pytest.raises(FormatVersionError, match="has format version 7, and this ckptman reads up to 1: upgrade"):
         entry.require_manifest()
     # Without a digest at its end too: a newer format may have moved it.
     (entry.path / "manifest.json").write_text('{"format_version": 8}')
-    assert Catalogue(tmp_path).entry(100).newer_format is not None
+    assert Catalog(tmp_path).entry(100).newer_format is not None
 
 
 def as_link(path: Path) -> None:
@@ -247,7 +247,7 @@ def test_what_is_no_file_does_not_count_and_does_not_hang(tmp_path: Path, name: 
 def test_what_only_has_the_name(tmp_path: Path, make: Any, complaint: str) -> None:
     make(tmp_path / step_folder(100))
     assert complaint in problem(tmp_path)
-    assert Catalogue(tmp_path).leftovers() == []
+    assert Catalog(tmp_path).leftovers() == []
 
 
 def test_a_file_more_than_the_manifest_names_does_no_harm(tmp_path: Path) -> None:
@@ -298,35 +298,35 @@ def test_a_save_that_stood_aside_counts_until_the_new_one_is_there(tmp_path: Pat
     save(tmp_path, 50)
     old = aside(save(tmp_path, 100))
     assert steps(tmp_path) == [50, 100]
-    assert Catalogue(tmp_path).entry(100).path == old
-    assert Catalogue(tmp_path).leftovers() == [], "it is the only one of its step"
+    assert Catalog(tmp_path).entry(100).path == old
+    assert Catalog(tmp_path).leftovers() == [], "it is the only one of its step"
     new = save(tmp_path, 100)
-    assert Catalogue(tmp_path).entry(100).path == new.path
-    assert [path for path, _ in Catalogue(tmp_path).leftovers()] == [old]
+    assert Catalog(tmp_path).entry(100).path == new.path
+    assert [path for path, _ in Catalog(tmp_path).leftovers()] == [old]
 
 
 @pytest.mark.parametrize("tags", ["af", "fa"])
 def test_of_several_that_stood_aside_the_last_committed_counts(tmp_path: Path, tags: str) -> None:
     first = aside(save(tmp_path, 100), 8 * tags[0])
     second = aside(save(tmp_path, 100), 8 * tags[1])
-    assert Catalogue(tmp_path).entry(100).path == second
-    assert [path for path, _ in Catalogue(tmp_path).leftovers()] == [first]
+    assert Catalog(tmp_path).entry(100).path == second
+    assert [path for path, _ in Catalog(tmp_path).leftovers()] == [first]
 
 
 def test_a_good_one_that_stood_aside_stands_in_for_a_damaged_one(tmp_path: Path) -> None:
     old = aside(save(tmp_path, 100))
     (save(tmp_path, 100).path / "__0_0.distcp").unlink()
-    assert Catalogue(tmp_path).entry(100).path == old
-    assert Catalogue(tmp_path).entry(100).complete
-    assert Catalogue(tmp_path).leftovers() == [], "the only good one is never a leftover"
+    assert Catalog(tmp_path).entry(100).path == old
+    assert Catalog(tmp_path).entry(100).complete
+    assert Catalog(tmp_path).leftovers() == [], "the only good one is never a leftover"
     (old / "__0_0.distcp").unlink()
-    assert Catalogue(tmp_path).entry(100).path == tmp_path / step_folder(100)
+    assert Catalog(tmp_path).entry(100).path == tmp_path / step_folder(100)
 
 
 def test_one_that_stood_aside_does_not_hide_a_newer_format(tmp_path: Path) -> None:
     aside(save(tmp_path, 100))
     rewrite(save(tmp_path, 100).path, format_version=2)
-    assert Catalogue(tmp_path).entry(100).newer_format is not None
+    assert Catalog(tmp_path).entry(100).newer_format is not None
 
 
 # ---- the root --------------------------------------------------------------------------------------------------------
@@ -334,13 +334,13 @@ def test_one_that_stood_aside_does_not_hide_a_newer_format(tmp_path: Path) -> No
 
 def test_a_root_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="there is no checkpoint root"):
-        Catalogue(tmp_path / "nowhere").scan()
+        Catalog(tmp_path / "nowhere").scan()
 
 
 def test_a_root_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RootError, match="is a file, not a folder: name another root"):
-        Catalogue(tmp_path / "file").scan()
+        Catalog(tmp_path / "file").scan()
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE, errno.ELOOP])
@@ -353,7 +353,7 @@ def test_a_root_that_cannot_be_read_is_never_an_empty_one(
         raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(os, "listdir", refuse)
-    for look in (Catalogue(tmp_path).scan, Catalogue(tmp_path).complete, Catalogue(tmp_path).leftovers):
+    for look in (Catalog(tmp_path).scan, Catalog(tmp_path).complete, Catalog(tmp_path).leftovers):
         with pytest.raises(RootError, match=r"cannot be read .*: nothing is started over what may be there") as caught:
             look()
         assert caught.value.errno == code
@@ -370,10 +370,10 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_no_missing_one(
 
     monkeypatch.setattr(catalogue_module, reader, refuse)
     with pytest.raises(RootError, match=r"cannot be read .*: check its permissions"):
-        Catalogue(tmp_path).scan()
+        Catalog(tmp_path).scan()
     with pytest.raises(RootError, match=r"cannot be read .*: check its permissions"):
-        Catalogue(tmp_path).entry(100).require_manifest()
-    (entry,) = Catalogue(tmp_path).look()
+        Catalog(tmp_path).entry(100).require_manifest()
+    (entry,) = Catalog(tmp_path).look()
     assert (entry.complete, entry.manifest) == (False, None)
 
 
@@ -391,24 +391,24 @@ def test_an_earlier_save_does_not_stand_in_for_one_that_cannot_be_read(
         return real(path)
 
     monkeypatch.setattr(catalogue_module, "read_manifest", refuse)
-    (entry,) = Catalogue(tmp_path).look()
+    (entry,) = Catalog(tmp_path).look()
     assert entry.unreadable is not None
-    assert Catalogue(tmp_path).leftovers() == []
+    assert Catalog(tmp_path).leftovers() == []
     with pytest.raises(RootError, match=r"cannot be read \(Stale file handle\): check the mount"):
-        Catalogue(tmp_path).scan()
+        Catalog(tmp_path).scan()
 
 
 def test_an_empty_root(tmp_path: Path) -> None:
-    assert Catalogue(tmp_path).scan() == []
+    assert Catalog(tmp_path).scan() == []
     with pytest.raises(NotFoundError, match="no checkpoint of step 5; the latest there are: none"):
-        Catalogue(tmp_path).entry(5)
+        Catalog(tmp_path).entry(5)
 
 
 def test_a_step_that_does_not_exist_names_those_that_do(tmp_path: Path) -> None:
     for step in (300, 100):
         save(tmp_path, step)
     with pytest.raises(NotFoundError, match="no checkpoint of step 5; the latest there are: 300, 100"):
-        Catalogue(tmp_path).entry(5)
+        Catalog(tmp_path).entry(5)
 
 
 # ---- while others write ----------------------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ def test_a_folder_that_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatc
         return read_manifest(folder)
 
     monkeypatch.setattr(catalogue_module, "read_manifest", late)
-    assert [entry.step for entry in Catalogue(tmp_path).scan()] == [200]
+    assert [entry.step for entry in Catalog(tmp_path).scan()] == [200]
 
 
 def test_a_folder_that_vanishes_after_its_manifest_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +435,7 @@ def test_a_folder_that_vanishes_after_its_manifest_was_read(tmp_path: Path, monk
         return compare_names(folder, manifest)
 
     monkeypatch.setattr(catalogue_module, "compare_names", late)
-    assert Catalogue(tmp_path).scan() == []
+    assert Catalog(tmp_path).scan() == []
 
 
 def test_a_step_that_is_replaced_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,7 +448,7 @@ def test_a_step_that_is_replaced_while_it_is_looked_at(tmp_path: Path, monkeypat
         return compare_names(folder, manifest)
 
     monkeypatch.setattr(catalogue_module, "compare_names", late)
-    (entry,) = Catalogue(tmp_path).scan()
+    (entry,) = Catalog(tmp_path).scan()
     assert entry.complete
     assert entry.sequence == 2
 
@@ -466,7 +466,7 @@ def test_a_step_never_disappears_while_it_is_saved_again(tmp_path: Path) -> None
     writer.start()
     last = looks = 0
     while not enough.is_set():
-        (entry,) = Catalogue(tmp_path).scan()
+        (entry,) = Catalog(tmp_path).scan()
         assert entry.complete
         assert entry.sequence >= last
         last, looks = entry.sequence, looks + 1
@@ -475,7 +475,7 @@ def test_a_step_never_disappears_while_it_is_saved_again(tmp_path: Path) -> None
 
 
 def test_a_place_lists_opens_and_deletes(tmp_path: Path) -> None:
-    place = FolderPlace(tmp_path)
+    place = LocalBackend(tmp_path)
     save(tmp_path, 100, b"content")
     (entry,) = place.list()
     with place.open(entry, "__1_0.distcp") as file:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue, Memory, Remembered
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog, Memory, Remembered
 from ckptman.catalog.pins import pin
 from ckptman.catalog.prune import PrunePlan, execute, plan_prune
 from ckptman.catalog.verified import identify, note_damaged, remember_damage
@@ -68,24 +68,24 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def catalogue(root: Path) -> Catalogue:
-    found = Catalogue(root, Memory())
+def catalogue(root: Path) -> Catalog:
+    found = Catalog(root, Memory())
     found.scan(abandoned=True)
     return found
 
 
-def planned(catalogue: Catalogue, policy: RetentionPolicy | None = None) -> PrunePlan:
+def planned(catalogue: Catalog, policy: RetentionPolicy | None = None) -> PrunePlan:
     return plan_prune(catalogue.root, policy, wait=False, catalogue=catalogue)
 
 
 def test_what_has_not_changed_is_not_read_again(
-    root: Path, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+    root: Path, catalogue: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = Reads(root, monkeypatch)
     entries = catalogue.scan(abandoned=True, recall=True)
     assert all(isinstance(entry, Remembered) for entry in entries)
     assert (len(entries), reads.manifests, reads.listings) == (30, [], 1)
-    anew = Catalogue(root).scan(abandoned=True)
+    anew = Catalog(root).scan(abandoned=True)
     assert [(each.step, each.sequence, each.time_seconds, each.path) for each in entries] == [
         (each.step, each.sequence, each.time_seconds, each.path) for each in anew
     ]
@@ -94,7 +94,7 @@ def test_what_has_not_changed_is_not_read_again(
 
 
 def test_a_plan_lists_the_root_once_and_a_deletion_is_of_what_was_planned(
-    root: Path, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+    root: Path, catalogue: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = Reads(root, monkeypatch)
     plan = planned(catalogue)
@@ -132,7 +132,7 @@ def _replace(root: Path) -> None:
 
 
 def _damage(root: Path) -> None:
-    entry = Catalogue(root).entry(200)
+    entry = Catalog(root).entry(200)
     found = identify(entry.path, entry.require_manifest())
     note_damaged(entry.path, found, "a byte", time_seconds=1.0, ckptman_version="0", disk=DISK)
 
@@ -145,16 +145,16 @@ CHANGES = [_pin, _remove, _prune, _roll_back, _add, _replace, _damage, _lose_a_f
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
-def test_what_others_change_is_seen(root: Path, catalogue: Catalogue, change: Callable[[Path], None]) -> None:
+def test_what_others_change_is_seen(root: Path, catalogue: Catalog, change: Callable[[Path], None]) -> None:
     before = repr(planned(catalogue, KeepLast(10)).verdicts)
     change(root)
     plan, anew = planned(catalogue, KeepLast(10)), plan_prune(root, KeepLast(10), wait=False)
     assert repr(plan.verdicts) == repr(anew.verdicts) != before
     assert [(entry.step, why) for entry, why in plan.ignored] == [(entry.step, why) for entry, why in anew.ignored]
-    assert catalogue.scan(recall=True)[-1].sequence == Catalogue(root).scan()[-1].sequence
+    assert catalogue.scan(recall=True)[-1].sequence == Catalog(root).scan()[-1].sequence
 
 
-def test_what_was_cut_short_in_its_place_pushes_out_nothing(root: Path, catalogue: Catalogue) -> None:
+def test_what_was_cut_short_in_its_place_pushes_out_nothing(root: Path, catalogue: Catalog) -> None:
     """Nothing in its folder has changed but the size of a file."""
     data = next((root / step_folder(3000)).glob("*.distcp"))
     os.truncate(data, 1)
@@ -163,7 +163,7 @@ def test_what_was_cut_short_in_its_place_pushes_out_nothing(root: Path, catalogu
     assert [entry.step for entry, _ in plan.ignored] == [3000]
 
 
-def test_one_that_goes_while_rollbacks_are_looked_up_fails_nothing(root: Path, catalogue: Catalogue) -> None:
+def test_one_that_goes_while_rollbacks_are_looked_up_fails_nothing(root: Path, catalogue: Catalog) -> None:
     _roll_back(root)
     (gone,) = (each for each in catalogue.scan(abandoned=True, recall=True) if each.step == 200)
     assert isinstance(gone, Remembered)
@@ -173,20 +173,20 @@ def test_one_that_goes_while_rollbacks_are_looked_up_fails_nothing(root: Path, c
     assert 200 not in [entry.step for entry in catalogue.scan(abandoned=True, recall=True)]
 
 
-def test_one_that_was_replaced_since_the_plan_is_not_deleted(root: Path, catalogue: Catalogue) -> None:
+def test_one_that_was_replaced_since_the_plan_is_not_deleted(root: Path, catalogue: Catalog) -> None:
     plan = planned(catalogue, KeepLast(29))
     shutil.rmtree(root / step_folder(100))
     commit(root, 100, sequence=99)
     assert not execute(root, plan, "0123abcd-1").deleted
-    assert Catalogue(root).entry(100).sequence == 99
+    assert Catalog(root).entry(100).sequence == 99
 
 
 def test_a_step_that_is_saved_again_is_read_anew(root: Path) -> None:
-    place = FolderPlace(root)
+    place = LocalBackend(root)
     assert place.last_sequence() == 30
     draft = place.begin(step_folder(200), "0123abcd-1")
     source = root / step_folder(200)
-    manifest = Catalogue(root).entry(200).require_manifest().model_copy(update={"sequence": 31})
+    manifest = Catalog(root).entry(200).require_manifest().model_copy(update={"sequence": 31})
     for name in manifest.files:
         shutil.copyfile(source / name, Path(draft) / name)
     place.commit(draft, manifest)
@@ -197,7 +197,7 @@ def test_a_step_that_is_saved_again_is_read_anew(root: Path) -> None:
 
 def test_what_was_written_a_moment_ago_is_looked_at_again(tmp_path: Path) -> None:
     commit(tmp_path, 100, sequence=1)
-    catalogue = Catalogue(tmp_path, Memory())
+    catalogue = Catalog(tmp_path, Memory())
     catalogue.scan()
     (entry,) = catalogue.scan(recall=True)
     assert not isinstance(entry, Remembered)
@@ -243,13 +243,13 @@ def test_a_save_reads_the_manifests_that_are_new_and_lists_the_root_twice(
     assert reads.listings == 2
 
 
-def test_what_has_become_incomplete_counts_no_more_at_once(root: Path, catalogue: Catalogue) -> None:
+def test_what_has_become_incomplete_counts_no_more_at_once(root: Path, catalogue: Catalog) -> None:
     next((root / step_folder(300)).glob("*.distcp")).unlink()
     catalogue.scan()
     assert [each.record.step for each in planned(catalogue).verdicts if each.record.step == 300] == []
 
 
-def test_what_a_verify_noted_a_moment_ago_is_seen(root: Path, catalogue: Catalogue) -> None:
-    remember_damage(root / step_folder(3000), Catalogue(root).entry(3000).require_manifest(), "a bit is wrong")
+def test_what_a_verify_noted_a_moment_ago_is_seen(root: Path, catalogue: Catalog) -> None:
+    remember_damage(root / step_folder(3000), Catalog(root).entry(3000).require_manifest(), "a bit is wrong")
     kept = [each.record.step for each in planned(catalogue, KeepLast(2)).verdicts if each.keep]
     assert {2800, 2900} <= set(kept), "what is damaged counts for nothing"

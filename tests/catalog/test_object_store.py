@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 import ckptman
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.backends.object_store import ObjectPlace, Patience, find_url
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.object_store import ObjectBackend, Patience, find_url
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ConfigError, CorruptError, ExistsError, NotFoundError, RootError
@@ -51,9 +51,9 @@ def other(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def place() -> ObjectPlace:
+def place() -> ObjectBackend:
     """A store in memory, which fails in no way that it is not told to."""
-    place = ObjectPlace("memory://hard/runs", QUICK)
+    place = ObjectBackend("memory://hard/runs", QUICK)
     place.fs.store.clear()
     return place
 
@@ -65,18 +65,18 @@ class Refused(Exception):
         self.response = {"Error": {"Code": code}}
 
 
-def upload(root: Path, place: ObjectPlace, **means: object) -> Copied:
-    return copy_checkpoint(Catalogue(root).entry(100), place, Means(**means))  # type: ignore[arg-type]
+def upload(root: Path, place: ObjectBackend, **means: object) -> Copied:
+    return copy_checkpoint(Catalog(root).entry(100), place, Means(**means))  # type: ignore[arg-type]
 
 
-def change_byte(place: ObjectPlace, name: str) -> None:
+def change_byte(place: ObjectBackend, name: str) -> None:
     path = f"{place.prefix}/{name}"
     data = bytearray(place.fs.cat_file(path))
     data[0] ^= 1
     place.fs.pipe_file(path, bytes(data))
 
 
-def once_after(place: ObjectPlace, method: str, what: Callable[[], object], which: str = "") -> None:
+def once_after(place: ObjectBackend, method: str, what: Callable[[], object], which: str = "") -> None:
     """What somebody else does right after the first such request."""
     original, done = getattr(place, method), list[int]()
 
@@ -127,7 +127,7 @@ def test_other_verbs_say_that_they_are_not_for_object_stores(verb: str, root: Pa
     assert main(["export", str(root), "s3://bucket/out"]) == 2
 
 
-def test_objects_of_others_are_not_touched(root: Path, place: ObjectPlace) -> None:
+def test_objects_of_others_are_not_touched(root: Path, place: ObjectBackend) -> None:
     theirs = {f"{FOLDER}/eval/results.json": b"precious", f"{FOLDER}/.metadata": b"plain"}
     for name, data in theirs.items():
         place.write(name, data)
@@ -146,14 +146,14 @@ def test_objects_of_others_are_not_touched(root: Path, place: ObjectPlace) -> No
 
 
 def test_the_marker_of_an_empty_folder_is_in_nobody_s_way(root: Path, bucket: str, proxy: Proxy) -> None:
-    place = ObjectPlace(f"s3://{bucket}/runs", QUICK)
+    place = ObjectBackend(f"s3://{bucket}/runs", QUICK)
     for folder in ("runs/", f"runs/{FOLDER}/"):
         place.fs.call_s3("put_object", Bucket=bucket, Key=folder, Body=b"")
     assert not upload(root, place).already
     assert [entry.complete for entry in place.look()] == [True]
 
 
-def test_an_object_that_was_damaged_is_found_and_replaced(root: Path, place: ObjectPlace, capsys: Told) -> None:
+def test_an_object_that_was_damaged_is_found_and_replaced(root: Path, place: ObjectBackend, capsys: Told) -> None:
     upload(root, place)
     change_byte(place, DATA)
     with pytest.raises(ExistsError, match=r"is damaged there: __0_0\.distcp has other bytes.*--overwrite"):
@@ -177,29 +177,29 @@ def test_a_rollback_goes_along_to_a_store_and_back(tmp_path: Path, bucket: str, 
     assert main(["copy", str(root), f"{url}2"]) == 0
     assert main(["copy", str(root), f"{url}2"]) == 0
     for each in (url, f"{url}2"):
-        assert len(ObjectPlace(each).rollbacks()) == 1
+        assert len(ObjectBackend(each).rollbacks()) == 1
         capsys.readouterr()
         assert main(["list", each]) == 0
         told = capsys.readouterr().out
         assert "the newest is of step 200. 1 was abandoned." in told
         assert "abandoned by the rollback to step 200" in told
-        assert [entry.step for entry in ObjectPlace(each).look()] == [100, 200]
+        assert [entry.step for entry in ObjectBackend(each).look()] == [100, 200]
         back = tmp_path / f"back{len(each)}"
         assert main(["copy", each, str(back)]) == 0
-        assert [entry.step for entry in Catalogue(back).scan()] == [200]
+        assert [entry.step for entry in Catalog(back).scan()] == [200]
         assert main(["copy", each, str(back), "--step", "300"]) == 0  # asked for by name
-        entries = Catalogue(back).scan(abandoned=True)
+        entries = Catalog(back).scan(abandoned=True)
         assert [(entry.step, bool(entry.abandoned)) for entry in entries] == [(200, False), (300, True)]
 
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("kind", ["memory", "s3"])
 def test_of_two_that_begin_at_once_one_is_told(
-    ends: bool, kind: str, root: Path, other: Path, place: ObjectPlace, request: pytest.FixtureRequest
+    ends: bool, kind: str, root: Path, other: Path, place: ObjectBackend, request: pytest.FixtureRequest
 ) -> None:
     if kind == "s3":
-        place = ObjectPlace(f"s3://{request.getfixturevalue('bucket')}/runs", QUICK)
-    rival = ObjectPlace(place.url, QUICK)
+        place = ObjectBackend(f"s3://{request.getfixturevalue('bucket')}/runs", QUICK)
+    rival = ObjectBackend(place.url, QUICK)
     begun = json.dumps({"tag": "f" * 16, "host": "elsewhere", "pid": 7}).encode()
     once_after(place, "listing", lambda: upload(other, rival) if ends else rival.write(NOTE, begun), FOLDER)
     with pytest.raises(ExistsError, match="another checkpoint"):
@@ -210,15 +210,15 @@ def test_of_two_that_begin_at_once_one_is_told(
         assert upload(other, rival).already
 
 
-def test_the_same_copy_that_ended_meanwhile_is_enough(root: Path, place: ObjectPlace) -> None:
-    once_after(place, "listing", lambda: upload(root, ObjectPlace(place.url, QUICK)), FOLDER)
+def test_the_same_copy_that_ended_meanwhile_is_enough(root: Path, place: ObjectBackend) -> None:
+    once_after(place, "listing", lambda: upload(root, ObjectBackend(place.url, QUICK)), FOLDER)
     assert upload(root, place).already
     assert NOTE not in place.listing()
 
 
 @pytest.mark.parametrize("by", ["another", "nobody", "the same"])
 def test_what_was_taken_over_meanwhile_gets_no_manifest(
-    by: str, root: Path, place: ObjectPlace, monkeypatch: pytest.MonkeyPatch
+    by: str, root: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def put(*arguments: object, **named: object) -> None:
         put_files(*arguments, **named)  # type: ignore[arg-type]
@@ -228,7 +228,7 @@ def test_what_was_taken_over_meanwhile_gets_no_manifest(
         elif by == "nobody":
             place.remove(NOTE)
         else:
-            upload(root, ObjectPlace(place.url, QUICK))
+            upload(root, ObjectBackend(place.url, QUICK))
 
     monkeypatch.setattr(objectcopy, "put_files", put)
     if by == "the same":
@@ -241,11 +241,11 @@ def test_what_was_taken_over_meanwhile_gets_no_manifest(
 
 
 def test_an_original_that_is_gone_takes_no_copy_of_somebody_else_with_it(
-    root: Path, place: ObjectPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, place: ObjectBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def put(*arguments: object, **named: object) -> None:
         monkeypatch.undo()
-        upload(root, ObjectPlace(place.url, QUICK))
+        upload(root, ObjectBackend(place.url, QUICK))
         (root / FOLDER).rename(tmp_path / "gone")  # it is in the tier now, so it may go
         raise NotFoundError("it is gone")
 
@@ -256,7 +256,7 @@ def test_an_original_that_is_gone_takes_no_copy_of_somebody_else_with_it(
 
 
 @pytest.mark.parametrize("code", ["NotImplemented", "InvalidArgument", "AccessDenied"])
-def test_a_store_that_knows_no_conditions_is_asked_without(code: str, root: Path, place: ObjectPlace) -> None:
+def test_a_store_that_knows_no_conditions_is_asked_without(code: str, root: Path, place: ObjectBackend) -> None:
     pipe_file = place.fs.pipe_file
 
     def pipe(path: str, data: bytes, mode: str = "overwrite") -> None:
@@ -278,7 +278,7 @@ def test_a_store_that_knows_no_conditions_is_asked_without(code: str, root: Path
 
 
 @pytest.mark.parametrize("beside", ["manifest.json", "pinned.json"])
-def test_what_is_beside_the_files_is_read_back_too(beside: str, root: Path, place: ObjectPlace) -> None:
+def test_what_is_beside_the_files_is_read_back_too(beside: str, root: Path, place: ObjectBackend) -> None:
     (root / FOLDER / "pinned.json").write_text('{"why": "Table 2"}')
     write = place.write
 
@@ -294,7 +294,7 @@ def test_what_is_beside_the_files_is_read_back_too(beside: str, root: Path, plac
     assert [entry.complete for entry in place.look()] == [True]
 
 
-def test_a_pin_that_was_set_later_travels_with_the_next_copy(root: Path, place: ObjectPlace) -> None:
+def test_a_pin_that_was_set_later_travels_with_the_next_copy(root: Path, place: ObjectBackend) -> None:
     upload(root, place)
     assert main(["pin", str(root / FOLDER), "--why", "Table 2"]) == 0
     assert upload(root, place).already
@@ -304,7 +304,7 @@ def test_a_pin_that_was_set_later_travels_with_the_next_copy(root: Path, place: 
 
 @pytest.mark.parametrize("what", [["__1_0.distcp"], ["blocks-00001.bin"], ["__1_0.distcp", "manifest.json"], []])
 def test_what_is_deleted_while_it_is_copied_out_leaves_no_draft(
-    what: list[str], root: Path, place: ObjectPlace, tmp_path: Path
+    what: list[str], root: Path, place: ObjectBackend, tmp_path: Path
 ) -> None:
     upload(root, place)
     (entry,) = place.look()
@@ -317,19 +317,19 @@ def test_what_is_deleted_while_it_is_copied_out_leaves_no_draft(
 
     place.read = read_too_late  # type: ignore[method-assign]
     with pytest.raises(GoneError, match=r"was removed, in part or as a whole.*copy again"):
-        copy_objects(entry, place, FolderPlace(tmp_path / "back"))
-    assert Catalogue(tmp_path / "back").leftovers() == []
+        copy_objects(entry, place, LocalBackend(tmp_path / "back"))
+    assert Catalog(tmp_path / "back").leftovers() == []
 
 
-def test_damage_in_a_store_is_told_by_file_and_block(root: Path, place: ObjectPlace, tmp_path: Path) -> None:
+def test_damage_in_a_store_is_told_by_file_and_block(root: Path, place: ObjectBackend, tmp_path: Path) -> None:
     upload(root, place)
     change_byte(place, DATA)
     with pytest.raises(CorruptError, match=r"__0_0\.distcp is not what was saved: block 0 \(from byte 0 on\)") as told:
-        copy_objects(place.look()[0], place, FolderPlace(tmp_path / "back"))
+        copy_objects(place.look()[0], place, LocalBackend(tmp_path / "back"))
     assert str(told.value).endswith("It was not copied: copy another checkpoint")
     change_byte(place, f"{FOLDER}/blocks-00000.bin")  # then nobody knows the block
     with pytest.raises(CorruptError, match=r"(__0_0\.distcp|blocks-00000\.bin) is not what was saved\. It"):
-        copy_objects(place.look()[0], place, FolderPlace(tmp_path / "back"))
+        copy_objects(place.look()[0], place, LocalBackend(tmp_path / "back"))
 
 
 @pytest.mark.parametrize(("silent_seconds", "attempts"), [(0.0, 6), (10.0, 6), (60.0, 2), (1000.0, 2)])
@@ -343,7 +343,7 @@ def test_a_store_that_is_silent_is_not_asked_for_ever(silent_seconds: float, att
         pass_by(silent_seconds)
         raise TimeoutError
 
-    place = ObjectPlace("memory://hard/silent", Patience(sleep=pass_by, clock=lambda: now[0]))
+    place = ObjectBackend("memory://hard/silent", Patience(sleep=pass_by, clock=lambda: now[0]))
     with pytest.raises(RootError, match=f"could not be listed {attempts} times"):
         place.ask("listed", ask, "x")
     assert now[0] < 150 or silent_seconds > 60
@@ -362,7 +362,7 @@ def test_a_bucket_or_an_endpoint_that_is_none_is_told_at_once(
 
 
 def test_a_copy_that_goes_on_tells_how_long_it_read(
-    root: Path, place: ObjectPlace, monkeypatch: pytest.MonkeyPatch
+    root: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
     monkeypatch.setattr(objectcopy, "time", SimpleNamespace(monotonic=lambda: float(next(ticks)), time=lambda: 0.0))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends.object_store import ObjectPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.object_store import ObjectBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, CorruptError, ExistsError, RootError
 from ckptman.policies.rules import KeepLast
@@ -27,12 +27,12 @@ from tests.helpers.faulty_disk import Death, rewrite
 __all__ = ["other", "place", "root"]
 
 
-def whole(place: ObjectPlace) -> list[bool]:
+def whole(place: ObjectBackend) -> list[bool]:
     return [entry.complete for entry in place.look()]
 
 
 def test_objects_that_vanish_after_they_were_read_back_are_no_copy(
-    root: Path, place: ObjectPlace, monkeypatch: pytest.MonkeyPatch
+    root: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another copy of the same checkpoint gives up: it takes what was put for its own."""
 
@@ -49,12 +49,12 @@ def test_objects_that_vanish_after_they_were_read_back_are_no_copy(
 
 
 def test_with_all_one_that_was_taken_over_keeps_no_other(
-    root: Path, place: ObjectPlace, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    root: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
     commit(root, 200)
     check_ours = objectcopy._check_ours
 
-    def check(place: ObjectPlace, facts: Facts) -> None:
+    def check(place: ObjectBackend, facts: Facts) -> None:
         if facts.name == FOLDER:
             place.remove(NOTE)
         check_ours(place, facts)
@@ -65,7 +65,7 @@ def test_with_all_one_that_was_taken_over_keeps_no_other(
     assert [entry.step for entry in place.look() if entry.complete] == [200]
 
 
-def test_a_damaged_original_replaces_no_other_checkpoint(root: Path, other: Path, place: ObjectPlace) -> None:
+def test_a_damaged_original_replaces_no_other_checkpoint(root: Path, other: Path, place: ObjectBackend) -> None:
     upload(other, place)
     flip_byte(root / DATA)
     before = place.listing()
@@ -78,7 +78,7 @@ def test_a_damaged_original_replaces_no_other_checkpoint(root: Path, other: Path
     assert whole(place) == [True]
 
 
-def test_who_has_nothing_to_copy_leaves_the_note_of_a_copy_that_replaces_it(root: Path, place: ObjectPlace) -> None:
+def test_who_has_nothing_to_copy_leaves_the_note_of_a_copy_that_replaces_it(root: Path, place: ObjectBackend) -> None:
     upload(root, place)
     place.write(NOTE, b'{"tag": "0123", "host": "elsewhere", "pid": 7}')
     assert upload(root, place).already
@@ -87,7 +87,7 @@ def test_who_has_nothing_to_copy_leaves_the_note_of_a_copy_that_replaces_it(root
 
 @pytest.mark.parametrize("version", [None, 2])
 def test_what_was_a_checkpoint_in_a_store_is_missed(
-    version: int | None, root: Path, place: ObjectPlace, tmp_path: Path, capsys: Told
+    version: int | None, root: Path, place: ObjectBackend, tmp_path: Path, capsys: Told
 ) -> None:
     """Damaged, or of a newer ckptman: as in a folder, the exit code says so."""
     commit(root, 200)
@@ -96,11 +96,11 @@ def test_what_was_a_checkpoint_in_a_store_is_missed(
     place.write(MANIFEST, (root / MANIFEST).read_bytes())
     assert main(["copy", place.url, str(tmp_path / "back"), "--all"]) == (9 if version else 4)
     assert "step 100: not copied" in capsys.readouterr().out
-    assert [entry.step for entry in Catalogue(tmp_path / "back").scan()] == [200]
+    assert [entry.step for entry in Catalog(tmp_path / "back").scan()] == [200]
 
 
 def test_a_pinned_one_that_was_abandoned_stays_where_its_step_is_saved_again(
-    tmp_path: Path, place: ObjectPlace
+    tmp_path: Path, place: ObjectBackend
 ) -> None:
     root, tier = tmp_path / "run", Tier(place.url)
     for step in (10, 20):
@@ -115,7 +115,7 @@ def test_a_pinned_one_that_was_abandoned_stays_where_its_step_is_saved_again(
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 8])
-def test_what_a_killed_drain_was_removing_goes_with_the_next(after: int, tmp_path: Path, place: ObjectPlace) -> None:
+def test_what_a_killed_drain_was_removing_goes_with_the_next(after: int, tmp_path: Path, place: ObjectBackend) -> None:
     root, tier = tmp_path / "run", Tier(place.url, retention=KeepLast(1))
     for step in (10, 20):
         copy_checkpoint(commit(root, step), place)
@@ -139,7 +139,7 @@ def test_what_a_killed_drain_was_removing_goes_with_the_next(after: int, tmp_pat
 
 @pytest.mark.parametrize("size", [8, 2_500_000])
 def test_an_original_that_cannot_be_read_keeps_no_other_from_a_store(
-    size: int, tmp_path: Path, place: ObjectPlace, monkeypatch: pytest.MonkeyPatch
+    size: int, tmp_path: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, read = tmp_path / "run", FolderReading.read
 

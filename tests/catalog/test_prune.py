@@ -16,8 +16,8 @@ import pytest
 
 from ckptman.catalog import prune as prune_module
 from ckptman.catalog import writer_lock as owner_module
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.pins import pin
 from ckptman.catalog.prune import Leftover, execute, find_leftovers, plan_prune
 from ckptman.catalog.reader_lease import Lease, Leases, lease, look
@@ -36,7 +36,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def steps(root: Path) -> list[int]:
-    return [entry.step for entry in Catalogue(root).scan()]
+    return [entry.step for entry in Catalog(root).scan()]
 
 
 def litter(root: Path, nonce: str) -> list[str]:
@@ -123,7 +123,7 @@ def test_a_step_that_was_saved_again_since_the_plan_is_kept(tmp_path: Path) -> N
     shutil.rmtree(tmp_path / "step-0000000200")
     execute(tmp_path, plan, "0123abcd-1")
     assert steps(tmp_path) == [300, 100]
-    assert Catalogue(tmp_path).entry(100).sequence == newest.sequence
+    assert Catalog(tmp_path).entry(100).sequence == newest.sequence
 
 
 def test_a_root_that_is_not_there(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_tree_with_links_is_removed_without_following_them(tmp_path: Path) -> 
     execute(root, plan_prune(root, KeepLast(1)), "0123abcd-1")
     assert [path.name for path in root.iterdir()] == ["step-0000000200"]
     assert steps(precious) == [1]
-    assert Catalogue(precious).entry(1).complete
+    assert Catalog(precious).entry(1).complete
 
 
 def test_two_who_remove_the_same_tree(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_files_are_flushed_before_the_name_that_makes_them_count(
         "flush root",
     ]
     del log[:]
-    FolderPlace(root).delete(Catalogue(root).entry(100), "b")
+    LocalBackend(root).delete(Catalog(root).entry(100), "b")
     assert log == ["rename to step-0000000100.trash-b", "flush root"]
     assert find_leftovers(root) == []
     assert Leftover(root, None, "", 0).step is None
@@ -401,7 +401,7 @@ def test_a_reader_that_comes_between_the_look_and_the_deed_gets_its_checkpoint_b
         assert steps(tmp_path) == [100, 300]
         assert "in use by restore" in done.spared[1]
         assert done.deleted == {2}
-        assert done.freed_bytes == Catalogue(tmp_path).entry(300).require_manifest().total_bytes
+        assert done.freed_bytes == Catalog(tmp_path).entry(300).require_manifest().total_bytes
     execute(tmp_path, plan_prune(tmp_path, KeepLast(1)), "0123abcd-1")
     assert steps(tmp_path) == [300]
 

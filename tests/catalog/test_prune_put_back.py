@@ -13,7 +13,7 @@ import pytest
 
 from ckptman.catalog import prune as prune_module
 from ckptman.catalog import reader_lease as lease_module
-from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.pins import pin, read_pin
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.reader_lease import lease
@@ -24,7 +24,7 @@ from ckptman.integrity.check import verify_folder
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.policies.retention import KeepLast
 from ckptman.runtime.journal import Journal, read_journal
-from ckptman.saving.retention_runner import Keeper
+from ckptman.saving.retention_runner import RetentionRunner
 from tests.helpers.faulty_disk import holds, save
 
 NAME = "step-0000000100"
@@ -169,7 +169,7 @@ def test_a_run_says_so_and_goes_on(root: Path) -> None:
     journal, claimed = Journal(root / "journal.jsonl"), claim(root, "run", None)
     with contextlib.ExitStack() as readers:
         disk = OneWay(lambda: readers.enter_context(lease(root, [NAME], what="verify")))
-        keeper = Keeper(FolderPlace(root, disk), KeepLast(1), "fail", claimed, journal, disk)
+        keeper = RetentionRunner(LocalBackend(root, disk), KeepLast(1), "fail", claimed, journal, disk)
         with pytest.warns(RuntimeWarning, match="could not be pruned.* cannot be put back: in use by verify"):
             keeper.prune()
         (left,) = trash(root)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute as prune
 from ckptman.catalog.prune import plan_prune
 from ckptman.catalog.rollback import Change, execute, plan_rollback, plan_undo
@@ -47,7 +47,7 @@ def undo(root: Path) -> Change:
 
 
 def steps(root: Path, **more: Any) -> list[int]:
-    return [entry.step for entry in Catalogue(root).scan(**more)]
+    return [entry.step for entry in Catalog(root).scan(**more)]
 
 
 def test_what_is_newer_is_abandoned_and_stays_where_it_is(root: Path) -> None:
@@ -57,9 +57,9 @@ def test_what_is_newer_is_abandoned_and_stays_where_it_is(root: Path) -> None:
     assert steps(root) == [10, 20]
     assert steps(root, abandoned=True) == [10, 20, 30, 40, 50]
     assert sorted(path.name for path in root.iterdir() if path.name != ".ckptman") == before
-    left = {entry.step: entry.abandoned for entry in Catalogue(root).scan(abandoned=True)}
+    left = {entry.step: entry.abandoned for entry in Catalog(root).scan(abandoned=True)}
     assert left == {10: "", 20: "", **dict.fromkeys((30, 40, 50), "by the rollback to step 20 (the loss exploded)")}
-    assert Catalogue(root).entry(40).abandoned
+    assert Catalog(root).entry(40).abandoned
     (rollback,) = read_rollbacks(root).values()
     assert (rollback.to_step, rollback.by, [each.sequence for each in rollback.abandoned]) == (20, "me@here", [3, 4, 5])
 
@@ -78,10 +78,10 @@ def test_it_is_the_order_of_commits_that_counts(tmp_path: Path) -> None:
 
 def test_a_step_that_is_saved_again_takes_nothing_away(root: Path) -> None:
     back(root, 20)
-    lost = {entry.step: entry.identity for entry in Catalogue(root).scan(abandoned=True)}
+    lost = {entry.step: entry.identity for entry in Catalog(root).scan(abandoned=True)}
     commit(root, 30, rows=4)
     assert steps(root) == [10, 20, 30]
-    entries = Catalogue(root).scan(abandoned=True)
+    entries = Catalog(root).scan(abandoned=True)
     assert [(entry.step, bool(entry.abandoned)) for entry in entries] == [
         *((10, False), (20, False)),
         *((30, True), (40, True), (50, True)),
@@ -91,16 +91,16 @@ def test_a_step_that_is_saved_again_takes_nothing_away(root: Path) -> None:
     assert aside.identity == lost[30]
     assert aside.path.name.startswith("step-0000000030.abandoned-")
     assert aside.complete
-    assert not Catalogue(root).entry(30).abandoned
-    assert Catalogue(root).leftovers() == []
+    assert not Catalog(root).entry(30).abandoned
+    assert Catalog(root).leftovers() == []
     # Saved once more, the good one of before is not kept.
     commit(root, 30, rows=5)
-    assert [entry.step for entry in Catalogue(root).scan(abandoned=True)] == [10, 20, 30, 40, 50, 30]
+    assert [entry.step for entry in Catalog(root).scan(abandoned=True)] == [10, 20, 30, 40, 50, 30]
 
 
 def test_numbers_that_come_again_abandon_nothing(root: Path) -> None:
     back(root, 20)
-    for entry in Catalogue(root).scan(abandoned=True)[2:]:
+    for entry in Catalog(root).scan(abandoned=True)[2:]:
         shutil.rmtree(entry.path)
     again = commit(root, 30, rows=4, sequence=3)
     assert steps(root) == [10, 20, 30]
@@ -171,11 +171,11 @@ def test_a_rollback_that_cannot_be_read_is_no_reason_to_restore_what_it_left(roo
     back(root, 20)
     rollback_path(root, 1).write_bytes(text)
     with pytest.raises(CorruptError, match=r"rollback-000001\.json"):
-        Catalogue(root).scan()
+        Catalog(root).scan()
     rollback_path(root, 1).unlink()
     rollback_path(root, 1).mkdir()
     with pytest.raises((CorruptError, RootError), match=r"rollback-000001\.json"):
-        Catalogue(root).scan()
+        Catalog(root).scan()
     rollback_path(root, 1).rmdir()
     (run_folder(root) / "rollback-1.json").write_bytes(text)  # not one of ours
     assert steps(root) == [10, 20, 30, 40, 50]
@@ -220,14 +220,14 @@ def test_a_death_while_the_step_is_saved_again_keeps_what_was_left(
         shutil.rmtree(root, ignore_errors=True)
         for step in (10, 20):
             save_bytes(root, step, b"%d" % step)
-        lost = Catalogue(root).entry(20).identity
+        lost = Catalog(root).entry(20).identity
         back(root, 10)
         disk = FaultyDisk(fault)
         try:
             save_bytes(root, 20, b"again", disk)
         except (Death, OSError):
             pass
-        entries = Catalogue(root).scan(abandoned=True)
+        entries = Catalog(root).scan(abandoned=True)
         assert [entry.identity for entry in entries if entry.abandoned and entry.complete] == [lost]
         assert [entry.step for entry in entries if not entry.abandoned] in ([10], [10, 20])
         if not disk.struck:

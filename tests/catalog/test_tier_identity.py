@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import ckptman
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.backends.object_store import ObjectPlace
-from ckptman.catalog.backends.tiered import TieredPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.object_store import ObjectBackend
+from ckptman.catalog.backends.tiered import TieredBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tier_identity import mark_tier, read_identity, read_mark
 from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.cli.app import main
@@ -31,7 +31,7 @@ __all__ = ["bucket_fixture", "proxy_fixture"]
 
 
 def steps(root: Path) -> list[int]:
-    return [entry.step for entry in Catalogue(root).scan()]
+    return [entry.step for entry in Catalog(root).scan()]
 
 
 def test_two_runs_do_not_share_a_tier(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_lost_root_goes_on_from_its_tiers_at_the_same_path(tmp_path: Path) -> 
 def test_at_another_path_by_its_run_id(tmp_path: Path) -> None:
     tiers = [Tier(tmp_path / "far")]
     run(str(tmp_path / "old"), tiers, 20)
-    mark = read_mark(FolderPlace(tmp_path / "far"))
+    mark = read_mark(LocalBackend(tmp_path / "far"))
     assert mark is not None
     shutil.rmtree(tmp_path / "old")
     with pytest.raises(ConfigError, match=f"run_id='{mark.run_id}'"):
@@ -140,7 +140,7 @@ def test_at_another_path_by_its_run_id(tmp_path: Path) -> None:
     with ckptman.Checkpointer(tmp_path / "new2", {"count": state}, **options) as checkpointer:  # type: ignore[arg-type]
         assert checkpointer.root == tmp_path / "new2"
     assert read_identity(tmp_path / "new2") == mark.id
-    renewed = read_mark(FolderPlace(tmp_path / "far"))
+    renewed = read_mark(LocalBackend(tmp_path / "far"))
     assert renewed is not None
     assert renewed.root == str(tmp_path / "new2")
 
@@ -165,7 +165,7 @@ def test_a_tier_of_an_earlier_version_is_adopted_by_its_run(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="holds checkpoints of another run"):
         run(str(tmp_path / "other"), [ckptman.Tier(far)], 20)
     assert run(str(root), [ckptman.Tier(far)], 40) == 20
-    mark = read_mark(FolderPlace(far))
+    mark = read_mark(LocalBackend(far))
     assert mark is not None
     assert mark.id == read_identity(root)
 
@@ -179,12 +179,12 @@ def test_of_two_at_once_one_gets_the_tier(tmp_path: Path) -> None:
 
     class Late(Disk):
         def create_whole_file(self, path: Path, data: bytes) -> None:
-            mark_tier(tmp_path / "b", FolderPlace(far), "b", renew=False)
+            mark_tier(tmp_path / "b", LocalBackend(far), "b", renew=False)
             super().create_whole_file(path, data)
 
     with pytest.raises(ConfigError, match="is of another root"):
-        mark_tier(tmp_path / "a", FolderPlace(far), "a", renew=False, disk=Late())
-    mark = read_mark(FolderPlace(far))
+        mark_tier(tmp_path / "a", LocalBackend(far), "a", renew=False, disk=Late())
+    mark = read_mark(LocalBackend(far))
     assert mark is not None
     assert mark.run_id == "b"
 
@@ -208,7 +208,7 @@ def test_the_same_of_an_object_store(tmp_path: Path, bucket: str) -> None:
         write_tiers(tmp_path / name, [Tier(url)])
     assert main(["drain", str(tmp_path / "a")]) == 0
     assert main(["drain", str(tmp_path / "b")]) != 0
-    assert [each.step for each in ObjectPlace(url).look()] == [10]
+    assert [each.step for each in ObjectBackend(url).look()] == [10]
     with pytest.raises(ConfigError, match=f"remove {url}/.ckptman/tier-of.json"):
-        TieredPlace(tmp_path / "b", [Tier(url)]).list()
-    assert json.loads(ObjectPlace(url).read_whole(f"{DOT}/{TIER_OF}") or b"")["id"] == read_identity(tmp_path / "a")
+        TieredBackend(tmp_path / "b", [Tier(url)]).list()
+    assert json.loads(ObjectBackend(url).read_whole(f"{DOT}/{TIER_OF}") or b"")["id"] == read_identity(tmp_path / "a")

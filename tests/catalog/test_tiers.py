@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends.tiered import TieredPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.tiered import TieredBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import awaited, read_tiers, write_tiers
 from ckptman.cli.app import main
 from ckptman.cli.drain import STUCK_SECONDS
@@ -30,7 +30,7 @@ def record(sequence: int, loss: float = 1.0, **more: object) -> Record:
 
 
 def steps(root: Path) -> list[int]:
-    return [entry.step for entry in Catalogue(root).scan()]
+    return [entry.step for entry in Catalog(root).scan()]
 
 
 def wanted(records: list[Record], there: list[Record], tier: Tier) -> dict[int, str]:
@@ -185,7 +185,7 @@ def test_a_damaged_one_is_not_copied_and_the_others_are(root: Path) -> None:
 def test_what_is_awaited_is_known_to_prunes(root: Path) -> None:
     far = Tier(root.parent / "far", every=4)
     write_tiers(root, [far])
-    records = [entry.record() for entry in Catalogue(root).scan()]
+    records = [entry.record() for entry in Catalog(root).scan()]
     assert {records[place].step for place in awaited(root, records, 0)} == {40, 80}
     assert main(["prune", str(root), "--keep-last", "1"]) == 0
     assert steps(root) == [40, 80]
@@ -207,7 +207,7 @@ def test_the_newest_wherever_it_is_and_the_nearest_copy_of_it(root: Path) -> Non
     drain(root, near, far)
     shutil.rmtree(root / "step-0000000080")
     shutil.rmtree(root / "step-0000000050")
-    place = TieredPlace(root, [near, far])
+    place = TieredBackend(root, [near, far])
     best_first = [(entry.step, entry.path.parent.name) for entry in reversed(place.list())]
     assert best_first[:7] == [
         *((80, "near"), (80, "far"), (70, "run"), (70, "far"), (60, "run"), (60, "near"), (60, "far")),
@@ -222,7 +222,7 @@ def test_a_root_that_was_emptied_goes_on_from_its_tiers(root: Path) -> None:
     drain(root, far)
     shutil.rmtree(root)
     root.mkdir()
-    place = TieredPlace(root, [far])
+    place = TieredBackend(root, [far])
     assert [entry.step for entry in place.list()] == [40, 80]
     assert place.last_sequence() == 8
 
@@ -231,7 +231,7 @@ def test_a_tier_that_is_away_is_no_reason_to_start_over(root: Path) -> None:
     far = Tier(root.parent / "far", every=4)
     drain(root, far)
     (root.parent / "far").rename(root.parent / "away")
-    place = TieredPlace(root, [far])
+    place = TieredBackend(root, [far])
     with pytest.warns(RuntimeWarning, match="cannot be looked at, and what it has is not restored"):
         assert len(place.list()) == 8
     shutil.rmtree(root)
@@ -244,7 +244,7 @@ def test_what_was_abandoned_here_is_so_in_the_tiers(root: Path) -> None:
     far = Tier(root.parent / "far", every=4)
     drain(root, far)
     assert main(["rollback", str(root), "--to-step", "40"]) == 0
-    place = TieredPlace(root, [far])
+    place = TieredBackend(root, [far])
     assert [entry.step for entry in place.list()] == [10, 20, 30, 40, 40]
     shutil.rmtree(root / "step-0000000080")
     assert [entry.step for entry in place.list()] == [10, 20, 30, 40, 40]

@@ -10,9 +10,9 @@ import torch
 
 import ckptman
 from ckptman.catalog.backends import object_store as objects
-from ckptman.catalog.backends.object_store import ObjectPlace, Patience
-from ckptman.catalog.backends.tiered import TieredPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.object_store import ObjectBackend, Patience
+from ckptman.catalog.backends.tiered import TieredBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import CkptmanError
@@ -26,11 +26,11 @@ __all__ = ["bucket_fixture", "proxy_fixture"]
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried at once, in this process."""
-    monkeypatch.setattr(objects.ObjectPlace.__init__, "__defaults__", (Patience(attempts=2, first_seconds=0.0),))
+    monkeypatch.setattr(objects.ObjectBackend.__init__, "__defaults__", (Patience(attempts=2, first_seconds=0.0),))
 
 
 def steps_in(url: str) -> list[int]:
-    return [entry.step for entry in ObjectPlace(url).look() if entry.complete]
+    return [entry.step for entry in ObjectBackend(url).look() if entry.complete]
 
 
 def test_a_root_that_was_emptied_goes_on_from_an_object_store(tmp_path: Path, bucket: str) -> None:
@@ -40,11 +40,11 @@ def test_a_root_that_was_emptied_goes_on_from_an_object_store(tmp_path: Path, bu
     assert steps_in(url) == [60, 80]
     shutil.rmtree(root)
     assert run(str(root), tiers, 80) == 80
-    entries = Catalogue(root).scan()
+    entries = Catalog(root).scan()
     assert [(entry.step, entry.sequence) for entry in entries] == [(80, 8)]
     shutil.rmtree(root)
     assert run(str(root), tiers, 70, step=60) == 60
-    assert [entry.sequence for entry in Catalogue(root).scan()] == [6, 9]
+    assert [entry.sequence for entry in Catalog(root).scan()] == [6, 9]
 
 
 def test_a_store_that_cannot_be_asked_is_no_reason_to_start_over(tmp_path: Path, bucket: str, proxy: Proxy) -> None:
@@ -100,10 +100,10 @@ def test_pins_and_rollbacks_hold_in_a_store(tmp_path: Path, bucket: str) -> None
             (tmp_path / f"{step}").rename(root / f"step-{step:010d}")
     assert steps_in(url) == [10, 30]
     assert main(["rollback", str(root), "--to-step", "20"]) == 0
-    assert [entry.step for entry in TieredPlace(root, tiers).list()] == [10, 10, 20]
+    assert [entry.step for entry in TieredBackend(root, tiers).list()] == [10, 10, 20]
     again = commit(root, 30, rows=4)
     assert main(["drain", str(root)]) == 0
-    entries = ObjectPlace(url).look()
+    entries = ObjectBackend(url).look()
     assert [entry.step for entry in entries] == [10, 30]
     assert entries[1].require_manifest().identity == again.identity
 
@@ -112,7 +112,7 @@ def test_what_others_put_below_the_name_of_a_checkpoint_stays(tmp_path: Path, bu
     root, tier = tmp_path / "run", ckptman.Tier(f"s3://{bucket}/runs/a")
     commit(root, 10)
     write_tiers(root, [tier])
-    place, name = ObjectPlace(str(tier)), "step-0000000010/results.json"
+    place, name = ObjectBackend(str(tier)), "step-0000000010/results.json"
     place.write(name, b"theirs")
     assert main(["drain", str(root)]) == 5
     assert place.read(name, 0, 6) == b"theirs"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.verified import VERIFIED, Level, Verified, forget_verified, identify, note_verified
 from ckptman.format.manifest import missing_file
@@ -163,7 +163,7 @@ def test_what_is_no_note_is_none(what: str, tmp_path: Path) -> None:
 @given(data=st.binary(max_size=400) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
 def test_no_bytes_of_a_note_make_anything_fail(data: bytes | str, tmp_path: Path) -> None:
     folder = tmp_path / "step-0000000100"
-    entry = Catalogue(tmp_path).entry(100) if folder.exists() else commit(tmp_path, 100)
+    entry = Catalog(tmp_path).entry(100) if folder.exists() else commit(tmp_path, 100)
     (folder / VERIFIED).write_bytes(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"))
     assert note_in(folder) is None
     assert not entry.record().verified
@@ -228,8 +228,8 @@ def test_retention_keeps_the_newest_that_was_verified(tmp_path: Path) -> None:
     for step in (100, 200, 300, 400):
         commit(tmp_path, step)
     for step in (100, 200):
-        _note(Catalogue(tmp_path).entry(step))
-    _note(Catalogue(tmp_path).entry(300), ("coverage",), plan_world_sizes=[8])
+        _note(Catalog(tmp_path).entry(step))
+    _note(Catalog(tmp_path).entry(300), ("coverage",), plan_world_sizes=[8])
     plan = plan_prune(tmp_path, KeepLast(1))
     assert [(each.record.step, each.keep) for each in plan.verdicts] == [
         (100, False),
@@ -239,5 +239,5 @@ def test_retention_keeps_the_newest_that_was_verified(tmp_path: Path) -> None:
     ]
     assert plan.verdicts[1].reasons == ("newest verified",)
     execute(tmp_path, plan, "0123abcd-1")
-    assert steps_of(Catalogue(tmp_path).scan()) == [200, 400]
+    assert steps_of(Catalog(tmp_path).scan()) == [200, 400]
     assert not list(tmp_path.glob("*trash*"))

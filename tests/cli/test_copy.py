@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.cli import copy_progress
 from ckptman.cli.app import main
 from ckptman.cli.copy_progress import left_text
@@ -33,7 +33,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def steps(path: str) -> list[int]:
-    return sorted(steps_of(Catalogue(path).complete()))
+    return sorted(steps_of(Catalog(path).complete()))
 
 
 def test_the_newest_is_copied_unless_another_is_named(root: Path, capsys: Told) -> None:
@@ -45,7 +45,7 @@ def test_the_newest_is_copied_unless_another_is_named(root: Path, capsys: Told) 
     assert main(["copy", "run", "backup", "--step", "300"]) == 0
     assert main(["copy", "run/step-0000000100", "backup"]) == 0
     assert steps("backup") == [100, 200, 300]
-    assert [entry.step for entry in Catalogue("backup").scan()] == [100, 300, 200]
+    assert [entry.step for entry in Catalog("backup").scan()] == [100, 300, 200]
 
 
 def test_what_is_there_is_told_and_not_copied_again(root: Path, capsys: Told) -> None:
@@ -116,14 +116,14 @@ def test_a_newest_that_is_pruned_meanwhile_gives_way_to_the_next(
 def test_what_was_copied_before_a_destination_failed_is_told(
     root: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = FolderPlace.publish
+    publish = LocalBackend.publish
 
-    def fail(self: FolderPlace, source: Path, name: str, *arguments: str, **options: bool) -> Path:
+    def fail(self: LocalBackend, source: Path, name: str, *arguments: str, **options: bool) -> Path:
         if name == "step-0000000300":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return publish(self, source, name, *arguments, **options)
 
-    monkeypatch.setattr(FolderPlace, "publish", fail)
+    monkeypatch.setattr(LocalBackend, "publish", fail)
     assert main(["copy", "run", "backup", "--all", "--json"]) == 10
     found = json.loads(capsys.readouterr().out)
     assert [each["step"] for each in found["checkpoints"]] == [100]
@@ -153,7 +153,7 @@ def test_one_that_a_rollback_left_behind_is_copied_only_by_name(root: Path) -> N
     assert main(["copy", "run", "backup", "--all"]) == 0
     assert steps("backup") == [100]
     assert main(["copy", "run", "backup", "--step", "300"]) == 0
-    assert sorted(steps_of(Catalogue("backup").look(abandoned=True))) == [100, 300]
+    assert sorted(steps_of(Catalog("backup").look(abandoned=True))) == [100, 300]
 
 
 def test_a_newer_format_is_not_gone_back_behind(root: Path, capsys: Told) -> None:

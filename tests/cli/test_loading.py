@@ -72,14 +72,14 @@ def test_plain_dcp_is_compared_though_it_has_no_digests(saved: Path, capsys: pyt
 
 
 def test_a_lie_about_the_dtype_does_not_load(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ckptman.catalog.catalog import Catalogue
+    from ckptman.catalog.catalog import Catalog
     from ckptman.format.index import Index
     from ckptman.format.manifest import FileRecord
     from ckptman.format.paths import INDEX
     from ckptman.io.checksums import digest_bytes
 
     shutil.copytree(saved / "root", tmp_path / "root")
-    (entry,) = Catalogue(tmp_path / "root").scan()
+    (entry,) = Catalog(tmp_path / "root").scan()
     manifest = entry.require_manifest()
     index = Index.model_validate_json((entry.path / INDEX).read_bytes())
     index.tensors["model.0.bias"] = index.tensors["model.0.bias"].model_copy(update={"dtype": "float64"})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptman.catalog import prune
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.cli.rules import parse_keep_best
 from ckptman.format.paths import run_folder
@@ -28,7 +28,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def _kept(root: Path) -> list[int]:
-    return steps_of(Catalogue(root).scan())
+    return steps_of(Catalog(root).scan())
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def _kept(root: Path) -> list[int]:
 def test_what_a_rule_keeps_stays_and_the_rest_goes(options: list[str], kept: list[int], root: Path) -> None:
     assert main(["prune", str(root), *options]) == 0
     assert _kept(root) == kept
-    assert Catalogue(root).leftovers() == []
+    assert Catalog(root).leftovers() == []
 
 
 def test_each_line_has_its_reason_and_the_end_says_what_was_freed(
@@ -93,7 +93,7 @@ def test_pruning_twice_finds_nothing_more(root: Path, capsys: pytest.CaptureFixt
 
 
 def test_what_is_incomplete_is_neither_counted_nor_touched(root: Path) -> None:
-    broken = Catalogue(root).entry(500).path
+    broken = Catalog(root).entry(500).path
     (broken / "__0_0.distcp").unlink()
     assert main(["prune", str(root), "--keep-last", "1"]) == 0
     assert sorted(_kept(root)) == [400, 500]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.pins import PINNED, read_pin
 from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.stored_policy import read_policy, write_policy
@@ -35,7 +35,7 @@ def make(root: Path, *steps: int) -> Path:
 
 
 def kept(root: Path) -> list[int]:
-    return steps_of(Catalogue(root).scan())
+    return steps_of(Catalog(root).scan())
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_may_not_be_removed_stays_and_what_was_freed_is_told(t
         ended = unprivileged.ckptman("prune", *roots, "--keep-last", "1")
         assert ended.returncode == 10
         assert f"{stuck} cannot be removed (Permission denied): check permissions and prune again" in ended.stderr
-        size = Catalogue(roots[0]).entry(300).require_manifest().total_bytes
+        size = Catalog(roots[0]).entry(300).require_manifest().total_bytes
         assert f"Deleted 1 of 3 checkpoints: {text.size(size)} freed." in ended.stdout
         assert f"2 roots: {text.size(3 * size)} freed; 1 could not be pruned, see above." in ended.stdout
         assert kept(roots[0]) == [100, 300]
@@ -199,7 +199,7 @@ def test_a_run_that_keeps_everything_and_a_limit_in_percent(
     assert main(["prune", str(root)]) == 0
     assert kept(root) == [100, 200, 300]
     write_policy(root, AtMost(percent=50))
-    size = Catalogue(root).entry(100).require_manifest().total_bytes
+    size = Catalog(root).entry(100).require_manifest().total_bytes
     monkeypatch.setattr(capacity, "capacity_bytes", lambda root: size * 4)
     assert main(["prune", str(root)]) == 0
     assert kept(root) == [200, 300]
@@ -340,7 +340,7 @@ def test_names_that_only_look_like_steps_and_links_are_left_alone(tmp_path: Path
     (root / f"{step_folder(60)}.tmp-deadbeef").symlink_to(precious)
     assert main(["prune", str(root), "--keep-last", "1"]) == 0
     assert kept(precious) == [1, 2, 3]
-    assert all(each.complete for each in Catalogue(precious).scan())
+    assert all(each.complete for each in Catalog(precious).scan())
     left = {path.name for path in root.iterdir()}
     assert left == {
         *("step-0000000050.tmp", "step-50", "step-0000000300.tmp-", "step-0000000100.backup-1"),

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ckptman import __version__
-from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.cli import loading, verify_checks
 from ckptman.cli.app import main
 from ckptman.cli.loading import LoadReport, PlanReport
@@ -34,7 +34,7 @@ from tests.helpers.checkpoints import commit, flip_byte, index_files, note_in
 
 def _rewrite(entry: Entry, name: str, data: bytes) -> None:
     """Put other bytes in a file of a checkpoint, with digests that are right."""
-    manifest = Catalogue(entry.path.parent).entry(entry.step).require_manifest()
+    manifest = Catalog(entry.path.parent).entry(entry.step).require_manifest()
     (entry.path / name).write_bytes(data)
     files = {**manifest.files, name: FileRecord(bytes=len(data), digest=digest_bytes(data))}
     (entry.path / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).to_json())
@@ -411,7 +411,7 @@ def test_a_data_file_that_was_replaced_was_not_verified(tmp_path: Path) -> None:
     shutil.copy2(one.path / "__0_0.distcp", tmp_path / "file")
     (tmp_path / "file").rename(other.path / "__0_0.distcp")
     assert note_in(other.path) is None
-    assert not Catalogue(tmp_path).entry(200).record().verified
+    assert not Catalog(tmp_path).entry(200).record().verified
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.dcp.adopt import adopt, candidates, step_in
 from ckptman.io.filesystem import Disk
@@ -111,7 +111,7 @@ def test_what_an_earlier_save_left_does_not_belong_to_it(folder: Path, capsys: p
     shutil.copy(folder / "__0_1.distcp", folder / "__7_0.distcp")
     path = adopt(folder).path
     assert (path / "__7_0.distcp").exists()
-    (entry,) = Catalogue(path.parent).complete()
+    (entry,) = Catalog(path.parent).complete()
     manifest = entry.require_manifest()
     assert ("__7_0.distcp" in manifest.files, manifest.world_size) == (False, 1)
     assert main(["verify", str(path)]) == 0
@@ -138,7 +138,7 @@ def test_a_run_goes_on_from_it(folder: Path) -> None:
         assert torch.equal(other.state[fresh.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
         assert values["epoch"] == 3
         checkpointer.step(8)
-    assert [entry.step for entry in Catalogue(root).complete()] == [7, 8]
+    assert [entry.step for entry in Catalog(root).complete()] == [7, 8]
 
 
 def test_payloads_are_found_so_that_nothing_is_unpickled(folder: Path) -> None:
@@ -174,7 +174,7 @@ def test_shards_of_many_ranks_in_many_files(tmp_path: Path) -> None:
     fresh = {"model": {name: torch.zeros_like(each) for name, each in whole().items()}}
     ckptman.load(fresh, done.path)
     assert differing(fresh["model"], whole()) == []
-    (entry,) = Catalogue(tmp_path).complete()
+    (entry,) = Catalog(tmp_path).complete()
     assert (entry.step, entry.require_manifest().world_size) == (12, 4)
 
 
@@ -221,7 +221,7 @@ def test_the_newest_is_that_of_the_highest_step_in_whatever_order(tmp_path: Path
     os.utime(tmp_path / "step-1" / ".metadata")  # as copying does: the oldest has the latest date
     for step in (30, 1, 10, 2):
         adopt(tmp_path / f"step-{step}")
-    assert [entry.step for entry in Catalogue(tmp_path).complete()] == [1, 2, 10, 30]
+    assert [entry.step for entry in Catalog(tmp_path).complete()] == [1, 2, 10, 30]
 
 
 class DiesBeforeItsName(Disk):
@@ -239,7 +239,7 @@ def test_where_it_belongs_is_decided_when_it_gets_its_name(tmp_path: Path) -> No
         adopt(tmp_path / "step-1000", disk=FaultyDisk(Fault(1)))  # the new manifest is written, and has no name yet
     done = adopt(tmp_path / "step-1000")
     assert not [name for name in files(done.path) if ".tmp-" in name]
-    assert [entry.step for entry in Catalogue(tmp_path).complete()] == [100, 200, 300, 1000]
+    assert [entry.step for entry in Catalog(tmp_path).complete()] == [100, 200, 300, 1000]
     assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
     assert holds(tmp_path).keys() == {1000}
     assert main(["verify", str(tmp_path)]) == 0
@@ -253,7 +253,7 @@ def test_one_whose_adoption_was_killed_belongs_where_its_step_is(tmp_path: Path)
     assert (tmp_path / "step-500" / "manifest.json").exists()
     for step in (100, 500):
         adopt(tmp_path / f"step-{step}")
-    assert [entry.step for entry in Catalogue(tmp_path).complete()] == [100, 500]
+    assert [entry.step for entry in Catalog(tmp_path).complete()] == [100, 500]
 
 
 def test_what_a_rollback_left_behind_gives_its_place_to_nobody(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_what_a_rollback_left_behind_gives_its_place_to_nobody(tmp_path: Path) -
     assert main(["rollback", str(tmp_path), "--to-step", "100"]) == 0
     done = adopt(save(tmp_path / "step-250", files=1))
     assert done.sequence == 4
-    assert [entry.step for entry in Catalogue(tmp_path).complete()] == [100, 250]
+    assert [entry.step for entry in Catalog(tmp_path).complete()] == [100, 250]
 
 
 def test_a_folder_of_many_is_adopted_and_what_is_damaged_is_told(
@@ -280,7 +280,7 @@ def test_a_folder_of_many_is_adopted_and_what_is_damaged_is_told(
     told = capsys.readouterr()
     assert [line.partition(" -> ")[0] for line in told.out.splitlines()] == [f"{root}/step-3", f"{root}/step-100"]
     assert f"{root}/step-20 was not adopted: " in told.err
-    assert [entry.sequence for entry in Catalogue(root).complete()] == [1, 2]
+    assert [entry.sequence for entry in Catalog(root).complete()] == [1, 2]
     with pytest.raises(ckptman.ConfigError, match="to what is no checkpoint yet, or no more: rename it first"):
         adopt(root / "step-0000000004.tmp-0a1b2c3d-1")
     assert main(["adopt", str(root), "--json"]) == 4

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.format.manifest import read_manifest
 from ckptman.loading.restricted_unpickler import read_foreign_metadata
@@ -121,7 +121,7 @@ def test_writer_and_reader_stand_alone_in_dcp_save_and_load(tmp_path: Path) -> N
     for step in (200, 100):
         with pytest.warns(UserWarning, match="single process"):
             dcp.save({"x": torch.ones(2)}, storage_writer=ckptman.StorageWriter(tmp_path / f"step-{step:010d}"))
-    assert [(each.step, each.sequence) for each in Catalogue(tmp_path).complete()] == [(200, 1), (100, 2)]
+    assert [(each.step, each.sequence) for each in Catalog(tmp_path).complete()] == [(200, 1), (100, 2)]
     data = path / "__0_0.distcp"
     damaged = bytearray(data.read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -415,7 +415,7 @@ def test_a_run_goes_on_from_a_model_without_a_name(tmp_path: Path, of_torchtitan
 
 
 def saved_names(root: Path) -> set[str]:
-    (entry,) = Catalogue(root).complete()
+    (entry,) = Catalog(root).complete()
     return {*json.loads((entry.path / "index.json").read_bytes())["tensors"]}
 
 

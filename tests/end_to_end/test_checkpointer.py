@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.format.paths import outcome_path
 from ckptman.io.filesystem import Disk
 from ckptman.runtime.outcome import read_outcome
@@ -109,7 +109,7 @@ def test_leaving_in_the_middle_of_a_step_does_not_save_under_the_name_of_the_one
             app.train_step()
             checkpointer.step(step)
         app.train_step()
-    assert [each.step for each in Catalogue(tmp_path).complete()] == [2]
+    assert [each.step for each in Catalog(tmp_path).complete()] == [2]
 
 
 def test_going_back_and_leaving_does_not_save_the_old_state_under_a_new_name(tmp_path: Path) -> None:
@@ -578,7 +578,7 @@ def test_leftovers_of_killed_saves_make_room_for_the_next_attempt(tmp_path: Path
     with open_run(tmp_path, {"epoch": 1}, disk=Hoarder(tmp_path)) as checkpointer:
         checkpointer.restore()
         checkpointer.step(1)
-    assert [each.step for each in Catalogue(tmp_path).complete()] == [1]
+    assert [each.step for each in Catalog(tmp_path).complete()] == [1]
 
 
 def test_a_metric_that_is_no_number_does_not_cost_the_save(tmp_path: Path) -> None:
@@ -586,7 +586,7 @@ def test_a_metric_that_is_no_number_does_not_cost_the_save(tmp_path: Path) -> No
     with pytest.warns(RuntimeWarning, match="left out") as warned, open_run(tmp_path, {"epoch": 1}) as checkpointer:
         checkpointer.step(1, metrics)
     assert len([each for each in warned if "left out" in str(each.message)]) == 3
-    found = Catalogue(tmp_path).entry(1).require_manifest().metrics
+    found = Catalog(tmp_path).entry(1).require_manifest().metrics
     assert sorted(found) == ["loss", "nan"]
 
 
@@ -608,7 +608,7 @@ def test_forgetting_restore_is_told_before_good_checkpoints_are_buried(tmp_path:
         open_run(tmp_path, {"epoch": 0}, retention=ckptman.KeepLast(1)) as checkpointer,
     ):
         checkpointer.step(1)
-    assert [each.step for each in Catalogue(tmp_path).complete()] == [100]
+    assert [each.step for each in Catalog(tmp_path).complete()] == [100]
 
 
 def test_a_damaged_checkpoint_does_not_push_out_the_good_one(tmp_path: Path) -> None:
@@ -621,7 +621,7 @@ def test_a_damaged_checkpoint_does_not_push_out_the_good_one(tmp_path: Path) -> 
         with pytest.warns(RuntimeWarning, match="passed over"):
             assert checkpointer.restore() == 2
         checkpointer.step(5)
-    assert [each.step for each in Catalogue(tmp_path).complete()] == [2, 3, 5]
+    assert [each.step for each in Catalog(tmp_path).complete()] == [2, 3, 5]
 
 
 @pytest.mark.parametrize("code", [None, 0, 75])
@@ -632,7 +632,7 @@ def test_sys_exit_inside_the_block_is_a_regular_end(tmp_path: Path, code: int | 
     outcome = read_outcome(outcome_path(tmp_path))
     assert outcome is not None
     assert outcome.state == ("stopped" if code == 75 else "finished")
-    assert [each.step for each in Catalogue(tmp_path).complete()] == [1]
+    assert [each.step for each in Catalog(tmp_path).complete()] == [1]
 
 
 def test_a_loop_that_looks_at_the_signal_itself_is_run_again(tmp_path: Path) -> None:
@@ -645,7 +645,7 @@ def test_a_loop_that_looks_at_the_signal_itself_is_run_again(tmp_path: Path) -> 
     outcome = read_outcome(outcome_path(tmp_path))
     assert outcome is not None
     assert (outcome.state, outcome.reason) == ("stopped", "SIGUSR2 on rank 0")
-    assert [each.step for each in Catalogue(tmp_path).complete()] == [1]
+    assert [each.step for each in Catalog(tmp_path).complete()] == [1]
 
 
 def test_step_numbers_of_other_types(tmp_path: Path) -> None:
@@ -657,7 +657,7 @@ def test_step_numbers_of_other_types(tmp_path: Path) -> None:
                 checkpointer.step(wrong)  # type: ignore[arg-type]
             with pytest.raises(ckptman.ConfigError, match="a step is a"):
                 checkpointer.save(wrong)  # type: ignore[arg-type]
-    assert [each.step for each in Catalogue(tmp_path).complete()] == [5]
+    assert [each.step for each in Catalog(tmp_path).complete()] == [5]
 
 
 def test_a_process_that_is_one_of_several_but_not_joined_is_told(
@@ -680,4 +680,4 @@ def test_a_retention_policy_that_raises_costs_no_save(tmp_path: Path) -> None:
     ):
         for step in (1, 2):
             checkpointer.step(step)
-    assert [each.step for each in Catalogue(tmp_path).complete()] == [1, 2]
+    assert [each.step for each in Catalog(tmp_path).complete()] == [1, 2]

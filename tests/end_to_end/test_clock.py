@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import plan_prune
 from ckptman.cli.app import main
 from ckptman.format.paths import journal_path, outcome_path
@@ -19,7 +19,7 @@ from ckptman.policies.rules import Record
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
 from ckptman.scheduler.chain import newest_sequence
-from ckptman.session.timings import Pace
+from ckptman.session.timings import Timings
 from tests.helpers.checkpoints import commit
 
 DAY = 86_400.0
@@ -44,7 +44,7 @@ def test_a_run_saves_and_goes_on(now: float, tmp_path: Path, monkeypatch: pytest
     assert run(root, 4, save_policy=policy, retention=keep, deadline=None) == 2
     monkeypatch.undo()
     assert run(root, 5, save_policy=policy, retention=keep) == 4
-    times = [entry.require_manifest().time_seconds for entry in Catalogue(root).complete()]
+    times = [entry.require_manifest().time_seconds for entry in Catalog(root).complete()]
     assert [is_known_time(each) for each in times] == [True, False, False, True]
     assert times[1] in (0, LATEST_SECONDS), "a number that every version reads"
     outcome = read_outcome(outcome_path(root))
@@ -57,13 +57,13 @@ def test_a_run_saves_and_goes_on(now: float, tmp_path: Path, monkeypatch: pytest
 def test_the_first_attempt_ends_in_order_too(now: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: now)
     assert run(tmp_path, 3, deadline=None) == 0
-    assert Catalogue(tmp_path).complete()[-1].step == 3
-    assert newest_sequence(str(tmp_path), since_seconds=now) == len(Catalogue(tmp_path).complete())
+    assert Catalog(tmp_path).complete()[-1].step == 3
+    assert newest_sequence(str(tmp_path), since_seconds=now) == len(Catalog(tmp_path).complete())
 
 
 @pytest.mark.parametrize("now", BROKEN)
 def test_no_deadline_and_no_start_up_is_told_by_a_broken_clock(now: float) -> None:
-    pace = Pace(NOW, NOW + 60.0, monotonic=iter(range(100)).__next__, wall=lambda: now)
+    pace = Timings(NOW, NOW + 60.0, monotonic=iter(range(100)).__next__, wall=lambda: now)
     assert pace.facts(1, ahead=False).time_left_seconds is None
     told = pace.step_ended()
     assert told is not None

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 import ckptman
-from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Entry
 from ckptman.io.filesystem import Disk
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.policies.save_policies import Decision, Facts
-from ckptman.saving.retention_runner import Keeper
-from ckptman.saving.writer import Content, Writing
+from ckptman.saving.retention_runner import RetentionRunner
+from ckptman.saving.writer import CheckpointWriter, Content
 from tests.dcp.test_values import save
 from tests.helpers.apps import App
 from tests.helpers.ranks import run_ranks, say, start_ranks
@@ -185,19 +185,19 @@ def test_a_root_whose_checkpoints_are_gone_when_they_are_to_be_loaded_is_not_sta
 def test_a_checkpoint_that_goes_after_it_was_listed_is_not_the_end(
     tmp_path: Path, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app, real = App(seed=3), FolderPlace.list
+    app, real = App(seed=3), LocalBackend.list
     checkpointer = open_run(tmp_path / "run", app)
     saved = save_steps(tmp_path / "other", 2).digests()
     for step in range(2 - kept, 3):
         (tmp_path / "other" / f"step-000000000{step}").rename(tmp_path / "run" / f"step-000000000{step}")
 
-    def list_and_lose(self: FolderPlace, **options: Any) -> list[Entry]:
+    def list_and_lose(self: LocalBackend, **options: Any) -> list[Entry]:
         entries = real(self, **options)
         with contextlib.suppress(FileNotFoundError):
             (tmp_path / "run" / "step-0000000002").rename(tmp_path / "away")
         return entries
 
-    monkeypatch.setattr(FolderPlace, "list", list_and_lose)
+    monkeypatch.setattr(LocalBackend, "list", list_and_lose)
     if kept:
         assert checkpointer.restore() == 1
     else:
@@ -566,7 +566,8 @@ def fail_before_writing(root: str, where: str) -> list[str]:
     with open_run(root, app, async_save=False, save_policy=ckptman.AtStep(10**6)) as checkpointer:
         checkpointer.restore()
         app.train_step()
-        owner, name = {"content": (Content, "of"), "write": (Writing, "_write"), "prune": (Keeper, "prune")}[where]
+        write, prune = (CheckpointWriter, "_write"), (RetentionRunner, "prune")
+        owner, name = {"content": (Content, "of"), "write": write, "prune": prune}[where]
         patch = mock.patch.object(owner, name, side_effect=TypeError("what nobody thought of"))
         with patch if rank == 1 or where == "prune" else contextlib.nullcontext():
             try:
@@ -627,13 +628,13 @@ def test_a_stop_of_the_policy_is_not_lost_to_an_earlier_failure(tmp_path: Path) 
 def test_a_first_step_after_a_save_waits_for_it_before_it_plans_anew(tmp_path: Path) -> None:
     """The optimizer got its state in between, so that what was planned no longer fits."""
     app, gate = App(), threading.Event()
-    original = Writing._write
+    original = CheckpointWriter._write
 
-    def held(writing: Writing, *args: Any) -> Any:
+    def held(writing: CheckpointWriter, *args: Any) -> Any:
         assert gate.wait(20)
         return original(writing, *args)
 
-    with mock.patch.object(Writing, "_write", held), open_run(tmp_path, app) as checkpointer:
+    with mock.patch.object(CheckpointWriter, "_write", held), open_run(tmp_path, app) as checkpointer:
         checkpointer.restore()
         app.state["extra"] = torch.zeros(3)
         checkpointer.save(1)

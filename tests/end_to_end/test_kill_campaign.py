@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.format.paths import journal_path
 from ckptman.io.filesystem import Disk
@@ -137,5 +137,5 @@ def test_random_kills_resume_from_the_newest_commit(tmp_path: Path, kills: int) 
 
 
 def newest_step(root: Path) -> int:
-    entries = Catalogue(root).complete() if root.exists() else []
+    entries = Catalog(root).complete() if root.exists() else []
     return entries[-1].step if entries else 0

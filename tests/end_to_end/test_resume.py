@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.verified import read_verified
 from ckptman.cli.app import main
 from ckptman.format.manifest import read_manifest
@@ -171,7 +171,7 @@ def test_a_checkpoint_that_is_refused_is_noted_as_damaged(tmp_path: Path, restor
         else:
             stack.enter_context(pytest.warns(RuntimeWarning, match="step 2 is passed over"))
         assert one_step(tmp_path, restore, 3, retention=ckptman.KeepLast(1)) == 1
-    notes = [read_verified(entry.path, entry.require_manifest()) for entry in Catalogue(tmp_path).complete()]
+    notes = [read_verified(entry.path, entry.require_manifest()) for entry in Catalog(tmp_path).complete()]
     assert [(note.every_byte, bool(note.damaged)) for note in notes if note] == [(True, False), (False, True)]
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptman
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, find_leftovers, plan_prune
 from ckptman.catalog.writer_lock import claim, read_owner
 from ckptman.cli.app import main
@@ -272,7 +272,7 @@ def test_a_note_of_six_gibibytes_beside_a_manifest_keeps_nobody_waiting(name: st
     entry = commit(tmp_path, 1)
     (entry.path / name).touch()
     os.truncate(entry.path / name, SPARSE_BYTES)
-    record = Catalogue(tmp_path).entry(1).record()
+    record = Catalog(tmp_path).entry(1).record()
     assert bool(record.pinned) == (name == "pinned.json"), "what cannot be read pins all the same"
 
 
@@ -538,9 +538,9 @@ def test_nor_does_a_copy(outside: Path, kind: str, name: str) -> None:
     source = commit(outside.parent / "source", 10)
     root = outside.parent / "copies"
     with pytest.raises(ckptman.CkptmanError):
-        copy_checkpoint(source, FolderPlace(root), Means(disk=Swapping(outside, kind, name), threads=1))
+        copy_checkpoint(source, LocalBackend(root), Means(disk=Swapping(outside, kind, name), threads=1))
     stays(outside)
-    assert Catalogue(root).scan() == []
+    assert Catalog(root).scan() == []
 
 
 def test_a_draft_that_is_a_link_is_not_written_to(tmp_path: Path, outside: Path) -> None:

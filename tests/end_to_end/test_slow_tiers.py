@@ -24,8 +24,8 @@ import torch
 import ckptman
 from ckptman.catalog import reader_lease as lease_module
 from ckptman.catalog import tiers as tiers_module
-from ckptman.catalog.backends.object_store import ObjectPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.object_store import ObjectBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import answers, read_tiers, write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import RootError
@@ -336,7 +336,7 @@ def test_a_tier_that_hangs_at_the_start_of_a_run_is_passed_over(far: Path, tmp_p
     assert start == 10
     away = f"{far} does not answer within 0.3 s: check the mount"
     assert f"the tier {far} cannot be looked at, and what it has is not restored: {away}" in warned
-    assert [(entry.step, entry.sequence) for entry in Catalogue(root).scan()] == [(10, 1), (20, 3), (30, 4)]
+    assert [(entry.step, entry.sequence) for entry in Catalog(root).scan()] == [(10, 1), (20, 3), (30, 4)]
     assert outcome_of(root).state == "finished"
     assert events(root, "drain_failed")
 
@@ -484,14 +484,14 @@ class Slow:
 def stored(tmp_path: Path) -> str:
     """The address of an object store, in memory, that has step 20 and nothing else."""
     run(str(tmp_path / "first"), [], 20)
-    place = ObjectPlace(f"memory://{tmp_path.name}")
-    copy_checkpoint(Catalogue(tmp_path / "first").entry(20), place)
+    place = ObjectBackend(f"memory://{tmp_path.name}")
+    copy_checkpoint(Catalog(tmp_path / "first").entry(20), place)
     return place.url
 
 
 def run_id_of(url: str) -> str:
     """Of the run that saved what is there: nobody else may go on from it."""
-    return ObjectPlace(url).look()[0].require_manifest().run_id
+    return ObjectBackend(url).look()[0].require_manifest().run_id
 
 
 def test_a_fetch_may_take_longer_than_a_start_as_long_as_bytes_move(

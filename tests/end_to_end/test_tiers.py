@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.errors import ConfigError, NotFoundError
 from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
@@ -45,7 +45,7 @@ def run(
 
 
 def steps(root: Path) -> list[int]:
-    return [entry.step for entry in Catalogue(root).scan()]
+    return [entry.step for entry in Catalog(root).scan()]
 
 
 def events(root: Path, name: str) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def test_a_root_that_was_emptied_goes_on_from_a_tier(tmp_path: Path) -> None:
     assert run(str(root), tiers, 40) == 0
     shutil.rmtree(root)
     assert run(str(root), tiers, 60) == 40
-    entries = Catalogue(root).scan()
+    entries = Catalog(root).scan()
     assert [(entry.step, entry.sequence) for entry in entries] == [(50, 5), (60, 6)]
     assert entries[0].require_manifest().restored_from == 40
     assert steps(far) == [20, 40, 60]

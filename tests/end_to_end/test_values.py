@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.io.filesystem import Disk
 from tests.helpers.apps import App
 from tests.helpers.ranks import run_ranks
@@ -295,7 +295,7 @@ def save_hsdp(root: str) -> None:
 
 def test_replicas_write_each_shard_once_and_share_the_work(tmp_path: Path) -> None:
     run_ranks(4, save_hsdp, str(tmp_path))
-    manifest = Catalogue(tmp_path).entry(1).require_manifest()
+    manifest = Catalog(tmp_path).entry(1).require_manifest()
     sizes = [manifest.files[f"__{rank}_0.distcp"].bytes for rank in range(4)]
     parameters = 16384 * 5 + 16384 + 3 * 16384
     assert sum(sizes) < 1.25 * parameters * 4 * 3

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.io.filesystem import Disk
 from tests.faults.deaths import CASE_SECONDS, Tell, die_everywhere, impatient
@@ -185,7 +185,7 @@ def loaded(tally: Tally, root: Path, step: int) -> int | None:
     """The version that a step loads as."""
     state = blank()
     try:
-        ckptman.load(state, Catalogue(root).entry(step).path)
+        ckptman.load(state, Catalog(root).entry(step).path)
     except ckptman.CkptmanError as error:
         tally.fail("lost", f"step {step} does not load: {error}")
     return version_of(state)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from tests.faults.mutants import apply
 from tests.faults.subject import State, blank, bytes_of, content, open_run, version_of
 from tests.faults.tally import Tally
@@ -162,7 +162,7 @@ def _judge(tally: Tally, root: Path, gone: set[int]) -> bool:
     good = tally.check(newest >= told, "lost", f"step {told} was durable, the newest is {newest}")
     good &= tally.check(sequences.isdisjoint(gone), "other", "what was pruned came back")
     gone |= set(range(max(sequences, default=0))) - sequences
-    for entry in Catalogue(root).complete()[-1:]:
+    for entry in Catalog(root).complete()[-1:]:
         state = blank()
         ckptman.load(state, entry.path)
         good &= tally.check(version_of(state) == entry.step, "wrong", f"step {entry.step} holds something else")

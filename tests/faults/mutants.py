@@ -100,23 +100,23 @@ def _folders_not_flushed() -> None:
 
 
 def _deleted_in_place() -> None:
-    def hide(self: place.FolderPlace, path: Path, name: str, tag: str) -> Path | None:
+    def hide(self: place.LocalBackend, path: Path, name: str, tag: str) -> Path | None:
         self._disk.remove_tree(path)
         return None
 
-    place.FolderPlace.hide = hide  # type: ignore[method-assign]
+    place.LocalBackend.hide = hide  # type: ignore[method-assign]
 
 
 def _pruned_before_the_commit() -> None:
-    real = place.FolderPlace.commit
+    real = place.LocalBackend.commit
 
-    def commit(self: place.FolderPlace, draft: str, made: manifest.Manifest) -> Any:
+    def commit(self: place.LocalBackend, draft: str, made: manifest.Manifest) -> Any:
         for number, entry in enumerate(self.list()):
             self.remove(entry.path, step_folder(entry.step), f"early{number}")
         time.sleep(0.05)  # as on a slow disk: otherwise hardly a kill comes in between
         return real(self, draft, made)
 
-    place.FolderPlace.commit = commit  # type: ignore[method-assign]
+    place.LocalBackend.commit = commit  # type: ignore[method-assign]
 
 
 class _NoFlushes(Disk):
@@ -172,15 +172,15 @@ def _failed_saves_are_not_told() -> None:
 
 
 def _listing_errors_are_nothing() -> None:
-    real = catalogue.Catalogue.names
+    real = catalogue.Catalog.names
 
-    def names(self: catalogue.Catalogue) -> Any:
+    def names(self: catalogue.Catalog) -> Any:
         try:
             return real(self)
         except errors.RootError:
             return []
 
-    catalogue.Catalogue.names = names  # type: ignore[method-assign]
+    catalogue.Catalog.names = names  # type: ignore[method-assign]
 
 
 def _waits_ten_times_as_long() -> None:

@@ -27,7 +27,7 @@ from torch import nn
 from xxhash import xxh3_128_hexdigest
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.writer_lock import read_owner
 from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import read_outcome
@@ -261,7 +261,7 @@ def judge(root: Path, plan: dict[str, Any]) -> str:
         return f"the outcome is {outcome and outcome.state}, not {expected}"
     if read_owner(root) is not None:
         return "the root is still claimed"
-    wanted, steps = reference(), [entry.step for entry in Catalogue(root).complete()]
+    wanted, steps = reference(), [entry.step for entry in Catalog(root).complete()]
     if plan["keep"] is not None and len(steps) > plan["keep"]:
         return f"steps {steps} are there, and {plan['keep']} were to be kept"
     for step in steps:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.forecast.disk_forecast import Saves, cadence_seconds, disk_figures, most_kept
 from ckptman.policies.retention import (
@@ -139,7 +139,7 @@ def test_a_resumed_run_has_no_more_than_is_planned(tmp_path: Path) -> None:
     with ckptman.Checkpointer(root, state, **rules) as checkpointer:
         for step in range(checkpointer.restore() + 1, 8):
             checkpointer.step(step)
-            most = max(most, len(Catalogue(root).complete()))
+            most = max(most, len(Catalog(root).complete()))
     assert 2 <= most <= disk(KeepLast(1), Saves(DAY, 900.0))[1]
 
 

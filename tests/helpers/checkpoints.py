@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.verified import Verified, read_verified
 from ckptman.format.chunk_table import Rows
 from ckptman.format.index import Index, Unit
@@ -49,7 +49,7 @@ def commit(
 
     The bytes of a chunk are no container of torch's: digests hold, loading would not work. `values` are plain values.
     """
-    place = FolderPlace(root, QuickDisk())
+    place = LocalBackend(root, QuickDisk())
     root.mkdir(parents=True, exist_ok=True)
     draft = Path(place.begin(step_folder(step), new_nonce()))
     files: dict[str, bytes] = {METADATA: b"nothing that anybody should unpickle"}
@@ -65,7 +65,7 @@ def commit(
         (draft / name).write_bytes(data)
     manifest = Manifest(
         step=step,
-        sequence=sequence or 1 + max((entry.sequence for entry in Catalogue(root).scan(abandoned=True)), default=0),
+        sequence=sequence or 1 + max((entry.sequence for entry in Catalog(root).scan(abandoned=True)), default=0),
         time_seconds=time_seconds,
         reason="every 100 steps",
         world_size=ranks,

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.format.chunk_table import Rows
 from ckptman.format.manifest import FileRecord, Manifest
 from ckptman.format.paths import blocks_name, data_name, new_nonce, step_folder
@@ -129,7 +129,7 @@ def faults(error: int | None = None, when: tuple[When, ...] = WHEN) -> Iterator[
 
 def save(root: Path, step: int, content: bytes = b"", disk: Disk = DISK, tag: str | None = None) -> Entry:
     """Save a checkpoint of one tensor in two files through a place on `disk`, as ranks and leader do it together."""
-    place = FolderPlace(root, disk)
+    place = LocalBackend(root, disk)
     place.make()
     draft = Path(place.begin(step_folder(step), tag or new_nonce()))
     files: dict[str, bytes] = {}
@@ -148,7 +148,7 @@ def manifest_of(root: Path, step: int, files: dict[str, bytes], sequence: int | 
     """A manifest of files with these bytes, the next one of its root."""
     return Manifest(
         step=step,
-        sequence=sequence or 1 + max((entry.sequence for entry in Catalogue(root).scan(abandoned=True)), default=0),
+        sequence=sequence or 1 + max((entry.sequence for entry in Catalog(root).scan(abandoned=True)), default=0),
         time_seconds=1_790_000_000.0,
         reason="every 100 steps",
         world_size=2,
@@ -176,7 +176,7 @@ def holds(root: Path) -> dict[int, tuple[int, str]]:
     Every byte is checked.
     """
     found = {}
-    for entry in Catalogue(root).scan():
+    for entry in Catalog(root).scan():
         manifest = entry.require_manifest()
         assert verify_folder(entry.path, manifest, threads=1).good
         assert check_coverage(entry.path, manifest) == []

@@ -21,8 +21,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.pins import pin
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.reader_lease import lease, reading
@@ -101,7 +101,7 @@ def _reader(field: Field, number: int) -> None:
         before = field.committed.value
         if not before:
             continue
-        entries = Catalogue(field.root).complete()
+        entries = Catalog(field.root).complete()
         newest = entries[-1].sequence if entries else 0
         field.note("listing", behind=max(0, before - newest))
         if number == 0:
@@ -115,7 +115,7 @@ def _reader(field: Field, number: int) -> None:
 def _restore_without_lease(field: Field) -> int:
     """As `Restorer.best`, for one who may not write to the root: how often it looked; 0: it found nothing good."""
     for look in range(1, LOOKS + 1):
-        for entry in reversed(Catalogue(field.root).complete()):
+        for entry in reversed(Catalog(field.root).complete()):
             outcome = _read(entry, must_stay=False)
             if outcome == "good":
                 return look
@@ -144,10 +144,10 @@ def _read(entry: Entry, must_stay: bool) -> str:
 def _copier(field: Field) -> None:
     target = field.root.with_name("copies")
     target.mkdir(exist_ok=True)
-    place = FolderPlace(target)
+    place = LocalBackend(target)
     dice = random.Random(field.seed)
     while field.goes_on:
-        entries = Catalogue(field.root).complete()
+        entries = Catalog(field.root).complete()
         if not entries:
             continue
         entry = dice.choice(entries[-3:])
@@ -167,7 +167,7 @@ def _pinner(field: Field) -> None:
     dice = random.Random(field.seed)
     while field.goes_on:
         time.sleep(0.05)
-        entries = Catalogue(field.root).complete()
+        entries = Catalog(field.root).complete()
         if not entries:
             continue
         entry = dice.choice(entries)
@@ -225,7 +225,7 @@ def _judge(field: Field, kills: int) -> Counter[str]:
     failures = [fact for fact in facts if fact["who"] == "failure"]
     assert not failures, f"{failures[0]['part']}: {failures[0]['trace']}"
     execute(field.root, plan_prune(field.root, POLICIES[2]), "0123abcd-1")
-    there = {entry.step: entry for entry in Catalogue(field.root).scan()}
+    there = {entry.step: entry for entry in Catalog(field.root).scan()}
     saved = {fact["step"] for fact in facts if fact["who"] == "saver"}
     pinned = {fact["step"] for fact in facts if fact["who"] == "pin"}
     kept = {step for step in saved if step % EVERY_STEPS == 0} | pinned | {max(saved)}

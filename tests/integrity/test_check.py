@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Entry
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, step_folder
@@ -40,7 +40,7 @@ RANKS = 2
 
 def _save(root: Path, step: int = 100, seed: int = 0) -> Entry:
     """A checkpoint of three tensors in two data files: large in blocks 0 to 4, small in 5, tail in 5 and 6."""
-    place = FolderPlace(root, QuickDisk())
+    place = LocalBackend(root, QuickDisk())
     root.mkdir(exist_ok=True)
     draft = Path(place.begin(step_folder(step), new_nonce()))
     files: dict[str, bytes] = {METADATA: b"nothing that anybody should unpickle"}

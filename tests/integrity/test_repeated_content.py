@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Entry
 from ckptman.format.chunk_table import TensorRecord
 from ckptman.format.index import Index, read_index
@@ -37,7 +37,7 @@ def _save(
 ) -> Entry:
     """Tensors whose bytes are told by their seeds. `first`: where the first of them begins in the data files. `flip`: a
     byte of them that is another."""
-    place = FolderPlace(root, QuickDisk())
+    place = LocalBackend(root, QuickDisk())
     root.mkdir(exist_ok=True)
     draft = Path(place.begin(step_folder(step), new_nonce()))
     files: dict[str, bytes] = {METADATA: b""}

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from ckptman.catalog.catalog import Catalogue, Entry
+from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.errors import CorruptError, FormatVersionError
 from ckptman.format.chunk_table import TensorRecord
 from ckptman.format.coverage import Box, first_flaw
@@ -94,7 +94,7 @@ def verified(entry: Entry, done: Callable[[int], None] | None = None) -> FileRep
 
 def looked_at(root: Path) -> str | None:
     """What listing and verifying find wrong with the one checkpoint of a root, or None."""
-    entry = Catalogue(root).entry(100)
+    entry = Catalog(root).entry(100)
     return entry.problem or "; ".join(verified(entry).problems) or None
 
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     (entry.path / "__0_0.distcp").unlink()
     assert verified(entry).problems == ("__0_0.distcp is missing; what lies there: weight",)
     with pytest.raises(CorruptError, match="is missing"):
-        verified(Catalogue(tmp_path).entry(100))
+        verified(Catalog(tmp_path).entry(100))
 
 
 # ---- indexes ---------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
 import ckptman
-from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.diff.digest_compare import digests_agree
 from ckptman.format.index import Index
 from ckptman.format.pickle_guard import HostilePickle, check_pickle
@@ -368,11 +368,11 @@ def test_no_pipe_is_waited_for_where_digests_are_compared(tmp_path: Path) -> Non
 @pytest.mark.timeout(20)
 def test_a_place_opens_files_and_nothing_else(tmp_path: Path) -> None:
     entry = commit(tmp_path, 1)
-    with FolderPlace(tmp_path).open(entry, "index.json") as file:
+    with LocalBackend(tmp_path).open(entry, "index.json") as file:
         assert Index.model_validate_json(file.read()).tensors
     os.mkfifo(entry.path / "pipe")
     with pytest.raises(ckptman.CorruptError, match="not a regular file"):
-        FolderPlace(tmp_path).open(entry, "pipe")
+        LocalBackend(tmp_path).open(entry, "pipe")
 
 
 def test_the_attacks_are_pickles() -> None:

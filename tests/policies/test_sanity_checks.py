@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.writer_lock import claim
 from ckptman.format.paths import journal_path
 from ckptman.io.filesystem import DISK
@@ -19,7 +19,7 @@ from ckptman.policies.rules import KeepBest, KeepEvery, KeepLast, KeepSteps, Rec
 from ckptman.policies.sanity_checks import slip
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.saving.draft import SaveInfo
-from ckptman.saving.retention_runner import Keeper
+from ckptman.saving.retention_runner import RetentionRunner
 from tests.helpers.checkpoints import commit, steps_of
 
 NAN = math.nan
@@ -70,12 +70,12 @@ def test_a_run_warns_once_and_deletes_nothing_until_the_metric_is_there(
 ) -> None:
     held = claim(tmp_path, "run", None)
     journal = Journal(journal_path(tmp_path))
-    keeper = Keeper(FolderPlace(tmp_path), KeepBest("eval"), "prune", held, journal, DISK)
+    keeper = RetentionRunner(LocalBackend(tmp_path), KeepBest("eval"), "prune", held, journal, DISK)
     for step in (1, 2, 3):
         commit(tmp_path, step, metrics=LOSS)
         keeper.prune()
     assert not keeper.make_room(SaveInfo(4, "every step"), "no space")
-    assert steps_of(Catalogue(tmp_path).scan()) == [1, 2, 3]
+    assert steps_of(Catalog(tmp_path).scan()) == [1, 2, 3]
     told = [str(each.message) for each in recwarn]
     assert sum("no checkpoint has the metric 'eval'; they have loss" in each for each in told) == 1
     commit(tmp_path, 4, metrics={"eval": 1.0})
@@ -84,7 +84,7 @@ def test_a_run_warns_once_and_deletes_nothing_until_the_metric_is_there(
     keeper.close(tidy=True)
     held.release()
     journal.close()
-    assert steps_of(Catalogue(tmp_path).scan()) == [4, 5]
+    assert steps_of(Catalog(tmp_path).scan()) == [4, 5]
     assert any(each["event"] == "prune_failed" for each in read_journal(journal_path(tmp_path))[0])
 
 
@@ -92,7 +92,7 @@ def test_where_other_rules_keep_some_a_run_prunes_by_them_and_warns_once(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     held = claim(tmp_path, "run", None)
-    keeper = Keeper(FolderPlace(tmp_path), KeepLast(2) | KeepBest("eval"), "prune", held, None, DISK)
+    keeper = RetentionRunner(LocalBackend(tmp_path), KeepLast(2) | KeepBest("eval"), "prune", held, None, DISK)
     for step in (1, 2, 3, 4):
         commit(tmp_path, step, metrics=LOSS)
         keeper.prune()
@@ -102,5 +102,5 @@ def test_where_other_rules_keep_some_a_run_prunes_by_them_and_warns_once(
         keeper.prune()
     keeper.close(tidy=True)
     held.release()
-    assert steps_of(Catalogue(tmp_path).scan()) == [5, 7, 8]
+    assert steps_of(Catalog(tmp_path).scan()) == [5, 7, 8]
     assert ["pruned by the other rules alone: no checkpoint has" in str(each.message) for each in recwarn] == [True]

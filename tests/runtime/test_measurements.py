@@ -21,7 +21,7 @@ from ckptman.policies.save_policies import Decision, Facts, SavePolicy
 from ckptman.runtime.bad_nodes import reported_nodes
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.measurements import StartUp, save_seconds, start_up, typical_save_seconds
-from ckptman.session.timings import Pace
+from ckptman.session.timings import Timings
 
 Event = dict[str, Any]
 
@@ -112,7 +112,7 @@ def train(root: Path, left_seconds: float | None, policy: SavePolicy, **options:
     deadline = None if left_seconds is None else clock.seconds + left_seconds
     state = {"x": torch.zeros(3)}
     with (
-        mock.patch.object(checkpointer_module, "Pace", partial(Pace, monotonic=clock, wall=clock)),
+        mock.patch.object(checkpointer_module, "Timings", partial(Timings, monotonic=clock, wall=clock)),
         ckptman.Checkpointer(root, state, save_policy=policy, deadline=deadline, **options) as checkpointer,
     ):
         start = checkpointer.restore()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.errors import CkptmanError
 from ckptman.format.paths import outcome_path
@@ -59,7 +59,7 @@ def littered(root: Path) -> None:
 
 
 def delete(root: Path, disk: Disk) -> None:
-    FolderPlace(root, disk).delete(Catalogue(root).entry(100), "0123abcd-1")
+    LocalBackend(root, disk).delete(Catalog(root).entry(100), "0123abcd-1")
 
 
 def prune(root: Path, disk: Disk) -> None:
@@ -113,7 +113,7 @@ def goes_on(root: Path) -> None:
     saved = save(root, 400, b"after the fault")
     assert saved.sequence == newest + 1
     execute(root, plan_prune(root, KeepLast(2)), "0123abcd-2")
-    assert names(root) == {entry.path.name for entry in Catalogue(root).scan()}, "a leftover survived"
+    assert names(root) == {entry.path.name for entry in Catalog(root).scan()}, "a leftover survived"
     held = holds(root)
     assert held[400][0] == saved.sequence
     assert len(held) <= 2
@@ -206,7 +206,7 @@ def test_a_data_file_whose_writing_dies_or_fails_at_any_operation(tmp_path: Path
 
 
 def test_an_abandoned_draft_is_removed_or_left_for_prune(tmp_path: Path) -> None:
-    place = FolderPlace(tmp_path, FaultyDisk(Fault(1, "midway", errno.EIO)))
+    place = LocalBackend(tmp_path, FaultyDisk(Fault(1, "midway", errno.EIO)))
     draft = place.begin("step-0000000100", "0123abcd-1")
     (Path(draft) / "a").touch()
     (Path(draft) / "b").touch()
@@ -224,7 +224,7 @@ def test_a_save_that_cannot_take_its_name_puts_the_earlier_one_back(tmp_path: Pa
     disk = FaultyDisk(Fault(renames[1], "before", errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
         save(tmp_path, 100, b"new", disk)
-    assert Catalogue(tmp_path).entry(100).path == before.path
+    assert Catalog(tmp_path).entry(100).path == before.path
 
 
 def test_trouble_with_the_earlier_save_fails_no_save(tmp_path: Path) -> None:
@@ -246,14 +246,14 @@ def log_of_a_save_over(root: Path) -> list[str]:
 
 
 def test_a_tag_is_used_once(tmp_path: Path) -> None:
-    FolderPlace(tmp_path).begin("step-0000000100", "0123abcd-1")
+    LocalBackend(tmp_path).begin("step-0000000100", "0123abcd-1")
     with pytest.raises(FileExistsError):
-        FolderPlace(tmp_path).begin("step-0000000100", "0123abcd-1")
+        LocalBackend(tmp_path).begin("step-0000000100", "0123abcd-1")
 
 
 def test_a_folder_of_any_name_can_be_committed(tmp_path: Path) -> None:
     """`StorageWriter` commits under the name that its caller chose, also one that looks like a draft."""
-    place = FolderPlace(tmp_path)
+    place = LocalBackend(tmp_path)
     for content in (b"first", b"second"):
         entry = save(tmp_path / "model", 1, content)
         draft = Path(place.begin("best.tmp-7", content.decode()))
@@ -286,7 +286,7 @@ def test_a_root_that_cannot_be(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CkptmanError, match="name another root") as caught:
-        FolderPlace(tmp_path / name).make()
+        LocalBackend(tmp_path / name).make()
     assert caught.value.exit_code == 10
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.writer_lock import claim, read_owner
 from ckptman.format.paths import run_folder
@@ -27,9 +27,9 @@ def saves_forever(root: Path, seed: int) -> None:
     """Claim, commit, tell, prune, again and again; now and then an earlier step, or the same step once more."""
     os.fsync = lambda fd: None  # a kill is no power cut, and more happens in the same time
     dice = random.Random(seed)
-    FolderPlace(root).make()
+    LocalBackend(root).make()
     held = claim(root, "run", None)
-    step = max((entry.step for entry in Catalogue(root).complete()), default=0)
+    step = max((entry.step for entry in Catalog(root).complete()), default=0)
     while True:
         step = max(0, step + dice.choice([1, 1, 1, 0, 0, -1]))
         held.check()
@@ -61,7 +61,7 @@ def kill_again_and_again(root: Path, kills: int, seed: int) -> None:
         assert held.isdisjoint(gone), f"kill {number}: what was pruned came back"
         gone = set(range(max(held))) - held
     execute(root, plan_prune(root, KeepLast(KEPT)), "0123abcd-1")
-    assert {path.name for path in root.iterdir()} == {".ckptman", *(path.path.name for path in Catalogue(root).scan())}
+    assert {path.name for path in root.iterdir()} == {".ckptman", *(path.path.name for path in Catalog(root).scan())}
     assert len(holds(root)) == KEPT
     owner = read_owner(root)
     assert owner is not None

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.pins import pin
 from ckptman.catalog.stored_policy import read_policy
 from ckptman.cli.app import main
@@ -79,7 +79,7 @@ def train(
 
 
 def steps_in(root: Path) -> list[int]:
-    return [entry.step for entry in Catalogue(root).complete()]
+    return [entry.step for entry in Catalog(root).complete()]
 
 
 def events(root: Path, name: str) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def ranks(root: str, async_save: bool) -> list[str]:
 def test_a_run_prunes_saves_and_goes_on(tmp_path: Path, async_save: bool, code: int) -> None:
     told = train(tmp_path, 6, SmallDisk(tmp_path, 3.5 * CHECKPOINT_BYTES, code), async_save=async_save)
     assert steps_in(tmp_path) == [4, 5, 6]
-    assert all(entry.path.parent == tmp_path for entry in Catalogue(tmp_path).scan())
+    assert all(entry.path.parent == tmp_path for entry in Catalog(tmp_path).scan())
     assert any(
         "the disk is full, so checkpoints were pruned for the save of step 4: step 1 went" in each for each in told
     )

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.io.filesystem import Disk
 from ckptman.runtime.journal import read_journal
 from tests.dcp.test_values import State, bits, load, noise, save
@@ -110,7 +110,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path, way: str) -> None:
     assert rank == 1
     assert "File too large" in cause
     assert first[3:] == [[ONE], None, [ONE, THREE]]
-    assert [entry.step for entry in Catalogue(tmp_path).complete()] == [1, 3]
+    assert [entry.step for entry in Catalog(tmp_path).complete()] == [1, 3]
 
 
 class FailingDisk(Disk):

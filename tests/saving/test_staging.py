@@ -29,7 +29,7 @@ from ckptman.saving.rank_file import RankFile, make_rank_file
 from ckptman.saving.saver import RESERVE_BYTES, Saver
 from ckptman.saving.staging import Slot, Staged, Stager
 from ckptman.saving.write_plan import make_plan
-from ckptman.saving.writer import Content, Writing
+from ckptman.saving.writer import CheckpointWriter, Content
 from ckptman.state.named_state import snapshot
 from tests.dcp.test_values import State, bits, noise, shapes_and_views
 from tests.helpers.ranks import run_ranks
@@ -316,23 +316,23 @@ def test_a_slot_is_not_taken_from_a_save_that_has_not_been_written(
     """Save 1 is long in its commit, so that save 2 gets its slot; save 3 comes while 2 is being written."""
     tensor = torch.zeros(1_000_000)
     in_commit, may_commit, in_write, may_write = (threading.Event() for _ in range(4))
-    finish, write, writes = Writing._finish, Writing._write, []
+    finish, write, writes = CheckpointWriter._finish, CheckpointWriter._write, []
 
-    def slow_finish(writing: Writing, *args: Any) -> None:
+    def slow_finish(writing: CheckpointWriter, *args: Any) -> None:
         if not in_commit.is_set():
             in_commit.set()
             assert may_commit.wait(WAIT)
         finish(writing, *args)
 
-    def slow_write(writing: Writing, *args: Any) -> Any:
+    def slow_write(writing: CheckpointWriter, *args: Any) -> Any:
         writes.append(1)
         if len(writes) == 2:
             in_write.set()
             assert may_write.wait(WAIT)
         return write(writing, *args)
 
-    monkeypatch.setattr(Writing, "_finish", slow_finish)
-    monkeypatch.setattr(Writing, "_write", slow_write)
+    monkeypatch.setattr(CheckpointWriter, "_finish", slow_finish)
+    monkeypatch.setattr(CheckpointWriter, "_write", slow_write)
     with ckptman.Checkpointer(tmp_path, {"s": {"w": tensor}}, deadline=None) as checkpointer:
         tensor.fill_(1)
         checkpointer.save(1)
@@ -351,13 +351,13 @@ def test_a_slot_is_not_taken_from_a_save_that_has_not_been_written(
 
 
 def test_saves_that_come_faster_than_the_disk_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor, original = torch.zeros(1_000_000), Writing._write
+    tensor, original = torch.zeros(1_000_000), CheckpointWriter._write
 
-    def slow(writing: Writing, *args: Any) -> Any:
+    def slow(writing: CheckpointWriter, *args: Any) -> Any:
         time.sleep(0.03)
         return original(writing, *args)
 
-    monkeypatch.setattr(Writing, "_write", slow)
+    monkeypatch.setattr(CheckpointWriter, "_write", slow)
     with ckptman.Checkpointer(tmp_path, {"s": {"w": tensor}}, deadline=None) as checkpointer:
         for step in range(1, 9):
             tensor.fill_(step)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ckptman
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.catalog import Catalog
 from ckptman.format.paths import journal_path
 from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.runtime.journal import read_journal
@@ -90,7 +90,7 @@ def save_after(root: Path, state: dict[str, Any], *changes: Callable[[], object]
         for step, change in enumerate(changes, 1):
             change()
             checkpointer.save(step)
-    assert len(Catalogue(root).complete()) == len(changes), "a stale save is a save"
+    assert len(Catalog(root).complete()) == len(changes), "a stale save is a save"
     return [event["step"] for event in stale_events(root)]
 
 
@@ -116,7 +116,7 @@ def test_weights_that_are_saved_from_a_cached_copy(tmp_path: Path, options: dict
     assert events[0]["count"] == 3
     assert events[0]["updates"] == 2
     assert events[0]["names"] == ["model.large", "model.last", "model.first"]
-    assert [entry.step for entry in Catalogue(tmp_path).complete()] == [2, 4, 6, 8]
+    assert [entry.step for entry in Catalog(tmp_path).complete()] == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"async_save": False}])
@@ -331,7 +331,7 @@ def test_a_warning_that_is_an_error_fails_no_save(tmp_path: Path) -> None:
         with ckptman.Checkpointer(tmp_path, run.state, deadline=None, async_save=False) as checkpointer:
             checkpointer.save(1)
             checkpointer.save(2)
-    assert len(Catalogue(tmp_path).complete()) == 2
+    assert len(Catalog(tmp_path).complete()) == 2
     assert len(stale_events(tmp_path)) == 1
 
 

@@ -169,7 +169,7 @@ class End:
     def gather(self, value: Any) -> list[Any]:
         return self._line.gather(self.rank, value)
 
-    def everywhere(self, work: Callable[[], Any]) -> list[Any]:
+    def run_on_all(self, work: Callable[[], Any]) -> list[Any]:
         try:
             mine: Any = work()
         except Exception as error:

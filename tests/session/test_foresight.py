@@ -9,7 +9,7 @@ import ckptman
 from ckptman.policies.save_policies import Decision, Facts, SavePolicy
 from ckptman.saving.saver import SaveReport
 from ckptman.session.foresight import Foresight
-from ckptman.session.timings import Pace
+from ckptman.session.timings import Timings
 
 POLICIES = [
     ckptman.EverySteps(7),
@@ -51,7 +51,7 @@ def test_decisions_are_those_of_asking_at_every_step(
     policy: SavePolicy, typical: float, factors: list[float], durable: int
 ) -> None:
     clock = Clock()
-    pace = Pace(clock.seconds - 0.3, clock.seconds + 4.0, clock, clock)
+    pace = Timings(clock.seconds - 0.3, clock.seconds + 4.0, clock, clock)
     foresight = Foresight(policy, pace)
     pace.start(0, restored=False)
     saving_since = None
@@ -71,7 +71,7 @@ def test_decisions_are_those_of_asking_at_every_step(
 
 def test_the_policy_is_rarely_asked_on_short_steps() -> None:
     clock, counting = Clock(), Counting(ckptman.EverySteps(1000))
-    pace = Pace(clock.seconds, None, clock, clock)
+    pace = Timings(clock.seconds, None, clock, clock)
     foresight = Foresight(counting, pace)
     pace.start(0, restored=False)
     asked = []

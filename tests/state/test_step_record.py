@@ -28,7 +28,7 @@ from ckptman.errors import BusyError, CommitError, ConfigError
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import Outcome, read_outcome
-from ckptman.state.optimizer_hooks import Updates
+from ckptman.state.optimizer_hooks import OptimizerHooks
 from ckptman.state.step_record import Recorder
 from tests.helpers.ranks import run_ranks
 
@@ -219,7 +219,7 @@ def test_an_object_that_is_slow_to_tell_its_state_is_not_asked_at_each_step() ->
             raise AssertionError
 
     state: dict[str, Any] = {"slow": Slow()}
-    recorder = Recorder(state, Updates(state, before=lambda: None))
+    recorder = Recorder(state, OptimizerHooks(state, before=lambda: None))
     for _ in range(3):
         assert not recorder.too_slow
         recorder.record(0.0001)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.reader_lease import held
 from ckptman.catalog.verified import identify, note_damaged, note_verified
@@ -42,7 +42,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def copy(source: Path, root: Path, step: int = 200, **means: object) -> Copied:
-    return copy_checkpoint(Catalogue(source).entry(step), FolderPlace(root), Means(**means))  # type: ignore[arg-type]
+    return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root), Means(**means))  # type: ignore[arg-type]
 
 
 def draft_of(root: Path) -> Path:
@@ -76,7 +76,7 @@ def test_a_copy_is_the_same_checkpoint_and_is_proved(source: Path, tmp_path: Pat
     for path in here.iterdir():
         if path.name != "verified.json":
             assert (there / path.name).read_bytes() == path.read_bytes(), path.name
-    assert Catalogue(tmp_path / "root").entry(200).sequence == 3
+    assert Catalog(tmp_path / "root").entry(200).sequence == 3
     note = note_in(there)
     assert note is not None
     assert note.every_byte
@@ -86,8 +86,8 @@ def test_a_copy_is_the_same_checkpoint_and_is_proved(source: Path, tmp_path: Pat
 
 def test_everything_is_flushed_before_it_can_be_seen(source: Path, tmp_path: Path) -> None:
     disk = FaultyDisk()
-    place = FolderPlace(tmp_path / "root", disk)
-    copied = copy_checkpoint(Catalogue(source).entry(200), place, Means(disk=disk))
+    place = LocalBackend(tmp_path / "root", disk)
+    copied = copy_checkpoint(Catalog(source).entry(200), place, Means(disk=disk))
     seen = max(number for number, name in enumerate(disk.log) if name == "rename")
     assert disk.log[:seen].count("sync_file") == copied.files
     assert disk.log[seen - 1] == disk.log[seen + 1] == "sync_folder"
@@ -168,7 +168,7 @@ def test_an_interrupted_copy_goes_on_where_it_was(source: Path, tmp_path: Path) 
     root = tmp_path / "root"
     with pytest.raises(KeyboardInterrupt):
         copy(source, root, threads=1, meter=Meter(Once("copying", stop, 2 * STRIDE + 1)))
-    assert Catalogue(root).scan() == []
+    assert Catalog(root).scan() == []
     draft = draft_of(root)
     copied = copy(source, root, threads=1)
     assert 0 < copied.written_bytes <= copied.bytes - 2 * STRIDE
@@ -243,7 +243,7 @@ def test_one_that_was_found_damaged_is_refused_before_a_byte_is_read(source: Pat
 
 
 def test_an_original_that_is_deleted_or_saved_again_meanwhile_is_told(source: Path, tmp_path: Path) -> None:
-    entry = Catalogue(source).entry(200)
+    entry = Catalog(source).entry(200)
     root = tmp_path / "root"
 
     def again() -> None:
@@ -253,10 +253,10 @@ def test_an_original_that_is_deleted_or_saved_again_meanwhile_is_told(source: Pa
     for action in (lambda: shutil.rmtree(source / FOLDER), again):
         meter = Meter(Once("copying", action))
         with pytest.raises(NotFoundError, match="was deleted, or saved again"):
-            copy_checkpoint(entry, FolderPlace(root), Means(threads=1, meter=meter))
+            copy_checkpoint(entry, LocalBackend(root), Means(threads=1, meter=meter))
         assert list(root.glob("step-*")) == []
         with pytest.raises(NotFoundError):
-            copy_checkpoint(entry, FolderPlace(root))
+            copy_checkpoint(entry, LocalBackend(root))
         if not (source / FOLDER).exists():
             entry = commit(source, 200, rows=1_200_003)
 
@@ -278,7 +278,7 @@ def test_what_storage_does_not_give_back_does_not_count(source: Path, tmp_path: 
     root = tmp_path / "root"
     with pytest.raises(RootError, match=r"does not give back what was written to it \(__\d_0\.distcp.*blocks \(128;"):
         copy(source, root, threads=1, disk=LyingDisk())
-    assert Catalogue(root).scan() == []
+    assert Catalog(root).scan() == []
     copied = copy(source, root)
     assert 0 < copied.written_bytes <= STRIDE
     assert holds(root)[200] == holds(source)[200]
@@ -422,32 +422,32 @@ def foreign(folder: Path) -> Path:
 def test_a_checkpoint_of_others_is_copied_by_bytes(tmp_path: Path) -> None:
     folder, root = foreign(tmp_path / "plain"), tmp_path / "root"
     with pytest.raises(KeyboardInterrupt):
-        copy_foreign(folder, FolderPlace(root), Means(threads=1, meter=Meter(Once("copying", stop, STRIDE + 1))))
-    copied = copy_foreign(folder, FolderPlace(root), Means(threads=1))
+        copy_foreign(folder, LocalBackend(root), Means(threads=1, meter=Meter(Once("copying", stop, STRIDE + 1))))
+    copied = copy_foreign(folder, LocalBackend(root), Means(threads=1))
     assert 0 < copied.written_bytes < copied.bytes
     assert {path.name: path.read_bytes() for path in (root / "plain").iterdir()} == {
         path.name: path.read_bytes() for path in folder.iterdir()
     }
-    assert copy_foreign(folder, FolderPlace(root)).already
+    assert copy_foreign(folder, LocalBackend(root)).already
     flip_byte(root / "plain" / "__0_0.distcp")
     with pytest.raises(ExistsError, match="with other bytes"):
-        copy_foreign(folder, FolderPlace(root))
-    copy_foreign(folder, FolderPlace(root), Means(overwrite=True))
+        copy_foreign(folder, LocalBackend(root))
+    copy_foreign(folder, LocalBackend(root), Means(overwrite=True))
     (folder / "__2_0.distcp").touch()
     with pytest.raises(ExistsError, match="with other files"):
-        copy_foreign(folder, FolderPlace(root))
+        copy_foreign(folder, LocalBackend(root))
     (folder / "link").symlink_to("/etc/passwd")
     with pytest.raises(ConfigError, match="has link in it"):
-        copy_foreign(folder, FolderPlace(root))
+        copy_foreign(folder, LocalBackend(root))
     with pytest.raises(ConfigError):
-        copy_foreign(folder, FolderPlace(folder / "inside"))
+        copy_foreign(folder, LocalBackend(folder / "inside"))
 
 
 def test_a_checkpoint_of_others_that_changes_meanwhile_is_told(tmp_path: Path) -> None:
     folder, root = foreign(tmp_path / "plain"), tmp_path / "root"
     meter = Meter(Once("copying", lambda: os.truncate(folder / "__0_0.distcp", 10)))
     with pytest.raises(NotFoundError, match="was deleted, or saved again"):
-        copy_foreign(folder, FolderPlace(root), Means(threads=1, meter=meter))
+        copy_foreign(folder, LocalBackend(root), Means(threads=1, meter=meter))
     assert [path.name for path in root.iterdir() if path.name != DOT] == []
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from ckptman.catalog import reader_lease as lease
 from ckptman.catalog import writer_lock as owner
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.tiers import write_tiers
 from ckptman.catalog.writer_lock import claim
@@ -42,8 +42,8 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copy(world: Path, disk: Disk) -> None:
-    for entry in Catalogue(world / "root").complete():
-        copy_checkpoint(entry, FolderPlace(world / "near", disk), Means(disk=disk, threads=1))
+    for entry in Catalog(world / "root").complete():
+        copy_checkpoint(entry, LocalBackend(world / "near", disk), Means(disk=disk, threads=1))
 
 
 def drain(world: Path, disk: Disk) -> None:

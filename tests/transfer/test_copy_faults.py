@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from ckptman.catalog import writer_lock as owner
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.writer_lock import claim
 from ckptman.errors import CkptmanError, RootError
 from ckptman.format.paths import DOT
@@ -52,8 +52,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy(source: Path, root: Path, disk: Disk, **means: object) -> object:
-    place = FolderPlace(root, disk)
-    return copy_checkpoint(Catalogue(source).entry(STEP), place, Means(disk=disk, threads=1, **means))  # type: ignore[arg-type]
+    place = LocalBackend(root, disk)
+    return copy_checkpoint(Catalog(source).entry(STEP), place, Means(disk=disk, threads=1, **means))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("before", ["nothing", "another", "the same step"])
@@ -88,7 +88,7 @@ def test_death_at_any_operation_leaves_the_old_set_or_the_new_one(source: Path, 
         copy(source, root, Disk(), overwrite=True)
         assert holds(root) == new, fault
         assert not (root / f"step-{STEP:010d}" / DOT).exists()
-        assert {parsed.kind for _, parsed in Catalogue(root).leftovers()} <= {"old", "trash"}, fault
+        assert {parsed.kind for _, parsed in Catalog(root).leftovers()} <= {"old", "trash"}, fault
         shutil.rmtree(root)
         if not disk.struck:
             break
@@ -125,11 +125,11 @@ def copies_forever(source: Path, root: Path) -> None:
     """Copy, tell, delete, again and again."""
     os.fsync = lambda fd: None
     while True:
-        for entry in Catalogue(source).complete():
-            copied = copy_checkpoint(entry, FolderPlace(root), Means(threads=2))
+        for entry in Catalog(source).complete():
+            copied = copy_checkpoint(entry, LocalBackend(root), Means(threads=2))
             print(copied.step, flush=True)
-        for entry in Catalogue(root).complete():
-            FolderPlace(root).delete(entry, os.urandom(4).hex())
+        for entry in Catalog(root).complete():
+            LocalBackend(root).delete(entry, os.urandom(4).hex())
 
 
 def kill_again_and_again(tmp_path: Path, kills: int, seed: int) -> None:
@@ -139,7 +139,7 @@ def kill_again_and_again(tmp_path: Path, kills: int, seed: int) -> None:
     source, root = tmp_path / "source", tmp_path / "root"
     for step in (100, 200, 300):
         commit(source, step, rows=60_000, ranks=3)
-    FolderPlace(root).make()
+    LocalBackend(root).make()
     for number in range(kills):
         command = [sys.executable, "-m", "tests.transfer.test_copy_faults", str(source), str(root)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as child:
@@ -155,10 +155,10 @@ def kill_again_and_again(tmp_path: Path, kills: int, seed: int) -> None:
             note = note_in(root / f"step-{step:010d}")
             assert note is not None, f"kill {number}"
             assert note.every_byte
-    for entry in Catalogue(source).complete():
-        copy_checkpoint(entry, FolderPlace(root))
+    for entry in Catalog(source).complete():
+        copy_checkpoint(entry, LocalBackend(root))
     assert holds(root) == holds(source)
-    assert not [parsed for _, parsed in Catalogue(root).leftovers() if parsed.kind == "tmp"]
+    assert not [parsed for _, parsed in Catalog(root).leftovers() if parsed.kind == "tmp"]
 
 
 def test_ten_kills(tmp_path: Path) -> None:

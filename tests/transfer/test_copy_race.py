@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ExistsError, RootError
@@ -58,7 +58,7 @@ class Late(Disk):
 def copy(source: Path, root: Path, disk: Disk | None = None, *, overwrite: bool = False) -> Copied:
     disk = disk or Disk()
     means = Means(threads=1, overwrite=overwrite, disk=disk)
-    return copy_checkpoint(Catalogue(source).entry(200), FolderPlace(root, disk), means)
+    return copy_checkpoint(Catalog(source).entry(200), LocalBackend(root, disk), means)
 
 
 def assert_tidy(root: Path, *kept: str) -> None:

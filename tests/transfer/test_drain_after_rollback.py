@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.backends.tiered import TieredPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.tiered import TieredBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import awaited, read_tiers, write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import RootError
@@ -30,7 +30,7 @@ __all__ = ["root"]
 
 def taken(root: Path, *tiers: Tier) -> int:
     """The step that a restore would take."""
-    return TieredPlace(root, tiers).list()[-1].step
+    return TieredBackend(root, tiers).list()[-1].step
 
 
 def test_a_step_that_was_saved_again_goes_to_the_tier_as_well(root: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_step_that_was_saved_again_goes_to_the_tier_as_well(root: Path) -> Non
     assert main(["rollback", str(root), "--to-step", "60"]) == 0
     again = commit(root, 70, rows=4)
     assert [(each.task.entry.step, each.error) for each in drain(root, far)] == [(70, None)]
-    assert Catalogue(root.parent / "far").entry(70).identity == again.identity
+    assert Catalog(root.parent / "far").entry(70).identity == again.identity
     assert steps(root.parent / "far") == [10, 20, 30, 40, 50, 60, 70]
     assert drain(root, far) == []
 
@@ -75,7 +75,7 @@ def test_a_rule_of_a_tier_counts_nothing_that_was_abandoned(root: Path) -> None:
     assert main(["rollback", str(root), "--to-step", "80"]) == 0
     commit(root, 90, rows=4, metrics={"loss": -1.0})
     drain(root, best)
-    assert [entry.record().metrics["loss"] for entry in Catalogue(root.parent / "best").scan()] == [-1.0]
+    assert [entry.record().metrics["loss"] for entry in Catalog(root.parent / "best").scan()] == [-1.0]
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_a_tier_of_which_nothing_counts_is_no_reason_to_start_over(root: Path) -
     (root.parent / "far" / "step-0000000080" / "__0_0.distcp").unlink()
     shutil.rmtree(root)
     root.mkdir()
-    (entry,) = TieredPlace(root, [far]).list()
+    (entry,) = TieredBackend(root, [far]).list()
     assert entry.problem == "__0_0.distcp is missing"
 
 
@@ -125,7 +125,7 @@ def test_a_run_that_is_at_work_believes_the_last_drain(root: Path, monkeypatch: 
     far = Tier(root.parent / "far", every=4)
     drain(root, far)
     commit(root, 90)
-    records = [entry.record() for entry in Catalogue(root).scan()]
+    records = [entry.record() for entry in Catalog(root).scan()]
     shutil.rmtree(root.parent / "far")
     assert awaited(root, records, 0, look=False) == {}
     assert {records[place].step for place in awaited(root, records, 0)} == {40, 80}
@@ -139,7 +139,7 @@ def test_numbers_go_on_where_a_tier_is_away(root: Path) -> None:
     for step in steps(root)[2:]:
         shutil.rmtree(root / f"step-{step:010d}")
     (root.parent / "far").rename(root.parent / "away")
-    place = TieredPlace(root, [far])
+    place = TieredBackend(root, [far])
     with pytest.warns(RuntimeWarning, match="cannot be looked at"):
         place.list()
     assert place.last_sequence() == 8
@@ -152,9 +152,9 @@ def test_a_slip_in_the_rules_of_a_tier_deletes_nothing_there(tmp_path: Path) -> 
         commit(root, step, metrics={"loss": 1.0})
     write_tiers(root, [tier])
     for step in (10, 20, 30):
-        copy_checkpoint(Catalogue(root).entry(step), FolderPlace(far))
+        copy_checkpoint(Catalog(root).entry(step), LocalBackend(far))
     with pytest.warns(RuntimeWarning, match="nothing is deleted in .*far: no checkpoint has the metric 'lozz'"):
-        prune_tier(tier, FolderPlace(far))
-    assert len(Catalogue(far).scan()) == 3
-    prune_tier(replace(tier, retention=KeepBest("lozz") | KeepLast(1)), FolderPlace(far))
-    assert len(Catalogue(far).scan()) == 1
+        prune_tier(tier, LocalBackend(far))
+    assert len(Catalog(far).scan()) == 3
+    prune_tier(replace(tier, retention=KeepBest("lozz") | KeepLast(1)), LocalBackend(far))
+    assert len(Catalog(far).scan()) == 1

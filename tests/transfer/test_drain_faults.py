@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ckptman.catalog import catalog as catalogue
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.backends.object_store import ObjectPlace
-from ckptman.catalog.backends.tiered import Remote, TieredPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.object_store import ObjectBackend
+from ckptman.catalog.backends.tiered import Remote, TieredBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import hand_on_to, write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ExistsError, NotFoundError, RootError
@@ -70,7 +70,7 @@ def test_a_tier_that_takes_no_rollback_keeps_no_other_from_being_filled(
         shutil.rmtree(each / ".ckptman")
         (each / ".ckptman").mkdir()
 
-    def refused(place: FolderPlace, *arguments: object) -> None:
+    def refused(place: LocalBackend, *arguments: object) -> None:
         if place.root == near:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(near))
         hand_on_to(place, *arguments)  # type: ignore[arg-type]
@@ -124,23 +124,23 @@ def test_what_a_newer_ckptman_wrote_to_a_tier_is_not_replaced(root: Path) -> Non
 
 def test_what_a_newer_ckptman_wrote_to_the_root_is_not_replaced_by_what_a_store_has(root: Path) -> None:
     tier = Tier("memory://unkind/older")
-    ObjectPlace(str(tier)).fs.store.clear()
+    ObjectBackend(str(tier)).fs.store.clear()
     drain(root, tier)
     here = root / "step-0000000080"
     rewrite(here, format_version=2)
     before = (here / "manifest.json").read_bytes()
-    place = TieredPlace(root, [tier])
+    place = TieredBackend(root, [tier])
     (remote,) = (each for each in place.list() if isinstance(each, Remote) and each.step == 80)
     store, found, may_replace = place.source_of(remote)
     with pytest.raises(ExistsError):
-        copy_objects(found, store, FolderPlace(root), Means(overwrite=may_replace))
+        copy_objects(found, store, LocalBackend(root), Means(overwrite=may_replace))
     assert (here / "manifest.json").read_bytes() == before
 
 
 def test_a_mount_that_fails_is_a_tier_that_cannot_be_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     far = Tier(root.parent / "far")
     drain(root, far)
-    place = TieredPlace(root, [far])
+    place = TieredBackend(root, [far])
     for name in ("stat", "lstat"):
 
         def stale(path: object, *arguments: object, ask: object = getattr(os, name), **named: object) -> object:
@@ -182,8 +182,8 @@ def test_a_tier_that_is_full_of_what_its_rules_no_longer_keep_gets_room(
     """A drain was killed before it had pruned there."""
     far = Tier(root.parent / "far", retention=KeepLast(2))
     write_tiers(root, [far])
-    for entry in Catalogue(root).complete()[:3]:
-        copy_checkpoint(entry, FolderPlace(root.parent / "far"))
+    for entry in Catalog(root).complete()[:3]:
+        copy_checkpoint(entry, LocalBackend(root.parent / "far"))
 
     def no_room(*arguments: object) -> None:
         if len(steps(root.parent / "far")) > 2:
@@ -207,10 +207,10 @@ def test_what_crashes_left_in_a_tier_that_keeps_everything_is_cleared(root: Path
 
 def test_what_is_on_its_way_to_a_store_is_no_checkpoint_that_a_restore_misses(root: Path) -> None:
     tier = Tier("memory://unkind/on-its-way")
-    place = ObjectPlace(str(tier))
+    place = ObjectBackend(str(tier))
     place.fs.store.clear()
     place.write("step-0000000080/__0_0.distcp", b"half")
-    assert [each.complete for each in TieredPlace(root, [tier]).list()] == [True] * 8
+    assert [each.complete for each in TieredBackend(root, [tier]).list()] == [True] * 8
     shutil.rmtree(root / "step-0000000080")
-    assert [each.step for each in TieredPlace(root, [tier]).list() if not each.complete] == [80]
+    assert [each.step for each in TieredBackend(root, [tier]).list() if not each.complete] == [80]
     commit(root, 80)

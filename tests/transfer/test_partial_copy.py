@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.writer_lock import this_process
 from ckptman.cli.app import main
@@ -58,9 +58,9 @@ def test_a_mount_that_goes_away_is_no_original_that_is_gone(of_others: bool, sou
         if meter.phase == "copying" and source.exists():
             source.rename(tmp_path / "away")
 
-    means, place = Means(meter=Meter(go_away), threads=1), FolderPlace(tmp_path / "root")
+    means, place = Means(meter=Meter(go_away), threads=1), LocalBackend(tmp_path / "root")
     with pytest.raises(SourceError, match=r"No such file.*check the mount"):
-        copy_foreign(folder, place, means) if of_others else copy_checkpoint(Catalogue(source).entry(200), place, means)
+        copy_foreign(folder, place, means) if of_others else copy_checkpoint(Catalog(source).entry(200), place, means)
     assert len(names(place.root)) == 1
 
 
@@ -80,7 +80,7 @@ def test_what_was_copied_by_hand_is_flushed_before_it_counts(source: Path, tmp_p
         if folder.name == STEP:
             assert copy(source, tmp_path / "root", disk=disk).already
         else:
-            assert copy_foreign(folder, FolderPlace(tmp_path / "root"), Means(disk=disk)).already
+            assert copy_foreign(folder, LocalBackend(tmp_path / "root"), Means(disk=disk)).already
         wanted = {str(path) for path in (there, *there.iterdir()) if path.name not in (MANIFEST, "verified.json")}
         assert wanted <= disk.flushed
 
@@ -92,11 +92,11 @@ def test_what_an_error_left_of_a_checkpoint_of_others_is_cleared_by_the_next_cop
 
     folder, root = plain(tmp_path / "outputs", b"one"), tmp_path / "root"
     with pytest.raises(RootError, match="no room"):
-        copy_foreign(folder, FolderPlace(root), Means(disk=Full()))
+        copy_foreign(folder, LocalBackend(root), Means(disk=Full()))
     assert len(names(root)) == 1
     (root / "outputs.tmp-copy-of-mine").mkdir()
     plain(folder, b"three")
-    copy_foreign(folder, FolderPlace(root))
+    copy_foreign(folder, LocalBackend(root))
     assert names(root) == ["outputs", "outputs.tmp-copy-of-mine"]
 
 
@@ -109,14 +109,14 @@ def test_of_what_was_replaced_nothing_is_left_after_a_kill_either(where: str, tm
                 raise Death
 
     folder, root = plain(tmp_path / "outputs", b"one"), tmp_path / "root"
-    copy_foreign(folder, FolderPlace(root))
+    copy_foreign(folder, LocalBackend(root))
     (root / "outputs.old-copy-20261122").mkdir()
     plain(folder, b"three")
     disk = Killed()
     with pytest.raises(Death):
-        copy_foreign(folder, FolderPlace(root, disk), Means(disk=disk, overwrite=True))
+        copy_foreign(folder, LocalBackend(root, disk), Means(disk=disk, overwrite=True))
     assert len(names(root)) == 3
-    copy_foreign(folder, FolderPlace(root), Means(overwrite=True))
+    copy_foreign(folder, LocalBackend(root), Means(overwrite=True))
     assert names(root) == ["outputs", "outputs.old-copy-20261122"]
 
 
@@ -124,8 +124,8 @@ def test_a_rollback_goes_along_with_what_is_named_by_a_link(source: Path, tmp_pa
     assert main(["rollback", str(source), "--to-step", "100"]) == 0
     (tmp_path / "best").symlink_to(source / STEP)
     assert main(["copy", "best", "root"]) == 0
-    assert steps_of(Catalogue(tmp_path / "root").scan()) == []
-    assert steps_of(Catalogue(tmp_path / "root").scan(abandoned=True)) == [200]
+    assert steps_of(Catalog(tmp_path / "root").scan()) == []
+    assert steps_of(Catalog(tmp_path / "root").scan(abandoned=True)) == [200]
 
 
 @pytest.mark.parametrize("name", [MANIFEST, PINNED, "blocks-00000.bin"])
@@ -141,7 +141,7 @@ def test_with_all_what_is_beside_the_files_and_cannot_be_read_keeps_no_other_che
         monkeypatch.setattr(module, "read_regular", closed)
     assert main(["copy", "source", "root", "--all"]) == 10
     assert "step 100: not copied: " in capsys.readouterr().out
-    assert steps_of(Catalogue(tmp_path / "root").complete()) == [200]
+    assert steps_of(Catalog(tmp_path / "root").complete()) == [200]
 
 
 def test_where_nothing_could_be_copied_nothing_is_said_to_be_there(source: Path, tmp_path: Path, capsys: Told) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.pins import PINNED, pin, read_pin
 from ckptman.catalog.prune import plan_prune
 from ckptman.cli.app import main
@@ -44,7 +44,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def copy(source: Path, root: Path, step: int = 200, disk: Disk = DISK, overwrite: bool = False) -> Copied:
     means = Means(disk=disk, overwrite=overwrite)
-    return copy_checkpoint(Catalogue(source).entry(step), FolderPlace(root), means)
+    return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root), means)
 
 
 def plain(folder: Path, content: bytes) -> Path:
@@ -64,7 +64,7 @@ def test_a_checkpoint_of_others_that_is_saved_over_meanwhile_is_no_mixture(tmp_p
             saved.set()
             plain(folder, b"two")
 
-    place = FolderPlace(tmp_path / "root")
+    place = LocalBackend(tmp_path / "root")
     with pytest.raises(NotFoundError, match="was deleted, or saved again"):
         copy_foreign(folder, place, Means(meter=Meter(save_over)))
     assert saved.is_set()
@@ -77,7 +77,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     thesis = tmp_path / "project" / "outputs" / "thesis.tex"
     thesis.parent.mkdir(parents=True)
     thesis.touch()
-    place = FolderPlace(thesis.parents[1])
+    place = LocalBackend(thesis.parents[1])
     with pytest.raises(ExistsError, match="and is no checkpoint: move it away"):
         copy_foreign(folder, place, Means(overwrite=True))
     assert thesis.exists()
@@ -124,7 +124,7 @@ def test_the_manifest_and_a_pin_are_read_back_too(name: str, source: Path, tmp_p
     pin(source / STEP, "the paper", by="me", time_seconds=1.0, disk=DISK)
     with pytest.raises(RootError, match=f"does not give back what was written to it \\({name}"):
         copy(source, tmp_path / "root", disk=Garbling())
-    assert Catalogue(tmp_path / "root").scan() == []
+    assert Catalog(tmp_path / "root").scan() == []
     copy(source, tmp_path / "root")
 
 
@@ -150,11 +150,11 @@ def test_a_copy_that_is_refused_or_does_nothing_abandons_nothing_of_a_run_at_wor
         assert "still counts in" in found.remarks[-1]
         with pytest.raises(BusyError):
             copy(source, root, 150)
-        assert sorted(steps_of(Catalogue(root).complete())) == [100, 200]
+        assert sorted(steps_of(Catalog(root).complete())) == [100, 200]
     assert copy(source, root, 100).remarks == ()
-    assert sorted(steps_of(Catalogue(root).complete())) == [100]
+    assert sorted(steps_of(Catalog(root).complete())) == [100]
     copy(source, root, 150)
-    assert sorted(steps_of(Catalogue(root).complete())) == [100, 150]
+    assert sorted(steps_of(Catalog(root).complete())) == [100, 150]
 
 
 def test_with_all_one_that_somebody_else_copies_keeps_no_other_one(source: Path, tmp_path: Path, capsys: Told) -> None:
@@ -164,7 +164,7 @@ def test_with_all_one_that_somebody_else_copies_keeps_no_other_one(source: Path,
     told = capsys.readouterr()
     assert "step 100: not copied: another copy of the same checkpoint" in told.out
     assert "1 checkpoint not copied, the first of step 100" in told.err
-    assert steps_of(Catalogue(root).complete()) == [200]
+    assert steps_of(Catalog(root).complete()) == [200]
 
 
 def test_with_all_a_file_that_cannot_be_read_keeps_no_other_checkpoint(
@@ -178,7 +178,7 @@ def test_with_all_a_file_that_cannot_be_read_keeps_no_other_checkpoint(
     monkeypatch.setattr(copysource, "open_regular", closed)
     assert main(["copy", "source", "root", "--all"]) == 10
     assert "step 100: not copied: source/step-0000000100/" in capsys.readouterr().out
-    assert steps_of(Catalogue(tmp_path / "root").complete()) == [200]
+    assert steps_of(Catalog(tmp_path / "root").complete()) == [200]
 
 
 def test_a_draft_of_what_was_saved_over_since_is_cleared_by_the_next_copy(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_draft_of_what_was_saved_over_since_is_cleared_by_the_next_copy(tmp_pa
         child.kill()
     assert len(list(root.glob("outputs.tmp-copy-*"))) == 1
     plain(folder, b"three")
-    copy_foreign(folder, FolderPlace(root))
+    copy_foreign(folder, LocalBackend(root))
     assert [path.name for path in root.iterdir() if path.name != DOT] == ["outputs"]
 
 
@@ -208,7 +208,7 @@ def test_an_interrupt_is_not_held_back_by_a_limit(source: Path, tmp_path: Path) 
 
     means = Means(limit=Interrupted(1.0), threads=2)
     with pytest.raises(KeyboardInterrupt):
-        copy_checkpoint(Catalogue(source).entry(200), FolderPlace(tmp_path / "root"), means)
+        copy_checkpoint(Catalog(source).entry(200), LocalBackend(tmp_path / "root"), means)
     assert list((tmp_path / "root").glob("*.tmp-copy-*")), "the next copy goes on there"
 
 
@@ -225,12 +225,12 @@ import sys
 from pathlib import Path
 from ckptman.transfer.copy import Means, copy_foreign
 from ckptman.transfer.progress import Meter
-from ckptman.catalog.backends.local import FolderPlace
+from ckptman.catalog.backends.local import LocalBackend
 def wait(meter):
     if meter.phase == "verifying":
         print("now", flush=True)
         sys.stdin.read()
-copy_foreign(Path(sys.argv[1]), FolderPlace(sys.argv[2]), Means(meter=Meter(wait)))
+copy_foreign(Path(sys.argv[1]), LocalBackend(sys.argv[2]), Means(meter=Meter(wait)))
 """
 
 

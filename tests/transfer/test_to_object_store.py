@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.backends.object_store import ObjectPlace, Patience, find_url
-from ckptman.catalog.catalog import Catalogue
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.object_store import ObjectBackend, Patience, find_url
+from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, CorruptError, ExistsError, FormatVersionError, NotFoundError, RootError
 from ckptman.transfer import object_put as objectput
@@ -42,27 +42,27 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def place(bucket: str, monkeypatch: pytest.MonkeyPatch) -> ObjectPlace:
+def place(bucket: str, monkeypatch: pytest.MonkeyPatch) -> ObjectBackend:
     monkeypatch.setattr(objectput, "PART_BYTES", 5 * 2**20)  # the least that S3 takes
-    return ObjectPlace(f"s3://{bucket}/runs/a", QUICK)
+    return ObjectBackend(f"s3://{bucket}/runs/a", QUICK)
 
 
-def impatient(place: ObjectPlace, failure: Failure, patience: Patience) -> ObjectPlace:
+def impatient(place: ObjectBackend, failure: Failure, patience: Patience) -> ObjectBackend:
     """The same place; where the server is silent, it is not waited for long: only then, as this host may be busy."""
     seconds = 0.5 if failure == "hang" else 60
     config = {"connect_timeout": 10, "read_timeout": seconds, "retries": {"total_max_attempts": 1}}
-    return ObjectPlace(place.url, patience, config_kwargs=config)
+    return ObjectBackend(place.url, patience, config_kwargs=config)
 
 
-def upload(root: Path, place: ObjectPlace, step: int = 100, **means: object) -> Copied:
-    return copy_checkpoint(Catalogue(root).entry(step), place, Means(**means))  # type: ignore[arg-type]
+def upload(root: Path, place: ObjectBackend, step: int = 100, **means: object) -> Copied:
+    return copy_checkpoint(Catalog(root).entry(step), place, Means(**means))  # type: ignore[arg-type]
 
 
-def download(place: ObjectPlace, root: Path, **means: object) -> list[Copied]:
-    return [copy_objects(each, place, FolderPlace(root), Means(**means)) for each in place.look()]  # type: ignore[arg-type]
+def download(place: ObjectBackend, root: Path, **means: object) -> list[Copied]:
+    return [copy_objects(each, place, LocalBackend(root), Means(**means)) for each in place.look()]  # type: ignore[arg-type]
 
 
-def test_there_and_back_is_the_same(root: Path, place: ObjectPlace, proxy: Proxy, tmp_path: Path) -> None:
+def test_there_and_back_is_the_same(root: Path, place: ObjectBackend, proxy: Proxy, tmp_path: Path) -> None:
     (root / FOLDER / "pinned.json").write_text('{"why": "Table 2"}')
     for step in (100, 200):
         copied = upload(root, place, step)
@@ -89,7 +89,7 @@ def test_there_and_back_is_the_same(root: Path, place: ObjectPlace, proxy: Proxy
     assert (tmp_path / "back" / FOLDER / "pinned.json").read_text() == '{"why": "Table 2"}'
 
 
-def test_what_is_there_is_not_put_again(root: Path, place: ObjectPlace, proxy: Proxy) -> None:
+def test_what_is_there_is_not_put_again(root: Path, place: ObjectBackend, proxy: Proxy) -> None:
     upload(root, place)
     proxy.seen.clear()
     assert upload(root, place).already
@@ -98,7 +98,7 @@ def test_what_is_there_is_not_put_again(root: Path, place: ObjectPlace, proxy: P
 
 @pytest.mark.parametrize("failure", ["503", "500", "reset", "cut", "hang"])
 def test_a_store_that_is_busy_or_silent_for_a_while_is_asked_again(
-    failure: Failure, root: Path, place: ObjectPlace, proxy: Proxy, tmp_path: Path
+    failure: Failure, root: Path, place: ObjectBackend, proxy: Proxy, tmp_path: Path
 ) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -124,7 +124,7 @@ def test_a_store_that_is_busy_or_silent_for_a_while_is_asked_again(
 
 @pytest.mark.parametrize("failure", ["503", "500", "reset", "hang", "403"])
 def test_what_cannot_be_listed_is_never_no_checkpoints(
-    failure: Failure, root: Path, place: ObjectPlace, proxy: Proxy
+    failure: Failure, root: Path, place: ObjectBackend, proxy: Proxy
 ) -> None:
     upload(root, place)
     proxy.always(failure)
@@ -139,7 +139,7 @@ def test_what_cannot_be_listed_is_never_no_checkpoints(
 
 
 def test_a_second_page_that_fails_is_no_shorter_list(
-    root: Path, place: ObjectPlace, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    root: Path, place: ObjectBackend, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload(root, place, 100)
     upload(root, place, 200)
@@ -162,7 +162,7 @@ def test_a_second_page_that_fails_is_no_shorter_list(
 @pytest.mark.parametrize("failure", ["503", "reset", "hang"])
 @pytest.mark.parametrize("method", ["PUT", "POST", "GET"])
 def test_a_store_that_stays_away_leaves_nothing_that_counts(
-    failure: Failure, method: str, root: Path, place: ObjectPlace, proxy: Proxy
+    failure: Failure, method: str, root: Path, place: ObjectBackend, proxy: Proxy
 ) -> None:
     upload(root, place, 100)
     away = impatient(place, failure, TWICE)
@@ -177,7 +177,7 @@ def test_a_store_that_stays_away_leaves_nothing_that_counts(
 
 
 def test_an_interrupted_copy_goes_on_with_what_is_missing_or_wrong(
-    root: Path, place: ObjectPlace, proxy: Proxy
+    root: Path, place: ObjectBackend, proxy: Proxy
 ) -> None:
     proxy.always("503", lambda request: request.method == "PUT" and request.path.endswith("manifest.json"))
     with pytest.raises(RootError):
@@ -194,7 +194,7 @@ def test_an_interrupted_copy_goes_on_with_what_is_missing_or_wrong(
 
 @pytest.mark.parametrize("at", ["__1_0.distcp", "manifest.json"])
 def test_a_copy_that_is_killed_goes_on_when_it_is_run_again(
-    at: str, root: Path, place: ObjectPlace, proxy: Proxy, capsys: pytest.CaptureFixture[str]
+    at: str, root: Path, place: ObjectBackend, proxy: Proxy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reached = threading.Event()
 
@@ -218,7 +218,7 @@ def test_a_copy_that_is_killed_goes_on_when_it_is_run_again(
     assert [entry.complete for entry in place.look()] == [True]
 
 
-def test_a_store_that_gives_back_other_bytes_is_found_out(root: Path, place: ObjectPlace, proxy: Proxy) -> None:
+def test_a_store_that_gives_back_other_bytes_is_found_out(root: Path, place: ObjectBackend, proxy: Proxy) -> None:
     read = place.read
     place.read = lambda name, offset, size: (  # type: ignore[method-assign]
         bytes(size) if name.endswith("__1_0.distcp") else read(name, offset, size)
@@ -229,26 +229,26 @@ def test_a_store_that_gives_back_other_bytes_is_found_out(root: Path, place: Obj
     assert not [entry for entry in place.look() if entry.complete]
 
 
-def test_a_damaged_source_leaves_nothing_behind(root: Path, place: ObjectPlace) -> None:
+def test_a_damaged_source_leaves_nothing_behind(root: Path, place: ObjectBackend) -> None:
     flip_byte(root / FOLDER / "__1_0.distcp")
     with pytest.raises(CorruptError, match=r"__1_0.distcp is not what was saved: block \d+"):
         upload(root, place)
     assert place.listing() == {}
 
 
-def test_damaged_objects_are_not_copied_back(root: Path, place: ObjectPlace, tmp_path: Path) -> None:
+def test_damaged_objects_are_not_copied_back(root: Path, place: ObjectBackend, tmp_path: Path) -> None:
     upload(root, place)
     data = bytearray(place.read(f"{FOLDER}/__0_0.distcp", 0, 640_000))
     data[1000] ^= 1
     place.write(f"{FOLDER}/__0_0.distcp", bytes(data))
     with pytest.raises(CorruptError, match=r"__0_0\.distcp is not what was saved"):
         download(place, tmp_path / "back")
-    assert Catalogue(tmp_path / "back").scan() == []
-    assert Catalogue(tmp_path / "back").leftovers() == []
+    assert Catalog(tmp_path / "back").scan() == []
+    assert Catalog(tmp_path / "back").leftovers() == []
 
 
 def test_another_checkpoint_of_the_same_step_is_not_replaced_unless_asked(
-    root: Path, place: ObjectPlace, tmp_path: Path
+    root: Path, place: ObjectBackend, tmp_path: Path
 ) -> None:
     upload(root, place)
     commit(tmp_path / "other", 100, rows=80_004)
@@ -260,7 +260,7 @@ def test_another_checkpoint_of_the_same_step_is_not_replaced_unless_asked(
 
 
 def test_objects_of_another_copy_that_was_begun_are_not_mixed(
-    root: Path, place: ObjectPlace, proxy: Proxy, tmp_path: Path
+    root: Path, place: ObjectBackend, proxy: Proxy, tmp_path: Path
 ) -> None:
     proxy.always("503", lambda request: request.method == "PUT" and request.path.endswith("manifest.json"))
     with pytest.raises(RootError):
@@ -273,7 +273,7 @@ def test_objects_of_another_copy_that_was_begun_are_not_mixed(
     assert [entry.complete for entry in place.look()] == [True]
 
 
-def test_what_is_not_complete_says_why(root: Path, place: ObjectPlace, tmp_path: Path) -> None:
+def test_what_is_not_complete_says_why(root: Path, place: ObjectBackend, tmp_path: Path) -> None:
     upload(root, place)
     shutil.copytree(root / FOLDER, tmp_path / "root" / "step-0000000300")
     for name, data in (
@@ -299,7 +299,7 @@ def test_what_is_not_complete_says_why(root: Path, place: ObjectPlace, tmp_path:
         newer.require_manifest()
 
 
-def test_a_manifest_that_lies_about_names_is_refused(root: Path, place: ObjectPlace) -> None:
+def test_a_manifest_that_lies_about_names_is_refused(root: Path, place: ObjectBackend) -> None:
     upload(root, place)
     rewrite(root / FOLDER, files={"../../etc/passwd": {"bytes": 1, "digest": "0" * 32}})
     place.write(f"{FOLDER}/manifest.json", (root / FOLDER / "manifest.json").read_bytes())
@@ -307,17 +307,17 @@ def test_a_manifest_that_lies_about_names_is_refused(root: Path, place: ObjectPl
     assert "not a plain file name" in (entry.problem or "")
 
 
-def test_nothing_there_and_no_such_bucket_are_not_found(place: ObjectPlace, bucket: str, proxy: Proxy) -> None:
+def test_nothing_there_and_no_such_bucket_are_not_found(place: ObjectBackend, bucket: str, proxy: Proxy) -> None:
     with pytest.raises(NotFoundError, match="there is nothing under"):
         place.look()
     with pytest.raises(NotFoundError):
-        ObjectPlace("s3://no-such-bucket-anywhere/x", QUICK).look()
+        ObjectBackend("s3://no-such-bucket-anywhere/x", QUICK).look()
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "nosuch://bucket/x"])
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
-        ObjectPlace(url, QUICK)
+        ObjectBackend(url, QUICK)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_an_address_is_told_from_a_path(written: str, url: str | None) -> None:
 
 
 def test_other_stores_of_fsspec_work_too(root: Path, tmp_path: Path) -> None:
-    place = ObjectPlace("memory://tests/runs", QUICK)
+    place = ObjectBackend("memory://tests/runs", QUICK)
     place.fs.store.clear()
     for step in (100, 200):
         upload(root, place, step)
@@ -347,7 +347,7 @@ def test_other_stores_of_fsspec_work_too(root: Path, tmp_path: Path) -> None:
     assert holds(tmp_path / "back") == holds(root)
 
 
-def test_the_meter_sees_every_byte_once(root: Path, place: ObjectPlace) -> None:
+def test_the_meter_sees_every_byte_once(root: Path, place: ObjectBackend) -> None:
     seen: list[tuple[str, int, int]] = []
     upload(root, place, 200, meter=Meter(lambda meter: seen.append((meter.phase, meter.done_bytes, meter.total_bytes))))
     for phase in ("copying", "verifying"):

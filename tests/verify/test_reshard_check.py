@@ -138,7 +138,7 @@ def _is_last_rank() -> bool:
 
 
 def _know_the_rank(patch: Patch, everywhere: bool) -> None:
-    """Let harms know which rank they are in; `everywhere`: as if each were the last."""
+    """Let harms know which rank they are in; `run_on_all`: as if each were the last."""
     from ckptman.verify import reshard_check as module
 
     real = module.check_rank

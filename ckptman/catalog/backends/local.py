@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from ckptman.catalog.catalog import Catalogue, Entry, Memory
+from ckptman.catalog.catalog import Catalog, Entry, Memory
 from ckptman.catalog.pins import read_pin
 from ckptman.catalog.reader_lease import look
 from ckptman.catalog.replaceable import may_be_replaced
@@ -20,7 +20,7 @@ from ckptman.io.filesystem import DISK, Disk, check_held
 from ckptman.io.safe_open import open_regular
 
 
-class Place(Protocol):
+class Backend(Protocol):
     """Somewhere checkpoints live. No wider than a save, a restore and a prune need.
 
     The file system is the first; object stores and the memory of other nodes can follow, so nothing above asks for
@@ -61,13 +61,13 @@ def check_expanded(path: Path) -> None:
         )
 
 
-class FolderPlace:
+class LocalBackend:
     """Checkpoints in a folder of a local or parallel file system."""
 
     def __init__(self, root: str | os.PathLike[str], disk: Disk = DISK) -> None:
         self.root = Path(root)
         self._disk = disk
-        self.catalogue = Catalogue(self.root, Memory())
+        self.catalogue = Catalog(self.root, Memory())
         """What is there. It remembers what it has read, for who holds this place and saves to it."""
 
     def make(self) -> None:
@@ -233,3 +233,7 @@ def _taken(final: Path) -> ExistsError:
         f"{final} came to be there meanwhile, and is another checkpoint: copy to another root, or say --overwrite to "
         f"replace it"
     )
+
+
+FolderPlace = LocalBackend
+"""Its name of before."""

@@ -144,7 +144,7 @@ def check_folder(path: str | os.PathLike[str]) -> None:
         )
 
 
-class ObjectPlace:
+class ObjectBackend:
     """Checkpoints under a prefix of an object store. Several threads may use one. Raises: ConfigError."""
 
     def __init__(self, url: str, patience: Patience | None = None, **options: Any) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptman.catalog.backends.local import FolderPlace
-from ckptman.catalog.backends.object_store import ObjectEntry, ObjectPlace
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.object_store import ObjectBackend, ObjectEntry
 from ckptman.catalog.catalog import Entry, commit_order, mark
 from ckptman.catalog.rollback_records import Rollback, abandoned_by, hand_on, read_rollbacks
 from ckptman.catalog.tiers import (
@@ -33,7 +33,7 @@ class Remote(Entry):
     url: str = ""
 
 
-class TieredPlace(FolderPlace):
+class TieredBackend(LocalBackend):
     """The root of a run, with its tiers behind it. Only the leader looks.
 
     Of several copies of a checkpoint the nearest is the last in a list: the root's, then those of the tiers in the
@@ -50,7 +50,7 @@ class TieredPlace(FolderPlace):
         self._strict = strict
         self.run_ids: frozenset[str] = frozenset()
         self._highest = 0
-        self._objects: dict[str, tuple[ObjectPlace, ObjectEntry]] = {}
+        self._objects: dict[str, tuple[ObjectBackend, ObjectEntry]] = {}
 
     def make(self) -> None:
         super().make()
@@ -66,7 +66,7 @@ class TieredPlace(FolderPlace):
         rollbacks = list(read_rollbacks(self.root).values())
         troubles: list[tuple[object, CkptmanError]] = []
         for place in self._places:
-            where = place.root if isinstance(place, FolderPlace) else place.url
+            where = place.root if isinstance(place, LocalBackend) else place.url
             try:
                 look_whose(self.root, place, self.run_ids)
                 there = [self._entry(place, entry) for entry in entries_of(place)]
@@ -104,7 +104,7 @@ class TieredPlace(FolderPlace):
         for place, one in zip(self._places, known):
             hand_on_to(place, every, one)
 
-    def source_of(self, entry: Remote) -> tuple[ObjectPlace, ObjectEntry, bool]:
+    def source_of(self, entry: Remote) -> tuple[ObjectBackend, ObjectEntry, bool]:
         """Where what only an object store has is copied from, and whether that may replace what has its name in the
         root: a damaged copy of it, and no other checkpoint."""
         store, found = self._objects[entry.url]
@@ -114,10 +114,10 @@ class TieredPlace(FolderPlace):
         )
         return store, found, not another
 
-    def _entry(self, place: FolderPlace | ObjectPlace, entry: Entry | ObjectEntry) -> Entry:
+    def _entry(self, place: LocalBackend | ObjectBackend, entry: Entry | ObjectEntry) -> Entry:
         if isinstance(entry, Entry):
             return entry
-        assert isinstance(place, ObjectPlace)
+        assert isinstance(place, ObjectBackend)
         self._objects[entry.url] = place, entry
         path = self.root / entry.name
         return Remote(entry.step, path, entry.manifest, entry.problem, entry.newer_format, url=entry.url)
@@ -129,8 +129,8 @@ class TieredPlace(FolderPlace):
         warn(f"the tier {plain(where)} cannot be looked at, and what it has is not restored: {plain(why)}")
 
 
-def place_of(root: Path, tiers: Sequence[Tier], disk: Disk) -> FolderPlace:
+def backend_for(root: Path, tiers: Sequence[Tier], disk: Disk) -> LocalBackend:
     """Where a run saves. Raises: ConfigError."""
     if isinstance(tiers, str | Tier) or not all(isinstance(tier, Tier) for tier in tiers):
         raise ConfigError(f"tiers: give a list of ckptman.Tier(...), not {tiers!r}")
-    return TieredPlace(root, tiers, disk) if tiers else FolderPlace(root, disk)
+    return TieredBackend(root, tiers, disk) if tiers else LocalBackend(root, disk)
