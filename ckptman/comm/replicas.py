@@ -33,7 +33,7 @@ Digests = dict[str, int]
 
 
 def compare_replicas(control: Channel, shot: Snapshot, state: Mapping[str, Any]) -> str | None:
-    """Compare the small tensors that ranks have as a whole. Every rank calls it, over `talk`.
+    """Compare the small tensors that ranks have as a whole. Every rank calls it, over `control`.
 
     Returns what to warn of: buffers of modules that differ, as those of batch norm do between the ranks of
     DistributedDataParallel, which takes those of rank 0 itself. Raises on every rank alike: ConfigError, for all else.

@@ -96,7 +96,7 @@ class Saver:
         return self._file is not None and self._file.plan.signature == signature_of(snapshot)
 
     def prepare(self, control: Channel, snapshot: Snapshot) -> None:
-        """Make the plan, and take and warm the memory that the first save needs. Every rank calls it, over `talk`.
+        """Make the plan, and take and warm the memory that the first save needs. Every rank calls it, over `control`.
 
         Raises: ConfigError on every rank alike.
         """
@@ -220,7 +220,7 @@ class Saver:
         return reports, failure
 
     def wait_together(self, control: Channel, step: int) -> tuple[list[SaveReport], CommitError | None]:
-        """The same with what the other ranks know: one that failed fails all. Every rank calls it, over `talk`."""
+        """The same with what the other ranks know: one that failed fails all. Every rank calls it, over `control`."""
         reports, failure = self.wait()
         # A rank that was lost at the last moment may have been lost for some only: they go on together all the same.
         outcomes = control.gather((failure is not None, self.told))

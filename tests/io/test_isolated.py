@@ -19,7 +19,7 @@ from ckptman.io.isolated import Child, Died, NoAnswer, apart, hear, working
 # The child cannot be killed, as one that waits for a dead file server: what the caller prints must end all the same.
 UNKILLABLE = """
 import os, sys, time
-from ckptman.store import apart as module
+from ckptman.io import isolated as module
 os.kill = os.killpg = lambda pid, number: None
 module._die_with = lambda parent: None
 def stuck():
