@@ -50,7 +50,12 @@ class _Step(NamedTuple):
 
 def _kept(metric: Any) -> Any:
     """Return a metric that does not change when the loop uses its tensor again."""
-    return metric.detach().clone() if isinstance(metric, torch.Tensor) else copy.copy(metric)
+    if isinstance(metric, torch.Tensor):
+        return metric.detach().clone()
+    try:
+        return copy.copy(metric)
+    except Exception:  # noqa: BLE001 what cannot be copied is no number, and a save says so
+        return metric
 
 
 class Checkpointer:

@@ -6,11 +6,12 @@ the manifest anew (`Memory`). That it is there, and unchanged, is looked up each
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
@@ -276,16 +277,20 @@ class Catalog:
     def last_sequence(self) -> int:
         """Return the highest commit sequence of all that is there, abandoned or not; 0 where there is nothing.
 
-        Of what is remembered it takes the memory's word: no look at each folder delays a commit.
+        Of a folder that is the one that is remembered it takes the memory's word: one listing tells that, and no look
+        at each of them delays a commit.
 
         Raises: NotFoundError, RootError.
         """
+        with self._listing(), os.scandir(self.root) as items:
+            inodes = {item.name: item.inode() for item in items}
         highest = 0
-        for name, parsed in _ours(self.names()):
+        for name, parsed in _ours(inodes):
             if parsed.kind not in _COUNTING:
                 continue
-            known: Entry | None = self._memory.known(name) if self._memory is not None else None
-            entry = known or self._read(name, parsed.step)
+            known = self._memory.known(name) if self._memory is not None else None
+            is_same = known is not None and known.stamp[_INODE - 1] == inodes[name]
+            entry: Entry | None = known if is_same else self._read(name, parsed.step)
             if entry is not None and entry.unreadable is not None:
                 raise entry.unreadable
             highest = max(highest, entry.sequence if entry is not None else 0)
@@ -340,8 +345,13 @@ class Catalog:
 
     def names(self) -> list[str]:
         """All names under the root, ours or not. Raises: NotFoundError, RootError."""
-        try:
+        with self._listing():
             return sorted(os.listdir(self.root))  # noqa: PTH208 names alone are wanted
+
+    @contextlib.contextmanager
+    def _listing(self) -> Iterator[None]:
+        try:
+            yield
         except FileNotFoundError as error:
             raise NotFoundError(
                 f"there is no checkpoint root {self.root}: name another one, or check the mount"

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ class Reads:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.manifests: list[str] = []
-        self.listings = 0
-        parse, listdir = manifest_module.parse_manifest, os.listdir
+        self.listings = self.scans = 0
+        parse, listdir, scandir = manifest_module.parse_manifest, os.listdir, os.scandir
 
         def parsed(path: Path, data: bytes) -> Manifest:
             self.manifests.append(path.parent.name)
@@ -51,12 +52,17 @@ class Reads:
             self.listings += os.fspath(path) == str(root)
             return listdir(path)
 
+        def scanned(path: Any = ".") -> Any:
+            self.scans += path == root
+            return scandir(path)
+
         monkeypatch.setattr(manifest_module, "parse_manifest", parsed)
         monkeypatch.setattr(os, "listdir", listed)
+        monkeypatch.setattr(os, "scandir", scanned)
 
     def clear(self) -> None:
         self.manifests.clear()
-        self.listings = 0
+        self.listings = self.scans = 0
 
 
 @pytest.fixture
@@ -222,7 +228,7 @@ def saving(tmp_path: Path) -> Iterator[tuple[Path, ckptman.Checkpointer]]:
 def test_a_save_reads_the_manifests_that_are_new_and_lists_the_root_twice(
     saving: tuple[Path, ckptman.Checkpointer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice: for its place in the order before it is committed, and for what may go after that."""
+    """Twice: for its place in the order before it is committed, with inodes, and for what may go after that."""
     root, checkpointer = saving
     checkpointer.save(14)  # all of an odd step go
     settle(root)
@@ -230,7 +236,7 @@ def test_a_save_reads_the_manifests_that_are_new_and_lists_the_root_twice(
     for step in (16, 18, 20):
         checkpointer.save(step)
         assert reads.manifests == [step_folder(step - 2), step_folder(step)], "the one before has settled by now"
-        assert reads.listings == 2
+        assert (reads.scans > 0, reads.listings) == (True, 1)
         settle(root)
         reads.clear()
     checkpointer.save(21)
@@ -240,7 +246,7 @@ def test_a_save_reads_the_manifests_that_are_new_and_lists_the_root_twice(
     read = reads.manifests
     assert not (root / step_folder(21)).exists()
     assert len(read) <= 10, "with those that stay, and what goes, before and after it is taken"
-    assert reads.listings == 2
+    assert (reads.scans > 0, reads.listings) == (True, 1)
 
 
 def test_what_has_become_incomplete_counts_no_more_at_once(root: Path, catalogue: Catalog) -> None:
@@ -253,3 +259,11 @@ def test_what_a_verify_noted_a_moment_ago_is_seen(root: Path, catalogue: Catalog
     remember_damage(root / step_folder(3000), Catalog(root).entry(3000).require_manifest(), "a bit is wrong")
     kept = [each.record.step for each in planned(catalogue, KeepLast(2)).verdicts if each.keep]
     assert {2800, 2900} <= set(kept), "what is damaged counts for nothing"
+
+
+def test_a_folder_that_another_process_has_put_in_place_of_one_counts_at_once(root: Path, catalogue: Catalog) -> None:
+    """As `ckptman copy --overwrite` does: the next save has to come after it."""
+    new = commit(root.parent / "elsewhere", 200, ranks=1, sequence=77).path
+    (root / step_folder(200)).rename(root.parent / "old")
+    new.rename(root / step_folder(200))
+    assert catalogue.last_sequence() == 77

@@ -513,8 +513,11 @@ def test_a_fused_optimizer_inside_of_another_object_is_noticed(tmp_path: Path) -
 
 def test_metrics_are_those_of_their_step(tmp_path: Path) -> None:
     loss = torch.tensor(2.0)
-    with Checkpointer(tmp_path, {"n": {"x": 1}}, save_policy=NEVER) as checkpointer:
-        checkpointer.step(1, metrics={"loss": loss})
+    with (
+        pytest.warns(RuntimeWarning, match="the metric 'odd' is not a number"),
+        Checkpointer(tmp_path, {"n": {"x": 1}}, save_policy=NEVER) as checkpointer,
+    ):
+        checkpointer.step(1, metrics={"loss": loss, "odd": (each for each in ())})
         loss.zero_()
     assert read_manifest(tmp_path / "step-0000000001").metrics == {"loss": 2.0}
 
