@@ -7,6 +7,7 @@ that breaks it, so that a rule that can never fire is noticed.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,13 +20,26 @@ import ckptman
 PACKAGE = Path(ckptman.__file__).parent
 ORDER = (
     *("errors", "policies", "forecast", "io", "format", "catalog", "integrity", "transfer", "runtime", "scheduler"),
-    *("doctor", "state", "comm", "loading", "saving", "session", "verify", "diff", "exporting", "dcp", "api"),
+    *(
+        "doctor",
+        "_torch_compat",
+        "state",
+        "comm",
+        "loading",
+        "saving",
+        "session",
+        "verify",
+        "diff",
+        "exporting",
+        "dcp",
+        "api",
+    ),
     *("checkpointer", "train", "cli"),
 )
 """The rooms. Imports go only to the left."""
 ABOVE_ALL = ("__init__", "__main__", "_moved")
 """Modules beside the rooms: names for users, what they were called before, and `python -m ckptman`."""
-TORCH_ROOMS = ORDER[ORDER.index("state") : ORDER.index("cli")]
+TORCH_ROOMS = ORDER[ORDER.index("_torch_compat") : ORDER.index("cli")]
 PURE_ROOMS = ("policies", "forecast")
 MOST_FILES = 14
 """In a folder, but for that of the verbs."""
@@ -36,6 +50,7 @@ PURE = {
 """All that pure rooms may import besides errors and each other: nothing that sees a disk, a clock or a process."""
 IMPURE_CALLS = {"open", "print", "input", "eval", "exec", "__import__", "import_module"}
 DURABLE = "io/filesystem.py"
+COMPAT = "_torch_compat.py"
 FILE_CALLS = {
     *("fsync", "fdatasync", "syncfs", "rename", "renames", "rmtree", "move", "link", "hardlink_to", "unlink", "rmdir"),
     *("removedirs", "copytree"),
@@ -131,6 +146,24 @@ def torch_below(package: Path) -> list[str]:
     ]
 
 
+def private_names_of_torch(package: Path) -> list[str]:
+    """Imports of private names of torch, or from private modules of it, outside of the one place for them."""
+    found = []
+    for where, tree in sources(package):
+        if where == COMPAT:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            else:
+                continue
+            private = [name for name in names if re.match(r"(?:torch|dist)\.(?:\w+\.)*_[a-zA-Z]", name)]
+            found += [f"{where}:{node.lineno} uses {name}" for name in private]
+    return found
+
+
 def durable_calls_elsewhere(package: Path) -> list[str]:
     """Calls that flush, rename or remove files outside of `io/filesystem.py`, unless they are made on a `Disk`."""
     found = []
@@ -189,6 +222,7 @@ RULES = {
     "impurities": impurities,
     "torch below": torch_below,
     "durable calls elsewhere": durable_calls_elsewhere,
+    "private names of torch": private_names_of_torch,
     "crowded folders": crowded_folders,
     "forbidden folders": forbidden_folders,
 }
@@ -234,6 +268,9 @@ def test_no_folder_of_the_project_hides_a_package() -> None:
         ("durable calls elsewhere", "cli/x.py", "from shutil import rmtree", "imports rmtree"),
         ("durable calls elsewhere", "cli/x.py", "import os\nremove = os.remove", "uses remove"),
         ("durable calls elsewhere", "cli/x.py", "path.unlink()", "uses unlink"),
+        ("private names of torch", "saving/x.py", "from torch.distributed._shard import api", "uses torch"),
+        ("private names of torch", "saving/x.py", "from torch.distributed.tensor import _utils", "uses torch"),
+        ("private names of torch", "saving/x.py", "import torch\ntorch._C.x()", "x.py:2"),
         ("forbidden folders", "train/dist/x.py", "", "dist"),
         ("forbidden folders", "torch/x.py", "", "torch"),
         ("forbidden folders", "io/build/x.py", "", "build"),

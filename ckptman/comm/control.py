@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ckptman._torch_compat import default_store
 from ckptman.errors import CkptmanError, ConfigError, RankLostError, plain_lines, warn
 
 LATE_SECONDS = 30.0
@@ -95,7 +96,7 @@ def await_ranks(timeout_seconds: float) -> None:
         return
     group, rank, world_size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     number = _meetings[group] = _meetings.get(group, 0) + 1
-    store: Any = dist.distributed_c10d._get_default_store()
+    store: Any = default_store()
     prefix = f"ckptman/ranks/{number}"
     store.set(f"{prefix}/{rank}", "here")
     if store.add(f"{prefix}/count", 1) == world_size:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from ckptman._torch_compat import default_store
 from ckptman.runtime.bad_nodes import this_node
 
 Process = tuple[str, int, float]
@@ -32,7 +33,7 @@ class Roll:
         self.places: dict[int, str] = {}
         self._store: Any = None
         if world_size > 1 and dist.is_initialized():
-            self._store = dist.distributed_c10d._get_default_store()
+            self._store = default_store()
 
     def register(self) -> None:
         """Say which process this rank is. Every rank does, while all is well."""

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
+from ckptman._torch_compat import ShardedTensor
 from ckptman.comm.control import Channel, RankFailed
 from ckptman.errors import ConfigError
 from ckptman.state.file_layout import put, view_of

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ckptman._torch_compat import StorageInfo, StoragePrefix, unflattened
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
 from ckptman.format.manifest import FileRecord
 from ckptman.format.paths import METADATA, data_name
@@ -127,7 +128,7 @@ class StorageWriter(FileSystemWriter):
         part.objects = {item.index.fqn: (at.offset, at.bytes) for item, at in placed if _is_object(item)}
         part.units = _units(snapshot, placed, with_bare_units=assignment.rank == 0)
         name = data_name(assignment.rank)
-        results = [WriteResult(item.index, at.bytes, _StorageInfo(name, at.offset, at.bytes)) for item, at in placed]
+        results = [WriteResult(item.index, at.bytes, StorageInfo(name, at.offset, at.bytes)) for item, at in placed]
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, WriteResult(MetadataIndex(_PART), 0, part)])
         return future
@@ -245,7 +246,7 @@ class StorageReader(FileSystemReader):
 
 
 @dataclass
-class _Assignment(_StoragePrefix):
+class _Assignment(StoragePrefix):
     """What the leader tells a rank: its file prefix, its number, and the folder to write to."""
 
     rank: int
@@ -327,8 +328,6 @@ def _units(snapshot: Snapshot, placed: list[tuple[WriteItem, Placed]], with_bare
 
 
 def _snapshot_behind(planner: SavePlanner) -> Snapshot:
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-
     flat: dict[str, Any] = getattr(planner, "state_dict", {})
     mappings = getattr(planner, "mappings", None)
-    return snapshot_of(unflatten_state_dict(flat, mappings) if mappings else flat, strict=False)
+    return snapshot_of(unflattened(flat, mappings) if mappings else flat, strict=False)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ckptman._torch_compat import fake_tensors
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
 from ckptman.exporting.choice import Choice, Item, Keys, leaves
 from ckptman.exporting.mark import commented, save_id
@@ -62,7 +62,7 @@ def torch_file(choice: Choice, name: str) -> FilePlan:
         _check_plain(path, value, lambda data: torch.load(data, weights_only=True))
     items = {item.source: item for item in choice.items}
     # Tensors of torch's own that have no memory: torch.save describes them, and leaves room for their bytes.
-    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+    with fake_tensors(), torch.serialization.skip_data(materialize_fake_tensors=True):
 
         def fake(ref: TensorRef) -> torch.Tensor:
             return torch.empty(items[ref.name].shape, dtype=items[ref.name].as_dtype, device="cpu")

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptman._torch_compat import StorageInfo
 from ckptman.errors import CorruptError, NotFoundError, plain, warn
 from ckptman.format.chunk_table import ChunkTable, Rows, TensorRecord
 from ckptman.format.index import (
@@ -190,10 +190,10 @@ class SavedState:
             properties = TensorProperties(dtype=self.dtype(name))
             described[name] = TensorStorageMetadata(properties, torch.Size(record.shape), boxes)
             for each in chunks:
-                places[MetadataIndex(name, each.offsets)] = _StorageInfo(each.file, each.offset, each.bytes)
+                places[MetadataIndex(name, each.offsets)] = StorageInfo(each.file, each.offset, each.bytes)
         for name, at in self.index.objects.items():
             described[name] = BytesStorageMetadata()
-            places[MetadataIndex(name)] = _StorageInfo(at.file, at.offset, at.bytes)
+            places[MetadataIndex(name)] = StorageInfo(at.file, at.offset, at.bytes)
         paths = dict(paths_in(self.values, (TensorRef, Lazy)))
         if self.manifest is not None and not described.keys() <= paths.keys():
             # What has no plain form is no part of the values; torch's own description knows where it is in the state.

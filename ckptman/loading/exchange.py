@@ -16,10 +16,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from xxhash import xxh3_128_hexdigest
 
+from ckptman._torch_compat import local_shape_and_offset, local_tensor
 from ckptman.comm.control import Channel
 from ckptman.io.wakeup import Task, Worker
 from ckptman.loading.checkpoint_reader import SavedState
@@ -148,7 +148,7 @@ def _common(
     if not is_plain(memory) or memory.is_conj() or memory.is_neg():
         return None
     if isinstance(tensor, DTensor):
-        if not is_plain(tensor._local_tensor):  # several shards, of which this rank has one
+        if not is_plain(local_tensor(tensor)):  # several shards, of which this rank has one
             return None
         ranks, boxes = _relatives(tensor)
     elif box.holders is None:
@@ -181,7 +181,7 @@ def _relatives_of(
     axes = [range(size) if shared else [at] for size, shared, at in zip(mesh.shape, together, mine)]
     found = {}
     for coordinate in product(*axes):
-        sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)
+        sizes, offsets = local_shape_and_offset(shape, mesh.shape, list(coordinate), placements)
         found[int(mesh.mesh[coordinate])] = Member(tuple(offsets), tuple(sizes))
     ranks = tuple(sorted(found))
     return ranks, tuple(found[rank] for rank in ranks)

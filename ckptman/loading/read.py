@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from ckptman._torch_compat import is_overlapping
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.pickle_guard import NotAllowed
 from ckptman.io.checksums import BLOCK_BYTES
@@ -41,7 +42,7 @@ class Fill:
 def refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
     """Raises: ConfigError where nothing can be loaded into a tensor."""
     for _, part in local_parts(tensor, name):
-        if _is_overlapping(part):
+        if _shares_memory(part):
             raise ConfigError(
                 f"{name} is expanded: elements of it share memory, and nothing can be loaded into it. Make it one "
                 f"of its own (clone())"
@@ -52,9 +53,9 @@ def refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
             )
 
 
-def _is_overlapping(tensor: torch.Tensor) -> bool:
+def _shares_memory(tensor: torch.Tensor) -> bool:
     """Whether elements of a tensor certainly share memory."""
-    return is_plain(tensor) and not tensor.is_meta and bool(torch._debug_has_internal_overlap(tensor) == 1)
+    return is_plain(tensor) and not tensor.is_meta and is_overlapping(tensor)
 
 
 def fills_for(saved: SavedState, name: str, target: torch.Tensor) -> Iterator[Fill]:

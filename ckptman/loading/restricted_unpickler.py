@@ -21,8 +21,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import metadata as described_by_torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptman._torch_compat import MEMORY_FORMAT_ENCODING, MemoryFormatEncoding, StorageInfo, get_layout
 from ckptman.errors import CorruptError
 from ckptman.format.manifest import is_plain_name
 from ckptman.format.pickle_guard import HostilePickle, NotAllowed, check_pickle
@@ -58,7 +57,7 @@ class _MemoryFormat:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, described_by_torch._MEM_FORMAT_ENCODING) and other.value == self.value
+        return isinstance(other, MemoryFormatEncoding) and other.value == self.value
 
 
 def _text_of_path(*parts: str) -> str:
@@ -68,17 +67,17 @@ def _text_of_path(*parts: str) -> str:
 
 _CHANGEABLE = (
     *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties),
-    *(TensorStorageMetadata, _StorageInfo),
+    *(TensorStorageMetadata, StorageInfo),
 )
 """The classes whose objects have attributes that a pickle may set: those of nothing else that it can make."""
 _UNTIL_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(each.__module__, each.__name__): each for each in _CHANGEABLE},
-    (described_by_torch.__name__, "_MEM_FORMAT_ENCODING"): _MemoryFormat,
+    MEMORY_FORMAT_ENCODING: _MemoryFormat,
     # Until torch 2.2 those of ShardedTensor were used, which are alike.
     (_UNTIL_2_2, "TensorProperties"): TensorProperties,
     (_UNTIL_2_2, "MEM_FORMAT_ENCODING"): _MemoryFormat,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.serialization", "_get_layout"): get_layout,
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): dict,  # the same to all who read it, and nothing can be put on it
     ("builtins", "set"): set,
@@ -426,7 +425,7 @@ def _is_place(index: object, info: object) -> bool:
         isinstance(index, MetadataIndex)
         and isinstance(index.fqn, str)
         and (index.offset is None or _are_numbers(index.offset))
-        and isinstance(info, _StorageInfo)
+        and isinstance(info, StorageInfo)
         and type(info.relative_path) is str
         and _are_numbers((info.offset, info.length))
     )

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptman._torch_compat import StorageInfo
 from ckptman.format.chunk_table import Chunks, ChunkTable, TensorRecord
 
 VERSION = "1.0.0"
@@ -38,7 +38,7 @@ VERSION = "1.0.0"
 _SLAB = 65536
 """Chunks that are turned into instructions at a time."""
 _FLUSH_BYTES = 1024 * 1024
-_CLASSES = (ChunkStorageMetadata, MetadataIndex, _StorageInfo, torch.Size, TensorStorageMetadata, BytesStorageMetadata)
+_CLASSES = (ChunkStorageMetadata, MetadataIndex, StorageInfo, torch.Size, TensorStorageMetadata, BytesStorageMetadata)
 _CALL_1, _CALL_2, _CALL_3 = pickle.TUPLE1 + pickle.REDUCE, pickle.TUPLE2 + pickle.REDUCE, pickle.TUPLE3 + pickle.REDUCE
 
 Field = tuple[bytes, str, Any]
@@ -97,7 +97,7 @@ def write_metadata(
     for name, each in objects.items():
         stream.write(stream.the(MetadataIndex) + _get(names[name]) + _CALL_1)
         info = _text(each.file) + _fragment(each.offset) + _fragment(each.bytes)
-        stream.write(stream.the(_StorageInfo) + info + _CALL_3 + pickle.SETITEM)
+        stream.write(stream.the(StorageInfo) + info + _CALL_3 + pickle.SETITEM)
     stream.write(pickle.SETITEM)
     meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
     stream.write(_text("storage_meta") + _fragment(meta) + pickle.SETITEM)
@@ -180,7 +180,7 @@ class _Stream:
                 _CALL_3,
             ]
             place = [_getter(files + chunks.file[part]), _number(chunks.offset[part]), _number(chunks.bytes[part])]
-            self._records(len(rows), [*key, self.the(_StorageInfo), *place, _CALL_3], pickle.SETITEMS)
+            self._records(len(rows), [*key, self.the(StorageInfo), *place, _CALL_3], pickle.SETITEMS)
 
     def _records(self, count: int, layout: Sequence[bytes | Field], close: bytes) -> None:
         sample, kinds = b"", []

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.checkpoint.state_dict import _get_fqns
 from xxhash import xxh3_128
 
+from ckptman._torch_compat import full_names
 from ckptman.io.checksums import BLOCK_BYTES, DIGEST_BYTES
 from ckptman.saving.rank_file import RankFile
 from ckptman.state.file_layout import Image, Placed
@@ -67,7 +67,7 @@ class Watcher:
                 continue
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 if parameter.requires_grad and (not self._optimizers or id(parameter) in known):
-                    names |= {f"{key}.{each}" for each in _get_fqns(module, name)}
+                    names |= {f"{key}.{each}" for each in full_names(module, name)}
         return names & snapshot.tensors.keys()
 
     def moment(self, step: int) -> Moment:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
+from ckptman._torch_compat import is_traceable_wrapper_subclass, transform_subclass
 from ckptman.comm.control import Channel
 from ckptman.format.paths import METADATA
 from ckptman.format.table_assembly import pack

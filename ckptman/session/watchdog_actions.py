@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from ckptman._torch_compat import abort_default_group
 from ckptman.comm.control import Channel
 from ckptman.comm.hang_report import Roll, this_process
 from ckptman.errors import EXIT_STALLED, ConfigError
@@ -109,4 +110,4 @@ class LastWords:
 def abort_process_group() -> None:
     """Let no kernel of a collective spin on: the devices are free for the next attempt. gloo needs nothing."""
     if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
-        dist.distributed_c10d._abort_process_group()
+        abort_default_group()

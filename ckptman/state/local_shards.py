@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
+from ckptman._torch_compat import LocalShardsWrapper, ShardedTensor, local_shape_and_offset, local_tensor
 from ckptman.errors import ConfigError
 from ckptman.state.tensor_container import is_plain
 
@@ -46,8 +44,8 @@ def local_parts(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box,
         if coordinate is None:
             return []
         box = _dtensor_box(tuple(tensor.shape), tensor.device_mesh, tensor.placements, tuple(coordinate))
-        if isinstance(tensor._local_tensor, LocalShardsWrapper):
-            return _parts_in_wrapper(tensor, tensor._local_tensor, box.holders, name)
+        if isinstance(local := local_tensor(tensor), LocalShardsWrapper):
+            return _parts_in_wrapper(tensor, local, box.holders, name)
         local = tensor.to_local().detach()
         if is_plain(local) and tuple(local.shape) != box.sizes:
             raise ConfigError(
@@ -83,7 +81,7 @@ def _parts_in_wrapper(
 def layout_of(tensor: torch.Tensor) -> Hashable:
     """Changes where this rank's parts of a tensor would be others, or of another class."""
     if isinstance(tensor, DTensor):
-        mesh, local = tensor.device_mesh, tensor._local_tensor
+        mesh, local = tensor.device_mesh, local_tensor(tensor)
         parts = map(tuple, local.local_offsets() + local.local_sizes()) if isinstance(local, LocalShardsWrapper) else ()
         return type(tensor), tensor.placements, mesh, tuple(mesh.get_coordinate() or ()), type(local), *parts
     if isinstance(tensor, ShardedTensor):
@@ -106,7 +104,7 @@ def _lowest(mesh: DeviceMesh) -> int:
 def _dtensor_box(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: tuple[int, ...]
 ) -> Box:
-    sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)
+    sizes, offsets = local_shape_and_offset(shape, mesh.shape, list(coordinate), placements)
     same = mesh.mesh
     for axis in reversed(range(mesh.ndim)):
         if not isinstance(placements[axis], Replicate):

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
+from ckptman._torch_compat import full_names
 from ckptman.errors import ConfigError
 from ckptman.format.manifest import Mesh
 from ckptman.format.value_codec import TensorRef, encode, tensor_ref
@@ -153,7 +154,7 @@ def is_settled(state: Mapping[str, Any]) -> bool:
 
 def parameter_names(module: torch.nn.Module) -> set[str]:
     """The names of a module's parameters as its state dict has them; what else is in there are buffers."""
-    return {each for name, _ in module.named_parameters(remove_duplicate=False) for each in _get_fqns(module, name)}
+    return {each for name, _ in module.named_parameters(remove_duplicate=False) for each in full_names(module, name)}
 
 
 def unlike_on_ranks(snapshots: list[dict[str, str]]) -> str | None:

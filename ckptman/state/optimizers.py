@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    _get_fqns,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
+from ckptman._torch_compat import full_names
 from ckptman.errors import ConfigError
 
 GROUPS = "param_groups."
@@ -131,7 +131,7 @@ def _parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     """Those that an optimizer updates, by all of their names."""
     own = {id(each) for group in optimizer.param_groups for each in group["params"]}
     found = [(name, each) for name, each in model.named_parameters(remove_duplicate=False) if id(each) in own]
-    return {fqn: each for name, each in found for fqn in _get_fqns(model, name)}
+    return {fqn: each for name, each in found for fqn in full_names(model, name)}
 
 
 def _make_state(optimizer: torch.optim.Optimizer, parameters: Collection[torch.nn.Parameter]) -> None:

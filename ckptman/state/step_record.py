@@ -8,7 +8,6 @@ tensors. Of all other objects, which are small, what they gave at the step is ke
 from __future__ import annotations
 
 import copy
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ckptman._torch_compat import buffers_of, local_tensor, parameters_of, versions_of
 from ckptman.state.generators import RNGState
 from ckptman.state.local_shards import is_dense
 from ckptman.state.named_state import is_stateful
@@ -29,7 +29,6 @@ SHARE = 0.02
 _FLOOR_SECONDS = 0.001
 _SLOW_STEPS = 3
 _CLONED_BYTES = 16 * 1024
-_VERSION = operator.attrgetter("_version")
 _FIXED = frozenset((int, float, str, bytes, bool, complex, type(None), torch.Size, torch.dtype))
 
 
@@ -45,9 +44,9 @@ class Marks:
         return -1 not in self._then[0] and self._look() == self._then
 
     def _look(self) -> tuple[list[int], list[int]]:
-        local: list[Any] = [each._local_tensor if type(each) is DTensor else each for each in self._tensors]
+        local: list[Any] = [local_tensor(each) if type(each) is DTensor else each for each in self._tensors]
         try:
-            return list(map(_VERSION, local)), list(map(torch.Tensor.data_ptr, local))
+            return versions_of(local), list(map(torch.Tensor.data_ptr, local))
         except RuntimeError:  # one was made in inference mode, where nothing is counted, or is made of others
             return list(map(_version, local)), list(map(_address, local))
 
@@ -200,18 +199,18 @@ class Recorder:
 def _walk(module: torch.nn.Module) -> Callable[[], Iterable[torch.Tensor]]:
     """Return what gives the parameters and buffers of a module, without walking through its submodules again."""
     modules = list(module.modules())
-    holders: list[Mapping[str, torch.Tensor | None]] = [each._buffers for each in modules if each._buffers]
+    holders: list[Mapping[str, torch.Tensor | None]] = [held for each in modules if (held := buffers_of(each))]
     fixed: list[torch.Tensor] = []
     if any(isinstance(each, FSDPModule) for each in modules):  # has others in their place during a forward pass
         fixed = list(module.parameters())
     else:
-        holders += [each._parameters for each in modules if each._parameters]
+        holders += [held for each in modules if (held := parameters_of(each))]
     return lambda: [*fixed, *(each for holder in holders for each in holder.values() if each is not None)]
 
 
 def _version(tensor: torch.Tensor) -> int:
     try:
-        return tensor._version
+        return versions_of([tensor])[0]
     except RuntimeError:  # made in inference mode, where nothing is counted
         return -1
 

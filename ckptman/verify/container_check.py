@@ -6,12 +6,12 @@ what is written around them. Both are to be the same tensor.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 
+from ckptman._torch_compat import read_zip
 from ckptman.errors import CorruptError
 from ckptman.format.torch_zip import PartOfFile
 from ckptman.loading.checkpoint_reader import ChunkPlace
@@ -95,7 +95,7 @@ def _place_by_torch(container: PartOfFile, frame: Frame | None) -> int | None:
     Raises: CorruptError (it is no container).
     """
     try:
-        reader = torch._C.PyTorchFileReader(io.BufferedReader(container))
+        reader = read_zip(container)
         records = set(reader.get_all_records())
     except (RuntimeError, ValueError) as error:
         raise CorruptError(f"{container.where} is no container that torch can read") from error
@@ -105,5 +105,5 @@ def _place_by_torch(container: PartOfFile, frame: Frame | None) -> int | None:
         return None
     if "byteorder" in records and reader.get_record("byteorder") != b"little":
         return None
-    find: Callable[[str], int] = reader.get_record_offset  # type: ignore[attr-defined]
+    find: Callable[[str], int] = reader.get_record_offset
     return find("data/0")

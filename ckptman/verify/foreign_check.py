@@ -19,8 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
+from ckptman._torch_compat import read_zip
 from ckptman.errors import CorruptError
 from ckptman.format.index import Index
 from ckptman.format.paths import METADATA
@@ -136,7 +135,7 @@ def open_container(folder: Path, where: Container) -> Opened:
         with open(open_regular(folder / where.file, follow=True), "rb", buffering=0) as file:
             part = partial(PartOfFile, file.fileno(), where.offset, where.bytes)
             # torch is stricter than zipfile about some fields. Neither reads more than the directory.
-            torch._C.PyTorchFileReader(io.BufferedReader(part()))
+            read_zip(part())
             found = records(io.BufferedReader(part()))
             if "data.pkl" not in {_inner(record) for record in found}:
                 raise ValueError("it describes no value")

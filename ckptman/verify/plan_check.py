@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from ckptman._torch_compat import local_shape_and_offset
 from ckptman.errors import CorruptError
 from ckptman.format.chunk_table import Chunks, Ints
 from ckptman.format.coverage import flaw_of
@@ -287,7 +287,7 @@ def _differs_from_torch(saved: Saved, layout: tuple[int, ...]) -> Iterator[str]:
     last_full = max(-(-saved.rows // -(-saved.rows // layout[-1])) - 1, 0) if saved.rows else 0
     for number in {0, layout[-1] // 2, last_full, layout[-1] - 1}:
         coordinate = [*[0] * (len(layout) - 1), number]
-        sizes, offsets = _compute_local_shape_and_global_offset(saved.shape, layout, coordinate, placements)
+        sizes, offsets = local_shape_and_offset(saved.shape, layout, coordinate, placements)
         low, high = rows_of_shards(saved, layout[-1], np.array([number], np.int64))
         # Of an empty shard, torch says where it begins in its own way.
         if sizes[0] != high[0] - low[0] or (sizes[0] and offsets[0] != low[0]):

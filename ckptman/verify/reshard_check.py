@@ -29,10 +29,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from ckptman._torch_compat import make_dtensor
 from ckptman.comm.control import Channel, RankFailed
 from ckptman.errors import CkptmanError, RankLostError
 from ckptman.format.paths import METADATA
@@ -268,10 +267,7 @@ def _sharded(local: torch.Tensor, saved: Saved, mesh: DeviceMesh, placements: tu
     if not saved.shape:
         return local
     stride = tuple(math.prod(max(size, 1) for size in saved.shape[dim + 1 :]) for dim in range(len(saved.shape)))
-    meta = TensorMeta(torch.Size(saved.shape), stride, saved.dtype)
-    # Not DTensor.from_local, nor DTensor(): either imports the compiler of torch on its first call, on every rank.
-    made: torch.Tensor = DTensor.__new__(DTensor, local, DTensorSpec(mesh, placements, meta), requires_grad=False)
-    return made
+    return make_dtensor(local, mesh, placements, torch.Size(saved.shape), stride, saved.dtype)
 
 
 def _load(state: SavedState, targets: Mapping[str, _Target], channel: Channel | None, arena: _Arena) -> dict[str, str]:

@@ -1,0 +1,112 @@
+"""All private names of torch that ckptman uses, each with what it is for. No other module imports any.
+
+They are there from torch 2.11, the oldest version that ckptman runs on, to 2.13. Who adds support for another version
+looks here first. What costs much to import is imported when it is called for.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
+from torch.distributed.checkpoint import metadata as _dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.state_dict import _get_fqns
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as LocalShardsWrapper
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import transform_subclass as transform_subclass
+
+# `ShardedTensor`: what FSDP1 gives. `LocalShardsWrapper`: a DTensor of several local shards, as torchrec has them.
+# `is_traceable_wrapper_subclass`, `transform_subclass`: tensors that are made of others, such as torchao's.
+
+StorageInfo = _StorageInfo
+"""Where plain DCP says that a value lies: in the pickle of `.metadata`, so the class is part of the format."""
+StoragePrefix = _StoragePrefix
+"""What plain DCP's writer tells each rank: DCP hands it from the leader's plan to the ranks."""
+MemoryFormatEncoding = _dcp_metadata._MEM_FORMAT_ENCODING
+"""How `.metadata` says a memory format, and the name by which a pickle asks for it."""
+MEMORY_FORMAT_ENCODING = (_dcp_metadata.__name__, "_MEM_FORMAT_ENCODING")
+get_layout = torch.serialization._get_layout
+"""What a pickle of torch asks for to make a `torch.layout`."""
+full_names: Callable[[torch.nn.Module, str], set[str]] = _get_fqns
+"""The names of a parameter in a state dict of DCP: without those of wrappers (DDP, compile, activation checkpoints)."""
+local_shape_and_offset = _compute_local_shape_and_global_offset
+"""Which part of a DTensor a rank has, told from shape, mesh and coordinate alone."""
+
+
+_VERSION = operator.attrgetter("_version")
+
+
+def default_store() -> Any:
+    """Return the store by which the ranks of the default process group have met: the only way to the others that needs
+    no collective."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def abort_default_group() -> None:
+    """End what waits in the default process group, of a process that is about to be ended."""
+    dist.distributed_c10d._abort_process_group()
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor as it is: `to_local()` would make a node of autograd, and wait."""
+    return tensor._local_tensor
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return how often each tensor was changed, as torch counts it. Raises: RuntimeError (made in inference mode)."""
+    return list(map(_VERSION, tensors))
+
+
+def parameters_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Return the very dict in which a module holds its own parameters."""
+    return module._parameters
+
+
+def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Return the very dict in which a module holds its own buffers."""
+    return module._buffers
+
+
+def is_overlapping(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor certainly share memory, so that nothing can be copied into it."""
+    return bool(torch._debug_has_internal_overlap(tensor) == 1)
+
+
+def read_zip(stream: io.RawIOBase) -> Any:
+    """Return torch's own reader of the archives that `torch.save` writes: what it finds in them is what a load does."""
+    return torch._C.PyTorchFileReader(io.BufferedReader(stream))
+
+
+def fake_tensors() -> Any:
+    """Return the context in which tensors have shapes and no memory: `torch.save` writes their containers."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def unflattened(flat: dict[str, Any], mappings: Any) -> Any:
+    """Return the nested state dict that DCP's planner has flattened."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    return unflatten_state_dict(flat, mappings)
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a DTensor of a local part. `DTensor.from_local` and `DTensor()` import the compiler of torch when they
+    are called first, on every rank.
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))
+    made: torch.Tensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return made
