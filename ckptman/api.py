@@ -254,6 +254,6 @@ def _hand_over(state_dict: MutableMapping[str, Any], values: Mapping[str, Any], 
         target = state_dict[name]
         if is_named(target) or is_stateful(target):
             mine = value[rank_key(rank)] if getattr(target, "per_rank", False) else value
-            put_back(state_dict, name, mine, rank, False)
+            put_back(state_dict, name, mine, rank, False, set())
         elif value is not target:
             state_dict[name] = value

@@ -301,9 +301,9 @@ class Checkpointer:
 
     def _end(self, again: str | None) -> None:
         """`again`: why the run is to be started again although nobody asked it to stop; None: it is finished."""
-        again = next(filter(None, self._control.gather(again)), None)
         if self._stop is None:
             agreed = self._agreement.at(self._pace.previous_step)
+            again = next(filter(None, self._control.gather(again)), None)
             self._settle()
             self._save_the_end((agreed.stop if agreed is not None else None) or again)
         self.wait()
@@ -365,7 +365,7 @@ class Checkpointer:
 
     def _check_alike(self, *arguments: object) -> None:
         """Raises, on every rank: ConfigError where `restore` is called with other arguments on another rank."""
-        told = self._control.gather(Call("restore", tuple(str(each) for each in arguments)))
+        told = self._control.gather(Call("restore()", tuple(str(each) for each in arguments)))
         refuse_other_calls(told)
         for rank, (_, each) in enumerate(told):
             if each != (first := told[0].arguments):

@@ -282,9 +282,17 @@ class Catalog:
 
         Raises: NotFoundError, RootError.
         """
+        for _ in range(_LOOKS):
+            highest, settled = self._highest()
+            if settled:
+                break
+        return highest
+
+    def _highest(self) -> tuple[int, bool]:
+        """The same by one look, and whether everything stayed where it was meanwhile."""
         with self._listing(), os.scandir(self.root) as items:
             inodes = {item.name: item.inode() for item in items}
-        highest = 0
+        highest, settled = 0, True
         for name, parsed in _ours(inodes):
             if parsed.kind not in _COUNTING:
                 continue
@@ -293,8 +301,9 @@ class Catalog:
             entry: Entry | None = known if is_same else self._read(name, parsed.step)
             if entry is not None and entry.unreadable is not None:
                 raise entry.unreadable
+            settled = settled and entry is not None
             highest = max(highest, entry.sequence if entry is not None else 0)
-        return highest
+        return highest, settled
 
     def confirm(self, entries: Iterable[Entry]) -> bool:
         """Whether those of the entries that come from memory are what they were, each file there with its size.

@@ -19,7 +19,7 @@ from ckptman.catalog.backends.object_store import ObjectBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError, plain
 from ckptman.format.manifest import FORMAT_VERSION, Manifest, parse_versioned
-from ckptman.format.paths import DOT, ROOT_ID, TIER_OF, journal_path, outcome_path, run_folder
+from ckptman.format.paths import DOT, ROOT_ID, TIER_OF, outcome_path, run_folder
 from ckptman.format.sealed_json import SealError, seal, unseal
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.safe_open import read_regular
@@ -203,7 +203,8 @@ def _same_path(root: Path, other: str) -> bool:
 
 def _trace_of_a_run(root: Path) -> Path | None:
     """What a run writes in its root, and nobody writes in a tier."""
-    return next((each for each in (outcome_path(root), journal_path(root)) if each.exists()), None)
+    found = outcome_path(root)  # a journal is begun by a rollback, too
+    return found if found.exists() else None
 
 
 def _where(place: LocalBackend | ObjectBackend) -> str:

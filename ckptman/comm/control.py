@@ -70,11 +70,12 @@ class Call(NamedTuple):
 
 def refuse_other_calls(told: Sequence[Call]) -> None:
     """Raises: ConfigError where the ranks, in order, do not do the same."""
-    for rank, each in enumerate(told):
-        if each.verb != told[0].verb:
+    verbs = [each.verb if isinstance(each, Call) else "another call" for each in told]
+    for rank, verb in enumerate(verbs):
+        if verb != verbs[0]:
             raise ConfigError(
-                f"rank 0 is in {told[0].verb}() and rank {rank} in {each.verb}(): every rank calls the same methods of "
-                f"its Checkpointer, in the same order"
+                f"rank 0 is in {verbs[0]} and rank {rank} in {verb}: every rank calls the same methods of its "
+                f"Checkpointer, in the same order"
             )
 
 

@@ -105,9 +105,10 @@ def fill(
 
 
 def _hand_over(state: State, fit: _Fit, names: list[str], rank: int) -> None:
+    filled = set[int]()
     for name in names:
         fit.values[name] = replace_refs(fit.values[name], lambda ref: fit.targets[ref.name])
-        put_back(state, name, fit.values[name], rank, name in fit.from_other_rank)
+        put_back(state, name, fit.values[name], rank, name in fit.from_other_rank, filled)
 
 
 def read_on_all(channel: Channel, state: Mapping[str, Any], folder: Path) -> SavedState:

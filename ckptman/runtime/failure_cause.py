@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from typing import Literal
 
 from ckptman.errors import BusyError, CommitError, RankLostError, SchedulerError
+from ckptman.io.safe_open import AWAY, SHORTAGE
 from ckptman.runtime.bad_nodes import is_device_trouble
 
 Cause = Literal["environment", "program"]
 
 _OF_OURS = (BusyError, CommitError, RankLostError, SchedulerError)
+_OUTAGES = (*AWAY, *SHORTAGE, errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT)
 _BY_NAME = {
     *("OutOfMemoryError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"),
     *("BrokenExecutor", "SubprocessError", "HTTPException", "QueueShutDown"),
@@ -27,7 +30,7 @@ _TEXTS = re.compile(
     r"|connection (?:closed|reset|refused|aborted|timed out)|broken pipe|socket timeout|timed out waiting"
     r"|dataloader (?:worker .*(?:killed by signal|exited unexpectedly)|timed out)"
     r"|no space left|disk quota|input/output error|stale file handle|transport endpoint|too many open files"
-    r"|shared memory|start new thread|(?:cuda|hip) error: (?!device-side assert)|cu(?:blas|dnn)_status_",
+    r"|shared memory object|start new thread|(?:cuda|hip) error: (?!device-side assert)|cu(?:blas|dnn)_status_",
     re.IGNORECASE,
 )
 """What a RuntimeError says where memory, a device, a connection, another process or a mount was to blame."""
@@ -36,9 +39,16 @@ _TEXTS = re.compile(
 def cause_of(error: BaseException) -> Cause:
     """Whether an error is the environment's: a disk or a mount, memory, a device, a connection, another rank, a user.
 
-    What an error was raised from, or while, counts like the error itself, and so does each of a group. Called by the
-    leader when its attempt fails.
+    What an error was raised from counts like the error itself, and so does each of a group; what it was raised while
+    handling counts where that is an outage. Never raises. Called by the leader when its attempt fails.
     """
+    try:
+        return "environment" if _has_environment(error) else "program"
+    except Exception:  # noqa: BLE001 a user's class of errors may have anything for an attribute
+        return "program"
+
+
+def _has_environment(error: BaseException) -> bool:
     seen = set[int]()
     left: list[BaseException | None] = [error]
     while left:
@@ -47,10 +57,17 @@ def cause_of(error: BaseException) -> Cause:
             continue
         seen.add(id(each))
         if _is_environment(each):
-            return "environment"
-        left += [each.__cause__, None if each.__suppress_context__ else each.__context__]
-        left += getattr(each, "exceptions", ())
-    return "program"
+            return True
+        context = None if each.__suppress_context__ else each.__context__
+        left += [each.__cause__, context if context is not None and _is_outage(context) else None]
+        group = getattr(each, "exceptions", ())
+        left += group if isinstance(group, tuple) else ()
+    return False
+
+
+def _is_outage(error: BaseException) -> bool:
+    """Whether it is no answer of the program's own asking, as that a file is not there often is."""
+    return isinstance(error, (MemoryError, ConnectionError, *_OF_OURS)) or getattr(error, "errno", None) in _OUTAGES
 
 
 def _is_environment(error: BaseException) -> bool:

@@ -60,7 +60,7 @@ def preflight(control: Channel, state: Mapping[str, Any], updates: OptimizerHook
             shots.append(snapshot(state, control.rank))
         _refuse_what_no_load_fills(state, shots[0])
         knows = Look(value_digests(shots[0], state), saver.failed, saver.channel.lost, saver.knows(shots[0]))
-        return Call("step or save", knows)
+        return Call("step() or save()", knows)
 
     try:
         told = control.run_on_all(look)

@@ -39,7 +39,7 @@ def check_arguments(
     if not isinstance(state, MutableMapping) or not state:
         raise ConfigError("state is a dict of what to save by name, such as {'model': model, 'optimizer': optimizer}")
     for name, value in state.items():
-        _refuse_detached(name, value)
+        _warn_of_detached(name, value)
     if not isinstance(policy, SavePolicy):
         raise ConfigError(f"save_policy is a policy such as EverySteps(100) | OnStop(), not {policy!r}")
     if retention is not None and not isinstance(retention, RetentionPolicy):
@@ -55,15 +55,15 @@ def check_arguments(
     patience_of(watchdog, 1, {})
 
 
-def _refuse_detached(name: object, value: object) -> None:
-    """Raises: ConfigError for what an optimizer or a schedule gave: that neither changes with it, nor loads into it."""
+def _warn_of_detached(name: object, value: object) -> None:
+    """Warn of what an optimizer or a schedule gave: that neither changes with it, nor loads into it."""
     if not isinstance(value, Mapping) or is_stateful(value):
         return
     for kind, keys in _DETACHED.items():
         if keys <= value.keys():
-            raise ConfigError(
-                f"state[{name!r}] is the state_dict() of {kind}: it does not change as that does, and nothing that is "
-                f"restored into it gets there. Put the object itself into the state: {{{name!r}: {name}}}"
+            warn(
+                f"state[{name!r}] is the state_dict() of {kind}: it does not change as that does, and what is restored "
+                f"into it does not get there by itself. Put the object itself into the state"
             )
 
 

@@ -131,7 +131,11 @@ class Attempt:
         """End with an error."""
         name = type(error).__name__
         told = {"error": name, "cause": cause_of(error)}
-        self.end("failed", step, f"{name}: {error}", getattr(error, "exit_code", 1), **told)
+        try:
+            text = f"{name}: {error}"
+        except Exception:  # noqa: BLE001 a user's class of errors may have no text
+            text = name
+        self.end("failed", step, text, getattr(error, "exit_code", 1), **told)
 
     def save_info(
         self,

@@ -26,19 +26,20 @@ class RNGState:
     per_rank = True
     """Tells the Checkpointer to save this object once for each rank."""
 
-    def __init__(self) -> None:
-        self._python, self._numpy = _Kept(random.getstate, _python_memory), _Kept(_numpy_state, _numpy_memory)
-
     def state_dict(self) -> dict[str, Any]:
         """The state of this process, as one JSON text: no pickle, and one small value for a rank."""
         return self.encoded(self.generators())
 
     def generators(self) -> dict[str, Any]:
         """Copies of what each generator is at now: little work, for who may need `encoded` of it later."""
-        state: dict[str, Any] = {"python": self._python.state(), "torch": torch.get_rng_state()}
+        # A subclass need not call an __init__ of this class.
+        kept = self.__dict__.setdefault(
+            "_kept", (_Kept(_python_state, _python_memory), _Kept(_numpy_state, _numpy_memory))
+        )
+        state: dict[str, Any] = {"python": kept[0].state(), "torch": torch.get_rng_state()}
         if torch.accelerator.is_available():
             state["device"] = torch.get_device_module().get_rng_state()
-        if (numpy_state := self._numpy.state()) is not None:
+        if (numpy_state := kept[1].state()) is not None:
             state["numpy"] = numpy_state
         return state
 
@@ -94,6 +95,10 @@ def _bytes_of(thing: Any) -> bytes:
     """The fields of an object that is written in C, behind its head."""
     head = object.__basicsize__
     return ctypes.string_at(id(thing) + head, type(thing).__basicsize__ - head)
+
+
+def _python_state() -> Any:
+    return random.getstate()  # looked up now: a copy of the method would be one of the generator, too
 
 
 def _python_memory() -> Any:

@@ -181,8 +181,11 @@ def value_digests(shot: Snapshot, state: Mapping[str, Any]) -> dict[str, str]:
     return {name: xxh3_128_hexdigest("\n".join(each).encode()) for name, each in texts.items()}
 
 
-def put_back(state: MutableMapping[str, Any], name: str, values: Any, rank: int, from_other_rank: bool) -> None:
-    """Give one object of the application the values that were restored for it."""
+def put_back(
+    state: MutableMapping[str, Any], name: str, values: Any, rank: int, from_other_rank: bool, filled: set[int]
+) -> None:
+    """Give one object of the application the values that were restored for it. `filled`: ids of the dicts and lists
+    that this restore has filled already."""
     target = state[name]
     if isinstance(target, torch.nn.Module):
         set_model_state_dict(target, values)
@@ -198,18 +201,23 @@ def put_back(state: MutableMapping[str, Any], name: str, values: Any, rank: int,
     elif is_stateful(target):
         target.load_state_dict(values)
     else:
-        state[name] = _refilled(target, values)
+        state[name] = _refilled(target, values, filled)
 
 
-def _refilled(old: Any, new: Any) -> Any:
-    """Return what was restored, in the dicts and lists that are there: whoever else has them sees it too."""
+def _refilled(old: Any, new: Any, filled: set[int]) -> Any:
+    """Return what was restored, in the dicts and lists that are there: whoever else has them sees it too. One that is
+    met a second time, as in `[{}] * 3`, was several when it was saved, and stays behind."""
+    if id(old) in filled:
+        return new
     if isinstance(old, MutableMapping) and isinstance(new, Mapping):
-        found = {key: _refilled(old.get(key), each) for key, each in new.items()}
+        filled.add(id(old))
+        found = {key: _refilled(old.get(key), each, filled) for key, each in new.items()}
         old.clear()
         old.update(found)
         return old
     if type(old) is list and type(new) is list:
-        old[:] = [_refilled(old[at] if at < len(old) else None, each) for at, each in enumerate(new)]
+        filled.add(id(old))
+        old[:] = [_refilled(old[at] if at < len(old) else None, each, filled) for at, each in enumerate(new)]
         return old
     return new
 

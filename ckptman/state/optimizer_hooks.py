@@ -16,16 +16,18 @@ from ckptman.state.named_state import Snapshot
 
 
 class OptimizerHooks:
-    """Counts the steps that optimizers make, and calls `before` ahead of each of an optimizer in the state.
+    """Counts the steps that the optimizers of a state make, and calls `before` ahead of each.
 
-    All optimizers of this process count: one may be within another object of the state, and what the fused kind changes
-    is not counted by torch.
+    `others`: what other optimizers of this process have made a step since this was cleared. One may be within another
+    object of the state, and what the fused kind changes is not counted by torch.
     """
 
     def __init__(self, state: Mapping[str, Any], before: Callable[[], None]) -> None:
         self._before = before
         self.count = 0
-        """Optimizer steps so far."""
+        """Steps so far of the optimizers of the state."""
+        self.others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._own = {id(each) for each in state.values() if isinstance(each, torch.optim.Optimizer)}
         optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
         self._hooks = [each.register_step_pre_hook(self._about_to_step) for each in optimizers]
         self._hooks.append(register_optimizer_step_post_hook(_calling(weakref.WeakMethod(self._stepped))))
@@ -47,16 +49,19 @@ class OptimizerHooks:
     def _about_to_step(self, *_: object) -> None:
         self._before()
 
-    def _stepped(self, *_: object) -> None:
-        self.count += 1
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) in self._own:
+            self.count += 1
+        else:
+            self.others.add(optimizer)
 
 
 def _calling(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
     """Return what calls a method of an object that it does not keep alive: a hook of the process may outlive it."""
 
-    def call(*_: object) -> None:
+    def call(optimizer: object, *_: object) -> None:
         if (stepped := method()) is not None:
-            stepped()
+            stepped(optimizer)
 
     return call
 

@@ -43,6 +43,11 @@ class Marks:
         """Return whether none was changed since. What torch keeps no count of (inference mode) may have been."""
         return -1 not in self._then[0] and self._look() == self._then
 
+    @property
+    def addresses(self) -> list[int]:
+        """Where the memory of each was."""
+        return self._then[1]
+
     def _look(self) -> tuple[list[int], list[int]]:
         local: list[Any] = [local_tensor(each) if type(each) is DTensor else each for each in self._tensors]
         try:
@@ -100,6 +105,12 @@ class Recorded:
     why it cannot be told what the state was, or "".
     """
 
+    @property
+    def addresses(self) -> set[int]:
+        """Where the tensors are that are watched."""
+        marks = [*(each[1] for each in self.modules.values()), *(each[1] for each in self.others.values())]
+        return {address for each in marks for address in each.addresses}
+
     names: tuple[str, ...] = ()
     modules: dict[str, tuple[torch.nn.Module, Marks]] = field(default_factory=dict)
     optimizers: dict[str, Settings] = field(default_factory=dict)
@@ -127,6 +138,7 @@ class Recorder:
     def record(self, step_seconds: float | None) -> Recorded:
         """Return what is to be seen of the state now. Never raises: what is wrong with it is for a save to tell."""
         found = Recorded(tuple(self._state), updates=self._updates.count)
+        self._updates.others.clear()
         try:
             self._record(found, step_seconds)
         except Exception as error:  # noqa: BLE001 a user's state_dict() may raise anything
@@ -139,6 +151,8 @@ class Recorder:
             return then.unknown
         if self._updates.count != then.updates:
             return "an optimizer has made a step since"
+        if not then.addresses.isdisjoint(_addresses_of(self._updates.others)):
+            return "an optimizer has made a step since, on tensors of the state"
         if then.names != tuple(self._state):
             return "the state has other entries by now"
         for name, value in self._state.items():
@@ -220,6 +234,16 @@ def _address(tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # of a class that is made of others
         return 0
+
+
+def _addresses_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """Return where the parameters are that optimizers update."""
+    return {
+        address
+        for optimizer in list(optimizers)
+        for group in optimizer.param_groups
+        for address in Marks(group["params"]).addresses
+    }
 
 
 def _keep(value: Any) -> tuple[Any, Marks]:

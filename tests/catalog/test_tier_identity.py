@@ -90,6 +90,13 @@ def test_nor_one_that_an_earlier_version_made(tmp_path: Path, capsys: pytest.Cap
     assert steps(tmp_path / "a") == [10, 20]
 
 
+def test_a_folder_of_copies_may_have_been_rolled_back(tmp_path: Path) -> None:
+    run(str(tmp_path / "a"), [], 30)
+    assert main(["copy", str(tmp_path / "a"), str(tmp_path / "far"), "--all"]) == 0
+    assert main(["rollback", str(tmp_path / "far"), "--to-step", "20"]) == 0
+    assert run(str(tmp_path / "a"), [ckptman.Tier(tmp_path / "far")], 40) in (20, 30)
+
+
 def test_a_root_that_nobody_may_write_to_is_drained_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ OUTAGES = [
     raised_from(ckptman.CkptmanError("rank 3 failed"), RankFailed(Failure(3, "OSError: no", "", None, errno.EIO))),
     ckptman.RankLostError("gone"),
     raised_while(ValueError("no batch"), OSError(errno.EIO, "Input/output error")),
+    raised_while(ValueError("no batch"), ConnectionResetError("peer")),
     RuntimeError("CUDA error: unspecified launch failure"),
     RuntimeError("can't start new thread"),
     RuntimeError("DataLoader timed out after 30 seconds"),
@@ -206,6 +207,10 @@ def test_an_outage_is_the_environments(error: BaseException) -> None:
     [
         ValueError("igloo: loss is NaN"),
         RuntimeError("igloo of shape [2, 3]"),
+        RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"),
+        raised_while(FloatingPointError("nan"), FileNotFoundError(errno.ENOENT, "no cache")),
+        type("Odd", (Exception,), {"exceptions": None, "__module__": None})(),
+        type("Mute", (RuntimeError,), {"__str__": lambda self: 1 / 0})(),
         ValueError("loss is NaN"),
         IndexError(5),
         RuntimeError("CUDA error: device-side assert triggered"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import os
 import random
 import re
@@ -24,7 +26,7 @@ import ckptman
 from ckptman.catalog.writer_lock import read_owner
 from ckptman.checkpointer import Checkpointer
 from ckptman.comm import control as ranks_module
-from ckptman.errors import BusyError, CommitError, ConfigError
+from ckptman.errors import BusyError, CommitError, ConfigError, RankLostError
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import Outcome, read_outcome
@@ -548,7 +550,7 @@ def _other_calls(root: str) -> str:
 
 def test_ranks_that_call_other_methods_are_told(tmp_path: Path) -> None:
     for told in run_ranks(2, _other_calls, str(tmp_path)):
-        assert re.search(r"rank 0 is in restore\(\) and rank 1 in step or save\(\)", told)
+        assert re.search(r"rank 0 is in restore\(\) and rank 1 in step\(\) or save\(\)", told)
 
 
 def test_a_constructor_that_fails_leaves_the_root_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,12 +572,15 @@ def _raising(error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize("name", ["optimizer", "schedule"])
-def test_the_state_dict_of_an_optimizer_or_a_schedule_is_refused(tmp_path: Path, name: str) -> None:
+def test_the_state_dict_of_an_optimizer_or_a_schedule_is_told(tmp_path: Path, name: str) -> None:
     """Neither changes with it, nor loads into it: a resumed run would begin with a fresh one, in silence."""
     optimizer = Trainer().optimizer
     made = optimizer if name == "optimizer" else torch.optim.lr_scheduler.ConstantLR(optimizer)
-    with pytest.raises(ConfigError, match=rf"state\['{name}'\] is the state_dict\(\) of an? {name}.*'{name}': {name}"):
-        Checkpointer(tmp_path, {name: made.state_dict()})
+    with (
+        pytest.warns(RuntimeWarning, match=rf"state\['{name}'\] is the state_dict\(\) of an? {name}.*Put the object"),
+        Checkpointer(tmp_path, {name: made.state_dict()}, save_policy=NEVER),
+    ):
+        pass
 
 
 def test_containers_are_filled_where_they_are(tmp_path: Path) -> None:
@@ -608,3 +613,61 @@ def test_what_no_load_fills_is_refused_before_it_is_saved(tmp_path: Path) -> Non
         Checkpointer(tmp_path, {"t": (torch.zeros(1),)}, save_policy=NEVER) as checkpointer,
     ):
         checkpointer.step(1)
+
+
+def test_an_optimizer_of_something_else_does_not_cost_the_last_step(tmp_path: Path) -> None:
+    trainer, probe = Trainer(), Trainer()
+    with Checkpointer(tmp_path, state_of(trainer, Loader(), hidden=False), save_policy=NEVER) as checkpointer:
+        trainer.train(torch.ones(4, 3))
+        checkpointer.step(1)
+        probe.train(torch.ones(4, 3))
+    assert restored(tmp_path)[0] == 1
+
+
+def test_containers_that_were_one_when_made_and_several_when_saved(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        shared: list[int] = [0]
+        return {"pos": [{"n": 0}] * 3, "by": dict.fromkeys("ab", shared), "other": {"same": shared}}
+
+    state = make()
+    with Checkpointer(tmp_path, state, save_policy=NEVER) as checkpointer:
+        state["pos"] = [{"n": n} for n in (1, 2, 3)]
+        state["by"].update(a=[1], b=[2])
+        state["other"]["same"] = [3]
+        checkpointer.step(1)
+    state = make()
+    with Checkpointer(tmp_path, state, save_policy=NEVER) as checkpointer:
+        checkpointer.restore()
+    assert state == {"pos": [{"n": 1}, {"n": 2}, {"n": 3}], "by": {"a": [1], "b": [2]}, "other": {"same": [3]}}
+
+
+class Generators(ckptman.RNGState):
+    def __init__(self) -> None:
+        """Calls no other."""
+
+
+@pytest.mark.parametrize("made", [lambda: copy.deepcopy(ckptman.RNGState()), Generators], ids=["a copy", "a subclass"])
+def test_generators_are_those_of_this_process(made: Any) -> None:
+    rng = made()
+    rng.state_dict()
+    rng = copy.deepcopy(rng)
+    for seed in (2, 3):
+        random.seed(seed)
+        assert json.loads(rng.state_dict()["generators"])["python"][1] == list(random.getstate()[1])
+
+
+def _leave_at_other_steps(root: str) -> str:
+    run = Checkpointer(root, {"n": {"x": 1}}, save_policy=NEVER, watchdog=None, timeout_seconds=10)
+    try:
+        with run:
+            for step in range(1, 5 - dist.get_rank()):
+                run.step(step)
+    except (ConfigError, RankLostError) as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_leave_the_block_at_other_steps_are_told_soon(tmp_path: Path) -> None:
+    assert any(
+        "the ranks are at different steps" in told for told in run_ranks(2, _leave_at_other_steps, str(tmp_path))
+    )
