@@ -32,6 +32,7 @@ class Foresight:
         if (
             step <= self._until_step
             and self._pace.version == self._version
+            and self._pace.step_seconds == self._step_seconds  # settles in the first steps
             and self._pace.now() <= self._base_seconds + (LATE * (step - self._base_step + 1) - 1) * self._step_seconds
         ):
             return None

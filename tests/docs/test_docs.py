@@ -295,9 +295,12 @@ def test_every_field_on_disk_is_in_the_format_page() -> None:
 
 def test_every_event_is_in_the_journal_page() -> None:
     calls = re.compile(r"(?:\.note|\._note|\.record|\.end)\(\s*(?:\"(\w+)\"|state)")
-    events = {
-        event for file in (REPOSITORY / "ckptman").rglob("*.py") for event in calls.findall(file.read_text()) if event
-    } | {"finished", "stopped", "failed"}
+    files = [path for path in (REPOSITORY / "ckptman").rglob("*.py") if "scheduler" not in path.parts]  # of chains
+    events = {event for file in files for event in calls.findall(file.read_text()) if event} | {
+        "finished",
+        "stopped",
+        "failed",
+    }
     missing = sorted(event for event in events if f"`{event}`" not in text_of("journal.md"))
     assert len(events) > 10
     assert not missing

@@ -16,7 +16,7 @@ from ckptman.cli.app import main
 from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerError
 from ckptman.scheduler.attempt import Supervisor
 from ckptman.scheduler.chain_record import Chain, JobRecord, Spec, find_chains
-from ckptman.scheduler.slurm.commands import control
+from ckptman.scheduler.slurm import control
 from ckptman.scheduler.slurm.submission import Wish, prepare, submit_chain
 from tests.helpers.checkpoints import commit
 from tests.helpers.fake_slurm import FakeSlurm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ckptman
@@ -41,6 +41,7 @@ class Counting(SavePolicy):
 
 
 @settings(max_examples=150, deadline=None)
+@example(policy=ckptman.EverySeconds(0.5), typical=0.004, factors=[1.0, 1.0, *[30.0] * 3, *[1.0] * 55], durable=1)
 @given(
     policy=st.sampled_from(POLICIES),
     typical=st.sampled_from([0.004, 0.02, 0.2]),
