@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 from ckptman.exporting.export import export
-from ckptman.exporting.formats import FakeTensorMode
+from ckptman._torch_compat import fake_tensors
 
 folder, out, format, dtype, limit = sys.argv[1:]
-with FakeTensorMode():  # it imports more at its first use
+with fake_tensors():  # it imports more at its first use
     torch.empty(1)
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 here = int(status["VmData"].split()[0]) * 1024
