@@ -28,6 +28,8 @@ SHARE = 0.02
 """How much of a step recording may take: an object that takes longer is not asked at each step."""
 _FLOOR_SECONDS = 0.001
 _SLOW_STEPS = 3
+_SLOW_SECONDS = 0.1
+"""What so many steps in a row have to take together: less than that, and the machine may only have been busy."""
 _CLONED_BYTES = 16 * 1024
 _FIXED = frozenset((int, float, str, bytes, bool, complex, type(None), torch.Size, torch.dtype))
 
@@ -125,7 +127,7 @@ class Recorder:
     def __init__(self, state: Mapping[str, Any], updates: OptimizerHooks) -> None:
         self._state, self._updates = state, updates
         self._walks: dict[str, tuple[torch.nn.Module, Callable[[], Iterable[torch.Tensor]]]] = {}
-        self._slow_steps = 0
+        self._slow: list[float] = []
         self.too_slow = ""
         """The object whose `state_dict()` takes too long on this rank to be called at each step; "": there is none."""
         self.given_up = False
@@ -198,9 +200,9 @@ class Recorder:
                 found.others[name] = _keep(value)
                 spent[name] = time.perf_counter() - begun
         if step_seconds is not None and not self.given_up:
-            is_slow = sum(spent.values()) > max(_FLOOR_SECONDS, SHARE * step_seconds)
-            self._slow_steps = self._slow_steps + 1 if is_slow else 0
-            if self._slow_steps >= _SLOW_STEPS:
+            seconds = sum(spent.values())
+            self._slow = [*self._slow, seconds] if seconds > max(_FLOOR_SECONDS, SHARE * step_seconds) else []
+            if len(self._slow) >= _SLOW_STEPS and sum(self._slow) >= _SLOW_SECONDS:
                 self.too_slow = max(spent, key=spent.__getitem__)
 
     def _tensors(self, name: str, module: torch.nn.Module) -> Iterable[torch.Tensor]:

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from ckptman.errors import BusyError, CommitError, ConfigError, RankLostError
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import Outcome, read_outcome
+from ckptman.state import step_record
 from ckptman.state.optimizer_hooks import OptimizerHooks
 from ckptman.state.step_record import Recorder
 from tests.helpers.ranks import run_ranks
@@ -209,26 +211,45 @@ def test_large_tensors_of_other_objects_are_noticed_when_they_change(tmp_path: P
         large += 1
 
 
-def test_an_object_that_is_slow_to_tell_its_state_is_not_asked_at_each_step() -> None:
-    class Slow:
-        asked = 0
+class Slow:
+    """Each call of `state_dict` takes a given time, by a clock that the test moves."""
 
-        def state_dict(self) -> dict[str, Any]:
-            Slow.asked += 1
-            return {"table": [0] * 200_000}  # copied element by element, in milliseconds
+    def __init__(self, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds, self.now, self.asked = seconds, 0.0, 0
+        monkeypatch.setattr(step_record, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise AssertionError
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        self.now += self.seconds
+        return {"value": 1}
 
-    state: dict[str, Any] = {"slow": Slow()}
-    recorder = Recorder(state, OptimizerHooks(state, before=lambda: None))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_an_object_that_is_slow_to_tell_its_state_is_not_asked_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(0.05, monkeypatch)
+    recorder = Recorder({"slow": slow}, OptimizerHooks({"slow": slow}, before=lambda: None))
     for _ in range(3):
         assert not recorder.too_slow
-        recorder.record(0.0001)
+        recorder.record(0.1)
     assert recorder.too_slow == "slow"
     recorder.given_up = True
-    assert "too long" in recorder.changed(recorder.record(0.0001))
-    assert Slow.asked == 3
+    assert "too long" in recorder.changed(recorder.record(0.1))
+    assert slow.asked == 3
+
+
+def test_a_machine_that_is_busy_for_a_moment_is_not_taken_for_a_slow_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(0.01, monkeypatch)
+    recorder = Recorder({"slow": slow}, OptimizerHooks({"slow": slow}, before=lambda: None))
+    for _ in range(9):
+        recorder.record(0.01)
+    slow.seconds = 0.0
+    recorder.record(0.01)
+    slow.seconds = 0.01
+    for _ in range(9):
+        recorder.record(0.01)
+    assert not recorder.too_slow
 
 
 def slow_on_one_rank(root: str) -> tuple[bool, int]:
