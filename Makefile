@@ -10,12 +10,13 @@ SOURCE := ckptman tests examples benchmarks
 JOBS   ?= 3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test check format campaign faults bench clean
+.PHONY: help setup demo test test-all check format campaign faults bench clean
 
 help:
 	@echo "make setup     a virtual environment in $(VENV) with ckptman and what it needs"
 	@echo "make demo      train, be killed, go on, be verified: in under 4 minutes"
-	@echo "make test      the fast tests and the short versions of the long ones"
+	@echo "make test      the quick tests, the demo and a few real ranks: in under 6 minutes"
+	@echo "make test-all  all tests, Slurm and the docs included, and short versions of the long ones"
 	@echo "make check     ruff, formatting, mypy --strict, the layers"
 	@echo "make campaign  the long versions: 50 kills and more"
 	@echo "make faults    the fault campaign: thousands of faults, two at a time, and a table at the end"
@@ -38,8 +39,14 @@ $(BENCH): $(STAMP)
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# Files are given out in the order of tests/conftest.py, each to one worker.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not campaign"
+	$(PYTEST) -m "not slow and not campaign"
+
+test-all: setup
+	$(PYTEST) -m "not campaign"
 
 check: setup
 	$(BIN)/ruff check $(SOURCE)

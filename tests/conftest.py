@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+LONG = ("docs", "slurm", "faults", "end_to_end")
+"""Folders whose tests take longest: they begin first, so that no worker is left with one of them at the end."""
 
 # A shell that starts a command in the background has it ignore Ctrl-C, which its children would inherit: a test of an
 # interrupt would then wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a real Slurm as slow, and let the longest begin first."""
+    for item in items:
+        if item.path.is_relative_to(TESTS / "slurm"):
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    folder = item.path.relative_to(TESTS).parts[0]
+    return LONG.index(folder) if folder in LONG else len(LONG)

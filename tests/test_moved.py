@@ -44,6 +44,7 @@ def test_the_top_is_short_and_all_of_it_is_there() -> None:
     assert ckptman.errors.BusyError is ckptman.BusyError
 
 
+@pytest.mark.slow
 def test_functions_stay_functions_whatever_was_imported_before() -> None:
     code = "import ckptman, ckptman.checkpointer, ckptman.exporting.export, ckptman.api, ckptman.policy.saving\n"
     code += "assert all(map(callable, (ckptman.save, ckptman.load, ckptman.export, ckptman.adopt)))"

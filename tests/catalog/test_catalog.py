@@ -94,6 +94,7 @@ def test_a_name_that_only_resembles_ours_is_left_alone(tmp_path: Path, name: str
     assert Catalog(tmp_path).leftovers() == []
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, MAX_STEP),
     st.sampled_from(["step", "tmp", "old", "abandoned", "trash"]),

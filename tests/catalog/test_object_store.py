@@ -165,6 +165,7 @@ def test_an_object_that_was_damaged_is_found_and_replaced(root: Path, place: Obj
     assert upload(root, place).verify_seconds > 0
 
 
+@pytest.mark.slow
 def test_a_rollback_goes_along_to_a_store_and_back(tmp_path: Path, bucket: str, proxy: Proxy, capsys: Told) -> None:
     root, url = tmp_path / "run", f"s3://{bucket}/t"
     for step in (100, 200, 300):

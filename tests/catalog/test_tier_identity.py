@@ -34,6 +34,7 @@ def steps(root: Path) -> list[int]:
     return [entry.step for entry in Catalog(root).scan()]
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_tier(tmp_path: Path) -> None:
     tiers = [ckptman.Tier(tmp_path / "far", retention=ckptman.KeepLast(2))]
     assert run(str(tmp_path / "a"), tiers, 40) == 0
@@ -109,6 +110,7 @@ def test_a_root_that_nobody_may_write_to_is_drained_all_the_same(
     assert steps(tmp_path / "far") == [10]
 
 
+@pytest.mark.slow
 def test_a_tier_in_which_a_run_was_started_is_one_no_more_until_that_is_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +127,7 @@ def test_a_tier_in_which_a_run_was_started_is_one_no_more_until_that_is_over(
     assert run(str(root), [ckptman.Tier(far)], 50) == 40
 
 
+@pytest.mark.slow
 def test_a_lost_root_goes_on_from_its_tiers_at_the_same_path(tmp_path: Path) -> None:
     root, tiers = tmp_path / "run", [ckptman.Tier(tmp_path / "far"), ckptman.Tier(tmp_path / "near")]
     run(str(root), tiers, 20)
@@ -152,6 +155,7 @@ def test_at_another_path_by_its_run_id(tmp_path: Path) -> None:
     assert renewed.root == str(tmp_path / "new2")
 
 
+@pytest.mark.slow
 def test_a_root_that_was_moved_keeps_its_tiers_and_one_that_was_copied_does_not(tmp_path: Path) -> None:
     tiers = [ckptman.Tier(tmp_path / "far")]
     run(str(tmp_path / "a"), tiers, 20)
@@ -164,6 +168,7 @@ def test_a_root_that_was_moved_keeps_its_tiers_and_one_that_was_copied_does_not(
     assert run(str(tmp_path / "link"), tiers, 60) == 40
 
 
+@pytest.mark.slow
 def test_a_tier_of_an_earlier_version_is_adopted_by_its_run(tmp_path: Path) -> None:
     root, far = tmp_path / "run", tmp_path / "far"
     run(str(root), [ckptman.Tier(far)], 20)
@@ -196,6 +201,7 @@ def test_of_two_at_once_one_gets_the_tier(tmp_path: Path) -> None:
     assert mark.run_id == "b"
 
 
+@pytest.mark.slow
 def test_a_mark_that_has_changed_is_no_mark(tmp_path: Path) -> None:
     root, far = tmp_path / "run", tmp_path / "far"
     run(str(root), [ckptman.Tier(far)], 20)
@@ -208,6 +214,7 @@ def test_a_mark_that_has_changed_is_no_mark(tmp_path: Path) -> None:
     assert run(str(root), [ckptman.Tier(far)], 40) == 20
 
 
+@pytest.mark.slow
 def test_the_same_of_an_object_store(tmp_path: Path, bucket: str) -> None:
     url = f"s3://{bucket}/run"
     for name, step in (("a", 10), ("b", 50)):

@@ -33,6 +33,7 @@ def steps_in(url: str) -> list[int]:
     return [entry.step for entry in ObjectBackend(url).look() if entry.complete]
 
 
+@pytest.mark.slow
 def test_a_root_that_was_emptied_goes_on_from_an_object_store(tmp_path: Path, bucket: str) -> None:
     root, url = tmp_path / "run", f"s3://{bucket}/runs/a"
     tiers = [ckptman.Tier(url, every=2, retention=ckptman.KeepLast(2))]
@@ -47,6 +48,7 @@ def test_a_root_that_was_emptied_goes_on_from_an_object_store(tmp_path: Path, bu
     assert [entry.sequence for entry in Catalog(root).scan()] == [6, 9]
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_asked_is_no_reason_to_start_over(tmp_path: Path, bucket: str, proxy: Proxy) -> None:
     root, url = tmp_path / "run", f"s3://{bucket}/runs/a"
     run(str(root), [ckptman.Tier(url)], 20)
@@ -62,6 +64,7 @@ def test_a_store_that_cannot_be_asked_is_no_reason_to_start_over(tmp_path: Path,
     assert run(str(root), [ckptman.Tier(url)], 20) == 20
 
 
+@pytest.mark.slow
 def test_what_the_root_has_lost_a_part_of_is_fetched_again(tmp_path: Path, bucket: str) -> None:
     root, url = tmp_path / "run", f"s3://{bucket}/runs/a"
     tiers = [ckptman.Tier(url)]
@@ -75,6 +78,7 @@ def test_what_the_root_has_lost_a_part_of_is_fetched_again(tmp_path: Path, bucke
     assert main(["verify", str(root)]) == 0
 
 
+@pytest.mark.slow
 def test_a_store_is_looked_at_before_anything_is_started(tmp_path: Path, bucket: str) -> None:
     root, url = tmp_path / "run", f"s3://{bucket}/runs/a"
     tiers = [ckptman.Tier(url)]
@@ -108,6 +112,7 @@ def test_pins_and_rollbacks_hold_in_a_store(tmp_path: Path, bucket: str) -> None
     assert entries[1].require_manifest().identity == again.identity
 
 
+@pytest.mark.slow
 def test_what_others_put_below_the_name_of_a_checkpoint_stays(tmp_path: Path, bucket: str) -> None:
     root, tier = tmp_path / "run", ckptman.Tier(f"s3://{bucket}/runs/a")
     commit(root, 10)

@@ -159,6 +159,7 @@ def test_what_is_no_note_is_none(what: str, tmp_path: Path) -> None:
         assert not path.is_symlink()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=400) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
 def test_no_bytes_of_a_note_make_anything_fail(data: bytes | str, tmp_path: Path) -> None:

@@ -225,6 +225,7 @@ def save_sharded(path: str, changed: bool) -> None:
     ckptman.save(state, path)
 
 
+@pytest.mark.slow
 def test_saved_by_one_rank_and_by_four(tmp_path: Path, diff: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(4, save_sharded, str(tmp_path / "same-4"), False)
     run_ranks(4, save_sharded, str(tmp_path / "other-4"), True)
@@ -299,6 +300,7 @@ print(peak_mib() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_whatever_the_tensor(tmp_path: Path) -> None:
     small = pair(tmp_path / "small", {"w": torch.ones(9)}, {"w": torch.zeros(9)})
     wide = torch.ones(1, 32 * 2**20), torch.ones(1, 32 * 2**20)
@@ -572,6 +574,7 @@ def test_a_terminal_is_told_nothing_that_it_would_obey(tmp_path: Path, diff: Dif
     assert "evil\\x1b[2J\\u202ename" in diff.told
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     a, b = pair(tmp_path, {"w": torch.ones(9)}, {"w": torch.zeros(9)})
     script = f"import sys; from ckptman.cli.app import main; sys.exit(main(['diff', {str(a)!r}, {str(b)!r}]))"

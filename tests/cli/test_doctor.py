@@ -84,6 +84,7 @@ def test_json_has_figures_with_units(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert set(found["write"]) == {"name", "verdict", "value", "advice", "figures"}
 
 
+@pytest.mark.slow
 def test_what_failed_is_one_line_with_its_consequence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +346,7 @@ def test_a_signal_leaves_nothing_behind(number: int, code: int, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_it_loads_no_torch_and_no_numpy(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom ckptman.cli.app import main\n"

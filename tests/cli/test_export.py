@@ -85,6 +85,7 @@ def test_damage_is_4_and_names_the_tensor(root: Path, tmp_path: Path, capsys: py
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_is_a_bar_and_what_is_told_is_the_same(root: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", "ckptman", "export", str(root), str(tmp_path / "out")]
@@ -129,6 +130,7 @@ def test_a_shape_that_no_bytes_are_behind_is_refused(shape: list[int], tmp_path:
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.slow
 def test_what_only_torch_can_read_is_exported_and_adopted(tmp_path: Path) -> None:
     """A transposed tensor: the container of plain DCP holds its numbers in another order."""
     saved = {"w": torch.arange(6000.0).reshape(30, 200).t(), "part": torch.arange(100.0)[5:7]}
@@ -171,6 +173,7 @@ ckptman.export(sys.argv[1], sys.argv[2], disk=Slow())
 """
 
 
+@pytest.mark.slow
 def test_killed_it_leaves_no_out_and_the_next_one_makes_it(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = [sys.executable, "-c", SLOW, str(root / "step-0000000002"), str(out)]

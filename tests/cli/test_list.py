@@ -66,6 +66,7 @@ def test_json_is_strict_and_complete(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert told["leftovers"] == [{"path": str(tmp_path / "step-0000000009.trash-abcdef00"), "step": 9, "kind": "trash"}]
 
 
+@pytest.mark.slow
 def test_a_thousand_checkpoints_are_all_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in range(1, 1001):
         commit(tmp_path, step, ranks=4, sequence=step, metrics={"loss": 1 / step})

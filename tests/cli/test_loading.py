@@ -48,6 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_was_saved_loads_on_other_world_sizes(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(saved / "root"), "--world-size", "1,3,4"]) == 0
     told = capsys.readouterr()
@@ -59,6 +60,7 @@ def test_what_was_saved_loads_on_other_world_sizes(saved: Path, capsys: pytest.C
     assert told.err == ""
 
 
+@pytest.mark.slow
 def test_plain_dcp_is_compared_though_it_has_no_digests(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(saved / "plain")]) == 0
     assert "written by plain DCP, without digests: " in capsys.readouterr().out
@@ -71,6 +73,7 @@ def test_plain_dcp_is_compared_though_it_has_no_digests(saved: Path, capsys: pyt
     assert "1 plain value: epoch" in out
 
 
+@pytest.mark.slow
 def test_a_lie_about_the_dtype_does_not_load(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ckptman.catalog.catalog import Catalog
     from ckptman.format.index import Index
@@ -105,6 +108,7 @@ def test_a_metadata_that_would_run_code_is_refused(tmp_path: Path, capsys: pytes
     assert not mark.exists()
 
 
+@pytest.mark.slow
 def test_a_mesh_is_loaded_too_and_json_says_so(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--world-size", "2", "--mesh", "2x3", "--json"]
     assert main(["verify", str(saved / "root"), *arguments]) == 0
@@ -112,6 +116,7 @@ def test_a_mesh_is_loaded_too_and_json_says_so(saved: Path, capsys: pytest.Captu
     assert report["world_sizes"] == {"2": [], "6": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["root", "plain"])
 def test_a_plan_is_made_without_loading(name: str, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--plan-only", "--world-size", "16,1000", "--mesh", "4x4"]
@@ -119,6 +124,7 @@ def test_a_plan_is_made_without_loading(name: str, saved: Path, capsys: pytest.C
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_plan_that_fails_is_a_checkpoint_that_does_not_fit(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +135,7 @@ def test_a_plan_that_fails_is_a_checkpoint_that_does_not_fit(
     assert "__1_0.distcp" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_keeps_the_check_from_running_is_an_error_and_not_a_verdict(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +149,7 @@ def test_what_keeps_the_check_from_running_is_an_error_and_not_a_verdict(
         list(load_on(folder, [1]))
 
 
+@pytest.mark.slow
 def test_what_waves_leave_open_is_noted(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two, forty = load_on(saved / "root" / "step-0000000001", [2, 40])
     assert (two.world_size, two.problems, two.notes) == (2, [], [])

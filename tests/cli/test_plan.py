@@ -145,6 +145,7 @@ def test_rates_of_nodes_and_the_limit_of_a_file_system(capsys: pytest.CaptureFix
     assert rates == [2, 8, 32, 5, 1]
 
 
+@pytest.mark.slow
 def test_a_folder_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tier,) = planned([*SEVEN, "--tier", f"here={tmp_path}", "--explain"], capsys)["tiers"]
     assert tier["rate_bytes_per_second"]["value"] > 1e6
@@ -178,6 +179,7 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     refused(["plan", "--config", "none.toml"], capsys, code=3)
 
 
+@pytest.mark.slow
 def test_a_configuration_is_planned_as_its_run_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

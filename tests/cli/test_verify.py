@@ -423,6 +423,7 @@ def test_numbers_that_no_machine_has_are_refused(options: list[str], tmp_path: P
     assert main(["verify", str(tmp_path), *options]) == 2
 
 
+@pytest.mark.slow
 def test_damage_takes_the_note_back(tmp_path: Path) -> None:
     entry = commit(tmp_path, 100)
     assert main(["verify", str(tmp_path)]) == 0

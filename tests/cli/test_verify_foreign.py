@@ -59,6 +59,7 @@ def _flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_what_is_whole_is_proved_as_far_as_it_goes(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(plain)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -154,6 +155,7 @@ def bare(tmp_path: Path) -> Path:
     return tmp_path / "bare"
 
 
+@pytest.mark.slow
 def test_without_checksums_that_is_said(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = bare / "__0_0.distcp"
     _flip(path, path.read_bytes().index(STATE["model"]["weight"].numpy().tobytes()))
@@ -249,6 +251,7 @@ def test_metadata_that_cannot_be_read_is_damage(folder: Path, capsys: pytest.Cap
     assert not Path("ran").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_of_it_opens_no_container(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(folder), "--plan-only", "--world-size", "4", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)["checkpoints"]

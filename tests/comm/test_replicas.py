@@ -114,6 +114,7 @@ def save_all(root: str) -> dict[str, tuple[tuple[str, list[str]], ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_differs_between_ranks_is_refused_before_the_first_save(tmp_path: Path) -> None:
     leader, other = run_ranks(2, save_all, str(tmp_path))
     for name, told in {

@@ -70,6 +70,7 @@ def comes_back(path: Path) -> None:
         assert (fresh["epoch"], fresh["shape"]) == (3, (1, 2))
 
 
+@pytest.mark.slow
 def test_it_is_a_checkpoint_then_and_its_files_are_what_they_were(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +97,7 @@ def test_it_is_a_checkpoint_then_and_its_files_are_what_they_were(
     assert "not in the manifest" not in told
 
 
+@pytest.mark.slow
 def test_a_file_that_nothing_is_in_belongs_to_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "root" / "step-1", thread_count=3))
     assert (tmp_path / "root" / "step-1" / "__0_2.distcp").stat().st_size == 0
@@ -168,6 +170,7 @@ def _save_sharded(path: str) -> None:
     dcp.save({"model": sharded}, storage_writer=dcp.FileSystemWriter(path, single_file_per_rank=False))
 
 
+@pytest.mark.slow
 def test_shards_of_many_ranks_in_many_files(tmp_path: Path) -> None:
     run_ranks(4, _save_sharded, str(tmp_path / "global_step12"))
     done = adopt(tmp_path / "global_step12")
@@ -293,6 +296,7 @@ def test_a_folder_of_many_is_adopted_and_what_is_damaged_is_told(
     assert main(["adopt", str(tmp_path / "root" / "other")]) == 3
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_entered_or_written_keeps_no_other_from_it(tmp_path: Path) -> None:
     root = tmp_path / "root"
     for step in (1, 2, 3):
@@ -316,6 +320,7 @@ def test_one_that_cannot_be_entered_or_written_keeps_no_other_from_it(tmp_path: 
     assert sorted(files(root / "step-2")) == [".metadata", "__0_0.distcp"]
 
 
+@pytest.mark.slow
 def test_where_the_folder_cannot_be_renamed_nothing_is_put_beside(folder: Path) -> None:
     before = files(folder)
     folder.parent.chmod(0o555)
@@ -440,6 +445,7 @@ def test_a_writer_that_is_not_done_is_noticed(folder: Path) -> None:
 # ---- killed, and out of space ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, errno.ENOSPC])
 def test_wherever_it_ends_the_files_are_what_they_were_and_it_can_be_run_again(
     plain: Path, error: int | None, tmp_path: Path

@@ -99,6 +99,7 @@ def load_shards(root: str, shift: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"), [(1, {3: 2}), (2, {4: 9}), (4, {4: 7, 2: 1})], ids=["1 to 3", "2 to 4", "4 to 4 and 2"]
 )
@@ -157,6 +158,7 @@ def load_other_kinds(root: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_other_kinds_of_shards_that_dcp_knows(tmp_path: Path) -> None:
     run_ranks(3, save_other_kinds, str(tmp_path))
     assert run_ranks(2, load_other_kinds, str(tmp_path)) == [[], []]

@@ -66,6 +66,7 @@ def load_with_dcp(path: str, mesh: tuple[int, ...]) -> dict[str, str]:
     return {name: text for name, text in app.digests().items() if not name.startswith("scheduler.")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (3,)), ((3,), (2,))])
 def test_plain_dcp_load_reads_our_checkpoints(tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...]) -> None:
     root = tmp_path / "run"
@@ -92,6 +93,7 @@ def restore_with_ckptman(root: str, path: str, mesh: tuple[int, ...]) -> dict[st
         return app.digests()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flat", [True, False])
 def test_restore_reads_what_plain_dcp_saved(tmp_path: Path, flat: bool) -> None:
     path = str(tmp_path / "plain")
@@ -201,6 +203,7 @@ def save_with_unlike_tensors(path: str) -> str:
     return "saved"
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_mean_the_same_tensor_are_told(tmp_path: Path) -> None:
     texts = run_ranks(2, save_with_unlike_tensors, str(tmp_path / "x"))
     assert all("float32" in text and "int32" in text for text in texts), texts
@@ -263,6 +266,7 @@ def save_a_part(path: str) -> str:
     return "saved"
 
 
+@pytest.mark.slow
 def test_a_part_of_a_tensor_is_no_checkpoint(tmp_path: Path) -> None:
     texts = run_ranks(2, save_a_part, str(tmp_path / "x"))
     assert all("3 elements of 6" in text and "save it together" in text for text in texts), texts
@@ -331,6 +335,7 @@ def test_a_very_long_number_is_refused_in_words(tmp_path: Path) -> None:
         ckptman.load({"n": 0}, path)
 
 
+@pytest.mark.slow
 def test_a_compressed_checkpoint_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_plain({"w": torch.ones(2)}, tmp_path / "x")
     metadata = pickle.loads((path / ".metadata").read_bytes())

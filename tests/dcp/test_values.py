@@ -278,6 +278,7 @@ def test_in_inference_mode(tmp_path: Path, way: Way) -> None:
         assert (fresh["cast"] == 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", MAIN_WAYS[1:], ids=" to ".join)
 def test_many_tiny_tensors(tmp_path: Path, way: Way) -> None:
     come_back(tmp_path / "x", {f"layer {i}": noise(torch.float32, 1)[0] * 0 + i for i in range(2000)}, way)

@@ -46,6 +46,11 @@ REPOSITORY = Path(__file__).parents[2]
 SLURM_PAGE = "slurm.md"
 """Run on a real Slurm, by tests/slurm."""
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+QUICK_PAGES = {
+    *("README.md", "command-line.md", "policies.md", "errors.md"),
+    *("faults.md", "format.md", "internals.md", "journal.md"),
+}
+"""Run by `make test`; the others by `make test-all`."""
 LIMIT_SECONDS = 90.0
 
 
@@ -223,7 +228,14 @@ def sessions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("page", [page.name for page in PAGES if page.name != SLURM_PAGE])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page.name, marks=[] if page.name in QUICK_PAGES else pytest.mark.slow)
+        for page in PAGES
+        if page.name != SLURM_PAGE
+    ],
+)
 def test_everything_on_the_page_runs_as_it_says(page: str, sessions: Sessions) -> None:
     sessions[page].result()
 

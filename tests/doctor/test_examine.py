@@ -134,6 +134,7 @@ def test_no_more_is_written_than_was_said(tmp_path: Path) -> None:
     assert found["write"].figures["test_bytes"] == SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("free", "tried"), [(100 * 1024 * 1024, 5 * 1024 * 1024), (10 * 1024 * 1024, None)])
 def test_never_more_than_a_twentieth_of_what_is_free(free: int, tried: int | None, tmp_path: Path) -> None:
     space = os.statvfs_result((1, 1, 10**10, free, free, 10, 5, 5, 0, 255))
@@ -208,6 +209,7 @@ def test_a_cost_at_a_rate_that_is_not_that_of_a_checkpoint_says_so(tmp_path: Pat
     assert [each.value for each in rows[:2]] == ["1 MB in 1 s (from memory, stopped after 9 MB)"] * 2
 
 
+@pytest.mark.slow
 def test_what_repeats_ends_well_before_a_short_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renames, "check_rename", lambda own, disk, seconds: Finding("rename", "ok", f"{seconds:g} s"))
     for limit, told in ((3.0, "0.5 s"), (60.0, "1 s")):
@@ -215,6 +217,7 @@ def test_what_repeats_ends_well_before_a_short_limit(tmp_path: Path, monkeypatch
         assert found["rename"].value == told
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_not_a_file_system_that_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "quota").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "quota").chmod(0o755)
@@ -238,6 +241,7 @@ class HangingDisk(Disk):
         return object.__getattribute__(self, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "name"),
     [("make_folder", "writable"), ("rename", "rename"), ("sync_file", "fsync"), ("create_file", "claim")],
@@ -266,6 +270,7 @@ def test_a_folder_that_cannot_even_be_looked_at_does_not_answer(
     assert found["answer"].value == f"{tmp_path} does not answer within 0.3 s"
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_removed_is_named(tmp_path: Path) -> None:
     found = quick(tmp_path, HangingDisk("remove_tree"), timeout_seconds=1.0)
     assert found["clean-up"].verdict == "FAILED"

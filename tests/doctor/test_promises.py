@@ -108,6 +108,7 @@ def test_a_file_that_is_gone_while_it_is_replaced_is_found(tmp_path: Path) -> No
     assert (found.verdict, found.value) == ("FAILED", "a file was gone while it was being replaced")
 
 
+@pytest.mark.slow
 def test_a_commit_that_others_see_late_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renames, "SLOW_SIGHT_SECONDS", 0.1)
     monkeypatch.setattr(renames, "_see", _see_late)

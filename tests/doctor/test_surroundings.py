@@ -234,6 +234,7 @@ def test_processes_of_this_node() -> None:
     assert local_processes({"LOCAL_WORLD_SIZE": "9" * 5000, "SLURM_TASKS_PER_NODE": "²"}) == 1
 
 
+@pytest.mark.slow
 def test_what_torch_says_of_itself() -> None:
     command = "from ckptman.state.installed_torch import torch_facts; print(torch_facts().version)"
     ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=True)

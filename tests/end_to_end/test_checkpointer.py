@@ -554,6 +554,7 @@ def lose_contact(root: str) -> list[str]:
     return events
 
 
+@pytest.mark.slow
 def test_after_a_timeout_the_run_saves_again(tmp_path: Path) -> None:
     first, second = run_ranks(2, lose_contact, str(tmp_path))
     assert first == second

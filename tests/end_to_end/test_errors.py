@@ -86,6 +86,7 @@ def fail_once(root: str, async_save: bool) -> list[str]:
     return events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_failed_save_names_rank_and_cause_on_all_ranks_and_the_run_saves_again(
     tmp_path: Path, async_save: bool
@@ -137,6 +138,7 @@ def fail_in_the_background(root: str) -> list[str]:
     return events
 
 
+@pytest.mark.slow
 def test_a_background_failure_surfaces_in_the_same_step_everywhere(tmp_path: Path) -> None:
     first, second = run_ranks(2, fail_in_the_background, str(tmp_path))
     assert first == second
@@ -446,6 +448,7 @@ def use_broken_policy(root: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_policy_that_raises_does_so_on_every_rank(tmp_path: Path) -> None:
     texts = run_ranks(2, use_broken_policy, str(tmp_path))
     assert texts == ["the save policy failed: ZeroDivisionError: division by zero"] * 2
@@ -498,6 +501,7 @@ def be_told_once(root: str) -> tuple[list[str], list[int]]:
     return told, saved
 
 
+@pytest.mark.slow
 def test_each_failure_is_told_once(tmp_path: Path) -> None:
     first, second = run_ranks(2, be_told_once, str(tmp_path))
     assert first == second
@@ -583,6 +587,7 @@ def fail_before_writing(root: str, where: str) -> list[str]:
     return events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["content", "write", "prune"])
 def test_an_error_that_nobody_thought_of_is_told_by_every_rank(tmp_path: Path, where: str) -> None:
     first = "saved" if where == "prune" else "told of rank 1"

@@ -23,6 +23,8 @@ from ckptman.runtime.journal import read_journal
 from tests.helpers.apps import App, Mesh
 from tests.helpers.ranks import run_ranks, say, start_ranks
 
+pytestmark = pytest.mark.slow
+
 
 class StallingDisk(Disk):
     """Stops for ever in the middle of the save of one step, and says so."""

@@ -43,6 +43,7 @@ def train(root: str, mesh: Mesh | None, until: int, every: int = 3, async_save: 
     return {"start": start, "losses": losses, "restored": restored, "ended": ended}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, mesh: Mesh, async_save: bool) -> None:
@@ -59,6 +60,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, mesh: Mesh, 
         assert second[rank]["restored"] == first[rank]["ended"]
 
 
+@pytest.mark.slow
 def test_world_sizes_4_2_1_3_4_restore_bit_for_bit(tmp_path: Path) -> None:
     root, until, ended = str(tmp_path / "run"), 0, None
     for mesh in [(2, 2), (1, 2), (1,), (3,), (4,)]:
@@ -196,6 +198,7 @@ def test_what_another_run_saved_until_the_root_was_ours_counts(tmp_path: Path, m
     assert one_step(tmp_path, {"path": tmp_path / "nowhere"}, 2) == 1
 
 
+@pytest.mark.slow
 def test_the_default_device_of_a_script_is_of_no_consequence(tmp_path: Path) -> None:
     """Scripts begin with torch.set_default_device("cuda"), and what ckptman makes for itself is on the CPU."""
     held = {"w": torch.arange(6.0), "n": torch.tensor(5)}

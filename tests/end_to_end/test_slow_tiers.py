@@ -309,6 +309,7 @@ def outcome_of(root: Path) -> Outcome:
     return found
 
 
+@pytest.mark.slow
 def test_a_tier_that_hangs_holds_no_run_up(far: Path, tmp_path: Path) -> None:
     """Not even one that went on from a checkpoint of that tier, and holds it."""
     root = tmp_path / "run"
@@ -326,6 +327,7 @@ def test_a_tier_that_hangs_holds_no_run_up(far: Path, tmp_path: Path) -> None:
     assert steps(far) == [10, 20, 30, 40, 50, 60]
 
 
+@pytest.mark.slow
 def test_a_tier_that_hangs_at_the_start_of_a_run_is_passed_over(far: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     shutil.rmtree(root / "step-0000000020")

@@ -63,6 +63,7 @@ def test_a_run_that_is_finished_has_filled_its_tiers(tmp_path: Path) -> None:
     assert not events(root, "drain_failed")
 
 
+@pytest.mark.slow
 def test_several_ranks_wait_for_no_drain(tmp_path: Path) -> None:
     root, far = tmp_path / "run", tmp_path / "far"
     assert run_ranks(2, run, str(root), [ckptman.Tier(far)], 30) == [0, 0]
@@ -71,6 +72,7 @@ def test_several_ranks_wait_for_no_drain(tmp_path: Path) -> None:
     assert run_ranks(2, run, str(root), [ckptman.Tier(far)], 40) == [30, 30]
 
 
+@pytest.mark.slow
 def test_a_root_that_was_emptied_goes_on_from_a_tier(tmp_path: Path) -> None:
     root, far = tmp_path / "run", tmp_path / "far"
     tiers = [ckptman.Tier(far, every=2)]
@@ -83,6 +85,7 @@ def test_a_root_that_was_emptied_goes_on_from_a_tier(tmp_path: Path) -> None:
     assert steps(far) == [20, 40, 60]
 
 
+@pytest.mark.slow
 def test_a_damaged_copy_gives_way_to_the_next_one_of_the_same(tmp_path: Path) -> None:
     root, far = tmp_path / "run", tmp_path / "far"
     tiers = [ckptman.Tier(far)]
@@ -109,6 +112,7 @@ def test_a_run_that_crashed_breaks_its_drain_off(tmp_path: Path) -> None:
     assert set(steps(root)) <= set(steps(far))
 
 
+@pytest.mark.slow
 def test_a_tier_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     root, far = tmp_path / "run", tmp_path / "far"
     tiers = [ckptman.Tier(far)]

@@ -28,6 +28,7 @@ def check(folder: Path, seconds: float) -> None:
     assert found["kills"] > 5
 
 
+@pytest.mark.slow
 def test_everybody_at_once(tmp_path: Path) -> None:
     check(tmp_path, SHORT_SECONDS)
 

@@ -276,6 +276,7 @@ def restore_generators(root: str) -> list[float]:
         return draw()
 
 
+@pytest.mark.slow
 def test_each_rank_gets_its_own_generators_back_and_new_ranks_get_their_own(tmp_path: Path) -> None:
     expected = run_ranks(2, save_generators, str(tmp_path))
     assert run_ranks(2, restore_generators, str(tmp_path)) == expected

@@ -17,6 +17,8 @@ from ckptman.policies.hang_timeout import Patience
 from ckptman.runtime.journal import read_journal
 from ckptman.train.tokenize import tokenize
 
+pytestmark = pytest.mark.slow
+
 FLOOR_SECONDS = 4.0
 STEPS = 150
 EVERY = 10

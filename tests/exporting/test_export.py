@@ -133,6 +133,7 @@ def test_plain_dcp_loads_it_under_the_names_it_had(folder: Path, tmp_path: Path)
     assert torch.load(tmp_path / "all.pt", weights_only=True)["optimizer"]["seen"][1] == {"a": 1}
 
 
+@pytest.mark.slow
 def test_what_was_exported_can_be_exported_again_and_verified(folder: Path, tmp_path: Path) -> None:
     from ckptman.cli.app import main
 
@@ -159,6 +160,7 @@ def _save_sharded(path: str) -> None:
         assert differing(torch.load(f"{path}.torch", weights_only=True), whole) == []
 
 
+@pytest.mark.slow
 def test_shards_and_replicas_become_whole_tensors(tmp_path: Path) -> None:
     run_ranks(4, _save_sharded, str(tmp_path / "checkpoint"))
 

@@ -11,6 +11,8 @@ import torch
 
 import ckptman
 
+pytestmark = pytest.mark.slow
+
 MIB = 1024 * 1024
 LIMIT_BYTES = 144 * MIB
 """What an export may take besides the libraries."""

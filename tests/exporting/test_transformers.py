@@ -62,6 +62,7 @@ def same(found: Any, model: Any, dtype: torch.dtype | None = None) -> None:
         assert torch.equal(found(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["5GB", "20kB"])
 def test_from_pretrained_has_every_weight(llama: Any, hub: Any, size: str, tmp_path: Path) -> None:
     folder = trained(llama, tmp_path / "saved")

@@ -30,6 +30,7 @@ SHARES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_share_of_each_kind(kind: str) -> None:
     """In a process of its own, which has no threads and process groups of other tests: some cases fork."""
@@ -38,6 +39,7 @@ def test_a_share_of_each_kind(kind: str) -> None:
     assert tally.injected == tally.refused + tally.harmless > 0, report([tally])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutant", "share"),
     [

@@ -151,6 +151,7 @@ def save_of_the_loop(root: str, config: ModelConfig, replicas: int, shards: int)
         checkpointer.step(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "replicas", "shards"), [(LOOP, 1, 1), (LOOP, 2, 2), (LOOP, 1, 3), (LOOP, 3, 1), (DEEP, 1, 1)]
 )

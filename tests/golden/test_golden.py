@@ -71,6 +71,7 @@ def restored(root: str, mesh: tuple[int, ...] | None, step: int | None = None) -
         return run.restore(step), app.digests()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_on_any_number_of_ranks(name: str, world_size: int, golden: Path, expected: dict[str, Any]) -> None:

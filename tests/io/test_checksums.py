@@ -108,6 +108,7 @@ def test_a_good_checkpoint(tmp_path: Path) -> None:
     assert check_coverage(entry.path, entry.require_manifest()) == []
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     folder = save(tmp_path, 100).path
     dice = random.Random(7)

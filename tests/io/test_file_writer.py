@@ -323,6 +323,7 @@ def two_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(
     PIECES,

@@ -275,6 +275,7 @@ def be_refused(path: str, reader: str) -> tuple[str, str]:
     return "loaded", ""
 
 
+@pytest.mark.slow
 @with_both_readers
 def test_what_one_rank_cannot_read_is_told_to_all(tmp_path: Path, reader: str) -> None:
     path = tmp_path / "x"

@@ -107,6 +107,7 @@ def read_in_layouts(path: str, odd_path: str) -> dict[str, tuple[list[str], int]
     return found
 
 
+@pytest.mark.slow
 def test_each_byte_is_read_once_and_every_bit_is_right(tmp_path: Path) -> None:
     ckptman.save(large(), tmp_path / "large")
     ckptman.save(odd(), tmp_path / "odd")
@@ -149,6 +150,7 @@ def read_three(path: str) -> tuple[list[str], float]:
     return wrong(targets, lay_out(whole, mesh, (Shard(0),))), read / own
 
 
+@pytest.mark.slow
 def test_uneven_rows_are_read_by_who_has_them(tmp_path: Path) -> None:
     ckptman.save({f"w{i}": noise(torch.float32, 1031, 1999) for i in range(4)}, tmp_path / "x")
     for differing, ratio in run_ranks(3, read_three, str(tmp_path / "x")):
@@ -179,6 +181,7 @@ def load_what_some_have(path: str) -> list[str]:
     return wrong(found, expected)
 
 
+@pytest.mark.slow
 def test_tensors_that_only_some_ranks_have(tmp_path: Path) -> None:
     ckptman.save(large() | odd(), tmp_path / "x")
     assert run_ranks(4, load_what_some_have, str(tmp_path / "x")) == [[]] * 4
@@ -210,6 +213,7 @@ def load_again_and_again(path: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_one_load_after_the_other(tmp_path: Path) -> None:
     ckptman.save(odd(), tmp_path / "x")
     assert run_ranks(4, load_again_and_again, str(tmp_path / "x"), limit=30) == [[]] * 4
@@ -249,6 +253,7 @@ def load_without_threads(path: str) -> list[str]:
     return wrong(fresh, lay_out(odd(), mesh, (Replicate(), Shard(0))))
 
 
+@pytest.mark.slow
 def test_ranks_that_can_start_no_thread_read_all_the_same(tmp_path: Path) -> None:
     ckptman.save(odd(), tmp_path / "step-0000000001")
     assert run_ranks(4, load_without_threads, str(tmp_path / "step-0000000001"), limit=30) == [[]] * 4
@@ -263,6 +268,7 @@ def load_with_a_group_of_one(path: str) -> list[str]:
     return wrong(fresh, lay_out(odd(), mesh, (Replicate(), Shard(0))))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_in_more_groups_than_the_others(tmp_path: Path) -> None:
     ckptman.save(odd(), tmp_path / "x")
     assert run_ranks(4, load_with_a_group_of_one, str(tmp_path / "x"), limit=30) == [[]] * 4
@@ -337,6 +343,7 @@ def save_in_rows(path: str, writer: str) -> None:
     save(lay_out(large(), init_device_mesh("cpu", (4,)), (Shard(0),)), path, writer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
 def test_what_one_reader_finds_damaged_every_rank_is_told(tmp_path: Path, damage: str) -> None:
     run_ranks(4, save_in_rows, str(tmp_path / "x"), "ckptman.save")
@@ -348,6 +355,7 @@ def test_what_one_reader_finds_damaged_every_rank_is_told(tmp_path: Path, damage
     all_refused(tmp_path / "x", file.name)
 
 
+@pytest.mark.slow
 def test_a_file_of_plain_dcp_that_is_missing_is_told_to_every_rank(tmp_path: Path) -> None:
     run_ranks(4, save_in_rows, str(tmp_path / "x"), "dcp")
     (tmp_path / "x" / "__1_0.distcp").unlink()
@@ -370,6 +378,7 @@ def save_replicated(folder: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_replicas_write_each_byte_once_and_share_evenly(tmp_path: Path) -> None:
     ranks = run_ranks(4, save_replicated, str(tmp_path))
     unique = sum(tensor.nbytes for tensor in (large() | odd()).values())
@@ -437,6 +446,7 @@ def be_told_of(path: str, what: str) -> tuple[str, float]:
     return "loaded", 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["put", "as_bytes", "read_fills", "fills_for_box"])
 def test_an_error_that_nobody_thought_of_is_told_and_does_not_hang(tmp_path: Path, what: str) -> None:
     ckptman.save(large(), tmp_path / "x")

@@ -262,6 +262,7 @@ def test_a_pickle_can_change_nothing_but_what_it_makes() -> None:
             pytest.fail(name)
 
 
+@pytest.mark.slow
 def test_what_torch_loads_late_stays_unloaded(tmp_path: Path) -> None:
     """In a process of its own: the others may have it already."""
     (tmp_path / ".metadata").write_bytes(b"\x80\x02ctorch\n_inductor\n.")

@@ -173,6 +173,7 @@ def test_a_year_under_each_rule_set(policy: RetentionPolicy) -> None:
     assert run.deleted, "nothing was ever pruned: this proves nothing"
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, print_blob=True)
 @given(unions, st.integers(0, 2**32))
 def test_a_year_under_any_rules(policy: RetentionPolicy, seed: int) -> None:

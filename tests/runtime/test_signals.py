@@ -301,6 +301,7 @@ def _wait_for_ever() -> None:
     threading.Event().wait()
 
 
+@pytest.mark.slow
 def test_forked_workers_can_be_terminated_from_their_first_moment_on() -> None:
     with SignalHandler(repeat_seconds=0) as outer, SignalHandler(repeat_seconds=0) as inner:
         workers = [multiprocessing.get_context("fork").Process(target=_wait_for_ever) for _ in range(20)]

@@ -103,6 +103,7 @@ def test_stacks_that_cannot_be_written_go_to_standard_error(tmp_path: Path) -> N
     assert "stacks are in" not in ended.err
 
 
+@pytest.mark.slow
 def test_a_hang_that_holds_the_interpreter_is_ended_by_the_backstop(tmp_path: Path) -> None:
     body = """
 def touch_a_mapped_page():
@@ -135,6 +136,7 @@ stall.end_process("stuck", Path("stacks.txt"), [(0.1, threading.Event().wait), (
     assert "most recent call first" in ended.err
 
 
+@pytest.mark.slow
 def test_a_process_that_is_suspended_is_not_stuck_when_it_goes_on(tmp_path: Path) -> None:
     body = """
 watchdog = watch(2.0)
@@ -182,6 +184,7 @@ say("ends")
     assert ended.out.startswith("ends")
 
 
+@pytest.mark.slow
 def test_the_backstop_watches_on_after_a_fork(tmp_path: Path) -> None:
     body = """
 watchdog = watch(1.0)
@@ -207,6 +210,7 @@ def test_off_is_no_thread() -> None:
     watchdog.close()
 
 
+@pytest.mark.slow
 def test_one_that_is_closed_or_thrown_away_has_no_thread() -> None:
     before = set(threading.enumerate())
     closed, dropped = Watchdog(Patience(1.0), never), Watchdog(Patience(1.0), never)

@@ -121,6 +121,7 @@ def goes_on(root: Path) -> None:
     assert plan_prune(root, None).leftovers == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENES)
 def test_death_at_any_operation(tmp_path: Path, name: str) -> None:
     act = SCENES[name][1]
@@ -143,6 +144,7 @@ def test_death_at_any_operation(tmp_path: Path, name: str) -> None:
     assert len(seen) > 3 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENES)
 @pytest.mark.filterwarnings("ignore:.* could not be removed:RuntimeWarning")
 def test_an_error_at_any_operation(tmp_path: Path, name: str) -> None:

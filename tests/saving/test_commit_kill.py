@@ -68,6 +68,7 @@ def kill_again_and_again(root: Path, kills: int, seed: int) -> None:
     assert [path.name for path in run_folder(root).iterdir()] == [f"owner-{kills:06d}.json"]
 
 
+@pytest.mark.slow
 def test_ten_kills(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path / "root", 10, seed=random.randrange(2**32))
 

@@ -142,6 +142,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 STATE = {"t": VALUES.as_subclass(Named), "when": date(2026, 11, 23), "n": 1, "deep": {"by": [1, {"w": VALUES}]}}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("writer", ["ckptman.save", "StorageWriter", "dcp"])
 def test_verify_says_what_a_load_would_refuse(tmp_path: Path, writer: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,6 +165,7 @@ def test_verify_says_what_a_load_would_refuse(tmp_path: Path, writer: str, capsy
         assert f"--allow: {name} is not there" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_allowed_is_allowed_to_the_processes_that_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

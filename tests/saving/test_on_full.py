@@ -108,6 +108,7 @@ def test_a_run_prunes_saves_and_goes_on(tmp_path: Path, async_save: bool, code: 
     assert {path.name for path in tmp_path.iterdir()} == {run_folder(tmp_path).name, *map(step_folder, (4, 5, 6))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_save", [True, False])
 def test_all_ranks_save_again(tmp_path: Path, async_save: bool) -> None:
     run_ranks(2, ranks, str(tmp_path), async_save)
@@ -176,6 +177,7 @@ def test_what_a_run_went_on_from_stays_while_it_runs(tmp_path: Path) -> None:
     assert read_policy(root) == ckptman.KeepLast(1)
 
 
+@pytest.mark.slow
 def test_a_deletion_that_still_runs_is_waited_for_where_its_room_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -271,6 +271,7 @@ def load_sharded(root: str) -> dict[int, dict[str, str]]:
     return digests
 
 
+@pytest.mark.slow
 def test_sharded_parameters_too(tmp_path: Path) -> None:
     saved = run_ranks(2, train_sharded, str(tmp_path / "run"), limit=2 * WAIT)
     assert run_ranks(2, load_sharded, str(tmp_path / "run"), limit=2 * WAIT) == saved

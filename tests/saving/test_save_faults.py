@@ -100,6 +100,7 @@ def fail_in_the_middle(root: str, options: dict[str, Any]) -> list[Any]:
 ONE, THREE = "step-0000000001", "step-0000000003"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_that_may_not_grow(tmp_path: Path, way: str) -> None:
     first, second = run_ranks(2, fail_in_the_middle, str(tmp_path), WAYS[way])
@@ -168,6 +169,7 @@ def fail_at_writes(root: str, options: dict[str, Any]) -> list[Any]:
     return events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_errors_of_the_disk_at_any_write(tmp_path: Path, way: str) -> None:
     first, second = run_ranks(2, fail_at_writes, str(tmp_path), WAYS[way])
@@ -208,6 +210,7 @@ def fail_where_warnings_are_errors(root: str, options: dict[str, Any]) -> list[A
     return failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_a_warning_that_is_an_error_parts_no_ranks(tmp_path: Path, way: str) -> None:
     """The leader cannot remove what it wrote, and says so, where the others wait to hear whether there is more room."""
@@ -246,6 +249,7 @@ def fail_alone(folder: str, writer: str) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["StorageWriter", "ckptman.save"])
 def test_a_save_without_a_checkpointer(tmp_path: Path, writer: str) -> None:
     for text, *left in run_ranks(2, fail_alone, str(tmp_path), writer):

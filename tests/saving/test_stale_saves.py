@@ -139,6 +139,7 @@ def test_one_element_of_one_parameter_is_enough(tmp_path: Path, name: str, place
     assert save_after(tmp_path, run.state, change, change, run.go_on, change, run.go_on) == [3, 5]
 
 
+@pytest.mark.slow
 def test_every_layout_of_small_and_large_parameters_among_other_things(tmp_path: Path) -> None:
     """Wherever a parameter lies in the file, its first and its last element count, and nothing else does."""
     generator = torch.Generator().manual_seed(1)
@@ -352,6 +353,7 @@ def save_sharded(root: str, mesh: tuple[int, ...] | None, changes: list[list[int
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2,), (1, 2)])
 def test_a_change_on_one_rank_is_a_change(tmp_path: Path, mesh: tuple[int, ...]) -> None:
     texts = run_ranks(2, save_sharded, str(tmp_path), mesh, [[0, 1], [1], [0], [], [0, 1]])
@@ -360,6 +362,7 @@ def test_a_change_on_one_rank_is_a_change(tmp_path: Path, mesh: tuple[int, ...])
     assert [len(each) for each in texts] == [1, 0], "the leader tells it"
 
 
+@pytest.mark.slow
 def test_replicas_share_the_work(tmp_path: Path) -> None:
     """As with DDP: each parameter is written by one of the ranks."""
     run_ranks(2, save_sharded, str(tmp_path), None, [[0, 1], [0, 1], [], []])

@@ -89,6 +89,7 @@ def held_boxes(draw: st.DrawFn) -> list[Held]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(held_boxes())
 def test_every_element_is_written_once_and_shares_are_even(boxes: list[Held]) -> None:
@@ -322,6 +323,7 @@ def signatures() -> list[list[int]]:
     return [[signature_of(snapshot({"x": each}, rank, strict=False)) for each in layouts()] for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_another_layout_is_another_plan() -> None:
     for first, second in run_ranks(2, signatures):
         assert first == second, "the same state, the same plan"

@@ -77,6 +77,7 @@ def test_a_node_that_the_attempt_reports_is_left_out(tmp_path: Path, fake: FakeS
     assert fake.argv("scontrol")[-1] == ["update", "JobId=102", "ExcNodeList=n2"]
 
 
+@pytest.mark.slow
 def test_where_too_few_nodes_are_left_none_is_left_out(tmp_path: Path, fake: FakeSlurm) -> None:
     asked_about_nodes(fake, 2)
     refused = (1, "", "sbatch: error: Batch job submission failed: Requested node configuration is not available")
@@ -187,6 +188,7 @@ def stopped_under(root: Path, step: int = 5) -> str:
     return outcome("stopped", str(root), step=step) + "\nexit 75"
 
 
+@pytest.mark.slow
 def test_a_root_that_was_deleted_ends_the_chain(tmp_path: Path, fake: FakeSlurm) -> None:
     root = tmp_path / "root"
     chain = submitted(tmp_path, fake, stopped_under(root))
@@ -210,6 +212,7 @@ def test_a_root_that_was_deleted_ends_the_chain(tmp_path: Path, fake: FakeSlurm)
     assert attempt(chain, fake, 5, NOW + 5)[0] == 75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("back", [True, False])
 def test_after_a_pause_the_checkpoints_are_looked_for_too(tmp_path: Path, fake: FakeSlurm, back: bool) -> None:
     root = tmp_path / "root"
@@ -327,6 +330,7 @@ def test_tasks_that_were_not_taken_are_named(
 # ---- When something else is wrong at the beginning ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_controller_that_is_away_does_not_end_the_chain(tmp_path: Path, fake: FakeSlurm) -> None:
     chain = submitted(tmp_path, fake, "exit 75")
     attempt_that_was_killed(chain)
@@ -347,6 +351,7 @@ def test_a_job_that_begins_while_another_attempt_runs_leaves(tmp_path: Path, fak
     assert fake.argv("scancel") == [[chain.jobs()[-1].job_id]]
 
 
+@pytest.mark.slow
 def test_where_to_start_is_said_until_something_was_committed(tmp_path: Path, fake: FakeSlurm) -> None:
     root = tmp_path / "root"
     body = f'echo "$@" >> given\n{outcome("running", str(root))}\nexit 7'

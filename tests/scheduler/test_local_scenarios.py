@@ -18,6 +18,8 @@ import pytest
 
 from tests.helpers.counting_run import SAVED_EVERY, check, counting, there
 
+pytestmark = pytest.mark.slow
+
 STEPS = 14
 LOST = SAVED_EVERY - 1
 SHELL = "sh -c '\"$@\"; exit $?' sh"

@@ -20,6 +20,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallSlurm]
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names(real=False))
 def test_the_list(lab: SmallSlurm, tmp_path: Path, name: str) -> None:
     play(SCENARIOS[name], lab, tmp_path)
@@ -37,6 +38,7 @@ def test_the_time_limit_comes(lab: SmallSlurm, tmp_path: Path) -> None:
 Troubles = Mapping[str, Sequence[Trouble | None]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -60,6 +62,7 @@ def test_a_controller_in_trouble(lab: SmallSlurm, tmp_path: Path, first: Trouble
     assert not any(lab.troubles.values()), "all that was planned has gone wrong"
 
 
+@pytest.mark.slow
 def test_a_slow_controller(lab: SmallSlurm, tmp_path: Path) -> None:
     lab.seconds = 0.2
     play(Scenario([warn], STOPPED), lab, tmp_path)

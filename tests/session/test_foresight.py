@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ class Counting(SavePolicy):
         return self.policy.decide(facts)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @example(policy=ckptman.EverySeconds(0.5), typical=0.004, factors=[1.0, 1.0, *[30.0] * 3, *[1.0] * 55], durable=1)
 @given(

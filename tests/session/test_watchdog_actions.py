@@ -89,6 +89,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1], ids=["leader", "other"])
 def test_a_stopped_rank_is_noticed_by_its_peer_and_the_run_goes_on(
     tmp_path: Path, whole: list[dict[int, float]], stopped: int
@@ -136,6 +137,7 @@ def train_over_a_store_of_rank_0(root: str, port: int) -> None:
     train(root, 0, "stopped")
 
 
+@pytest.mark.slow
 def test_a_stopped_leader_that_keeps_the_store(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -161,6 +163,7 @@ def test_all_ranks_leave_when_one_hangs_in_its_own_code(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_a_watchdog_nothing_is_noticed(tmp_path: Path) -> None:
     with start_ranks(2, train, str(tmp_path), 1, "stopped", None) as world:
         world.await_message(1, "hangs")
@@ -189,6 +192,7 @@ def train_over_a_hanging_disk(root: str) -> None:
             checkpointer.step(step)
 
 
+@pytest.mark.slow
 def test_a_save_that_hangs_behind_the_training_is_noticed(tmp_path: Path) -> None:
     with start_ranks(1, train_over_a_hanging_disk, str(tmp_path)) as world:
         world.await_message(0, "hangs")
@@ -217,6 +221,7 @@ def take_long_between_steps(root: str) -> int:
     return checkpointer.exit_code
 
 
+@pytest.mark.slow
 def test_an_evaluation_with_signs_of_life_is_left_alone(tmp_path: Path) -> None:
     assert run_ranks(1, take_long_between_steps, str(tmp_path)) == [0]
     assert not list((tmp_path / ".ckptman").glob("stacks-*"))

@@ -274,6 +274,7 @@ def slow_on_one_rank(root: str) -> tuple[bool, int]:
             return checkpointer._recorder.given_up, Tells.asked
 
 
+@pytest.mark.slow
 def test_ranks_agree_to_ask_it_no_more(tmp_path: Path) -> None:
     one, other = run_ranks(2, slow_on_one_rank, str(tmp_path))
     assert one == other
@@ -420,6 +421,7 @@ def only_rank_0(root: str) -> list[str]:
     return [*(str(each.message) for each in told), str(caught.value)]
 
 
+@pytest.mark.slow
 def test_a_checkpointer_on_rank_0_alone_says_that_every_rank_makes_one(tmp_path: Path) -> None:
     said, _, _ = run_ranks(3, only_rank_0, str(tmp_path))
     assert len(said) == 2
@@ -688,6 +690,7 @@ def _leave_at_other_steps(root: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_ranks_that_leave_the_block_at_other_steps_are_told_soon(tmp_path: Path) -> None:
     assert any(
         "the ranks are at different steps" in told for told in run_ranks(2, _leave_at_other_steps, str(tmp_path))

@@ -144,6 +144,7 @@ def test_only_one_rank_of_a_node_speaks(capsys: pytest.CaptureFixture[str], monk
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_wrong_key_is_found_without_torch() -> None:
     code = (
         "import sys; from ckptman.train.__main__ import main; "

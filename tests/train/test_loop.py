@@ -151,6 +151,7 @@ def test_another_seed_is_refused_in_one_line(tokens: Path, tmp_path: Path, capsy
     assert line.startswith("error: the checkpoint was made with another run.seed: 1, and this run has 2")
 
 
+@pytest.mark.slow
 def test_a_time_limit_that_is_near_stops_the_run(tokens: Path, tmp_path: Path) -> None:
     elapsed = time.time() - psutil.Process().create_time()
     assert run(tokens, tmp_path / "run", run__steps=10**6, run__time_limit_seconds=elapsed + 40) == 75

@@ -42,6 +42,7 @@ def test_all_come(environ: dict[str, str]) -> None:
     assert come([rank(number, 4) for number in range(4)], environ, 60) == [None] * 4
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_missing_is_named_on_all_others(environ: dict[str, str]) -> None:
     errors = come([rank(0, 4), rank(2, 4)], environ, 2)
     for error in errors:
@@ -74,6 +75,7 @@ def test_a_port_in_use(environ: dict[str, str]) -> None:
     assert f"MASTER_PORT {environ['MASTER_PORT']} is in use on " in str(error)
 
 
+@pytest.mark.slow
 def test_nobody_is_there(environ: dict[str, str]) -> None:
     (error,) = come([rank(1, 2)], environ, 2)
     assert isinstance(error, RankLostError)

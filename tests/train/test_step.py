@@ -101,6 +101,7 @@ def test_bf16_computes_in_bf16_and_keeps_master_weights_and_gradients_in_fp32() 
             assert parameter.grad.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_uneven_shares_on_three_ranks_give_the_gradient_of_the_global_mean() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -39,6 +39,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BATCH_BYTES", 20_000)  # many batches, so that processes finish out of order
     for workers in (1, 2, 3):
@@ -123,6 +124,7 @@ def test_small_vocabularies_take_two_bytes_a_token() -> None:
     assert dtype_for(65_537) == "uint32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_job_leaves_no_result_and_no_process(tmp_path: Path, number: signal.Signals) -> None:
     corpus = tmp_path / "corpus"

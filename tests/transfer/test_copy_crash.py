@@ -32,6 +32,8 @@ from tests.faults.powercut import Flushes, survive, watched
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import Death, FaultyDisk, faults, holds
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def dead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ def copy(source: Path, root: Path, disk: Disk, **means: object) -> object:
     return copy_checkpoint(Catalog(source).entry(STEP), place, Means(disk=disk, threads=1, **means))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["nothing", "another", "the same step"])
 @pytest.mark.usefixtures("dead")
 def test_death_at_any_operation_leaves_the_old_set_or_the_new_one(source: Path, before: str, tmp_path: Path) -> None:
@@ -95,6 +96,7 @@ def test_death_at_any_operation_leaves_the_old_set_or_the_new_one(source: Path, 
     assert struck > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS])
 @pytest.mark.usefixtures("dead")
 def test_an_error_at_any_operation_is_told_and_harms_nothing(source: Path, code: int, tmp_path: Path) -> None:
@@ -161,6 +163,7 @@ def kill_again_and_again(tmp_path: Path, kills: int, seed: int) -> None:
     assert not [parsed for _, parsed in Catalog(root).leftovers() if parsed.kind == "tmp"]
 
 
+@pytest.mark.slow
 def test_ten_kills(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 10, seed=random.randrange(2**32))
 

@@ -62,6 +62,7 @@ def download(place: ObjectBackend, root: Path, **means: object) -> list[Copied]:
     return [copy_objects(each, place, LocalBackend(root), Means(**means)) for each in place.look()]  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_there_and_back_is_the_same(root: Path, place: ObjectBackend, proxy: Proxy, tmp_path: Path) -> None:
     (root / FOLDER / "pinned.json").write_text('{"why": "Table 2"}')
     for step in (100, 200):
@@ -96,6 +97,7 @@ def test_what_is_there_is_not_put_again(root: Path, place: ObjectBackend, proxy:
     assert not [request for request in proxy.seen if request.method in ("PUT", "POST", "DELETE")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["503", "500", "reset", "cut", "hang"])
 def test_a_store_that_is_busy_or_silent_for_a_while_is_asked_again(
     failure: Failure, root: Path, place: ObjectBackend, proxy: Proxy, tmp_path: Path
@@ -122,6 +124,7 @@ def test_a_store_that_is_busy_or_silent_for_a_while_is_asked_again(
     assert holds(tmp_path / "back")[200] == holds(root)[200]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["503", "500", "reset", "hang", "403"])
 def test_what_cannot_be_listed_is_never_no_checkpoints(
     failure: Failure, root: Path, place: ObjectBackend, proxy: Proxy
@@ -159,6 +162,7 @@ def test_a_second_page_that_fails_is_no_shorter_list(
     assert original
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["503", "reset", "hang"])
 @pytest.mark.parametrize("method", ["PUT", "POST", "GET"])
 def test_a_store_that_stays_away_leaves_nothing_that_counts(
@@ -176,6 +180,7 @@ def test_a_store_that_stays_away_leaves_nothing_that_counts(
     assert [entry.step for entry in place.look() if entry.complete] == [100, 200]
 
 
+@pytest.mark.slow
 def test_an_interrupted_copy_goes_on_with_what_is_missing_or_wrong(
     root: Path, place: ObjectBackend, proxy: Proxy
 ) -> None:
@@ -192,6 +197,7 @@ def test_an_interrupted_copy_goes_on_with_what_is_missing_or_wrong(
     assert "junk" not in entry.sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["__1_0.distcp", "manifest.json"])
 def test_a_copy_that_is_killed_goes_on_when_it_is_run_again(
     at: str, root: Path, place: ObjectBackend, proxy: Proxy, capsys: pytest.CaptureFixture[str]
@@ -259,6 +265,7 @@ def test_another_checkpoint_of_the_same_step_is_not_replaced_unless_asked(
     assert holds(tmp_path / "back") == holds(tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_objects_of_another_copy_that_was_begun_are_not_mixed(
     root: Path, place: ObjectBackend, proxy: Proxy, tmp_path: Path
 ) -> None:
@@ -374,6 +381,7 @@ def test_a_store_that_is_down_is_told_with_10(
     assert "no complete checkpoint" not in told.out + told.err
 
 
+@pytest.mark.slow
 def test_the_command_copies_there_lists_and_copies_back(
     root: Path, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -282,6 +282,7 @@ def _read_on(folder: Path, world_size: int) -> tuple[PlanReport, list[tuple[int,
     return report, read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_what_is_planned_is_what_is_read(saved: Path, world_size: int) -> None:
     report, read = alone(_read_on, saved / "ours", world_size)
@@ -366,6 +367,7 @@ def _shares(layout: tuple[int, int], most: int) -> int:
     return compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "most"), [((1, 3), 32), ((2, 4), 32), ((3, 1), 32), ((5, 3), 32), ((7, 2), 3), ((4, 1), 3)]
 )

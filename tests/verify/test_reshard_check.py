@@ -76,6 +76,7 @@ def _check(folder: Path, world_sizes: list[int], mesh: tuple[int, ...] | None = 
     return [(each.world_size, each.problems, each.notes) for each in check(folder, world_sizes, mesh)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours", "plain"])
 def test_every_kind_of_tensor_loads_in_every_layout(saved: Path, name: str) -> None:
     assert alone(_check, saved / name, [1, 2, 5]) == [(1, [], []), (2, [], []), (5, [], [])]
@@ -277,6 +278,7 @@ def together(request: pytest.FixtureRequest, saved: Path) -> Found:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", WRONG_PLANS)
 @pytest.mark.parametrize("layout", TOGETHER)
 def test_a_wrong_plan_is_found(harm: Callable[[Patch], None], layout: tuple[int, ...], together: Found) -> None:
@@ -316,6 +318,7 @@ def test_a_wrong_exchange_between_replicas_is_found(saved: Path) -> None:
         assert any(": sharded: rows " in problem for problem in problems), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waves", [False, True])
 def test_a_rank_that_dies_or_hangs_ends_the_check_with_its_name(saved: Path, waves: bool) -> None:
     begun = time.monotonic()
@@ -509,6 +512,7 @@ def _swapped(folder: Path) -> Problems:
     return report.problems
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_is_not_silent_though_it_tells_nothing() -> None:
     assert alone(_slow_disk, 1.0) == []
 
