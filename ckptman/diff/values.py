@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ckptman.errors import CorruptError
-from ckptman.format.value_codec import TensorRef
+from ckptman.format.value_codec import TensorRef, leaves_in
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.loading.piecewise import why_refused
 from ckptman.loading.read import read_bytes
@@ -112,23 +112,7 @@ def _values(saved: SavedState) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if saved.manifest is not None:
         for name, value in saved.values.items():
-            found |= _leaves(value, name)
+            for path, leaf in leaves_in(value, path=(name,)):
+                if not isinstance(leaf, TensorRef):  # tensors are compared as tensors
+                    found[".".join(map(str, path))] = leaf
     return found | {name: _Pickled(saved, name) for name in saved.index.objects if name not in found}
-
-
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What is below a value, named as torch's DCP flattens it. Tensors are compared as tensors."""
-    if isinstance(value, dict) and value:
-        for key, each in value.items():
-            yield from _leaves(each, f"{name}.{key}")
-    elif isinstance(value, list) and not _is_leaf(value):
-        for number, each in enumerate(value):
-            yield from _leaves(each, f"{name}.{number}")
-    elif not isinstance(value, TensorRef):
-        yield name, value
-
-
-def _is_leaf(value: list[Any]) -> bool:
-    return not any(
-        isinstance(each, (dict, TensorRef)) or (isinstance(each, list) and not _is_leaf(each)) for each in value
-    )

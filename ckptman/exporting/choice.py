@@ -13,7 +13,7 @@ import torch
 
 from ckptman.errors import ConfigError, CorruptError, plain
 from ckptman.exporting.target import Format
-from ckptman.format.value_codec import TensorRef
+from ckptman.format.value_codec import TensorRef, is_leaf, leaves_in
 from ckptman.loading.checkpoint_reader import Lazy, SavedState, resolve
 from ckptman.loading.read import read_bytes
 
@@ -85,7 +85,7 @@ def choose(
     values: dict[str, Any] = {}
     seen: dict[str, str] = {}
     renamed = False
-    for path, leaf in leaves(tree, ()):
+    for path, leaf in leaves(tree):
         whole = ".".join(map(str, (*prefix, *path)))
         given = named(path)
         name = rename(given)
@@ -139,16 +139,9 @@ def renaming(strip: str, rename: Sequence[tuple[str, str]]) -> Callable[[str], s
     return new_name
 
 
-def leaves(value: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
-    """What is below a value, as torch's DCP flattens it: dicts always, lists only where a tensor or a dict is below."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from leaves(each, (*path, str(key)))
-    elif isinstance(value, list) and not _is_leaf(value):
-        for number, each in enumerate(value):
-            yield from leaves(each, (*path, number))
-    else:
-        yield path, value
+def leaves(tree: Any) -> Iterator[tuple[Keys, Any]]:
+    """Yield the tensors and plain values below a tree, each with its path."""
+    return ((path, leaf) for path, leaf in leaves_in(tree) if not isinstance(leaf, dict))
 
 
 def _without(value: Any, path: Keys, is_excluded: Callable[[Keys], bool]) -> Any:
@@ -158,17 +151,11 @@ def _without(value: Any, path: Keys, is_excluded: Callable[[Keys], bool]) -> Any
         each = {key: _without(below, (*path, str(key)), is_excluded) for key, below in value.items()}
         kept = {key: below for key, below in each.items() if below is not _NOTHING}
         return kept if kept or not each else _NOTHING
-    if isinstance(value, list) and not _is_leaf(value):
+    if isinstance(value, list) and not is_leaf(value):
         entries = [_without(below, (*path, number), is_excluded) for number, below in enumerate(value)]
         left = [None if below is _NOTHING else below for below in entries]
         return left if any(below is not _NOTHING for below in entries) else _NOTHING
     return _NOTHING if is_excluded(path) else value
-
-
-def _is_leaf(value: list[Any]) -> bool:
-    return not any(
-        isinstance(each, (dict, TensorRef)) or (isinstance(each, list) and not _is_leaf(each)) for each in value
-    )
 
 
 def _state_of(saved: SavedState) -> dict[str, Any]:
@@ -177,7 +164,7 @@ def _state_of(saved: SavedState) -> dict[str, Any]:
     state = {key: dict(value) if type(value) is dict else value for key, value in saved.values.items()}
     if saved.manifest is None:
         return state
-    known = {leaf.name if isinstance(leaf, TensorRef) else ".".join(map(str, path)) for path, leaf in leaves(state, ())}
+    known = {leaf.name if isinstance(leaf, TensorRef) else ".".join(map(str, path)) for path, leaf in leaves(state)}
     for name in (*saved.index.tensors, *saved.index.objects):
         if name in known:
             continue
@@ -226,7 +213,7 @@ def _entry(value: Any, only: str, path: Keys) -> tuple[Any, Keys] | None:
 
 
 def _named(state: dict[str, Any]) -> str:
-    names = sorted(plain(key) for key, value in state.items() if any(True for _ in leaves(value, ())))
+    names = sorted(plain(key) for key, value in state.items() if any(True for _ in leaves(value)))
     return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
 
 

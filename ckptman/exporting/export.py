@@ -111,13 +111,21 @@ def export(
         plans = [*_plans(choice, format, max_shard_bytes, target, result.remarks), *extra]
         result.tensors, result.bytes = len(choice.items), sum(item.bytes for item in choice.items)
         done = begin(result.bytes) if begin is not None else None
-
-        def ready() -> None:
+        disk.make_folders(target.parent)
+        draft = draft_of(target)
+        try:
+            _write(draft, plans, reader, format, disk, done)
             source.check()
             allowed()  # somebody may have made it meanwhile
-
-        aside = _write(target, plans, reader, format, overwrite, disk, done, ready)
-        if aside is not None:
+            aside = _move_in(draft, target, overwrite, disk)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                disk.remove_tree(draft)
+            raise
+    if aside is not None:
+        try:
+            disk.remove_tree(aside)
+        except OSError:
             result.remarks.append(f"{aside}, which was {target.name} before, could not be removed: remove it")
     result.files = {plan.name: plan.size_bytes for plan in plans}
     return result
@@ -165,52 +173,34 @@ def _untied(reader: Reader, items: list[Item], tied: Sequence[tuple[str, str]], 
 
 
 def _write(
-    target: Path,
+    draft: Path,
     plans: Sequence[FilePlan],
     reader: Reader,
     format: Format,
-    overwrite: bool,
     disk: Disk,
     done: Callable[[int], None] | None,
-    ready: Callable[[], None],
-) -> Path | None:
-    """Write all files under a name of our own, then give it the name that is wanted, if it is `ready` then. What had
-    that name before is removed; where it cannot be, say where it is."""
-    disk.make_folders(target.parent)
-    draft = draft_of(target)
-    try:
-        if format == "torch":
-            write_files(target.parent, [replace(plan, name=draft.name) for plan in plans], reader, disk, done)
-        else:
-            disk.make_folder(draft)
-            write_files(draft, plans, reader, disk, done)
-            disk.sync_folder(draft)
-        ready()
-        aside = _move_in(draft, target, overwrite, disk)
-        disk.sync_folder(target.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            disk.remove_tree(draft)
-        raise
-    if aside is not None:
-        try:
-            disk.remove_tree(aside)
-        except OSError:
-            return aside
-    return None
+) -> None:
+    """Write all files under a name of our own: a folder, or the one file of `torch`."""
+    if format == "torch":
+        write_files(draft.parent, [replace(plan, name=draft.name) for plan in plans], reader, disk, done)
+        return
+    disk.make_folder(draft)
+    write_files(draft, plans, reader, disk, done)
+    disk.sync_folder(draft)
 
 
 def _move_in(draft: Path, target: Path, overwrite: bool, disk: Disk) -> Path | None:
-    """Rename; where a folder stands aside for it, say where that is now."""
-    if not (overwrite and target.is_dir()):
-        disk.rename(draft, target)  # refused where somebody has made a folder this very moment, and something is in it
-        return None
-    aside = aside_of(draft)
+    """Give a draft its name. A folder that had it stands aside for it: return where that is now."""
+    aside = aside_of(draft) if overwrite and target.is_dir() else None
     try:
-        disk.rename(target, aside)
+        if aside is not None:
+            disk.rename(target, aside)
+        # Refused where somebody has made a folder this very moment, and something is in it.
         disk.rename(draft, target)
     except BaseException:
-        with contextlib.suppress(OSError):
-            disk.rename(aside, target)
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                disk.rename(aside, target)
         raise
+    disk.sync_folder(target.parent)
     return aside

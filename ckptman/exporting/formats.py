@@ -14,8 +14,7 @@ import torch
 from ckptman._torch_compat import fake_tensors
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
 from ckptman.exporting.choice import Choice, Item, Keys, leaves
-from ckptman.exporting.mark import commented, save_id
-from ckptman.exporting.target import CONFIG
+from ckptman.exporting.target import CONFIG, commented, save_id
 from ckptman.exporting.write import FilePlan, Part, parts_of
 from ckptman.format import safetensors
 from ckptman.format.chunk_table import ChunkTable
@@ -166,7 +165,7 @@ def _parts_of_chunk(item: Item, place: int, offsets: Sequence[int], sizes: tuple
 def _paths(choice: Choice) -> dict[str, Keys]:
     if choice.renamed:
         return {name: (name,) for name in (*(item.name for item in choice.items), *choice.values)}
-    paths = ((*choice.prefix, *path) for path, _ in leaves(choice.tree, ()))
+    paths = ((*choice.prefix, *path) for path, _ in leaves(choice.tree))
     return {".".join(map(str, path)): path for path in paths}
 
 

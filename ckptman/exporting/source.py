@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,75 +13,47 @@ from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.loading.piecewise import Frugal
 
 
-class Opened:
-    """How the files of a checkpoint were before they were read."""
+class Source:
+    """The files of a checkpoint as they were before it was read: inode, size and times of each."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._saved: SavedState | None = None
-        try:
-            names = os.listdir(folder)  # noqa: PTH208 names alone are wanted
-        except OSError:  # there is none, or its names may not be read
-            names = []
-        self._before = _stamps(folder, {MANIFEST, METADATA, *names})
+        self._folder = folder
+        self._stamps = _stamps(folder, (MANIFEST, METADATA))
 
     def read(self) -> SavedState:
-        """What is to be exported. Raises: NotFoundError, CorruptError, FormatVersionError, OSError."""
-        self._saved = Frugal.read(self.folder)
-        self._saved.refuse_transformed()
-        # What was not listed: files that others keep in folders, and all where names may not be read.
-        self._before |= _stamps(self.folder, [name for name in self._names() if name not in self._before])
-        return self._saved
-
-    def lost(self) -> NotFoundError | None:
-        """Why what is there now is no longer what was opened; None where it is, as far as anybody can tell."""
-        is_ours = self._saved is not None and self._saved.manifest is not None
-        for name, now in _stamps(self.folder, self._names()).items():
-            changed = name in self._before and now != self._before[name]
-            # The data files of ours have digests: one that is there and has changed is damaged, unless all else has.
-            if changed and (now is None or name in (MANIFEST, METADATA) or not is_ours):
-                what = f"{name} is gone" if now is None else f"{name} was written to"
-                return NotFoundError(
-                    f"{self.folder} was deleted, or saved again, while it was exported ({what}): nothing was made of "
-                    f"it; try again, or export another checkpoint"
-                )
-        return None
+        """Read its index. Raises: NotFoundError, CorruptError, FormatVersionError, OSError."""
+        saved = Frugal.read(self._folder)
+        saved.refuse_transformed()
+        if saved.manifest is None:  # the data files of ours have digests, which tell more
+            places = saved.index.objects.values()
+            self._stamps |= _stamps(self._folder, {*saved.index.files, *(place.file for place in places)})
+        return saved
 
     def check(self) -> None:
-        """See that everything that was read is of one checkpoint, where no digests have told so. Raises:
-        NotFoundError."""
-        if self._saved is None or self._saved.manifest is None:
-            lost = self.lost()
-            if lost is not None:
-                raise lost
-
-    def _names(self) -> list[str]:
-        if self._saved is None:
-            return [MANIFEST, METADATA]
-        if self._saved.manifest is not None:
-            return [MANIFEST, *self._saved.manifest.files]
-        index = self._saved.index
-        return [METADATA, *sorted({*index.files, *(place.file for place in index.objects.values())})]
+        """Raise NotFoundError if the checkpoint was deleted or saved again since it was opened."""
+        for name, now in _stamps(self._folder, sorted(self._stamps)).items():
+            if now != self._stamps[name]:
+                what = f"{name} is gone" if now is None else f"{name} was written to"
+                raise NotFoundError(
+                    f"{self._folder} was deleted, or saved again, while it was exported ({what}): nothing was made of "
+                    f"it; try again, or export another checkpoint"
+                )
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[Opened]:
-    """A checkpoint that is read until the block ends. Raises: NotFoundError in place of an error that came of it having
-    been deleted or saved again meanwhile."""
-    found = Opened(folder)
+def opened(folder: Path) -> Iterator[Source]:
+    """Open a checkpoint; an error that came of its being deleted or saved again meanwhile becomes a NotFoundError."""
+    source = Source(folder)
     try:
-        yield found
+        yield source
     except (CorruptError, OSError) as error:
-        if isinstance(error, CkptmanError) and not isinstance(error, CorruptError):
-            raise
-        lost = found.lost()
-        if lost is None:
-            raise
-        raise lost from error
+        if not isinstance(error, CkptmanError) or isinstance(error, CorruptError):
+            source.check()
+        raise
 
 
 def _stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp | None]:
-    """What files are known by; None where there is none. Those of which nobody can tell are left out."""
+    """Return what each file is known by; None where there is none. Those that cannot be looked at are left out."""
     found: dict[str, Stamp | None] = {}
     for name in names:
         try:

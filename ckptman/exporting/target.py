@@ -1,24 +1,36 @@
-"""OUT of an export: what may be replaced, the name that it has until it is whole, and what killed exports left."""
+"""OUT of an export: what may be replaced, the name that it has until it is whole, and what killed exports left.
+
+An export is known by a mark that its readers ignore, and that a file which somebody else writes in its place has not:
+an entry in the metadata of safetensors, the comment of the zip archive of `torch.save`, the save id in `.metadata`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import struct
 from pathlib import Path
 from typing import Literal
 
 from xxhash import xxh3_64_hexdigest
 
 from ckptman.catalog.writer_lock import Owner, process_lives, this_process
-from ckptman.errors import ConfigError, ExistsError
-from ckptman.exporting.mark import is_export_file, is_marked
+from ckptman.errors import ConfigError, CorruptError, ExistsError
 from ckptman.format.paths import MANIFEST, METADATA, data_name, parse_step
-from ckptman.format.safetensors import INDEX_NAME
+from ckptman.format.safetensors import INDEX_NAME, has_mark, is_file_name
 from ckptman.io.filesystem import Disk
+from ckptman.io.safe_open import open_regular
 
 Format = Literal["safetensors", "torch", "dcp"]
 CONFIG = "config.json"
+_SAVE_ID = re.compile(rb"ckptman-export-[0-9a-f]{16}")
+_SAVE_ID_BYTES = 1024
+"""The description of an export has its save id that near to its end; those of others may have gigabytes."""
+_COMMENT = b"ckptman export"
+_COMMENTED = struct.pack("<H", len(_COMMENT)) + _COMMENT
+_ZIP_END = b"PK\5\6"
+_ZIP_END_BYTES = 22
 _OLD = ".old"
 _TAG = re.compile(rf"(?P<pid>[0-9]+)-(?P<host>[0-9a-f]{{8}})-(?P<ticks>[0-9]+)-[0-9a-f]{{8}}(?P<old>{_OLD})?", re.ASCII)
 
@@ -49,21 +61,55 @@ def check_target(folder: Path, target: Path, format: Format, *, overwrite: bool,
         raise ExistsError(f"{config} would be lost: keep it by --config {config}, or name another path")
 
 
+def save_id() -> str:
+    """Return a save id by which the `.metadata` of an export is known."""
+    return f"ckptman-export-{os.urandom(8).hex()}"
+
+
+def commented(end: bytes) -> bytes:
+    """Return the last bytes of a zip archive without a comment with that of an export."""
+    assert end.endswith(b"\0\0")  # the length of the comment that there is not
+    return end[:-2] + _COMMENTED
+
+
 def _not_ours(target: Path, format: Format) -> str | None:
     """Why a path is no export of this format; None where it is one, or an empty folder."""
     if format == "torch":
         if target.is_symlink() or not target.is_file():
             return "is no file"
-        return None if is_export_file(target) else "is a file that no export wrote"
+        end = _end_of(target, _ZIP_END_BYTES + len(_COMMENT))
+        is_ours = end.startswith(_ZIP_END) and end.endswith(_COMMENTED)
+        return None if is_ours else "is a file that no export wrote"
     if target.is_symlink() or not target.is_dir():
         return "is no folder"
     names = sorted(os.listdir(target))  # noqa: PTH208 names alone are wanted
     if MANIFEST in names:
         return "is a checkpoint"
-    marked = [name for name in names if (name == METADATA) == (format == "dcp") and is_marked(target / name)]
+    marked = [name for name in names if _is_marked(target / name, format)]
     beside = {data_name(0)} if format == "dcp" else {INDEX_NAME, CONFIG}
     others = [name for name in names if name not in marked and not (marked and name in beside)]
     return f"holds {others[0]}, which no export wrote" if others else None
+
+
+def _is_marked(path: Path, format: Format) -> bool:
+    """Whether a file of a folder is one by which an export is known. Raises: OSError."""
+    if format == "dcp":
+        return path.name == METADATA and _SAVE_ID.search(_end_of(path, _SAVE_ID_BYTES)) is not None
+    with contextlib.suppress(CorruptError):  # no regular file
+        return is_file_name(path.name) and has_mark(path)
+    return False
+
+
+def _end_of(path: Path, size: int) -> bytes:
+    """Return the last bytes of a file; none where it is no regular file. Raises: OSError."""
+    try:
+        fd = open_regular(path)
+    except CorruptError:
+        return b""
+    try:
+        return os.pread(fd, size, max(os.fstat(fd).st_size - size, 0))
+    finally:
+        os.close(fd)
 
 
 def draft_of(target: Path) -> Path:

@@ -55,22 +55,30 @@ def decode(data: Any) -> Any:
     return _decode(data)
 
 
-def paths_in(value: Any, leaves: tuple[type, ...] = (TensorRef,), path: Keys = ()) -> Iterator[tuple[str, Keys]]:
-    """Where in a decoded state each flat name is, as DCP says it: keys of dicts are texts, and lists are gone into
-    where a dict or one of `leaves` is below."""
-    if isinstance(value, dict):
+def leaves_in(value: Any, leaves: tuple[type, ...] = (TensorRef,), path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield what is below a decoded state, each with its path, as DCP flattens it: keys of dicts are texts, and lists
+    are gone into where a dict or one of `leaves` is below. An empty dict is a leaf."""
+    if isinstance(value, dict) and value:
         for key, each in value.items():
-            yield from paths_in(each, leaves, (*path, str(key)))
-    elif isinstance(value, list) and not _is_leaf(value, leaves):
+            yield from leaves_in(each, leaves, (*path, str(key)))
+    elif isinstance(value, list) and not is_leaf(value, leaves):
         for number, each in enumerate(value):
-            yield from paths_in(each, leaves, (*path, number))
+            yield from leaves_in(each, leaves, (*path, number))
     else:
-        yield ".".join(map(str, path)), path
+        yield path, value
 
 
-def _is_leaf(value: list[Any], leaves: tuple[type, ...]) -> bool:
+def paths_in(value: Any, leaves: tuple[type, ...] = (TensorRef,)) -> Iterator[tuple[str, Keys]]:
+    """Yield the flat names of a decoded state, each with its path. DCP has no name for an empty dict."""
+    for path, leaf in leaves_in(value, leaves):
+        if not isinstance(leaf, dict):
+            yield ".".join(map(str, path)), path
+
+
+def is_leaf(value: list[Any], leaves: tuple[type, ...] = (TensorRef,)) -> bool:
+    """Whether DCP keeps a list as one value."""
     return not any(
-        isinstance(each, (dict, *leaves)) or (isinstance(each, list) and not _is_leaf(each, leaves)) for each in value
+        isinstance(each, (dict, *leaves)) or (isinstance(each, list) and not is_leaf(each, leaves)) for each in value
     )
 
 

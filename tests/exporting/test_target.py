@@ -298,12 +298,6 @@ def test_a_folder_that_is_made_at_the_last_moment_is_not_replaced(saved: Path, t
     assert (names_in(tmp_path), names_in(tmp_path / "out")) == (["out", "saved"], ["mine"])
 
 
-def test_a_long_description_of_others_is_not_read(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_plain(1, tmp_path / "plain")
-    monkeypatch.delattr("ckptman.exporting.mark.read_foreign_metadata")
-    refused(saved, tmp_path / "plain", "dcp", r"holds .metadata, which no export wrote")
-
-
 # ---- what killed exports left ------------------------------------------------------------------------------------
 
 
