@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.list import AsJson
+from ckptman.cli.options import AsJson
 from ckptman.cli.progress import progress
-from ckptman.errors import CkptmanError, ConfigError, NotFoundError, RootError
+from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from ckptman.dcp.adopt import Adopted
@@ -59,7 +59,7 @@ def adopt(path: PathToAdopt, step: Step = None, keep_name: KeepName = False, as_
             refused[folder] = error
         else:
             if not as_json:
-                text.say("\n".join(_lines(folder, adopted[-1])))
+                text.say(*_lines(folder, adopted[-1]))
     whys = {folder: text.message(error) for folder, error in refused.items()}
     if as_json:
         told: dict[str, Any] = {"adopted": [asdict(each) | {"path": str(each.path)} for each in adopted]}
@@ -68,7 +68,7 @@ def adopt(path: PathToAdopt, step: Step = None, keep_name: KeepName = False, as_
         text.complain(f"{folder} was not adopted: {why}")
     if refused:
         first = next(iter(refused.values()))
-        raise typer.Exit(first.exit_code if isinstance(first, CkptmanError) else RootError.exit_code)
+        raise typer.Exit(text.exit_code(first))
 
 
 def _one(folders: list[Path]) -> str:

@@ -13,8 +13,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from ckptman.cli.console import complain, message, plain, say, stop_writing
-from ckptman.errors import CkptmanError, RootError
+from ckptman.cli.console import complain, exit_code, message, plain, say, stop_writing
+from ckptman.errors import CkptmanError
 
 TRACEBACK_ENV = "CKPTMAN_TRACEBACK"
 """Set to 1 to see the traceback of an error, for a bug report."""
@@ -105,10 +105,11 @@ def main(arguments: Sequence[str]) -> int:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         return stop_writing()
-    except CkptmanError as error:
-        return _fail(error, error.exit_code)
-    except OSError as error:
-        return _fail(error, RootError.exit_code)
+    except (CkptmanError, OSError) as error:
+        if os.environ.get(TRACEBACK_ENV) == "1":
+            _print_traceback(error)
+        complain(message(error))
+        return exit_code(error)
     except Exception as error:  # noqa: BLE001 whatever it is: 1, with which Python ends, says "they differ" of a diff
         _print_traceback(error)
         complain(f"this is no error of yours but a bug of ckptman ({type(error).__name__}): please report the above")
@@ -124,13 +125,6 @@ def _run(arguments: Sequence[str]) -> int:
     except SystemExit as ending:
         return ending.code if isinstance(ending.code, int) else 0
     return 0
-
-
-def _fail(error: Exception, code: int) -> int:
-    if os.environ.get(TRACEBACK_ENV) == "1":
-        _print_traceback(error)
-    complain(message(error))
-    return code
 
 
 def _print_traceback(error: Exception) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console as text
+from ckptman.cli.options import AsJson
 from ckptman.errors import CkptmanError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ Name = Annotated[
         help="Its folder, its name, or the id of one of its jobs (default: the newest one submitted from here).",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @chain_app.command("list")
@@ -78,7 +78,7 @@ def list_chains(
         )
         for chain, spec, state, attempts, jobs in chains
     ]
-    text.say("\n".join(text.table(("chain", "script", "attempts", "age", "last job", "state"), rows, "attempts age")))
+    text.say(*text.table(("chain", "script", "attempts", "age", "last job", "state"), rows, "attempts age"))
 
 
 @chain_app.command("show")
@@ -158,7 +158,7 @@ def _show(chain: Chain, seen: Seen, as_json: bool) -> None:
     if seen.attempts:
         headers = ("attempt", "job", "nodes", "began", "took", "step", "ending")
         rows = [_row(each, seen.ends.get(each.number), now) for each in seen.attempts]
-        text.say("\n".join(text.table(headers, rows, "attempt began took step")))
+        text.say(*text.table(headers, rows, "attempt began took step"))
     for _, job in seen.live:
         why = f", {job.reason}" if job.waits and job.reason not in ("", "None") else ""
         text.say(f"job {job.id}: {job.state.lower()}{text.plain(why)}")
@@ -199,7 +199,7 @@ def _show_times(chain: Chain) -> None:
         (str(each.attempt), *map(seconds, (each.queue, each.start_up, each.restore, each.first_step, each.total)))
         for each in found
     ]
-    text.say("\n".join(text.table(headers, rows, " ".join(headers))))
+    text.say(*text.table(headers, rows, " ".join(headers)))
 
 
 def _facts(attempt: AttemptRecord, end: EndRecord | None) -> dict[str, Any]:

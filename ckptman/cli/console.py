@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import math
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptman.errors import CkptmanError, plain, plain_lines
+from ckptman.errors import CkptmanError, RootError, plain, plain_lines
 from ckptman.policies.calendar import is_known_time
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ __all__ = [
     "age",
     "complain",
     "count",
+    "exit_code",
     "mesh",
     "message",
     "metrics",
@@ -32,15 +35,16 @@ __all__ = [
     "size",
     "stop_writing",
     "table",
+    "user_at_host",
 ]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def say(text: str = "") -> None:
-    """Print to standard output. Ends the program quietly when nobody reads it any more (`| head`)."""
+def say(*lines: str) -> None:
+    """Print lines to standard output. Ends the program quietly when nobody reads it any more (`| head`)."""
     try:
-        typer.echo(text)
+        typer.echo("\n".join(lines))
     except BrokenPipeError:
         raise typer.Exit(stop_writing()) from None
 
@@ -63,6 +67,20 @@ def message(error: Exception) -> str:
         return error.strerror
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror}: check the mount, its permissions and its quota"
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code of a command that ends with this error: of ours, its own; of the system's, that of a RootError."""
+    return error.exit_code if isinstance(error, CkptmanError) else RootError.exit_code
+
+
+def user_at_host() -> str:
+    """Who runs the command, for what others read later: `user@host`."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError, ImportError):  # a container that knows no name for the uid
+        user = str(os.getuid())
+    return plain(f"{user}@{socket.gethostname()}")
 
 
 def stop_writing() -> int:

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.copy_progress import copy_progress
-from ckptman.cli.list import AsJson
-from ckptman.cli.objects import choose_objects
-from ckptman.cli.select import Step, choose, is_checkpoint, is_foreign
-from ckptman.cli.verify import MOST_THREADS, parse_speed
+from ckptman.cli.options import AsJson, check_threads, parse_rate
+from ckptman.cli.progress import copy_progress
+from ckptman.cli.select import Step, choose, choose_objects, is_checkpoint, is_foreign
 from ckptman.errors import (
     BusyError,
     CkptmanError,
@@ -207,7 +205,7 @@ class _Job:
 
     def _say(self, lines: list[str]) -> None:
         if not self._as_json:
-            text.say("\n".join(lines))
+            text.say(*lines)
 
     def _summary(self) -> str:
         new = [each for each in self.copied if not each.already]
@@ -286,14 +284,9 @@ def _means(
     limit: str | None, threads: int | None, overwrite: bool
 ) -> Callable[[Callable[[Means], Copied]], Callable[[Meter], Copied]]:
     """What makes of a copy that wants its means one that wants only a meter. Raises: ConfigError."""
-    from ckptman.policies.checks import check_count
     from ckptman.transfer.copy import Means
     from ckptman.transfer.progress import Limit
 
-    if threads is not None:
-        check_count("copy", "--threads", threads)
-        if threads > MOST_THREADS:
-            raise ConfigError(f"--threads: at most {MOST_THREADS:,}, not {threads:,}")
-    speed = parse_speed(limit, "--limit")
-    shared = Limit(speed) if speed is not None else None
+    check_threads("copy", threads)
+    shared = None if limit is None else Limit(parse_rate("--limit", limit))
     return lambda copy: lambda meter: copy(Means(threads=threads, limit=shared, meter=meter, overwrite=overwrite))

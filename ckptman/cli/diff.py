@@ -14,7 +14,7 @@ import typer
 
 from ckptman.cli import console as text
 from ckptman.cli.differences import Findings, Side, as_dict, lines, weight
-from ckptman.cli.list import AsJson
+from ckptman.cli.options import AsJson
 from ckptman.cli.progress import progress
 from ckptman.cli.select import choose, is_checkpoint, is_foreign
 from ckptman.errors import ConfigError, NotFoundError
@@ -82,7 +82,7 @@ def diff(
     if as_json:
         text.say_json(as_dict(before, after, found))
     else:
-        text.say("\n".join(lines(before, after, found, top)))
+        text.say(*lines(before, after, found, top))
     if not found.same:
         raise typer.Exit(DIFFERENT)
 

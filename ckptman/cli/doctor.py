@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.list import AsJson
-from ckptman.cli.sizes import is_size, parse_size
+from ckptman.cli.options import AsJson, is_size, parse_size
 from ckptman.errors import CkptmanError, ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def doctor(
             }
         )
     else:
-        text.say("\n".join(_table(findings, _width())))
+        text.say(*_table(findings, _width()))
     if failed:
         raise CkptmanError(_complaint(folder, failed))
 

@@ -12,9 +12,9 @@ import typer
 
 from ckptman.cli import console as text
 from ckptman.cli.copy import Speed, Threads, copied_lines
-from ckptman.cli.copy_progress import copy_progress
-from ckptman.cli.list import AsJson, Root
-from ckptman.cli.verify import parse_speed
+from ckptman.cli.options import AsJson, parse_rate
+from ckptman.cli.progress import copy_progress
+from ckptman.cli.select import Root
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def drain(
 
     if not 0 < poll < 1e6:
         raise ConfigError(f"--poll: seconds above 0, not {poll:g}")
-    rate = parse_speed(limit, "--limit")
+    rate = None if limit is None else parse_rate("--limit", limit)
     tiers = _tiers(root, to, every, make=not dry_run)
     done: list[Drained] = []
 
@@ -78,7 +78,7 @@ def drain(
         for each in carry_out(root, plan, means):
             done.append(each)
             if not as_json:
-                text.say("\n".join(_lines(each)))
+                text.say(*_lines(each))
             if each.copied is not None and not each.copied.already:
                 progress = time.monotonic()
         if not finished:
@@ -143,7 +143,7 @@ def _tell_plan(root: Path, plan: DrainPlan, as_json: bool) -> None:
         for task in plan.tasks
     ]
     if rows:
-        text.say("\n".join([*text.table(("action", "what", "size", "to", "why"), rows, right="size"), ""]))
+        text.say(*text.table(("action", "what", "size", "to", "why"), rows, right="size"), "")
     text.say(f"Would copy {text.count(len(rows), 'checkpoint')}. Nothing was copied (--dry-run).")
 
 

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.list import AsJson
-from ckptman.cli.objects import check_is_folder
+from ckptman.cli.options import AsJson, parse_size
 from ckptman.cli.progress import progress
-from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
-from ckptman.cli.sizes import parse_size
+from ckptman.cli.select import PathOrRoot, Step, check_is_folder, choose, is_foreign
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,7 +142,7 @@ def export(
     if as_json:
         text.say_json(_as_dict(folder, found, format))
     else:
-        text.say("\n".join(_lines(folder, out, found)))
+        text.say(*_lines(folder, out, found))
 
 
 def _pairs(option: str, written: Sequence[str] | None) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ def show_foreign(path: Path, as_json: bool) -> None:
     if changed:
         names = text.plain("; ".join(changed))
         text.say(f"compressed, or transformed otherwise ({names}): load it by dcp.load with these extensions")
-    text.say("\n".join(tensor_lines(tensors)))
+    text.say(*tensor_lines(tensors))
     if values:
         text.say(f"\n{text.count(len(values), 'plain value')}: {', '.join(map(text.plain, values))}")
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.objects import check_is_folder
-from ckptman.cli.select import is_foreign
-from ckptman.cli.select_roots import check_is_no_checkpoint
+from ckptman.cli.options import AsJson
+from ckptman.cli.select import check_is_no_checkpoint, is_foreign
 
 if TYPE_CHECKING:
     from ckptman.catalog.catalog import Entry
@@ -22,29 +21,12 @@ if TYPE_CHECKING:
 SIZES_SHOWN = 4
 
 
-def _folder(root: Path) -> Path:
-    check_is_folder(root)
-    check_is_no_checkpoint(root)
-    return root
-
-
-Root = Annotated[
-    Path,
-    typer.Argument(
-        metavar="ROOT",
-        show_default=False,
-        readable=False,  # that is for the command to find out, whose error says more
-        callback=_folder,
-        help="The folder that holds checkpoints.",
-    ),
-]
 RootOrAddress = Annotated[
     str,
     typer.Argument(
         metavar="ROOT", show_default=False, help="The folder that holds checkpoints, or s3://bucket/prefix."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
@@ -113,7 +95,7 @@ def _say(
             for entry in entries
         ]
         lines = text.table(headers, rows, right="step age size ranks")
-        text.say("\n".join(lines))
+        text.say(*lines)
         text.say()
     damaged = {path for path, note in notes.items() if note is not None and note.damaged}
     text.say(_summary(root, entries, damaged, leftovers))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import getpass
-import os
-import socket
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,7 +33,7 @@ def pin(path: PathOrRoot, why: Why, step: Step = None) -> None:
     if note is not None and note.damaged:  # no rule deletes it, but whoever pins it counts on it
         raise CorruptError(f"{entry.path} is damaged ({note.damaged}): pin another step")
     try:
-        pins.pin(entry.path, why, by=_who(), time_seconds=time.time(), disk=DISK)
+        pins.pin(entry.path, why, by=text.user_at_host(), time_seconds=time.time(), disk=DISK)
     except OSError as error:
         raise _refused(entry, error, "pinned") from error
     text.say(f"Pinned step {entry.step}: {text.plain(why.strip())}")
@@ -59,14 +56,6 @@ def _entry(path: PathOrRoot, step: int | None) -> Entry:
     (entry,) = choose(path, step)
     entry.require_manifest()
     return entry
-
-
-def _who() -> str:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container that knows no name for the uid
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
 
 
 def _refused(entry: Entry, error: OSError, done: str) -> Exception:

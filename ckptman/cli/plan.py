@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.list import AsJson
-from ckptman.cli.quantities import parse_rate, parse_seconds
-from ckptman.cli.rules import (
+from ckptman.cli.options import (
+    AsJson,
     KeepBestOption,
     KeepDailyOption,
     KeepEveryOption,
@@ -21,9 +20,11 @@ from ckptman.cli.rules import (
     KeepWeeklyOption,
     KeepWithinOption,
     MaxBytesOption,
-    Rules,
+    parse_rate,
+    parse_retention,
+    parse_seconds,
+    parse_size,
 )
-from ckptman.cli.sizes import parse_size
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -170,8 +171,18 @@ def plan(
         failures = [Figure("mtbf", parse_seconds("--mtbf", mtbf), "seconds", "as given")]
     saving = Saving(subject.total_bytes, subject.largest_bytes, copying, blocking, "" if staging else _STAGING_SOURCE)
     life = Life(init_seconds, failures[0].value, factor, "" if init else _INIT_SOURCE)
-    by_period = {"hourly": keep_hourly, "daily": keep_daily, "weekly": keep_weekly, "monthly": keep_monthly}
-    rules = Rules(keep_last, keep_every, keep_best or [], keep_within, by_period, keep_steps, max_bytes, None).policy()
+    rules = parse_retention(
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep_best=keep_best,
+        keep_within=keep_within,
+        keep_hourly=keep_hourly,
+        keep_daily=keep_daily,
+        keep_weekly=keep_weekly,
+        keep_monthly=keep_monthly,
+        keep_steps=keep_steps,
+        max_bytes=max_bytes,
+    )
     retention = subject.retention if rules is None else rules
     _check_steps(step_seconds, retention)
     tiers = []
@@ -189,7 +200,7 @@ def plan(
     if as_json:
         text.say_json(as_dict(made, explain, room))
     else:
-        text.say("\n".join(lines(made, explain, room)))
+        text.say(*lines(made, explain, room))
 
 
 def _check_steps(given: float | None, policy: RetentionPolicy | None) -> None:

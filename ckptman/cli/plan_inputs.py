@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptman.cli.quantities import parse_count, parse_rate
+from ckptman.cli.options import parse_count, parse_rate
 from ckptman.errors import CkptmanError, ConfigError
 from ckptman.forecast.checkpoint_size import (
     DTYPE_BYTES,

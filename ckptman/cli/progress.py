@@ -1,12 +1,19 @@
-"""A bar on a terminal, with the time that is left; nothing elsewhere."""
+"""Bars on a terminal, with the time that is left; nothing elsewhere."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from ckptman.cli import console as text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from ckptman.forecast.transfer_time import Remaining
+    from ckptman.transfer.progress import Meter
 
 
 @contextmanager
@@ -16,26 +23,63 @@ def progress(what: str, total_bytes: int | None) -> Iterator[Callable[[float], N
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import DownloadColumn, TaskProgressColumn, TimeRemainingColumn, TransferSpeedColumn
 
     counts = (
         (TaskProgressColumn(),) if total_bytes is None else (DownloadColumn(binary_units=True), TransferSpeedColumn())
     )
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn()
-    # Lines that are said meanwhile go above the bar; where standard output is no terminal, they stay there.
-    above = sys.stdout.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=above) as bar:
+    with _bar(*counts, TimeRemainingColumn()) as bar:
         task = bar.add_task(text.plain(what), total=1.0 if total_bytes is None else total_bytes)
         if total_bytes is None:
             yield lambda part: bar.update(task, completed=part)
         else:
             yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def copy_progress(name: str) -> Iterator[Meter]:
+    """What counts the pieces of a copy; shown with its phase, its speed, and what the time that is left is made of."""
+    from ckptman.transfer.progress import Meter
+
+    if not sys.stderr.isatty():
+        yield Meter()
+        return
+    from rich.progress import DownloadColumn, TextColumn, TransferSpeedColumn
+
+    left = TextColumn("{task.fields[left]}", markup=False)
+    with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn(), left) as bar:
+        task = bar.add_task(text.plain(name), total=None, left="")
+        shown = [""]
+
+        def show(meter: Meter) -> None:
+            if shown[0] != meter.phase:  # else the speed would be that of the phase before
+                shown[0] = meter.phase
+                bar.reset(task, total=meter.total_bytes, description=f"{text.plain(name)}: {meter.phase}")
+            bar.update(task, completed=meter.done_bytes, left=left_text(meter.remaining()))
+
+        yield Meter(show)
+
+
+def _bar(*columns: Any) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    # Lines that are said meanwhile go above the bar; where standard output is no terminal, they stay there.
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+    )
+
+
+def left_text(left: Remaining | None) -> str:
+    """`12 s left`, or where both matter `12 s left: 8 s of bytes, 4 s of files`."""
+    if left is None:
+        return ""
+    told = f"{text.age(left.seconds)} left"
+    if left.both_matter:
+        told += f": {text.age(left.byte_seconds)} of bytes, {text.age(left.file_seconds)} of files"
+    return told

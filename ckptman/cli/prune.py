@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.list import AsJson
-from ckptman.cli.progress import progress
-from ckptman.cli.prune_report import as_dict, lines, summary
-from ckptman.cli.rules import (
+from ckptman.cli.options import (
+    AsJson,
     KeepBestOption,
     KeepDailyOption,
     KeepEveryOption,
@@ -29,10 +27,12 @@ from ckptman.cli.rules import (
     KeepWithinOption,
     MaxBytesOption,
     MaxPercentOption,
-    Rules,
     check_meant,
+    parse_retention,
 )
-from ckptman.cli.select_roots import check_is_root, roots_of
+from ckptman.cli.progress import progress
+from ckptman.cli.prune_report import as_dict, lines, summary
+from ckptman.cli.select import check_is_root, roots_of
 from ckptman.errors import CkptmanError, ConfigError, RootError
 
 if TYPE_CHECKING:
@@ -108,14 +108,24 @@ def prune(
 
     # Thousands of small things are made, and none of them is thrown away before the end.
     gc.disable()
-    by_period = {"hourly": keep_hourly, "daily": keep_daily, "weekly": keep_weekly, "monthly": keep_monthly}
-    rules = Rules(keep_last, keep_every, keep_best or [], keep_within, by_period, keep_steps, max_bytes, max_percent)
     check_count("prune", "--jobs", jobs)
     if jobs > MOST_JOBS:
         raise ConfigError(f"--jobs: at most {MOST_JOBS}, not {jobs:,}")
     if files_per_second is not None:
         check_positive("prune", "--files-per-second", files_per_second)
-    policy = rules.policy()
+    policy = parse_retention(
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep_best=keep_best,
+        keep_within=keep_within,
+        keep_hourly=keep_hourly,
+        keep_daily=keep_daily,
+        keep_weekly=keep_weekly,
+        keep_monthly=keep_monthly,
+        keep_steps=keep_steps,
+        max_bytes=max_bytes,
+        max_percent=max_percent,
+    )
     if leftovers and policy is not None:
         raise ConfigError("--leftovers deletes no checkpoint, so rules for them contradict it: leave one of them away")
     wishes = _Wishes(policy, leftovers, dry_run, as_json, jobs, files_per_second)
@@ -151,7 +161,7 @@ def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
         except (CkptmanError, OSError) as error:
             failed = error
         if failed is not None:
-            codes.append(failed.exit_code if isinstance(failed, CkptmanError) else RootError.exit_code)
+            codes.append(text.exit_code(failed))
             data |= {"error": text.message(failed), "exit_code": codes[-1]}
             said = text.message(failed)
             text.complain(said if str(path) in said else f"{path}: {said}")
@@ -179,11 +189,11 @@ def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError |
         plan = plan_prune(root, policy)
         check_meant(root, policy, plan.verdicts, stored=wishes.policy is None)
         if not wishes.as_json and (said := lines(plan, with_checkpoints=not wishes.leftovers_only)):
-            text.say("\n".join(said))
+            text.say(*said)
         pruned = None if wishes.dry_run else Pruned()
         failed = _carry_out(root, plan, wishes, pruned) if pruned is not None else None
     if not wishes.as_json:
-        text.say("\n".join(summary(plan, pruned)))
+        text.say(*summary(plan, pruned))
     return as_dict(root, plan, pruned), failed
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import getpass
 import os
-import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.list import AsJson, Root
+from ckptman.cli.options import AsJson
+from ckptman.cli.select import Root
 from ckptman.errors import ConfigError, plain
 
 if TYPE_CHECKING:
@@ -53,19 +51,12 @@ def rollback(
     else:
         make()  # what cannot be is refused before anything is written
         job = os.environ.get("SLURM_JOB_ID")
-        change = execute(root, make, why=why, by=plain(_who()), time_seconds=now, job_id=job)
+        change = execute(root, make, why=why, by=text.user_at_host(), time_seconds=now, job_id=job)
         _note(root, change, why)
     if as_json:
         text.say_json(_as_dict(root, change, dry_run))
     else:
-        text.say("\n".join(_lines(change, dry_run, now)))
-
-
-def _who() -> str:
-    name = ""
-    with suppress(KeyError, OSError, ImportError):
-        name = getpass.getuser()
-    return f"{name}@{socket.gethostname()}"
+        text.say(*_lines(change, dry_run, now))
 
 
 def _note(root: Path, change: Change, why: str) -> None:

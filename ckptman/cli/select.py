@@ -1,17 +1,19 @@
-"""Which checkpoint a command is about: PATH is the folder of one checkpoint, or a root that holds many."""
+"""Which checkpoints a command is about: one folder, a root that holds many, or the address of an object store."""
 
 from __future__ import annotations
 
+import glob
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.cli.objects import check_is_folder
 from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError
 
 if TYPE_CHECKING:
+    from ckptman.catalog.backends.object_store import ObjectBackend, ObjectEntry
     from ckptman.catalog.catalog import Entry
 
 PathOrRoot = Annotated[
@@ -28,6 +30,37 @@ Step = Annotated[
 ]
 
 
+def _folder(root: Path) -> Path:
+    check_is_folder(root)
+    check_is_no_checkpoint(root)
+    return root
+
+
+Root = Annotated[
+    Path,
+    typer.Argument(
+        metavar="ROOT",
+        show_default=False,
+        readable=False,
+        callback=_folder,
+        help="The folder that holds checkpoints.",
+    ),
+]
+
+
+def check_is_folder(path: Path | str) -> None:
+    """Raises: ConfigError where this is the address of an object store, or is meant for one."""
+    from ckptman.catalog.backends.object_store import find_url
+
+    if os.path.lexists(path):  # whatever its name is
+        return
+    if (url := find_url(str(path))) is not None:
+        raise ConfigError(
+            f"{url} is in an object store, and this command is not for those: copy it to a folder first, with "
+            f"ckptman copy {url} FOLDER"
+        )
+
+
 def is_foreign(path: Path) -> bool:
     """Whether plain DCP, or what builds on it, wrote this folder: torch's metadata, no manifest, no name of ours."""
     from ckptman.format.paths import MANIFEST, METADATA, parse_step
@@ -42,6 +75,56 @@ def is_checkpoint(path: Path) -> bool:
     from ckptman.format.paths import MANIFEST, parse_step
 
     return path.is_dir() and (parse_step(path.resolve().name) is not None or (path / MANIFEST).exists())
+
+
+def check_is_no_checkpoint(root: Path) -> None:
+    """Raises: ConfigError where a root is meant and one checkpoint is named, which would look like an empty root."""
+    with suppress(PermissionError):  # whoever reads the root says more
+        if is_checkpoint(root):
+            raise ConfigError(f"{root} is one checkpoint, and no root of several: name the folder that it is in")
+
+
+def check_is_root(root: Path) -> None:
+    """A mistyped path is never emptied: a root holds a run's own files, or a checkpoint at least.
+
+    Raises: NotFoundError, RootError (it cannot be read, or is no folder), ConfigError.
+    """
+    from ckptman.catalog.catalog import Catalog
+    from ckptman.format.paths import MANIFEST, METADATA, parse_step, run_folder
+
+    check_is_no_checkpoint(root)
+    catalogue = Catalog(root)
+    names = catalogue.names()
+    if any(parse_step(name) is not None for name in names) or run_folder(root).is_dir():
+        return
+    if not any((root / name / mark).exists() for name in names for mark in (MANIFEST, METADATA)):
+        raise ConfigError(
+            f"{root} is no root of checkpoints: there is none of ckptman in it, nor one of plain DCP. Nothing is "
+            f"deleted there: check the path"
+        )
+
+
+def roots_of(written: list[str]) -> tuple[list[Path], bool]:
+    """The folders that are meant, each once, and whether there may be several: more than one is named, or a pattern.
+
+    Raises: NotFoundError where a pattern matches no folder, ConfigError for an empty one.
+    """
+    found: dict[str, Path] = {}
+    several = len(written) > 1
+    for each in written:
+        if not each.strip():  # a variable that is not set: the folder we are in is not what was meant
+            raise ConfigError("the path of a root is empty: is a variable not set?")
+        check_is_folder(each)
+        paths = [each]
+        # A folder may well have a bracket in its name.
+        if glob.has_magic(each) and not os.path.lexists(each):
+            several = True
+            paths = sorted(path for path in glob.glob(each, recursive=True) if os.path.isdir(path))  # noqa: PTH207, PTH112
+            if not paths:
+                raise NotFoundError(f"no folder matches {each!r}: check the pattern, and the folder you are in")
+        for path in paths:
+            found.setdefault(os.path.realpath(path), Path(path))
+    return list(found.values()), several
 
 
 def choose(path: Path, step: int | None = None, every: bool = False, passed_over: bool = False) -> list[Entry]:
@@ -112,3 +195,34 @@ def _look(path: Path) -> Entry:
     elif named is not None and named.kind in ("tmp", "trash"):
         problem = "it was never committed" if named.kind == "tmp" else "it was deleted"
     return mark(Entry(manifest.step, path, manifest, problem), read_abandoned(path.resolve().parent))
+
+
+def choose_objects(url: str, step: int | None, every: bool) -> tuple[ObjectBackend, list[ObjectEntry]]:
+    """The entries a command is about, as `choose` says, and where they are.
+
+    Without a choice: the newest that counts, after those that do not and may be newer.
+    Raises: ConfigError, NotFoundError, RootError.
+    """
+    from ckptman.catalog.backends.object_store import ObjectBackend
+    from ckptman.format.paths import parse_step
+
+    if step is not None and every:
+        raise ConfigError("--step and --all exclude each other: name one of them")
+    above, _, last = url.rpartition("/")
+    if (named := parse_step(last)) is not None and named.kind == "step":
+        if step is not None or every:
+            raise ConfigError(f"--step and --all choose among the checkpoints of a root, and {url} is one checkpoint")
+        url, step = above, named.step
+    place = ObjectBackend(url)
+    entries = place.look(abandoned=True)
+    if step is not None:
+        found = [entry for entry in entries if entry.step == step]
+        if not found:
+            known = ", ".join(str(entry.step) for entry in entries[-10:]) or "none"
+            raise NotFoundError(f"{url} has no checkpoint of step {step}; the latest there are: {known}")
+        return place, found
+    entries = [entry for entry in entries if not entry.abandoned]
+    if every or not entries:
+        return place, entries
+    newest = next((entry for entry in reversed(entries) if entry.complete), entries[-1])
+    return place, [*(each for each in entries if not each.complete and each.step > newest.step), newest]

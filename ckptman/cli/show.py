@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptman.cli import console as text
-from ckptman.cli.list import AsJson, describe, verified
+from ckptman.cli.list import describe, verified
+from ckptman.cli.options import AsJson
 from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.tensors import TensorFacts, tensors_of
 from ckptman.errors import CorruptError
@@ -52,9 +53,9 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
             }
         )
         return
-    text.say("\n".join(_origin(entry, note, time.time())))
-    text.say("\n".join(tensor_lines(tensors)))
-    text.say("\n".join(_value_lines(values, read)))
+    text.say(*_origin(entry, note, time.time()))
+    text.say(*tensor_lines(tensors))
+    text.say(*_value_lines(values, read))
 
 
 def tensor_lines(tensors: list[TensorFacts]) -> list[str]:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.list import AsJson
-from ckptman.cli.quantities import parse_seconds
+from ckptman.cli.options import AsJson, parse_seconds
 from ckptman.errors import ConfigError, ExistsError
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def simulate(
         "",
         *_chart(curve, found),
     ]
-    text.say("\n".join(lines))
+    text.say(*lines)
 
 
 def _recorded(path: Path | None) -> Trace | None:

@@ -110,7 +110,7 @@ def _list_templates(templates: Any, as_json: bool) -> None:
         )
         return
     rows = [(name, each.summary, "ckptman submit" if each.chain else "sbatch") for name, each in templates.items()]
-    text.say("\n".join(text.table(("template", "what it is for", "submit with"), rows)))
+    text.say(*text.table(("template", "what it is for", "submit with"), rows))
 
 
 def _list_keys(name: str, kind: Template, as_json: bool) -> None:
@@ -122,7 +122,7 @@ def _list_keys(name: str, kind: Template, as_json: bool) -> None:
         text.say_json({"name": name, "summary": kind.summary, "keys": facts})
         return
     rows = [(key, _shown(field.default), WHAT[key]) for key, field in fields.items()]
-    text.say("\n".join(text.table(("key", "default", "what"), rows)))
+    text.say(*text.table(("key", "default", "what"), rows))
 
 
 def _default(value: Any) -> Any:

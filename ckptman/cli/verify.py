@@ -12,9 +12,8 @@ import typer
 
 from ckptman.cli import console as text
 from ckptman.cli import verify_checks as checks
-from ckptman.cli.list import AsJson
+from ckptman.cli.options import AsJson, check_threads, parse_rate
 from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
-from ckptman.cli.sizes import parse_size
 from ckptman.cli.verify_checks import Wishes
 from ckptman.cli.verify_report import Report, byte_lines, refused_lines, remark_lines, summary_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 2**20
 MOST_LOADED = 2**13
-MOST_THREADS = 1024
 All = Annotated[bool, typer.Option("--all", help="Of a root: all its checkpoints.")]
 WorldSize = Annotated[
     str | None,
@@ -156,19 +154,6 @@ def parse_mesh(written: str | None) -> tuple[int, ...] | None:
     return int(found[1]), int(found[2])
 
 
-def parse_speed(written: str | None, option: str = "--bandwidth") -> float | None:
-    """`5GB/s`, `1.5TB/s` or `800MiB/s` in bytes per second. Raises: ConfigError."""
-    if written is None:
-        return None
-    size, slash, unit = written.strip().rpartition("/")
-    try:
-        if slash and unit == "s":
-            return float(parse_size(option, size))
-    except ConfigError:
-        pass
-    raise ConfigError(f"{option}: a speed such as 5GB/s or 800MiB/s, not {written!r}")
-
-
 def _wishes(
     world_size: str | None,
     mesh: str | None,
@@ -178,12 +163,7 @@ def _wishes(
     threads: int | None,
     allow: list[str] | None,
 ) -> Wishes:
-    from ckptman.policies.checks import check_count
-
-    if threads is not None:
-        check_count("verify", "--threads", threads)
-        if threads > MOST_THREADS:
-            raise ConfigError(f"--threads: at most {MOST_THREADS:,}, not {threads:,}")
+    check_threads("verify", threads)
     sizes, shape = parse_world_sizes(world_size), parse_mesh(mesh)
     if not plan_only and max([*sizes, math.prod(shape or (1,))]) > MOST_LOADED:
         raise ConfigError(
@@ -194,13 +174,14 @@ def _wishes(
         raise ConfigError("--plan-only: say onto how many ranks, such as --world-size 1024,4096")
     if not plan_only and (bandwidth or rank_bandwidth):
         raise ConfigError("--bandwidth and --rank-bandwidth are for --plan-only: a load that is made is not estimated")
-    speeds = parse_speed(bandwidth), parse_speed(rank_bandwidth, "--rank-bandwidth")
-    return Wishes(sizes, shape, plan_only, *speeds, threads, tuple(allow or ()))
+    in_all = None if bandwidth is None else parse_rate("--bandwidth", bandwidth)
+    of_a_rank = None if rank_bandwidth is None else parse_rate("--rank-bandwidth", rank_bandwidth)
+    return Wishes(sizes, shape, plan_only, in_all, of_a_rank, threads, tuple(allow or ()))
 
 
 def _say(lines: list[str]) -> None:
     if lines:
-        text.say("\n".join(lines))
+        text.say(*lines)
 
 
 def _raise_for(reports: list[Report]) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
-from ckptman.cli import copy_progress
+from ckptman.cli import progress
 from ckptman.cli.app import main
-from ckptman.cli.copy_progress import left_text
+from ckptman.cli.progress import left_text
 from ckptman.forecast.transfer_time import Remaining
 from ckptman.format.manifest import Manifest
 from ckptman.transfer import source as copysource
@@ -177,7 +177,7 @@ def test_a_newer_format_is_not_gone_back_behind(root: Path, capsys: Told) -> Non
         (["run", "run/step-0000000100"], 2, "name a root outside of what is copied"),
         (["run", "a-file"], 10, "is a file, not a folder"),
         (["run", "a-file/backup"], 10, "cannot be made"),
-        (["run", "backup", "--limit", "fast"], 2, "--limit: a speed such as 5GB/s"),
+        (["run", "backup", "--limit", "fast"], 2, "--limit: a rate above 0 with its unit, such as 5GB/s"),
         (["run", "backup", "--limit", "0MB/s"], 2, "--limit"),
         (["run", "backup", "--threads", "0"], 2, "--threads must be a whole number of at least 1"),
         (["run", "backup", "--threads", "5000"], 2, "--threads: at most 1,024"),
@@ -239,9 +239,9 @@ def test_a_terminal_gets_a_bar_for_each_phase(root: Path, monkeypatch: pytest.Mo
         return seen[-1]
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(copy_progress, "left_text", left)
+    monkeypatch.setattr(progress, "left_text", left)
     monkeypatch.setenv("TERM", "xterm")
-    with copy_progress.copy_progress("step\x1b 7") as meter:
+    with progress.copy_progress("step\x1b 7") as meter:
         assert isinstance(meter, Meter)
         meter.begin("copying", 100, 2)
         meter.moved(50, 1.0)

@@ -17,7 +17,7 @@ import pytest
 
 from ckptman.cli import doctor as verb
 from ckptman.cli.app import main
-from ckptman.cli.sizes import parse_size
+from ckptman.cli.options import parse_size
 from ckptman.doctor import examine as checks
 from ckptman.doctor import promises, renames, surroundings
 from ckptman.doctor.facts import TorchFacts

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.cli.quantities import parse_count, parse_rate, parse_seconds
+from ckptman.cli.options import parse_count, parse_rate, parse_seconds
 from ckptman.errors import ConfigError
 from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
 from ckptman.forecast.warning_time import warning_seconds
@@ -335,7 +335,7 @@ def test_what_is_beyond_all_measure_is_still_planned(arguments: list[str], capsy
         (["--params", "7B", "--set", "a.b=1"], "--config FILE"),
         (["--params", "7B", "--tier", "scratch"], "NAME=RATE or NAME=DIR"),
         (["--params", "7B", "--tier", "scratch=2"], "with its unit"),
-        (["--params", "7B", "--tier", "scratch=2GB/h"], "a rate such as 2GB/s"),
+        (["--params", "7B", "--tier", "scratch=2GB/h"], "such as 5GB/s"),
         (["--params", "7B", "--tier", "scratch=0GB/s"], "a rate above 0"),
         (["--params", "7B", "--tier", "scratch=-2GB/s"], "a rate above 0"),
         (["--params", "7B", "--tier", "a=1GB/s", "--tier", "a=2GB/s"], "given twice"),

@@ -10,7 +10,7 @@ import pytest
 from ckptman.catalog import prune
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
-from ckptman.cli.rules import parse_keep_best
+from ckptman.cli.options import parse_keep_best
 from ckptman.format.paths import run_folder
 from ckptman.policies.retention import KeepBest
 from tests.helpers.checkpoints import commit, steps_of

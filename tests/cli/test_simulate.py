@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.cli.quantities import parse_seconds
+from ckptman.cli.options import parse_seconds
 from ckptman.errors import ConfigError, NotFoundError
 from ckptman.format.paths import journal_path
 from ckptman.runtime.failure_trace import Trace, read_trace, trace_of

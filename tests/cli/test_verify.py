@@ -22,7 +22,8 @@ from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.cli import loading, verify_checks
 from ckptman.cli.app import main
 from ckptman.cli.loading import LoadReport, PlanReport
-from ckptman.cli.verify import parse_mesh, parse_speed, parse_world_sizes
+from ckptman.cli.options import parse_rate
+from ckptman.cli.verify import parse_mesh, parse_world_sizes
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
 from ckptman.format.index import Index
 from ckptman.format.manifest import FileRecord
@@ -305,9 +306,15 @@ def test_the_summary_says_what_was_planned_as_a_mesh(
     [
         (["--plan-only"], "onto how many ranks"),
         (["--bandwidth", "5GB/s"], "are for --plan-only"),
-        (["--plan-only", "--world-size", "8", "--bandwidth", "5"], "--bandwidth: a speed such as 5GB/s"),
-        (["--plan-only", "--world-size", "8", "--bandwidth", "0GB/s"], "--bandwidth: a speed such as 5GB/s"),
-        (["--plan-only", "--world-size", "8", "--rank-bandwidth", "x"], "--rank-bandwidth: a speed"),
+        (
+            ["--plan-only", "--world-size", "8", "--bandwidth", "5"],
+            "--bandwidth: a rate above 0 with its unit, such as 5GB/s",
+        ),
+        (
+            ["--plan-only", "--world-size", "8", "--bandwidth", "0GB/s"],
+            "--bandwidth: a rate above 0 with its unit, such as 5GB/s",
+        ),
+        (["--plan-only", "--world-size", "8", "--rank-bandwidth", "x"], "--rank-bandwidth: a rate"),
         (["--mesh", "2"], "--mesh: replicas x shards, such as 2x4"),
         (["--mesh", "0x4"], "--mesh: replicas x shards, such as 2x4"),
         (["--threads", "-1"], "at least 1"),
@@ -744,10 +751,9 @@ def test_world_sizes_as_they_are_written() -> None:
 def test_meshes_and_speeds_as_they_are_written() -> None:
     assert parse_mesh(None) is None
     assert parse_mesh("2x4") == (2, 4)
-    assert parse_speed(None) is None
-    assert parse_speed("5GB/s") == 5e9
-    assert parse_speed("1.5 TB/s") == 1.5e12
-    assert parse_speed("800MiB/s") == 800 * 2**20
-    for written in ("5GB", "-1GB/s", "1e9B/s", "GB/s", "0GB/s", "5GB/h", "inf"):
+    assert parse_rate("--limit", "5GB/s") == 5e9
+    assert parse_rate("--limit", "1.5 TB/s") == 1.5e12
+    assert parse_rate("--limit", "800MiB/s") == 800 * 2**20
+    for written in ("5", "5/s", "-1GB/s", "1e9B/s", "GB/s", "0GB/s", "5GB/h", "inf"):
         with pytest.raises(ConfigError, match="such as 5GB/s"):
-            parse_speed(written)
+            parse_rate("--limit", written)

@@ -1,0 +1,227 @@
+"""Options that several verbs share, and what people write in them: `70GB`, `20min`, `2GB/s`, `7B`, rules to keep."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from functools import reduce
+from operator import and_, or_
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptman.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckptman.policies.retention import Verdict
+    from ckptman.policies.rules import KeepBest, KeepSteps, RetentionPolicy
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+MOST_THREADS = 1024
+
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([kmgtpe])(i)?)?(b)?\s*", re.IGNORECASE | re.ASCII)
+_MOST_BYTES = 2**63 - 1
+_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_PART = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*(min|[smhdw]?)", re.IGNORECASE | re.ASCII)
+_COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[+]?[0-9]+)?)\s*([kmbt]?)\s*", re.IGNORECASE | re.ASCII)
+_LARGEST = 1e12
+"""Seconds, and parameters times 1,000: what is more was a slip."""
+
+
+def is_size(written: str) -> bool:
+    """Whether it is meant as a size, of which `parse_size` says whether it can be."""
+    return _SIZE.fullmatch(written) is not None
+
+
+def parse_size(option: str, written: str, *, needs_unit: bool = False) -> int:
+    """Bytes. `kB`, `MB`, `GB`... are powers of 1000; `KiB`, `MiB`, `GiB`..., and letters without a B, of 1024.
+
+    `needs_unit`: a bare number is refused, where 70 bytes are sure to be 70 GB without their unit.
+    Raises: ConfigError where it is no size, or none above 0.
+    """
+    match = _SIZE.fullmatch(written)
+    if match is None:
+        raise ConfigError(f"{option}: a size such as 70GB, 1.5TiB or 4096 (bytes), not {written!r}")
+    number, letter, binary, byte = match.groups()
+    if needs_unit and not letter and not byte:
+        raise ConfigError(f"{option}: {number} has no unit: say {number}GB, if that is what is meant")
+    base = 1024 if binary or not byte else 1000
+    size = int(Decimal(number) * base ** (" kmgtpe".index(letter.lower()) if letter else 0))
+    if not 0 < size <= _MOST_BYTES:
+        raise ConfigError(f"{option}: a size above 0 that a file system can hold, not {written!r}")
+    return size
+
+
+def parse_seconds(option: str, written: str, *, needs_unit: bool = False) -> float:
+    """Seconds of `90`, `90s`, `20min`, `1h30min`, `4d`, `2w`.
+
+    `needs_unit`: a bare number is refused, and `m`, where days or months may be meant and seconds or minutes delete.
+    Raises: ConfigError where it is no time, or none above 0.
+    """
+    seconds, at, units = 0.0, 0, set[str]()
+    while at < len(written) and (part := _PART.match(written, at)) is not None:
+        if not part[2] and (at or part.end() < len(written)):
+            break  # a bare number means seconds only where it stands alone
+        unit = part[2].lower()
+        seconds += float(part[1]) * _UNITS[unit or "s"]
+        units.add(unit)
+        at = part.end()
+    if at < len(written.rstrip()) or not 0 < seconds <= _LARGEST:
+        raise ConfigError(f"{option}: a time above 0 such as 90s, 20min, 1h30min or 4d, not {written!r}")
+    if needs_unit and not units.isdisjoint(("", "m")):
+        unclear = "has no unit" if "" in units else "may be minutes or months"
+        raise ConfigError(f"{option}: {written.strip()} {unclear}: say it in min, h, d or w, such as 7d")
+    return seconds
+
+
+def parse_rate(option: str, written: str) -> float:
+    """Bytes per second of `2GB/s`; the `/s` may be left out, the unit may not. Raises: ConfigError."""
+    size, slash, unit = written.partition("/")
+    try:
+        if not slash or unit.strip().lower() == "s":
+            return float(parse_size(option, size, needs_unit=True))
+    except ConfigError:
+        pass
+    raise ConfigError(f"{option}: a rate above 0 with its unit, such as 5GB/s or 800MiB/s, not {written!r}")
+
+
+def parse_count(option: str, written: str) -> int:
+    """`9e9`, `7B` (billions), `350M`, `8192`. Raises: ConfigError where it is no number, or none of at least 1."""
+    match = _COUNT.fullmatch(written)
+    number = float(match[1]) * 1000.0 ** " kmbt".index(match[2].lower() or " ") if match else math.nan
+    if not 1 <= number <= _LARGEST * 1000:
+        raise ConfigError(f"{option}: a number of at least 1 such as 9e9, 7B or 350M, not {written!r}")
+    return round(number)
+
+
+def check_threads(verb: str, threads: int | None) -> None:
+    """Refuse a number of threads that no host has. Raises: ConfigError."""
+    from ckptman.policies.checks import check_count
+
+    if threads is None:
+        return
+    check_count(verb, "--threads", threads)
+    if threads > MOST_THREADS:
+        raise ConfigError(f"--threads: at most {MOST_THREADS:,}, not {threads:,}")
+
+
+def _count(option: str, help: str) -> Any:
+    return typer.Option(option, metavar="N", show_default=False, help=help)
+
+
+KeepLastOption = Annotated[int | None, _count("--keep-last", "Keep the N committed last.")]
+KeepEveryOption = Annotated[int | None, _count("--keep-every", "Keep one at each multiple of N.")]
+KeepBestOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep-best",
+        metavar="METRIC[:COUNT[:min|max]]",
+        show_default=False,
+        help="Keep the COUNT best by a metric (1, the lowest, unless said). May be given several times.",
+    ),
+]
+KeepWithinOption = Annotated[
+    str | None,
+    typer.Option("--keep-within", metavar="TIME", show_default=False, help="Keep what is younger, such as 36h or 7d."),
+]
+KeepHourlyOption = Annotated[int | None, _count("--keep-hourly", "Keep the newest of each of the last N hours.")]
+KeepDailyOption = Annotated[int | None, _count("--keep-daily", "The same for days (UTC).")]
+KeepWeeklyOption = Annotated[int | None, _count("--keep-weekly", "The same for weeks.")]
+KeepMonthlyOption = Annotated[int | None, _count("--keep-monthly", "The same for months.")]
+KeepStepsOption = Annotated[
+    str | None,
+    typer.Option("--keep-steps", metavar="N,N,...", show_default=False, help="Keep these steps."),
+]
+MaxBytesOption = Annotated[
+    str | None,
+    typer.Option("--max-bytes", metavar="SIZE", show_default=False, help="Keep no more than this, such as 2TB."),
+]
+MaxPercentOption = Annotated[
+    float | None,
+    typer.Option(
+        "--max-percent",
+        metavar="P",
+        show_default=False,
+        help="Keep no more than P percent of the file system, or of the quota.",
+    ),
+]
+
+
+def parse_retention(
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: Sequence[str] | None,
+    keep_within: str | None,
+    keep_hourly: int | None,
+    keep_daily: int | None,
+    keep_weekly: int | None,
+    keep_monthly: int | None,
+    keep_steps: str | None,
+    max_bytes: str | None,
+    max_percent: float | None = None,
+) -> RetentionPolicy | None:
+    """Return the policy that the options of `ckptman prune` and `ckptman plan` mean, or None. Raises: ConfigError."""
+    from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+    from ckptman.policies.limit import AtMost
+    from ckptman.policies.rules import KeepEvery, KeepLast
+
+    def counted(rule: Callable[[int], RetentionPolicy], count: int | None) -> list[RetentionPolicy]:
+        return [] if count is None else [rule(count)]
+
+    rules = [*counted(KeepLast, keep_last), *counted(KeepEvery, keep_every)]
+    rules += [parse_keep_best(each) for each in keep_best or ()]
+    if keep_within is not None:
+        rules.append(KeepWithin(parse_seconds("--keep-within", keep_within, needs_unit=True)))
+    rules += [*counted(KeepHourly, keep_hourly), *counted(KeepDaily, keep_daily)]
+    rules += [*counted(KeepWeekly, keep_weekly), *counted(KeepMonthly, keep_monthly)]
+    if keep_steps is not None:
+        rules.append(parse_steps(keep_steps))
+    limits = []
+    if max_bytes is not None:
+        limits.append(AtMost(bytes=parse_size("--max-bytes", max_bytes, needs_unit=True)))
+    if max_percent is not None:
+        limits.append(AtMost(percent=max_percent))
+    if not rules:
+        return reduce(and_, limits) if limits else None
+    return reduce(and_, limits, reduce(or_, rules))
+
+
+def parse_keep_best(written: str) -> KeepBest:
+    """`loss`, `loss:2`, `accuracy:2:max`; a metric may have colons in its name. Raises: ConfigError."""
+    from ckptman.policies.rules import KeepBest
+
+    parts = written.split(":")
+    mode = parts.pop() if len(parts) > 1 and parts[-1] in ("min", "max") else "min"
+    count = 1
+    if len(parts) > 1:
+        try:
+            count = int(parts[-1])
+            parts.pop()
+        except ValueError:
+            pass  # part of the metric's name; a slip shows when no checkpoint has that metric
+    return KeepBest(":".join(parts), count, "max" if mode == "max" else "min")
+
+
+def parse_steps(written: str) -> KeepSteps:
+    """`1000,5000`. Raises: ConfigError."""
+    from ckptman.policies.rules import KeepSteps
+
+    try:
+        return KeepSteps(*(int(part) for part in written.split(",")))
+    except ValueError:
+        raise ConfigError(f"--keep-steps: steps with commas between them, such as 1000,5000, not {written!r}") from None
+
+
+def check_meant(root: Path, policy: RetentionPolicy | None, verdicts: Sequence[Verdict], *, stored: bool) -> None:
+    """A slip must not delete what it was to keep. `stored`: the rules are those of the run. Raises: ConfigError."""
+    from ckptman.policies.sanity_checks import slip
+
+    if cause := slip(policy, [each.record for each in verdicts], time.time(), goes_on=stored):
+        remedy = "say what to keep, with options such as --keep-last 3" if stored else "check the options"
+        whose = "by the rules that the run stored, " if stored else ""
+        raise ConfigError(f"{root}: {whose}{cause}. Nothing is deleted: {remedy}")
