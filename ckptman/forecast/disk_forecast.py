@@ -1,29 +1,29 @@
-"""How many checkpoints rules keep of a run, at most, and the room that takes. Pure.
+"""How many checkpoints rules keep of a run, at most, and the room that takes.
 
 By arithmetic, so that a run may save millions of times: rules keep the last saves without a gap (`KeepLast`,
-`KeepWithin`), and single ones among the older. Tests hold it against what `retention.plan` keeps.
+`KeepWithin`), and single ones among the older. Rules of the calendar say themselves where a period ends. Tests hold it
+against what `retention.plan` keeps.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptman.forecast.figures import Figure, bytes_text, time_text
-from ckptman.policies.calendar import KeepByPeriod, KeepWithin, civil
+from ckptman.policies.calendar import KeepByPeriod, KeepWithin
 from ckptman.policies.checks import check_positive
 from ckptman.policies.limit import limited, rules_of
 from ckptman.policies.rules import KeepBest, KeepEvery, KeepLast, KeepSteps, RetentionPolicy
 from ckptman.policies.save_policies import AnyOf, DerivedInterval, EverySeconds, EverySteps, Facts, SavePolicy
 
 _DAY = 86_400
-_CYCLE_DAYS = 146_097
-"""After 400 years the calendar repeats, weekdays and all."""
 _FIRST_DAY = 20_454
 """1 January 2026, in days since 1 January 1970: the starts that are tried end January, a short month, and weeks."""
 _STARTS = {"month": 61, "week": 7}
 """So many days in a row are tried to start on, where a rule counts months or weeks."""
+_LONGEST = {"hour": 3600, "day": _DAY, "week": 7 * _DAY, "month": 31 * _DAY}
 _MOST_PERIODS = 10_000
 """Of more periods each has a save of its own."""
 
@@ -95,7 +95,9 @@ def disk_figures(policy: RetentionPolicy | None, bytes_each: int, saves: Saves, 
         kept, copies, counted = saves.count, saves.count, f"{saves.count:,}"
         rules = "no --keep rule: all are kept"
     else:
-        kept, copies, counted = _with_others(policy, bytes_each, most_kept(policy, saves), _most(policy, saves))
+        kept, copies, counted = _with_others(
+            policy, bytes_each, most_kept(policy, saves), saves.count + _named(policy, saves)
+        )
         rules = f"{policy}"
     return [
         Figure("saves", saves.count, "count", made),
@@ -120,8 +122,8 @@ def _with_others(policy: RetentionPolicy, bytes_each: int, by_rules: int, most: 
 
 
 def most_kept(policy: RetentionPolicy, saves: Saves) -> int:
-    """How many saves the rules keep at the end of the run, at most: wherever in the calendar it begins, and whichever
-    of the others are the best by a metric."""
+    """Return the most saves that the rules keep at the end of the run: wherever in the calendar it begins, whichever
+    of the others are the best by a metric, and with a save at each step that is named (`AtStep`)."""
     rules = rules_of(policy)
     last = min(saves.count, max(_last(rule, saves) for rule in rules))
     older = saves.count - last
@@ -137,12 +139,12 @@ def most_kept(policy: RetentionPolicy, saves: Saves) -> int:
     starts = _starts(periods, saves) if periods else ()
     by_period = max((sum(map(alone, _newest_of_periods(periods, saves, start))) for start in starts), default=0)
     by_period += sum(max(0, min(rule.count, saves.count) - _MOST_PERIODS) for rule in periods)
-    named = sum(not _is_save(step, saves) or alone(_number(step, saves)) for step in _named(rules, saves))
     best: dict[str, int] = {}
     for rule in rules:
         if isinstance(rule, KeepBest):
             best[rule.metric] = max(best.get(rule.metric, 0), rule.count)
-    return min(_most(policy, saves), last + milestones + by_period + named + sum(best.values()))
+    named = _named(policy, saves)
+    return min(saves.count + named, last + milestones + by_period + named + sum(best.values()))
 
 
 def _last(rule: RetentionPolicy, saves: Saves) -> int:
@@ -154,22 +156,10 @@ def _last(rule: RetentionPolicy, saves: Saves) -> int:
     return 1 if isinstance(rule, KeepEvery | KeepBest | KeepSteps | KeepByPeriod) else saves.count
 
 
-def _most(policy: RetentionPolicy, saves: Saves) -> int:
-    """All saves, with those at steps that are named (`AtStep`)."""
-    return saves.count + sum(not _is_save(step, saves) for step in _named(rules_of(policy), saves))
-
-
-def _named(rules: Sequence[RetentionPolicy], saves: Saves) -> set[int]:
-    named = {step for rule in rules if isinstance(rule, KeepSteps) for step in rule.steps}
-    return {step for step in named if step <= saves.run_seconds / saves.step_seconds}
-
-
-def _number(step: int, saves: Saves) -> int:
-    return max(1, min(round(step * saves.step_seconds / saves.interval_seconds), step, saves.count))
-
-
-def _is_save(step: int, saves: Saves) -> bool:
-    return saves.step(_number(step, saves)) == step
+def _named(policy: RetentionPolicy, saves: Saves) -> int:
+    """How many steps of the run are named, by `KeepSteps`."""
+    named = {step for rule in rules_of(policy) if isinstance(rule, KeepSteps) for step in rule.steps}
+    return sum(step <= saves.run_seconds / saves.step_seconds for step in named)
 
 
 def _starts(periods: Sequence[KeepByPeriod], saves: Saves) -> Iterator[float]:
@@ -182,31 +172,21 @@ def _starts(periods: Sequence[KeepByPeriod], saves: Saves) -> Iterator[float]:
 
 
 def _newest_of_periods(periods: Sequence[KeepByPeriod], saves: Saves, start: float) -> set[int]:
-    """What rules of the calendar keep of a run that begins at `start` (unix seconds)."""
+    """The saves that rules of the calendar keep of a run that begins at `start` (unix seconds), by their numbers."""
     found = set()
     for rule in periods:
-        begins, number = _BEGINS[rule.period.unit], saves.count
+
+        def period(number: int, rule: KeepByPeriod = rule) -> str:
+            return rule.period.of(start + number * saves.interval_seconds)
+
+        number = saves.count
         for _ in range(min(rule.count, _MOST_PERIODS)):
             found.add(number)
-            begun = begins(start + number * saves.interval_seconds)
-            number = min(number - 1, math.ceil((begun - start) / saves.interval_seconds))
-            while number > 0 and start + number * saves.interval_seconds >= begun:
-                number -= 1
+            newest = period(number)
+            # The saves of a period lie side by side, so the first of them is found by halving.
+            low = max(0, number - 2 - int(_LONGEST[rule.period.unit] / saves.interval_seconds))
+            same = bisect_left(range(low + 1, number + 1), True, key=lambda each: period(each) == newest)
+            number = low + same
             if number < 1:
                 break
     return found
-
-
-def _month(seconds: float) -> float:
-    day = math.floor(seconds / _DAY)
-    return (day + 1 - int(civil(day % _CYCLE_DAYS)[-2:])) * float(_DAY)
-
-
-_BEGINS: dict[str, Callable[[float], float]] = {
-    "hour": lambda seconds: seconds - seconds % 3600,
-    "day": lambda seconds: seconds - seconds % _DAY,
-    # 1 January 1970 was a Thursday.
-    "week": lambda seconds: seconds - (seconds + 3 * _DAY) % (7 * _DAY),
-    "month": _month,
-}
-"""When a period begins that a time lies in."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckptman.errors import ConfigError, IntervalError
-from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin, civil, duration
+from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin, duration
 from ckptman.policies.limit import AtMost, in_bytes, needs_capacity
 from ckptman.policies.retention import over_limit, plan
 from ckptman.policies.rules import KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
@@ -71,12 +71,6 @@ def test_the_newest_of_each_period_stands_for_it() -> None:
 )
 def test_periods_begin_where_the_calendar_says(rule: RetentionPolicy, times: tuple[str, ...], expected: Any) -> None:
     assert kept(at(*times), rule) == expected
-
-
-def test_days_have_the_dates_of_the_calendar() -> None:
-    first = datetime.date(1970, 1, 1)
-    for day in (*range(0, 80_000, 13), *range(10_950, 11_400), 2_932_896):
-        assert civil(day) == (first + datetime.timedelta(day)).isoformat()
 
 
 @pytest.mark.parametrize("broken", [-1e18, -1.0, 1e18, 253_402_300_800.0])
