@@ -19,10 +19,17 @@ ROOM = "there is room for it"
 
 @dataclass(frozen=True)
 class AtMost(RetentionPolicy):
-    """The checkpoints of the root take at most so many `bytes`, or `percent` of the file system or of the quota.
+    """Limit the room that the checkpoints of a root take: `KeepLast(10) & AtMost(bytes=2_000_000_000_000)`.
 
-    Alone it keeps all that there is room for, the last committed first. Raises: ConfigError unless one of the two is
-    given, IntervalError for a size that is not above 0 or more than 100 percent.
+    Alone it keeps all that there is room for, the last committed first. One of the two is given.
+
+    Args:
+        bytes: of all checkpoints together.
+        percent: of the file system, or of the smallest quota that counts for the root.
+
+    Raises:
+        ConfigError: neither or both are given.
+        IntervalError: the limit is not above 0, or is more than 100 percent.
     """
 
     bytes: int | None = None
@@ -50,7 +57,7 @@ class AtMost(RetentionPolicy):
 
 @dataclass(frozen=True, repr=False)
 class Limited(RetentionPolicy):
-    """What a policy keeps, as far as its limits allow: what `&` makes."""
+    """Keep what a policy keeps, as far as its limits allow: what `&` makes."""
 
     policy: RetentionPolicy
     limits: tuple[AtMost, ...]

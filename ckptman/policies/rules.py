@@ -1,4 +1,4 @@
-"""Rules of what to keep: each is data with one pure method, `keeps(records)`, and rules combine with `|`.
+"""Retention rules: each is data with one pure method, `keeps(records)`, and rules combine with `|`.
 
     KeepLast(3) | KeepEvery(steps=10_000) | KeepBest("loss", count=2)
 
@@ -47,19 +47,43 @@ class Record:
 
 
 class RetentionPolicy(ABC):
-    """Names the checkpoints to keep. To write your own, subclass it and keep `keeps` a pure function of the records."""
+    """Choose the checkpoints to keep. Policies combine with `|`, and `&` sets a limit (`AtMost`).
+
+    To write your own, subclass it and keep `keeps` a pure function of the records.
+    """
 
     @abstractmethod
     def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        """The sequence of each record to keep, with the reason. Records come in any order. Called by `plan`."""
+        """Choose the records to keep. Called by `plan`.
+
+        Args:
+            records: the committed checkpoints of a root, in any order.
+
+        Returns:
+            The reason to keep it, by the sequence of each record that is kept.
+        """
 
     def keeps_at(self, records: Sequence[Record], now_seconds: float) -> dict[int, str]:
-        """The same for a rule that asks for the age. Now is in unix seconds; where the clock is behind, records are
-        later. Called by `plan`."""
+        """Choose by age too; override it where a rule depends on the time. Called by `plan`.
+
+        Args:
+            records: as for `keeps`.
+            now_seconds: unix time; where the clock is behind, records are later.
+
+        Returns:
+            As `keeps`.
+        """
         return self.keeps(records)
 
     def why_not(self, record: Record) -> str:
-        """Why a record that it does not keep is not kept, in a few words. Called by `plan`."""
+        """Explain why a record is not kept. Called by `plan`.
+
+        Args:
+            record: one that `keeps` did not choose.
+
+        Returns:
+            A few words, such as "older than the last 3".
+        """
         return f"{type(self).__name__} does not name it"
 
     def __or__(self, other: RetentionPolicy) -> KeepAny:
@@ -78,7 +102,7 @@ class RetentionPolicy(ABC):
 
 @dataclass(frozen=True, repr=False)
 class KeepAny(RetentionPolicy):
-    """Keeps what any of its policies keeps: what `|` makes."""
+    """Keep what any of its policies keeps: what `|` makes."""
 
     policies: tuple[RetentionPolicy, ...]
 
@@ -115,7 +139,14 @@ class KeepAny(RetentionPolicy):
 
 @dataclass(frozen=True)
 class KeepLast(RetentionPolicy):
-    """Keeps the `count` checkpoints that were committed last. Raises IntervalError unless `count` is at least 1."""
+    """Keep the `count` checkpoints that were committed last.
+
+    Args:
+        count: checkpoints.
+
+    Raises:
+        IntervalError: `count` is less than 1.
+    """
 
     count: int
 
@@ -134,10 +165,16 @@ class KeepLast(RetentionPolicy):
 
 @dataclass(frozen=True)
 class KeepEvery(RetentionPolicy):
-    """Keeps, for each multiple of `steps`, the first checkpoint at it or between it and the next multiple.
+    """Keep, for each multiple of `steps`, the first checkpoint at it or between it and the next multiple.
 
     So milestones stay also where saves fall beside the multiples, as they do with an interval in seconds. Whichever
-    checkpoints go in between, the same milestones are chosen again. Raises IntervalError unless `steps` is at least 1.
+    checkpoints go in between, the same milestones are chosen again.
+
+    Args:
+        steps: optimizer steps from one milestone to the next.
+
+    Raises:
+        IntervalError: `steps` is less than 1.
     """
 
     steps: int
@@ -163,8 +200,15 @@ class KeepEvery(RetentionPolicy):
 
 @dataclass(frozen=True)
 class KeepSteps(RetentionPolicy):
-    """Keeps the checkpoints of the steps named: `KeepSteps(1_000, 5_000)`. Raises ConfigError for none, IntervalError
-    for one below 0."""
+    """Keep the checkpoints of the steps named: `KeepSteps(1_000, 5_000)`.
+
+    Args:
+        *steps: optimizer steps; 0 is a step.
+
+    Raises:
+        ConfigError: no step is given.
+        IntervalError: a step is below 0.
+    """
 
     steps: tuple[int, ...]
 
@@ -194,10 +238,19 @@ class KeepSteps(RetentionPolicy):
 
 @dataclass(frozen=True)
 class KeepBest(RetentionPolicy):
-    """Keeps the `count` checkpoints with the lowest (`mode="min"`) or highest ("max") value of a metric.
+    """Keep the `count` checkpoints with the lowest or highest value of a metric.
 
     A checkpoint without the metric, or whose value is NaN or infinite, is never among the best. Of equals, the one
-    committed later is better. Raises IntervalError unless `count` is at least 1, ConfigError for another mode.
+    committed later is better.
+
+    Args:
+        metric: its name, as given to `Checkpointer.step(metrics=...)`.
+        count: checkpoints.
+        mode: "min" keeps the lowest values, "max" the highest.
+
+    Raises:
+        IntervalError: `count` is less than 1.
+        ConfigError: the metric has no name, or the mode is another one.
     """
 
     metric: str

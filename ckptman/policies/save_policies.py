@@ -62,11 +62,21 @@ class Decision:
 
 
 class SavePolicy(ABC):
-    """Decides at which steps to save. To write your own, subclass it and keep `decide` a pure function of the facts."""
+    """Decide at which steps to save. Policies combine with `|`.
+
+    To write your own, subclass it and keep `decide` a pure function of the facts.
+    """
 
     @abstractmethod
     def decide(self, facts: Facts) -> Decision | None:
-        """Whether to save at `facts.step`, and why; None: no. Called on the leader, one step ahead."""
+        """Decide whether to save at `facts.step`. Called on the leader, one step ahead.
+
+        Args:
+            facts: what is known about the end of that step; times in seconds.
+
+        Returns:
+            The reason to save, and whether to leave after it; None: no save.
+        """
 
     def __or__(self, other: SavePolicy) -> AnyOf:
         return AnyOf((self, other)) if isinstance(other, SavePolicy) else NotImplemented
@@ -74,7 +84,7 @@ class SavePolicy(ABC):
 
 @dataclass(frozen=True, repr=False)
 class AnyOf(SavePolicy):
-    """Saves when any of its policies does: what `|` makes. It names every reason, and stops if one of them stops."""
+    """Save when any of its policies does: what `|` makes. It names every reason, and stops if one of them stops."""
 
     policies: tuple[SavePolicy, ...]
 
@@ -101,9 +111,13 @@ class AnyOf(SavePolicy):
 
 @dataclass(frozen=True)
 class EverySteps(SavePolicy):
-    """Saves at each multiple of `steps`, or at the first step asked about beyond it.
+    """Save at each multiple of `steps`, or at the first step asked about beyond it.
 
-    Raises IntervalError unless `steps` is at least 1.
+    Args:
+        steps: optimizer steps.
+
+    Raises:
+        IntervalError: `steps` is less than 1.
     """
 
     steps: int
@@ -122,9 +136,13 @@ class EverySteps(SavePolicy):
 
 @dataclass(frozen=True)
 class EverySeconds(SavePolicy):
-    """Saves at the last step that ends within `seconds` of the last save.
+    """Save at the last step that ends within `seconds` of the last save.
 
-    Raises IntervalError unless `seconds` is finite and above 0.
+    Args:
+        seconds: from the start of one save to that of the next.
+
+    Raises:
+        IntervalError: `seconds` is not above 0, or not finite.
     """
 
     seconds: float
@@ -138,9 +156,14 @@ class EverySeconds(SavePolicy):
 
 @dataclass(frozen=True, init=False, repr=False)
 class AtStep(SavePolicy):
-    """Saves at each of the steps named, or at the first step asked about beyond it.
+    """Save at each of the steps named, or at the first step asked about beyond it: `AtStep(100, 200)`.
 
-    Raises IntervalError unless every step is at least 1, ConfigError when none is given.
+    Args:
+        *steps: optimizer steps.
+
+    Raises:
+        ConfigError: no step is given.
+        IntervalError: a step is less than 1.
     """
 
     steps: tuple[int, ...]
@@ -165,7 +188,7 @@ class AtStep(SavePolicy):
 
 @dataclass(frozen=True)
 class OnStop(SavePolicy):
-    """Saves, and leaves, when a stop was asked for: a signal on any rank."""
+    """Save, and leave, when a stop was asked for: a signal on any rank."""
 
     def decide(self, facts: Facts) -> Decision | None:
         return None if facts.stop is None else Decision(f"stop asked: {facts.stop}", stop=True)
@@ -173,7 +196,7 @@ class OnStop(SavePolicy):
 
 @dataclass(frozen=True)
 class BeforeDeadline(SavePolicy):
-    """Saves, and leaves, at the last step from which a save can still be durable in time, even if no signal comes.
+    """Save, and leave, at the last step from which a save can still be durable in time, even if no signal comes.
 
     Saying no at this step puts the next chance one step later, so this is the last step when less is left at its end
     than save * safety + margin_seconds + step_seconds. Let `margin_seconds` cover what can come between two steps, such
@@ -187,7 +210,13 @@ class BeforeDeadline(SavePolicy):
     So the last save is in time if the first one was measured before it, or if it takes no longer than assumed and there
     was time for two. Else it may come too late, and what the run falls back to is the first one.
 
-    Raises IntervalError for a negative margin, an assumed save of 0, or a `safety` under 1.
+    Args:
+        margin_seconds: time for what comes between two steps.
+        assumed_save_seconds: what a save takes, before one was measured.
+        safety: the factor on the time of a save.
+
+    Raises:
+        IntervalError: a negative margin, an assumed save that is not above 0, or a `safety` below 1.
     """
 
     margin_seconds: float = 30
@@ -281,13 +310,18 @@ class DerivedInterval(SavePolicy):
 
 @dataclass(frozen=True)
 class InitTimeInterval(DerivedInterval):
-    """Saves every `factor` times the measured init phase: the practitioners' rule, 3 to 5 times.
+    """Save every `factor` times the measured init phase: the practitioners' rule, 3 to 5 times.
 
     The init phase runs from the start of the process to the end of its first finished step: what a restart costs.
-    The interval is held between `min_seconds` and `max_seconds` (None: no upper bound), and is `max_seconds` until
-    init was measured. Source: the advice to users of Leonardo (CINECA); at least every 15 minutes: HKUST (2024).
+    Source: the advice to users of Leonardo (CINECA); at least every 15 minutes: HKUST (2024).
 
-    Raises IntervalError for a factor of 0, negative bounds, NaN, or bounds that cross.
+    Args:
+        factor: the interval is so many times the init phase.
+        min_seconds: the shortest interval.
+        max_seconds: the longest interval, and the interval until init was measured. None: no upper bound.
+
+    Raises:
+        IntervalError: the factor is not above 0, or the bounds are negative or cross.
     """
 
     factor: float = 4
@@ -308,14 +342,19 @@ class InitTimeInterval(DerivedInterval):
 
 @dataclass(frozen=True)
 class DalyInterval(DerivedInterval):
-    """Saves at the interval that keeps training available most, given how often the machine fails.
+    """Save at the interval that keeps training available most, given how often the machine fails.
 
     Costs are measured: a save is what it blocks training for, a restart the init phase. The formula and its source are
     in `daly_interval_seconds`. As soon as a step was measured it saves once, to measure what a save costs. The interval
-    is at least what a save takes to become durable, since the next one cannot begin before, and is then held between
-    `min_seconds` and `max_seconds` (None: no upper bound).
+    is at least what a save takes to become durable, since the next one cannot begin before.
 
-    Raises IntervalError for an MTBF of 0, negative bounds, NaN, or bounds that cross.
+    Args:
+        mtbf_seconds: mean time between failures of the whole run.
+        min_seconds: the shortest interval.
+        max_seconds: the longest interval, and the interval until the costs were measured. None: no upper bound.
+
+    Raises:
+        IntervalError: the MTBF is not above 0, or the bounds are negative or cross.
     """
 
     mtbf_seconds: float

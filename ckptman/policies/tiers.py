@@ -1,4 +1,4 @@
-"""Places further away where some of a run's checkpoints go too: which of them, and why. Pure, no I/O.
+"""Places further away where some of a run's checkpoints go too: which of them, and why.
 
 Tier("/project/run/checkpoints", every=4, retention=KeepLast(10))
 Tier("s3://archive/run", retention=KeepBest("loss"))
@@ -24,17 +24,19 @@ class AsPath(Protocol):
 
 @dataclass(frozen=True)
 class Tier:
-    """A place for copies of a run's checkpoints.
+    """Describe a place for copies of a run's checkpoints.
 
     Args:
-        path: a folder, or the address of an object store such as `s3://bucket/prefix`. It is of this tier of
-            one root alone: that of another run is refused.
-        every: each so many-th commit of the run's root is a candidate.
-        retention: of the candidates those go there that it would keep there, and it is what prunes the tier after a
-            copy. None: all of them, and nothing is deleted.
-        bytes_per_second: a copy is no faster than this.
+        path: a folder, or the address of an object store such as `s3://bucket/prefix`. It belongs to one tier of
+            one root: that of another run is refused.
+        every: every N-th commit of the run's root is a candidate.
+        retention: candidates that it would keep are copied, and it prunes the tier after a copy. None: all are copied,
+            and nothing is deleted.
+        bytes_per_second: the most that a copy may take; None: no limit.
 
-    Raises: ConfigError, IntervalError.
+    Raises:
+        ConfigError: the path is no address, holds a secret, or the retention policy does not fit a tier.
+        IntervalError: `every` is less than 1, or `bytes_per_second` is not above 0.
     """
 
     path: str | AsPath
@@ -65,10 +67,10 @@ class Tier:
 
 
 def due(records: Sequence[Record], there: Sequence[Record], tier: Tier, now_seconds: float) -> dict[int, str]:
-    """What of a root has still to go to a tier: the place of each in `records`, with the reason.
+    """Return what of a root has still to be copied to a tier: the index of each in `records`, with the reason.
 
-    `there`: what the tier holds; what is damaged there has to go there again. What is damaged or abandoned in the root
-    goes nowhere. Called by drains, and by prunes of the root, which leave alone what is due.
+    `there`: what the tier holds; what is damaged there is copied again. What is damaged or abandoned in the root is not
+    copied. Called by drains, and by prunes of the root, which leave alone what is due.
     """
     good = [record for record in there if not record.damaged]
     known = {_key(record) for record in good}
