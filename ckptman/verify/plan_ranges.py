@@ -1,10 +1,10 @@
 """Which ranks read which bytes in a load, for all ranks at a time: arithmetic on arrays, no rank and no tensor.
 
-The twin of what each rank does for itself in `sharing` and `reading`, seen from the other side: chunks look for the
-ranks that need them. `plan_check` holds it against the lookup of a restore, a test against `sharing`.
+The twin of what each rank does for itself in `loading.read` and `loading.exchange`, seen from the other side: chunks
+look for the ranks that need them. Tests hold it against both.
 
-Shards are rows as `torch.chunk` cuts them; R replicas of a shard read it together, as `sharing` has it, each an equal
-length of the line of all its tensors.
+Shards are rows as `torch.chunk` cuts them; R replicas of a shard read it together, as `loading.exchange` has it, each
+an equal length of the line of all its tensors.
 """
 
 from __future__ import annotations
@@ -104,6 +104,21 @@ def overlaps(chunks: Chunks, readers: Readers) -> Overlaps:
     return Overlaps(reader[some], chunk[some], low[some], high[some])
 
 
+def bytes_of(saved: Saved, chunks: Chunks, found: Overlaps, is_ours: bool) -> tuple[Ints, Ints]:
+    """The bytes of a file [start, end) that hold what readers and chunks have in common."""
+    begins, _ = rows_of(chunks)
+    row = chunks.sizes[:, 1:].prod(axis=1)[found.chunk] * saved.dtype.itemsize
+    payload = chunks.payload[found.chunk]
+    # In a foreign container the place of the payload is not known, but it is less than what is around it.
+    begin = np.where(payload >= 0, payload, chunks.offset[found.chunk])
+    start = begin + (found.low - begins[found.chunk]) * row
+    end = start + (found.high - found.low) * row
+    if is_ours and (payload < 0).any():  # only torch can read these, and it reads them whole
+        start = np.where(payload >= 0, start, chunks.offset[found.chunk])
+        end = np.where(payload >= 0, end, (chunks.offset + chunks.bytes)[found.chunk])
+    return start, end
+
+
 class Reads:
     """Ranges of files that ranks read, gathered, and what they come to."""
 
@@ -159,7 +174,7 @@ def _readers(saved: Saved, group: _Group, count: int, numbers: Ints) -> Iterator
 
 
 def _is_shared(saved: Saved, members: int, rows: Ints) -> NDArray[np.bool_]:
-    """For shards of so many rows, whether their replicas read them together (see `sharing`)."""
+    """For shards of so many rows, whether their replicas read them together (see `loading.exchange`)."""
     can = members > 1 and bool(saved.shape) and saved.row_bytes <= BAND_BYTES // members
     return (rows * saved.row_bytes >= SHARED_BYTES) & can
 

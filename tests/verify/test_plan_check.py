@@ -96,13 +96,13 @@ def _row(numbers: Table, record: Any, row: int) -> Table:
 
 def chunk_missing(numbers: Table, record: Any) -> str:
     _row(numbers, record, 2)[4 + 2] = 0  # has no rows any more
-    return "layers.3.weight [82, 96] was not saved exactly once: they hold"
+    return "layers.3.weight [82, 96]: element [28, 0] was saved 0 times, not once"
 
 
 def chunks_overlap(numbers: Table, record: Any) -> str:
     row = _row(numbers, record, 1)
     row[4] -= 1
-    return "was not saved exactly once: some of them overlap, and others leave a hole"
+    return "layers.3.weight [82, 96]: element [13, 0] was saved 2 times, not once"
 
 
 def chunk_outside_its_file(numbers: Table, record: Any) -> str:
@@ -159,21 +159,24 @@ LIES = (
 
 
 def _lie(folder: Path, scratch: Path) -> list[tuple[str, list[str]]]:
-    """For each lie what should be found, and what is."""
+    """For each lie what should be found, and what `verify --plan-only` finds: the plan comes after the table."""
     from ckptman.format.index import Index
+    from ckptman.format.manifest import read_manifest
     from ckptman.format.paths import CHUNKS, INDEX
+    from ckptman.integrity.check import check_coverage
     from ckptman.verify.plan_check import plan
     from tests.helpers.simulated import reseal
 
     record = Index.model_validate_json((folder / INDEX).read_bytes()).tensors["layers.3.weight"]
     found = []
     for lie in LIES:
-        shutil.copytree(folder, scratch / lie.__name__)
+        lying = scratch / lie.__name__
+        shutil.copytree(folder, lying)
         numbers = np.fromfile(folder / CHUNKS, "<i8")
         expected = lie(numbers, record)
-        reseal(scratch / lie.__name__, numbers)
-        (report,) = plan(scratch / lie.__name__, [4])
-        found.append((expected, report.problems))
+        reseal(lying, numbers)
+        problems = check_coverage(lying, read_manifest(lying), lists=False)
+        found.append((expected, problems or [why for report in plan(lying, [4]) for why in report.problems]))
     return found
 
 
@@ -185,49 +188,92 @@ def test_a_table_that_lies_is_found(simulated: Path, tmp_path: Path) -> None:
         assert all("layers.3.weight" in problem for problem in problems), problems
 
 
-def test_ranks_that_miss_something_are_named(simulated: Path, tmp_path: Path) -> None:
-    found = dict(alone(_lie, simulated, tmp_path))
-    problems = found["layers.3.weight [82, 96] was not saved exactly once: they hold"]
-    assert "on 4 ranks: rank 1: of 2016 elements of layers.3.weight that are needed, 672 were saved" in problems
-
-
-def test_a_file_that_is_cut_short_or_missing_is_found(simulated: Path, tmp_path: Path) -> None:
-    shutil.copytree(simulated, tmp_path / "cut")
-    with (tmp_path / "cut" / "__2_0.distcp").open("r+b") as file:
-        file.truncate(4096)
-    (report,) = alone(_plan, tmp_path / "cut", [(3,)])
-    assert "__2_0.distcp has 4096 bytes instead of" in report.problems[0]
-    assert any("of __2_0.distcp, which has 4096 bytes" in problem for problem in report.problems)
-    (tmp_path / "cut" / "__2_0.distcp").unlink()
-    (report,) = alone(_plan, tmp_path / "cut", [(3,)])
-    assert "__2_0.distcp is missing" in report.problems[0]
-
-
-def _restore_otherwise(folder: Path) -> list[list[str]]:
-    """Plans where a restore reads other rows, or other bytes of them, than it should."""
+def _without_a_chunk(folder: Path) -> list[str]:
     from ckptman.verify import plan_check
 
-    real_fills, real_cut = plan_check.fills_for_box, plan_check._Cut
+    real = plan_check.overlaps
+
+    def fewer(chunks: Any, readers: Any) -> Any:
+        found = real(chunks, readers)
+        return type(found)(*(each[1:] for each in found)) if len(chunks) > 1 else found
+
+    plan_check.overlaps = fewer
+    return [why for report in plan_check.plan(folder, [4]) for why in report.problems]
+
+
+def test_ranks_that_miss_something_are_named(simulated: Path) -> None:
+    problems = alone(_without_a_chunk, simulated)
+    assert "on 4 ranks: rank 0: of 2016 elements of layers.3.weight that are needed, 672 were saved" in problems
+
+
+def _read_by_a_restore(state: Any, saved: Any, low: int, high: int) -> list[tuple[str, int, int]]:
+    """Which bytes of which files a restore reads for rows [low, high)."""
+    import torch
+
+    from ckptman.loading.read import _Cut, fills_for_box
+
+    shape = (high - low, *saved.shape[1:]) if saved.shape else ()
+    memory = torch.empty(shape, dtype=torch.uint8, device="meta")
     found = []
-
-    def shifted(state: Any, name: str, offsets: Any, memory: Any) -> Any:
-        for fill in real_fills(state, name, offsets, memory):
-            yield type(fill)(fill.name, fill.chunk, tuple(max(0, each - 1) for each in fill.start), fill.target)
-
-    class Longer(real_cut):  # type: ignore[misc, valid-type]
-        def from_payload(self, payload: int) -> Any:
-            yield from super().from_payload(payload + 2)
-
-    for name, harm in (("fills_for_box", shifted), ("_Cut", Longer)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plan_check, name, harm)
-            found += [report.problems for report in plan_check.plan(folder, [5], (2, 3))]
-    return found
+    for fill in fills_for_box(state, saved.name, (low, *[0] * (len(shape) - 1))[: len(shape)], memory):
+        ranges = list(_Cut(fill, saved.dtype, lambda target, source: None).from_payload(fill.chunk.payload))
+        assert sum(each.bytes for each in ranges) == fill.target.numel() * saved.dtype.itemsize
+        first, last = min(each.offset for each in ranges), max(each.offset + each.bytes for each in ranges)
+        found.append((fill.chunk.file, first, last))
+    return sorted(found)
 
 
-def test_a_restore_that_would_read_something_else_is_found(simulated: Path) -> None:
-    for problems in alone(_restore_otherwise, simulated):
-        assert any("a restore reads __" in problem and "and it should be __" in problem for problem in problems)
+def _compare_with_a_restore(folder: Path, layouts: list[tuple[int, ...]]) -> int:
+    from ckptman.loading.checkpoint_reader import SavedState
+    from ckptman.verify import plan_ranges
+    from ckptman.verify.chunk_files import Saved
+
+    state, compared = SavedState.read(folder), 0
+    tensors = [Saved(name, each.shape, state.dtype(name)) for name, each in state.index.tensors.items()]
+    for layout in layouts:
+        for saved, parts in plan_ranges.readers_of(tensors, layout, range(layout[-1])):
+            chunks = state.table.chunks(saved.name)
+            for readers in parts:
+                found = plan_ranges.overlaps(chunks, readers)
+                start, end = plan_ranges.bytes_of(saved, chunks, found, True)
+                files = [state.index.files[number] for number in chunks.file[found.chunk]]
+                planned: dict[int, list[tuple[str, int, int]]] = {}
+                for number, *place in zip(found.reader.tolist(), files, start.tolist(), end.tolist()):
+                    planned.setdefault(number, []).append((place[0], place[1], place[2]))
+                for number, (low, high) in enumerate(zip(readers.low.tolist(), readers.high.tolist())):
+                    expected = _read_by_a_restore(state, saved, low, high) if low < high else []
+                    assert sorted(planned.get(number, [])) == expected, (layout, saved.name, number)
+                    compared += 1
+    return compared
+
+
+def test_each_rank_reads_what_a_restore_reads(simulated: Path) -> None:
+    assert alone(_compare_with_a_restore, simulated, LAYOUTS) > 1000
+
+
+def _compare_with_torch(layouts: list[tuple[int, ...]]) -> None:
+    import torch
+    from torch.distributed.tensor.placement_types import Replicate, Shard
+
+    from ckptman._torch_compat import local_shape_and_offset
+    from ckptman.verify.chunk_files import Saved
+    from ckptman.verify.plan_ranges import rows_of_shards
+
+    for name, dtype, shape in TENSORS:
+        saved = Saved(name, shape, getattr(torch, dtype))
+        for layout in layouts if shape else ():
+            low, high = rows_of_shards(saved, layout[-1], np.arange(layout[-1]))
+            placements = [*[Replicate()] * (len(layout) - 1), Shard(0)]
+            for number in range(layout[-1]):
+                at = [*[0] * (len(layout) - 1), number]
+                sizes, offsets = local_shape_and_offset(shape, layout, at, placements)
+                # Of an empty shard, torch says where it begins in its own way.
+                assert sizes[0] == high[number] - low[number]
+                assert not sizes[0] or offsets[0] == low[number]
+
+
+def test_shards_are_the_rows_that_torch_gives_them() -> None:
+    alone(_compare_with_torch, LAYOUTS)
 
 
 def _save(folder: str) -> None:
