@@ -314,7 +314,7 @@ class Catalog:
         for entry in entries:
             if not isinstance(entry, Remembered):
                 continue
-            found = _look(entry.path, entry.step, _lstat(entry.path))
+            found = look_at(entry.path, entry.step, _lstat(entry.path))
             if not found.complete or found.sequence != entry.sequence:
                 whole = False
                 self.forget(entry.path.name)
@@ -407,7 +407,7 @@ class Catalog:
         """What lies under a name; None: it did not stay there while it was looked at."""
         path = self.root / name
         before = _lstat(path)
-        entry = _look(path, step, before)
+        entry = look_at(path, step, before)
         after = _lstat(path)
         if before is None or after is None or not _stayed(before, after, entry.complete):
             self.forget(name)
@@ -444,25 +444,30 @@ def _stayed(before: os.stat_result, after: os.stat_result, complete: bool) -> bo
     return os.path.samestat(before, after) and (complete or before.st_ctime_ns == after.st_ctime_ns)
 
 
-def _look(path: Path, step: int, before: os.stat_result | None) -> Entry:
+def look_at(path: Path, step: int | None, before: os.stat_result | None = None) -> Entry:
+    """Judge one folder by itself. `step`: that of its name; None where its name tells none.
+
+    `before`: what `lstat` says of it, where a link is none of ours.
+    """
+    named = step or 0
     try:
         if before is not None and stat.S_ISLNK(before.st_mode):
-            return Entry(step, path, None, "it is a link, not a folder", beside=frozenset())
+            return Entry(named, path, None, "it is a link, not a folder", beside=frozenset())
         manifest = read_manifest(path)
-        if manifest.step != step:
+        if step is not None and manifest.step != step:
             return Entry(step, path, manifest, f"its manifest is of step {manifest.step}")
         problem, beside = compare_names(path, manifest)
-        return Entry(step, path, manifest, problem, beside=beside)
+        return Entry(manifest.step, path, manifest, problem, beside=beside)
     except FileNotFoundError:
-        return Entry(step, path, None, "it has no manifest.json")
+        return Entry(named, path, None, "it has no manifest.json")
     except NotADirectoryError:
-        return Entry(step, path, None, "it is a file, not a folder")
+        return Entry(named, path, None, "it is a file, not a folder")
     except FormatVersionError as error:
-        return Entry(step, path, None, f"format version {error.found} is newer than this ckptman", error)
+        return Entry(named, path, None, f"format version {error.found} is newer than this ckptman", error)
     except CorruptError as error:
-        return Entry(step, path, None, str(error))
+        return Entry(named, path, None, str(error))
     except OSError as error:
-        return Entry(step, path, None, f"it cannot be read ({error.strerror})", unreadable=_unreadable(path, error))
+        return Entry(named, path, None, f"it cannot be read ({error.strerror})", unreadable=_unreadable(path, error))
 
 
 def _lstat(path: Path) -> os.stat_result | None:

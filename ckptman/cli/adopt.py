@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.options import AsJson
+from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.progress import progress
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 
@@ -17,18 +17,9 @@ if TYPE_CHECKING:
     from ckptman.dcp.adopt import Adopted
 
 PathToAdopt = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PATH",
-        show_default=False,
-        readable=False,  # that is for the command to find out, whose error says more
-        help="A checkpoint that plain DCP or torchtitan wrote, or the folder that holds several.",
-    ),
+    Path, path_argument("PATH", "A checkpoint that plain DCP or torchtitan wrote, or the folder that holds several.")
 ]
-Step = Annotated[
-    int | None,
-    typer.Option("--step", metavar="N", show_default=False, help="Its step, where the name of the folder tells none."),
-]
+Step = Annotated[int | None, option("--step", "N", "Its step, where the name of the folder tells none.")]
 KeepName = Annotated[bool, typer.Option("--keep-name", help="Leave the folder the name it has.")]
 
 

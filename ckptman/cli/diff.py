@@ -14,7 +14,7 @@ import typer
 
 from ckptman.cli import console as text
 from ckptman.cli.differences import Findings, Side, as_dict, lines, weight
-from ckptman.cli.options import AsJson
+from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.progress import progress
 from ckptman.cli.select import choose, is_checkpoint, is_foreign
 from ckptman.errors import ConfigError, NotFoundError
@@ -24,31 +24,12 @@ if TYPE_CHECKING:
 
 DIFFERENT = 1
 """The exit code of a diff that found something, as of the diff that everybody knows."""
-A = Annotated[
-    Path,
-    typer.Argument(
-        metavar="A",
-        show_default=False,
-        readable=False,  # that is for the command to find out, whose error says more
-        help="A checkpoint, or a root (then its newest; alone: its two newest).",
-    ),
-]
-B = Annotated[
-    Path | None,
-    typer.Argument(metavar="B", show_default=False, readable=False, help="The one it is compared with."),
-]
-Steps = Annotated[
-    str | None,
-    typer.Option("--steps", metavar="N,N", show_default=False, help="Of a root: the checkpoints of these two steps."),
-]
+A = Annotated[Path, path_argument("A", "A checkpoint, or a root (then its newest; alone: its two newest).")]
+B = Annotated[Path | None, path_argument("B", "The one it is compared with.")]
+Steps = Annotated[str | None, option("--steps", "N,N", "Of a root: the checkpoints of these two steps.")]
 Only = Annotated[
     list[str] | None,
-    typer.Option(
-        "--only",
-        metavar="PATTERN",
-        show_default=False,
-        help="Only names that match, such as 'model.*.bias'. May be given several times.",
-    ),
+    option("--only", "PATTERN", "Only names that match, such as 'model.*.bias'. May be given several times."),
 ]
 Top = Annotated[int, typer.Option("--top", metavar="N", help="Show that many of the tensors, and of the values.")]
 Read = Annotated[bool, typer.Option("--read", help="Read every tensor, also where the digests say it did not change.")]

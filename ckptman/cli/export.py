@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.options import AsJson, parse_size
+from ckptman.cli.options import AsJson, option, parse_size
 from ckptman.cli.progress import progress
 from ckptman.cli.select import PathOrRoot, Step, check_is_folder, choose, is_foreign
 from ckptman.errors import ConfigError
@@ -25,50 +25,24 @@ Out = Annotated[
     typer.Argument(metavar="OUT", show_default=False, help="What is made: a folder; a file where --format is torch."),
 ]
 FormatOption = Annotated[str, typer.Option("--format", metavar="FORMAT", help="safetensors, torch or dcp.")]
-Only = Annotated[
-    str | None,
-    typer.Option("--only", metavar="ENTRY", show_default=False, help="This entry of the state, instead of model."),
-]
+Only = Annotated[str | None, option("--only", "ENTRY", "This entry of the state, instead of model.")]
 All = Annotated[bool, typer.Option("--all", help="The whole state: optimizer, counters and all.")]
 Exclude = Annotated[
     list[str] | None,
-    typer.Option(
-        "--exclude",
-        metavar="REGEX",
-        show_default=False,
-        help="Leave out what has a name in which this is found. May be given several times.",
-    ),
+    option("--exclude", "REGEX", "Leave out what has a name in which this is found. May be given several times."),
 ]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype", metavar="DTYPE", show_default=False, help="Cast floating-point tensors: bfloat16, float16, float32."
-    ),
-]
+Dtype = Annotated[str | None, option("--dtype", "DTYPE", "Cast floating-point tensors: bfloat16, float16, float32.")]
 MaxShardSize = Annotated[
     str, typer.Option("--max-shard-size", metavar="SIZE", help="How much a file of safetensors holds at most.")
 ]
-Strip = Annotated[
-    str,
-    typer.Option("--strip", metavar="PREFIX", show_default=False, help="Take this from the beginning of names."),
-]
+Strip = Annotated[str, option("--strip", "PREFIX", "Take this from the beginning of names.")]
 Rename = Annotated[
     list[str] | None,
-    typer.Option(
-        "--rename",
-        metavar="FROM=TO",
-        show_default=False,
-        help="Replace this regular expression in names. May be given several times.",
-    ),
+    option("--rename", "FROM=TO", "Replace this regular expression in names. May be given several times."),
 ]
 Tied = Annotated[
     list[str] | None,
-    typer.Option(
-        "--tied",
-        metavar="NAME=OTHER",
-        show_default=False,
-        help="Leave NAME out: it is OTHER, which is checked. May be given several times.",
-    ),
+    option("--tied", "NAME=OTHER", "Leave NAME out: it is OTHER, which is checked. May be given several times."),
 ]
 Config = Annotated[
     Path | None,

@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from ckptman.policies.retention import Verdict
     from ckptman.policies.rules import KeepBest, KeepSteps, RetentionPolicy
 
+
+def option(name: str, metavar: str, help: str) -> Any:
+    """An option that takes a value, and whose default is not worth showing."""
+    return typer.Option(name, metavar=metavar, show_default=False, help=help)
+
+
+def path_argument(metavar: str, help: str) -> Any:
+    """A path. Whether it can be read is for the command to find out, whose error says more."""
+    return typer.Argument(metavar=metavar, show_default=False, readable=False, help=help)
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 MOST_THREADS = 1024
 
@@ -109,45 +120,25 @@ def check_threads(verb: str, threads: int | None) -> None:
         raise ConfigError(f"--threads: at most {MOST_THREADS:,}, not {threads:,}")
 
 
-def _count(option: str, help: str) -> Any:
-    return typer.Option(option, metavar="N", show_default=False, help=help)
-
-
-KeepLastOption = Annotated[int | None, _count("--keep-last", "Keep the N committed last.")]
-KeepEveryOption = Annotated[int | None, _count("--keep-every", "Keep one at each multiple of N.")]
+KeepLastOption = Annotated[int | None, option("--keep-last", "N", "Keep the N committed last.")]
+KeepEveryOption = Annotated[int | None, option("--keep-every", "N", "Keep one at each multiple of N.")]
 KeepBestOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--keep-best",
-        metavar="METRIC[:COUNT[:min|max]]",
-        show_default=False,
-        help="Keep the COUNT best by a metric (1, the lowest, unless said). May be given several times.",
+        "METRIC[:COUNT[:min|max]]",
+        "Keep the COUNT best by a metric (1, the lowest, unless said). May be given several times.",
     ),
 ]
-KeepWithinOption = Annotated[
-    str | None,
-    typer.Option("--keep-within", metavar="TIME", show_default=False, help="Keep what is younger, such as 36h or 7d."),
-]
-KeepHourlyOption = Annotated[int | None, _count("--keep-hourly", "Keep the newest of each of the last N hours.")]
-KeepDailyOption = Annotated[int | None, _count("--keep-daily", "The same for days (UTC).")]
-KeepWeeklyOption = Annotated[int | None, _count("--keep-weekly", "The same for weeks.")]
-KeepMonthlyOption = Annotated[int | None, _count("--keep-monthly", "The same for months.")]
-KeepStepsOption = Annotated[
-    str | None,
-    typer.Option("--keep-steps", metavar="N,N,...", show_default=False, help="Keep these steps."),
-]
-MaxBytesOption = Annotated[
-    str | None,
-    typer.Option("--max-bytes", metavar="SIZE", show_default=False, help="Keep no more than this, such as 2TB."),
-]
+KeepWithinOption = Annotated[str | None, option("--keep-within", "TIME", "Keep what is younger, such as 36h or 7d.")]
+KeepHourlyOption = Annotated[int | None, option("--keep-hourly", "N", "Keep the newest of each of the last N hours.")]
+KeepDailyOption = Annotated[int | None, option("--keep-daily", "N", "The same for days (UTC).")]
+KeepWeeklyOption = Annotated[int | None, option("--keep-weekly", "N", "The same for weeks.")]
+KeepMonthlyOption = Annotated[int | None, option("--keep-monthly", "N", "The same for months.")]
+KeepStepsOption = Annotated[str | None, option("--keep-steps", "N,N,...", "Keep these steps.")]
+MaxBytesOption = Annotated[str | None, option("--max-bytes", "SIZE", "Keep no more than this, such as 2TB.")]
 MaxPercentOption = Annotated[
-    float | None,
-    typer.Option(
-        "--max-percent",
-        metavar="P",
-        show_default=False,
-        help="Keep no more than P percent of the file system, or of the quota.",
-    ),
+    float | None, option("--max-percent", "P", "Keep no more than P percent of the file system, or of the quota.")
 ]
 
 

@@ -5,29 +5,21 @@ from __future__ import annotations
 import glob
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.errors import ConfigError, CorruptError, FormatVersionError, NotFoundError
+from ckptman.cli.options import option, path_argument
+from ckptman.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from ckptman.catalog.backends.object_store import ObjectBackend, ObjectEntry
     from ckptman.catalog.catalog import Entry
 
-PathOrRoot = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PATH",
-        show_default=False,
-        readable=False,  # that is for the command to find out, whose error says more
-        help="A checkpoint, or a root (then of its newest checkpoint).",
-    ),
-]
-Step = Annotated[
-    int | None, typer.Option("--step", metavar="N", show_default=False, help="Of a root: the checkpoint of this step.")
-]
+PathOrRoot = Annotated[Path, path_argument("PATH", "A checkpoint, or a root (then of its newest checkpoint).")]
+Step = Annotated[int | None, option("--step", "N", "Of a root: the checkpoint of this step.")]
 
 
 def _folder(root: Path) -> Path:
@@ -39,11 +31,7 @@ def _folder(root: Path) -> Path:
 Root = Annotated[
     Path,
     typer.Argument(
-        metavar="ROOT",
-        show_default=False,
-        readable=False,
-        callback=_folder,
-        help="The folder that holds checkpoints.",
+        metavar="ROOT", show_default=False, readable=False, callback=_folder, help="The folder that holds checkpoints."
     ),
 ]
 
@@ -173,28 +161,16 @@ def _may_be_newer(entry: Entry, newest: Entry) -> bool:
 
 
 def _look(path: Path) -> Entry:
-    """One folder, with the same rules by which the catalogue judges those of a root."""
-    from ckptman.catalog.catalog import Entry, mark
+    """One folder, judged as the catalog judges those of a root."""
+    from ckptman.catalog.catalog import look_at, mark
     from ckptman.catalog.rollback_records import read_abandoned
-    from ckptman.format.manifest import missing_file, read_manifest
     from ckptman.format.paths import parse_step
 
     named = parse_step(path.resolve().name)
-    step = named.step if named else 0
-    try:
-        manifest = read_manifest(path)
-    except FileNotFoundError:
-        return Entry(step, path, None, "it has no manifest.json")
-    except FormatVersionError as error:
-        return Entry(step, path, None, f"format version {error.found} is newer than this ckptman", error)
-    except CorruptError as error:
-        return Entry(step, path, None, str(error))
-    problem = missing_file(path, manifest)
-    if named is not None and named.step != manifest.step:
-        problem = f"its manifest is of step {manifest.step}"
-    elif named is not None and named.kind in ("tmp", "trash"):
-        problem = "it was never committed" if named.kind == "tmp" else "it was deleted"
-    return mark(Entry(manifest.step, path, manifest, problem), read_abandoned(path.resolve().parent))
+    entry = look_at(path, named.step if named else None)
+    if entry.manifest is not None and named is not None and named.kind in ("tmp", "trash"):
+        entry = replace(entry, problem="it was never committed" if named.kind == "tmp" else "it was deleted")
+    return mark(entry, read_abandoned(path.resolve().parent))
 
 
 def choose_objects(url: str, step: int | None, every: bool) -> tuple[ObjectBackend, list[ObjectEntry]]:

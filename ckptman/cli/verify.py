@@ -12,7 +12,7 @@ import typer
 
 from ckptman.cli import console as text
 from ckptman.cli import verify_checks as checks
-from ckptman.cli.options import AsJson, check_threads, parse_rate
+from ckptman.cli.options import AsJson, check_threads, option, parse_rate
 from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.verify_checks import Wishes
 from ckptman.cli.verify_report import Report, byte_lines, refused_lines, remark_lines, summary_lines
@@ -26,52 +26,35 @@ MOST_LOADED = 2**13
 All = Annotated[bool, typer.Option("--all", help="Of a root: all its checkpoints.")]
 WorldSize = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--world-size",
-        metavar="N,N,...",
-        show_default=False,
-        help="Also load it with each of these numbers of processes, and compare with what was saved.",
+        "N,N,...",
+        "Also load it with each of these numbers of processes, and compare with what was saved.",
     ),
 ]
-Mesh = Annotated[
-    str | None,
-    typer.Option("--mesh", metavar="RxS", show_default=False, help="Also load it as R replicas of S shards (HSDP)."),
-]
+Mesh = Annotated[str | None, option("--mesh", "RxS", "Also load it as R replicas of S shards (HSDP).")]
 PlanOnly = Annotated[
     bool,
     typer.Option("--plan-only", help="Read no tensor: only plan the load onto each --world-size, however many ranks."),
 ]
 Bandwidth = Annotated[
     str | None,
-    typer.Option(
-        "--bandwidth",
-        metavar="SPEED",
-        show_default=False,
-        help="With --plan-only: what the file system gives to all ranks together, such as 50GB/s.",
+    option(
+        "--bandwidth", "SPEED", "With --plan-only: what the file system gives to all ranks together, such as 50GB/s."
     ),
 ]
 RankBandwidth = Annotated[
-    str | None,
-    typer.Option(
-        "--rank-bandwidth",
-        metavar="SPEED",
-        show_default=False,
-        help="With --plan-only: what one rank can read at most, such as 2GB/s.",
-    ),
+    str | None, option("--rank-bandwidth", "SPEED", "With --plan-only: what one rank can read at most, such as 2GB/s.")
 ]
 Allow = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--allow",
-        metavar="MODULE.CLASS",
-        show_default=False,
-        help="A class that may be unpickled, as your script allows it to torch. May be given several times.",
+        "MODULE.CLASS",
+        "A class that may be unpickled, as your script allows it to torch. May be given several times.",
     ),
 ]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", metavar="N", show_default=False, help="Threads, or processes, that read."),
-]
+Threads = Annotated[int | None, option("--threads", "N", "Threads, or processes, that read.")]
 
 
 def verify(
@@ -105,8 +88,7 @@ def verify(
         for entry in entries:
             with reading(entry.path, what="verify"):
                 report = checks.check_bytes(entry, wishes)
-                if report.is_checked:
-                    checks.check_freshness(report, entry, known)
+                checks.check_freshness(report, entry, known)
                 reports.append(_judge(report, wishes, say, entry))
     if as_json:
         text.say_json({"checkpoints": [report.as_dict() for report in reports]})
@@ -165,15 +147,16 @@ def _wishes(
 ) -> Wishes:
     check_threads("verify", threads)
     sizes, shape = parse_world_sizes(world_size), parse_mesh(mesh)
-    if not plan_only and max([*sizes, math.prod(shape or (1,))]) > MOST_LOADED:
+    if plan_only:
+        if not sizes and shape is None:
+            raise ConfigError("--plan-only: say onto how many ranks, such as --world-size 1024,4096")
+    elif bandwidth or rank_bandwidth:
+        raise ConfigError("--bandwidth and --rank-bandwidth are for --plan-only: a load that is made is not estimated")
+    elif max([*sizes, math.prod(shape or (1,))]) > MOST_LOADED:
         raise ConfigError(
             f"more than {MOST_LOADED:,} ranks are not loaded, which would take hours: with --plan-only it is told what "
             f"each of them would read, and whether that covers its part"
         )
-    if plan_only and not sizes and shape is None:
-        raise ConfigError("--plan-only: say onto how many ranks, such as --world-size 1024,4096")
-    if not plan_only and (bandwidth or rank_bandwidth):
-        raise ConfigError("--bandwidth and --rank-bandwidth are for --plan-only: a load that is made is not estimated")
     in_all = None if bandwidth is None else parse_rate("--bandwidth", bandwidth)
     of_a_rank = None if rank_bandwidth is None else parse_rate("--rank-bandwidth", rank_bandwidth)
     return Wishes(sizes, shape, plan_only, in_all, of_a_rank, threads, tuple(allow or ()))

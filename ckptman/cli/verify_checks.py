@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ def check_bytes(entry: Entry, wishes: Wishes) -> Report:
     if entry.manifest is None:
         report.problems.append(entry.problem or "it has no manifest")
         return report
-    try:
+    with _noted_in(report):
         manifest = read_manifest(entry.path)
         report.manifest, report.identity = manifest, identify(entry.path, manifest)
         if entry.problem is not None and entry.problem != missing_file(entry.path, manifest):
@@ -56,12 +57,6 @@ def check_bytes(entry: Entry, wishes: Wishes) -> Report:
         _check_files(report, manifest, wishes)
         if not report.unread:
             _check_coverage(report, manifest, wishes)
-    except FileNotFoundError:
-        report.gone = "it was deleted meanwhile"
-    except CorruptError as error:
-        report.problems.append(str(error))
-    except OSError as error:
-        report.unread.append(f"{error.filename or entry.path} cannot be read: {error.strerror or error}")
     see_whether_it_stayed(report)
     return report
 
@@ -73,27 +68,34 @@ def check_foreign(path: Path, wishes: Wishes) -> Report:
 
     report = Report(None, path, digests=False, mesh=wishes.mesh)
     begun = time.perf_counter()
-    try:
+    with _noted_in(report):
         total = sum(each.stat().st_size for each in path.iterdir() if each.is_file())
         with progress(str(path), total) as done:
             found = foreign_check.check_foreign(
                 path, wishes.threads or default_threads(), done, open_containers=not wishes.plan_only
             )
+        report.seconds = time.perf_counter() - begun
+        report.files, report.bytes, report.tensors = found.files, found.bytes, found.tensors
+        report.problems, report.unread, report.checked_bytes = found.problems, found.unread, found.checked_bytes
+        report.remarks = [f"not proved: {remark}" for remark in found.remarks]
+        if report.is_checked:
+            report.levels.append("coverage")
+            if not wishes.plan_only:
+                _check_pickles(report, wishes)
+    return report
+
+
+@contextmanager
+def _noted_in(report: Report) -> Iterator[None]:
+    """Note in the report what ends a check of the bytes."""
+    try:
+        yield
+    except FileNotFoundError:
+        report.gone = "it was deleted meanwhile"
     except CorruptError as error:
         report.problems.append(str(error))
-        return report
     except OSError as error:
-        report.unread.append(f"{error.filename or path} cannot be read: {error.strerror or error}")
-        return report
-    report.seconds = time.perf_counter() - begun
-    report.files, report.bytes, report.tensors = found.files, found.bytes, found.tensors
-    report.problems, report.unread, report.checked_bytes = found.problems, found.unread, found.checked_bytes
-    report.remarks = [f"not proved: {remark}" for remark in found.remarks]
-    if not report.problems and not report.unread:
-        report.levels.append("coverage")
-        if not wishes.plan_only:
-            check_pickles(report, wishes)
-    return report
+        report.unread.append(f"{error.filename or report.path} cannot be read: {error.strerror or error}")
 
 
 def check_fit(report: Report, wishes: Wishes) -> Iterator[list[str]]:
@@ -124,7 +126,7 @@ def _load(report: Report, wishes: Wishes) -> Iterator[list[str]]:
             on = text.count(found.world_size, "process", "processes")
             report.remarks += [f"on {on} not proved: {note}" for note in found.notes]
             if found.left_out:
-                names = ", ".join(found.left_out[:NAMES_TOLD])
+                names = _few(found.left_out)
                 report.remarks.append(f"on {on} not proved: {names} load, as quantized tensors cannot be sharded")
             if found.not_tried:
                 report.not_tried.append(f"that it loads on {on}: {found.not_tried}")
@@ -147,7 +149,7 @@ def check_freshness(report: Report, entry: Entry, known: Sequence[Entry]) -> Non
     from ckptman.integrity.repeated_content import stale_parameters
 
     earlier = [each for each in known if each.complete and each.sequence < entry.sequence]
-    if not earlier:
+    if not earlier or not report.is_checked:
         return
     before = max(earlier, key=lambda each: each.sequence)
     try:
@@ -183,35 +185,32 @@ def remember(report: Report, entry: Entry) -> None:
     from ckptman.catalog.verified import forget_verified, note_damaged, note_verified
     from ckptman.io.filesystem import DISK
 
-    good = report.is_checked and not report.problems_of_fit
-    undecided = report.gone is not None or (report.unread and not report.is_damaged)
-    if report.identity is None or undecided:
+    if report.identity is None or not (report.is_checked or report.is_damaged):
         return
+    now = time.time()
     try:
         if report.is_damaged:
             what = str([*report.damage, *report.problems][0])
-            now = time.time()
             note_damaged(entry.path, report.identity, what, time_seconds=now, ckptman_version=__version__, disk=DISK)
-            return
-        if not good:
+        elif report.problems_of_fit:
             forget_verified(entry.path, DISK)
-            return
-        loaded = [size for size, found in report.loads.items() if found.is_proof]
-        note_verified(
-            entry.path,
-            report.identity,
-            time_seconds=time.time(),
-            ckptman_version=__version__,
-            levels=report.levels,
-            world_sizes=[size for size in loaded if report.mesh_of(size) is None],
-            meshes=[mesh for size in loaded if (mesh := report.mesh_of(size)) is not None],
-            plan_world_sizes=[plan.world_size for plan in report.plans],
-            disk=DISK,
-        )
+        else:
+            loaded = [size for size, found in report.loads.items() if found.is_proof]
+            note_verified(
+                entry.path,
+                report.identity,
+                time_seconds=now,
+                ckptman_version=__version__,
+                levels=report.levels,
+                world_sizes=[size for size in loaded if report.mesh_of(size) is None],
+                meshes=[mesh for size in loaded if (mesh := report.mesh_of(size)) is not None],
+                plan_world_sizes=[plan.world_size for plan in report.plans],
+                disk=DISK,
+            )
     except OSError as error:
-        what = "that it was verified" if good else "that it is damaged, and no longer verified,"
-        what += " could not be noted"
-        report.remarks.append(f"{what}: {error.filename or entry.path}: {error.strerror or error}")
+        what = "that it was verified" if report.is_proved else "that it is damaged, and no longer verified,"
+        where = f"{error.filename or entry.path}: {error.strerror or error}"
+        report.remarks.append(f"{what} could not be noted: {where}")
 
 
 def see_whether_it_stayed(report: Report) -> None:
@@ -258,38 +257,34 @@ def _check_coverage(report: Report, manifest: Manifest, wishes: Wishes) -> None:
         index = read_index(report.path, manifest)
         report.tensors = len(index.tensors)
         # Where a list of digests is damaged, that has been said already.
-        found = check_coverage(report.path, manifest, lists="digests" in report.levels, index=index)
-        pickles = (
-            not found and not report.damage and not wishes.plan_only and only_pickled(report.path, manifest, index)
-        )
-    except CorruptError as error:
-        # Of a file that is known to be damaged nothing more is to be said.
-        if not report.damage:
-            report.problems.append(str(error))
-        return
-    report.problems += found
-    if not found and not report.damage:
+        report.problems += check_coverage(report.path, manifest, lists="digests" in report.levels, index=index)
+        pickles = report.is_checked and not wishes.plan_only and only_pickled(report.path, manifest, index)
+    except CorruptError:
+        if report.damage:  # of a file that is known to be damaged nothing more is to be said
+            return
+        raise
+    if report.is_checked:
         report.levels.append("coverage")
     if pickles:
-        check_pickles(report, wishes)
+        _check_pickles(report, wishes)
 
 
-def check_pickles(report: Report, wishes: Wishes) -> None:
+def _check_pickles(report: Report, wishes: Wishes) -> None:
     """Whether a load would unpickle what only a pickle holds. In a process of its own, with torch."""
     from ckptman.cli.loading import refused_on
 
     try:
         found = refused_on(report.path, wishes.allow)
-    except ConfigError:
+    except (ConfigError, CorruptError):
         raise
-    except CorruptError as error:
-        report.problems.append(str(error))
-        return
     except (CkptmanError, OSError) as error:
         report.not_tried.append(f"that what is pickled in it loads: {error}")
         return
     report.refused = found["refused"]
     if quantized := found["quantized"]:
-        names = ", ".join(quantized[:NAMES_TOLD])
-        more = f" and {len(quantized) - NAMES_TOLD} more" if len(quantized) > NAMES_TOLD else ""
-        report.remarks.append(f"{names}{more}: quantized, and loaded only into tensors of the same scales")
+        report.remarks.append(f"{_few(quantized)}: quantized, and loaded only into tensors of the same scales")
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_TOLD} more" if len(names) > NAMES_TOLD else ""
+    return ", ".join(names[:NAMES_TOLD]) + more

@@ -80,9 +80,14 @@ class Report:
         return self.refused + loads + [problem for plan in self.plans for problem in plan.problems]
 
     @property
+    def is_proved(self) -> bool:
+        """Whether it was looked at and nothing speaks against it."""
+        return self.is_checked and not self.problems_of_fit
+
+    @property
     def is_good(self) -> bool:
         """Whether all that was asked for was proved."""
-        return self.is_checked and not self.problems_of_fit and not self.not_tried
+        return self.is_proved and not self.not_tried
 
     def as_dict(self) -> dict[str, Any]:
         """The same, for JSON."""
@@ -112,14 +117,12 @@ class Report:
 def byte_lines(report: Report) -> list[str]:
     """What the bytes of a checkpoint came to."""
     name = text.plain(report.name)
-    if report.gone is not None:
-        return [f"{name}: not checked, {text.plain(report.gone)}"]
-    if report.newer_format is not None:
-        return [f"{name}: not checked, {text.plain(report.newer_format)}"]
-    if report.is_damaged:
-        return [f"{name}: {text.paint('damaged', 'red')}, {text.plain(report.path)}", *_problem_lines(report)]
-    if report.unread:
-        return [f"{name}: {text.paint('not proved', 'yellow')}, {text.plain(report.path)}", *_problem_lines(report)]
+    if unchecked := report.gone or report.newer_format:
+        return [f"{name}: not checked, {text.plain(unchecked)}"]
+    if report.is_damaged or report.unread:
+        verdict = text.paint("damaged", "red") if report.is_damaged else text.paint("not proved", "yellow")
+        problems = [*map(str, report.damage), *report.problems, *(f"not proved: {each}" for each in report.unread)]
+        return [f"{name}: {verdict}, {text.plain(report.path)}", *_told(problems)]
     held = f"{text.count(report.files, 'file')}, {text.size(report.bytes)}"
     tensors = text.count(report.tensors, "tensor")
     if not report.digests:
@@ -134,17 +137,17 @@ def byte_lines(report: Report) -> list[str]:
 
 def refused_lines(report: Report) -> list[str]:
     """What a load would refuse."""
-    told = [f"    {text.plain(each)}" for each in report.refused[:PROBLEMS_SHOWN]]
-    remedy = ["    --allow module.Class proves it for a script that allows it"]
-    return [f"  {text.paint('does not load', 'red')}", *told, *_more(report.refused), *remedy] if told else []
+    if not report.refused:
+        return []
+    remedy = "    --allow module.Class proves it for a script that allows it"
+    return [f"  {text.paint('does not load', 'red')}", *_told(report.refused, "    "), remedy]
 
 
 def load_lines(report: Report, found: LoadReport) -> list[str]:
     """How loading on a number of processes went."""
     on = text.count(found.world_size, "process", "processes") + _layout(report, found.world_size)
     if found.problems:
-        told = [f"    {text.plain(problem)}" for problem in found.problems]
-        return [f"  on {on}: {text.paint('does not load', 'red')}", *told]
+        return [f"  on {on}: {text.paint('does not load', 'red')}", *_told(found.problems, "    ")]
     but = f", but for {text.count(len(found.left_out), 'tensor')}" if found.left_out else ""
     return [f"  on {on}: loads, bit for bit what {'was saved' if report.digests else 'is on disk'}{but}"]
 
@@ -158,23 +161,21 @@ def plan_lines(report: Report, plan: PlanReport) -> list[str]:
     """How planning a load onto a number of ranks went."""
     on = text.count(plan.world_size, "rank") + _layout(report, plan.world_size)
     if plan.problems:
-        found = [f"    {text.plain(problem)}" for problem in plan.problems]
-        return [f"  on {on}: {text.paint('cannot be planned', 'red')}", *found]
+        return [f"  on {on}: {text.paint('cannot be planned', 'red')}", *_told(plan.problems, "    ")]
     each = f"at most {text.size(plan.bytes_per_rank_max)} from {text.count(plan.files_per_rank_max, 'file')} a rank"
     expected = "" if plan.load_seconds is None else f"; a load takes about {plan.load_seconds:.2g} s"
     lines = [f"  on {on}: can be planned; {text.size(plan.bytes_total)} in all, {each}{expected}"]
-    return [*lines, *(f"    not proved: {text.plain(each)}" for each in plan.unproved)]
+    return [*lines, *_told(plan.unproved, "    not proved: ")]
 
 
 def remark_lines(report: Report) -> list[str]:
     """What else there is to say."""
-    shown = report.remarks[:PROBLEMS_SHOWN]
-    return [f"  {text.paint('remark', 'yellow')}: {text.plain(remark)}" for remark in shown] + _more(report.remarks)
+    return _told(report.remarks, f"  {text.paint('remark', 'yellow')}: ")
 
 
 def summary_lines(reports: Sequence[Report]) -> list[str]:
     """What was proved of those that are good, level by level, and what was not."""
-    good = [report for report in reports if report.is_checked and not report.problems_of_fit]
+    good = [report for report in reports if report.is_proved]
     if not good:
         return []
     those = "" if len(good) == len(reports) else f", of {len(good):,} of {len(reports):,} checkpoints"
@@ -205,14 +206,11 @@ def _layout(report: Report, world_size: int) -> str:
     return "" if mesh is None else f" ({' x '.join(map(str, mesh))})"
 
 
-def _problem_lines(report: Report) -> list[str]:
-    problems = [*map(str, report.damage), *report.problems, *(f"not proved: {each}" for each in report.unread)]
-    return [f"  {text.plain(problem)}" for problem in problems[:PROBLEMS_SHOWN]] + _more(problems)
-
-
-def _more(lines: Sequence[str]) -> list[str]:
+def _told(lines: Sequence[str], before: str = "  ") -> list[str]:
+    """A screen of lines, and how many more there are."""
     more = len(lines) - PROBLEMS_SHOWN
-    return [f"  and {more:,} more: --json lists all of them"] if more > 0 else []
+    rest = [f"  and {more:,} more: --json lists all of them"] if more > 0 else []
+    return [f"{before}{text.plain(line)}" for line in lines[:PROBLEMS_SHOWN]] + rest
 
 
 def _listed(sizes: Iterable[tuple[int, str]]) -> str:
