@@ -23,8 +23,7 @@ from ckptman._torch_compat import local_shape_and_offset, local_tensor
 from ckptman.comm.control import Channel
 from ckptman.io.wakeup import Task, Worker
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.read import Fill, fills_for, fills_for_box, read_fills, refuse_unfillable
-from ckptman.loading.upload import Uploads
+from ckptman.loading.read import Fill, Uploads, fills_for, fills_for_box, read_fills
 from ckptman.state.file_layout import as_bytes, put
 from ckptman.state.local_shards import local_parts
 from ckptman.state.tensor_container import is_plain
@@ -118,7 +117,6 @@ def _families(
 
     def find() -> dict[str, str]:
         for name, tensor in sorted(targets.items()):
-            refuse_unfillable(name, tensor)
             found = _common(name, tensor, everyone, channel.rank)
             if found is None:
                 own.append(name)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,7 +19,6 @@ from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.io.file_writer import Digests, ReadReport, Wanted, read_wanted
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
 from ckptman.loading.restricted_unpickler import load_plain
-from ckptman.loading.upload import Uploads
 from ckptman.state.file_layout import address_of, flat, put, view_of
 from ckptman.state.local_shards import local_parts
 from ckptman.state.tensor_container import is_plain
@@ -26,6 +27,10 @@ PIECE_BYTES = 4 * 1024 * 1024
 """What cannot go straight to its place passes through memory of this size."""
 CONTAINERS_BYTES = 32 * 1024 * 1024
 """Containers that only torch can read are in memory as a whole: so much of them at a time, or one that is larger."""
+BUFFER_BYTES = 8 * 1024 * 1024
+BUFFERS = 8
+_free: deque[tuple[torch.Tensor, Any]] = deque()
+"""Pinned buffers, each with the event after which it may be used again. Kept: pinning memory is slow."""
 NOT_USABLE = "What was to be filled is not usable: it may hold old and new bytes. Load something else into it"
 
 
@@ -219,3 +224,66 @@ def _scales(tensor: torch.Tensor) -> tuple[object, ...]:
         return (tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()) if tensor.is_quantized else ()
     scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
     return tensor.qscheme(), scales.tolist(), zeros.tolist(), tensor.q_per_channel_axis()
+
+
+class Uploader:
+    """Copies host memory into tensors of one device, from several threads at a time, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+        # What was done to the targets before must be over before they are written.
+        self._stream.wait_stream(self._module.current_stream(device))
+
+    def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy `source`, whose memory may change when this returns. It is there after `finish`."""
+        size = math.prod(source.shape) * source.dtype.itemsize
+        buffer = self._buffer(size)
+        pinned = buffer[:size].view(source.dtype).view(source.shape)
+        put(pinned, source)
+        with self._module.stream(self._stream):
+            put(target, pinned, non_blocking=True)
+            event = self._stream.record_event()
+        if len(_free) < BUFFERS:
+            _free.append((buffer, event))
+        else:
+            event.synchronize()
+
+    def finish(self) -> None:
+        """Wait until everything is on the device."""
+        self._stream.synchronize()
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        try:
+            buffer, event = _free.popleft()
+        except IndexError:
+            return _pinned(size)
+        if len(_free) + 1 < BUFFERS and not event.query():  # the oldest is on its way still: rather one more
+            _free.appendleft((buffer, event))
+            return _pinned(size)
+        event.synchronize()
+        return buffer if len(buffer) >= size else _pinned(size)
+
+
+def _pinned(size: int) -> torch.Tensor:
+    return torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+class Uploads:
+    """Puts host memory into tensors wherever they are; those of a device are there after `finish`."""
+
+    def __init__(self) -> None:
+        self._uploaders: dict[torch.device, Uploader] = {}
+
+    def to(self, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """How to put memory into a tensor of a device, for any thread. The memory may change when that returns."""
+        if device.type == "cpu":
+            return put
+        if device not in self._uploaders:
+            self._uploaders[device] = Uploader(device)
+        return self._uploaders[device].put
+
+    def finish(self) -> None:
+        """Wait until everything is where it belongs."""
+        for uploader in self._uploaders.values():
+            uploader.finish()

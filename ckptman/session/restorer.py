@@ -22,7 +22,8 @@ from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import MANIFEST, journal_path
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.wakeup import Worker
-from ckptman.loading.loader import State, load
+from ckptman.loading.fit import State
+from ckptman.loading.loader import load
 from ckptman.policies.crash_loop import crashes_of, suspects
 from ckptman.runtime.journal import read_journal
 from ckptman.session.run_session import Attempt, refuse_other_checkpoints

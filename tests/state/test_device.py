@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 
-from ckptman.loading import upload as upload_module
-from ckptman.loading.upload import BUFFERS, Uploads
+from ckptman.loading import read as read_module
+from ckptman.loading.read import BUFFERS, Uploads
 from ckptman.saving.rank_file import RankFile
 from ckptman.saving.staging import Stager
 from tests.saving.test_staging import file_of
@@ -166,7 +166,7 @@ def pageable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return original(*size, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(upload_module, "_free", deque())
+    monkeypatch.setattr(read_module, "_free", deque())
     return made
 
 
