@@ -14,7 +14,7 @@ import torch
 
 from ckptman.catalog.backends.tiered import backend_for
 from ckptman.comm.control import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
-from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, warn
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CommitError, ConfigError, warn
 from ckptman.format.paths import MAX_STEP
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.policies.retention import RetentionPolicy
@@ -32,7 +32,6 @@ from ckptman.session.run_session import Attempt
 from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import Setting, make_watchdog
-from ckptman.state.named_state import is_settled
 from ckptman.state.optimizer_hooks import OptimizerHooks, updated_tensors
 from ckptman.state.step_record import Recorded, Recorder
 
@@ -164,7 +163,6 @@ class Checkpointer:
             self._pid = os.getpid()
             self._stop: str | None = None
             self._closed = False
-            self._rehearse_early()
             undone.pop_all()
 
     # ---- what a loop calls -------------------------------------------------------------------------------------
@@ -201,10 +199,9 @@ class Checkpointer:
             else:
                 found = restorer.at(self.state, Path(path))
         self._restored_from, self._ready = found, True
-        self._last, self._stepped = None, False
+        self._last, self._stepped, self._rehearsed = None, False, False
         self._saver.keeper.restored(restorer.damaged, restorer.held)
         self._pace.start(found or 0, restored=found is not None)
-        self._rehearse_early()
         self._leave_if_asked()
         self._watchdog.beat("start", 0)
         return found or 0
@@ -470,13 +467,6 @@ class Checkpointer:
         if not stock.planned:
             self.wait()
             self._saver.prepare(self._control, stock.snapshot)
-
-    def _rehearse_early(self) -> None:
-        """Before the first step, where the state is already all that a save will find."""
-        if all(self._control.gather(self._ready and is_settled(self.state))):
-            with contextlib.suppress(CkptmanError):  # the first step says so, when the state may be another one
-                self._rehearse()
-            self._rehearsed = False
 
     # ---- closing -----------------------------------------------------------------------------------------------
 
