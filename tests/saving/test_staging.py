@@ -437,10 +437,9 @@ def test_without_a_thread_to_write_behind_no_save_is_written_later_with_what_ano
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     state = {"s": {"w": torch.zeros(1000)}}
-    with pytest.warns(RuntimeWarning, match="saves will block training .*can't start new thread"):
-        checkpointer = ckptman.Checkpointer(tmp_path, state, deadline=None)
-    with checkpointer:
-        checkpointer.save(1)
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        with pytest.warns(RuntimeWarning, match="saves will block training .*can't start new thread"):
+            checkpointer.save(1)
         few.clear()
         state["s"]["v"] = torch.zeros(3)  # planned anew
         for step in (2, 3):
@@ -487,12 +486,12 @@ def patched_memory(left: Callable[[], int]) -> Any:
 
 def test_too_little_memory_is_a_warning_and_saves_that_block(tmp_path: Path) -> None:
     state = {"s": {"w": torch.ones(1_000_000)}}
+    told = r"saves will block training until they are durable: .* 0\.5 GiB are left"
     with (
         patched_memory(lambda: RESERVE_BYTES + 1_000_000),
-        pytest.warns(RuntimeWarning, match=r"saves will block training until they are durable: .* 0\.5 GiB are left"),
+        pytest.warns(RuntimeWarning, match=told),
+        ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer,
     ):
-        checkpointer = ckptman.Checkpointer(tmp_path, state, deadline=None)
-    with checkpointer:
         for step in (1, 2):
             checkpointer.save(step)
             assert value_of(tmp_path / f"step-{step:010d}") == 1, "it is durable when save() returns"
