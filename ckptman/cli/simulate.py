@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,9 @@ MOST_RUNS = 1_000
 MOST_EVENTS = 100_000
 """Failures and runs that are played: more take minutes and tell no more."""
 _CURVE = 13
+_BAR = 44
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_PICTURE_COLUMNS = 100
 
 
 @dataclass(frozen=True)
@@ -75,19 +80,17 @@ def simulate(
     Says what each policy yields, beside the best fixed interval that a search finds on the same failures. "derived" is
     the best interval of `ckptman plan`, without the plan's bound of 15 minutes.
     """
-    from ckptman.forecast.goodput import Costs
-
     if sum(each is not None for each in (mtbf, gpus, trace)) != 1:
         raise ConfigError("say how often it fails: one of --mtbf 8h, --gpus 1024, --trace FILE")
     recorded = _recorded(trace)
-    costs = Costs(*_costs(stall, save, restart, recorded))
+    costs = _costs(stall, save, restart, recorded)
     mean, words = _mean(mtbf, gpus, rate, recorded, trace)
     wanted = [parse_seconds("--interval", each) for each in interval or []]
     played, seconds = _failures(recorded, mean, length, runs, seed)
     found = _play(played, seconds, costs, mean, wanted)
-    curve = _curve(played, seconds, costs, mean)
+    chart = _chart(_curve(played, seconds, costs, mean), found)
     if svg is not None:
-        _draw(svg, curve, found, f"Goodput by interval: {words}")
+        _draw(svg, chart, f"Goodput by interval: {words}")
     if as_json:
         text.say_json(_as_dict(found, costs, mean, seconds, len(played), seed if recorded is None else None))
         return
@@ -100,7 +103,7 @@ def simulate(
         "",
         *text.table(_HEADERS, [_row(each, found[0]) for each in found], right=_RIGHT),
         "",
-        *_chart(curve, found),
+        *chart,
     ]
     text.say(*lines)
 
@@ -113,25 +116,24 @@ def _recorded(path: Path | None) -> Trace | None:
     return read_trace(path, lambda written: parse_seconds("a failure", written))
 
 
-def _costs(stall: str | None, save: str | None, restart: str | None, recorded: Trace | None) -> tuple[float, ...]:
-    """Stall, durable and restart: as given, as measured by the journal of a trace, or what is likely."""
-    measured: tuple[float | None, ...] = (None, None, None)
-    if recorded is not None:
-        measured = (recorded.stall_seconds, recorded.save_seconds, recorded.restart_seconds)
-    likely = (5.0, 60.0, 1200.0)
-    given = [
-        None if written is None else 0.0 if written.strip() in ("0", "0s") else parse_seconds(option, written)
-        for option, written in (("--stall", stall), ("--save", save), ("--restart", restart))
-    ]
-    values = [
-        one if one is not None else two if two is not None else three
-        for one, two, three in zip(given, measured, likely)
-    ]
-    if given[1] is not None and given[1] < values[0]:
+def _cost(option: str, written: str | None, measured: float | None, likely: float) -> float:
+    """Seconds as given, as the journal of a trace measured them, or what is likely."""
+    if written is None:
+        return likely if measured is None else measured
+    return 0.0 if written.strip() in ("0", "0s") else parse_seconds(option, written)
+
+
+def _costs(stall: str | None, save: str | None, restart: str | None, recorded: Trace | None) -> Costs:
+    from ckptman.forecast.goodput import Costs
+
+    stall_seconds = _cost("--stall", stall, recorded.stall_seconds if recorded else None, 5.0)
+    save_seconds = _cost("--save", save, recorded.save_seconds if recorded else None, 60.0)
+    restart_seconds = _cost("--restart", restart, recorded.restart_seconds if recorded else None, 1200.0)
+    if save is not None and save_seconds < stall_seconds:
         raise ConfigError(
-            f"--save {save}: a save is not durable before it lets go of training, after {_time(values[0])}"
+            f"--save {save}: a save is not durable before it lets go of training, after {_time(stall_seconds)}"
         )
-    return (values[0], max(values[0], values[1]), values[2])
+    return Costs(stall_seconds, max(stall_seconds, save_seconds), restart_seconds)
 
 
 def _mean(
@@ -267,18 +269,46 @@ def _ratio(each: _Named, best: _Named) -> float:
 
 
 def _chart(curve: Sequence[Played], found: Sequence[_Named]) -> list[str]:
-    from ckptman.cli.goodput_chart import Point, text_chart
+    """A bar for each interval, those of the policies with their names. Bars begin where the scale says."""
+    points = [*((each, "") for each in curve), *((each.played, each.name) for each in found)]
+    points.sort(key=lambda point: point[0].interval_seconds)
+    low, high = _scale([played.goodput for played, _ in points])
+    lengths = [_time(played.interval_seconds) for played, _ in points]
+    width = max(map(len, ["interval", *lengths]))
+    lines = [f"{'interval':>{width}}  goodput, from {100 * low:.4g} % to {100 * high:.4g} %"]
+    for (played, name), length in zip(points, lengths):
+        bar = _bar((played.goodput - low) / (high - low))
+        line = f"{length:>{width}}  {text.paint(bar, 'green') if name else bar} {100 * played.goodput:.2f} %"
+        lines.append(f"{line}  {text.plain(name)}" if name else line)
+    return lines
 
-    marked = [Point(each.played.interval_seconds, each.played.goodput, each.name) for each in found]
-    return text_chart([Point(each.interval_seconds, each.goodput) for each in curve], marked)
+
+def _bar(share: float) -> str:
+    eighths = max(0, min(round(share * _BAR * 8), _BAR * 8))
+    return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
 
 
-def _draw(path: Path, curve: Sequence[Played], found: Sequence[_Named], title: str) -> None:
-    """Write the picture. Nothing but an earlier picture is overwritten. Raises: ExistsError."""
-    from ckptman.cli.goodput_chart import Point, svg_chart
+def _scale(values: Sequence[float]) -> tuple[float, float]:
+    """Round bounds around shares, so that small differences can be seen."""
+    low, high = min(values), max(values)
+    for step in (0.001, 0.005, 0.01, 0.05, 0.1):
+        if high - low <= 10 * step:
+            break
+    floor = math.floor(low / step) * step
+    return floor, max(math.ceil(high / step) * step, floor + step)
 
-    marked = [Point(each.played.interval_seconds, each.played.goodput, each.name) for each in found]
-    picture = svg_chart([Point(each.interval_seconds, each.goodput) for each in curve], marked, title)
+
+def _draw(path: Path, chart: Sequence[str], title: str) -> None:
+    """Write the chart as a picture. Nothing but an earlier picture is overwritten. Raises: ExistsError."""
+    import io
+
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO())
+    console.print(Text.from_ansi("\n".join(chart)), no_wrap=True)
+    # Fonts are not fetched from elsewhere when the picture is opened.
+    picture = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title=title), flags=re.DOTALL)
     if path.exists() and not (path.is_file() and path.read_bytes()[:4] == b"<svg"):
         raise ExistsError(f"{path} is there and is no picture: name another file to --svg")
     path.write_text(picture, encoding="utf-8")
