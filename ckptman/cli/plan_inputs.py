@@ -27,7 +27,7 @@ from ckptman.forecast.save_costs import TABLE, TABLE_SOURCE, Tier
 from ckptman.policies.checks import check_count
 
 if TYPE_CHECKING:
-    from ckptman.forecast.size_forecast import Values
+    from ckptman.forecast.checkpoint_size import Values
     from ckptman.policies.retention import RetentionPolicy
     from ckptman.policies.save_policies import SavePolicy
 
@@ -169,7 +169,7 @@ def _of_params(written: Written, params: str) -> Subject:
 
 
 def _of_config(written: Written, path: Path) -> Subject:
-    from ckptman.forecast.size_forecast import SCHEDULED_VALUES, Values
+    from ckptman.forecast.checkpoint_size import SCHEDULED_VALUES, Values
     from ckptman.train.config import load_config
     from ckptman.train.dataset.tokenfile import read_meta
     from ckptman.train.size import parameter_shapes
@@ -216,7 +216,7 @@ def _of_config(written: Written, path: Path) -> Subject:
 
 
 def _of_model(written: Written) -> Subject:
-    from ckptman.forecast.size_forecast import Values
+    from ckptman.forecast.checkpoint_size import Values
     from ckptman.state.meta_model import tensors_of
 
     assert written.model is not None
@@ -245,7 +245,7 @@ def _exactly(
     accumulates: bool = False,
 ) -> Subject:
     """A model whose tensors are known one by one, so that the size of its checkpoints is known to the byte, nearly."""
-    from ckptman.forecast.size_forecast import checkpoint_size
+    from ckptman.forecast.checkpoint_size import checkpoint_size
 
     replicas, shards = mesh
     tensors = with_optimizer(names, moments)

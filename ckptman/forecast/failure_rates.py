@@ -1,4 +1,4 @@
-"""How often machines fail: published rates, scaled to a number of GPUs. Pure."""
+"""How often machines fail: published rates, scaled to a number of GPUs."""
 
 from __future__ import annotations
 

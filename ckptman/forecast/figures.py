@@ -1,4 +1,4 @@
-"""A number of a plan, with the formula it comes from. Pure."""
+"""A number of a plan, with the formula it comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an interval between saves costs when failures come at random, and which one costs least. Pure.
+"""What an interval between saves costs when failures come at random, and which one costs least.
 
 The model, which `simulation` plays and whose mean is exact here: failures are exponential with mean M. After one, the
 run needs R seconds undisturbed until it trains again. It begins a save every T seconds, the first T after it began to

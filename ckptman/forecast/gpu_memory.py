@@ -1,5 +1,5 @@
 """What training takes of the memory of one GPU, under hybrid sharding (HSDP): full shards in a group of ranks, replicas
-over the groups. Pure.
+over the groups.
 
 Parameters, gradients and moments are cut by the ranks of a shard group; a layer is gathered while it is at work. Of the
 activations of a Llama-style decoder is counted what the backward pass needs: with an attention that keeps no matrix of

@@ -1,14 +1,14 @@
 """What saves cost on a tier of storage: seconds, stall, the interval between them, what is lost, the time of a warning.
-Pure: each number comes with its formula.
+Each number comes with its formula.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ckptman.forecast.figures import Figure, bytes_text, time_text
 from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
-from ckptman.forecast.warning_time import warning_seconds
 from ckptman.policies.checks import check_positive
 from ckptman.policies.intervals import daly_interval_seconds
 from ckptman.policies.save_policies import BeforeDeadline
@@ -16,6 +16,11 @@ from ckptman.policies.save_policies import BeforeDeadline
 BOUND_SECONDS = 900.0
 """A run should save at least so often: HKUST, training of a 7B model, 2024."""
 LEAST_INTERVAL_SECONDS = 1.0
+UNMEASURED_SECONDS = 180
+"""Before any save was measured."""
+SHORTEST_LIMIT_SECONDS = 600.0
+"""Slurm looks every 30 seconds, and may warn a minute early: a job that is shorter would be warned when it begins."""
+_LOOK_SECONDS, _FULL_SECONDS = 30, 30
 _SAXENA = "DalyInterval; Saxena et al., arXiv 2410.18124"
 _DALY = "J. T. Daly, FGCS 22(3), 2006: the optimum for failures at random (forecast/goodput.py)"
 
@@ -140,6 +145,20 @@ def interval_figures(costs: Costs, life: Life) -> list[Figure]:
         ),
         Figure("goodput_best", unbound.good, "share", f"the same without the bound: T = {time_text(free)}"),
     ]
+
+
+def warning_seconds(save_seconds: float | None) -> int:
+    """Return how long before the time limit a job has to be warned, so that a save is durable in time: a save with its
+    reserve (as `BeforeDeadline` reckons, the step that runs and an evaluation included), and half a minute between two
+    looks of the controller.
+
+    `save_seconds`: until a save is durable, as measured; None: not yet.
+    """
+    if save_seconds is None:
+        return UNMEASURED_SECONDS
+    policy = BeforeDeadline()
+    needed_seconds = save_seconds * policy.safety + policy.margin_seconds + _LOOK_SECONDS
+    return math.ceil(needed_seconds / _FULL_SECONDS) * _FULL_SECONDS
 
 
 def _warning(save_seconds: float) -> Figure:

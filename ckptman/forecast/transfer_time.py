@@ -1,4 +1,4 @@
-"""How long it still takes to move files: so many bytes at a bandwidth, and so many files at a rate. Pure."""
+"""How long it still takes to move files: so many bytes at a bandwidth, and so many files at a rate."""
 
 from __future__ import annotations
 

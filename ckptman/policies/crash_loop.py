@@ -1,4 +1,4 @@
-"""Which checkpoints are not to be loaded a third time: a run crashed twice at the same step after loading them. Pure.
+"""Which checkpoints are not to be loaded a third time: a run crashed twice at the same step after loading them.
 
 It is the checkpoint that is to blame only while no other one leads to a crash at that step too: then it is the code, or
 the data of that step, and the newest one is as good as any. Nor is it to blame for what happens before one step has

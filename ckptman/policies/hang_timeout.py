@@ -1,4 +1,4 @@
-"""How long a rank may show no sign of life before it is taken for stuck. Pure: time is measured elsewhere."""
+"""How long a rank may show no sign of life before it is taken for stuck. Time is measured elsewhere."""
 
 from __future__ import annotations
 

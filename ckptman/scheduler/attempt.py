@@ -18,8 +18,7 @@ from pathlib import Path
 
 from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
 from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV
-from ckptman.scheduler.base import Say, patient
-from ckptman.scheduler.chain import judge
+from ckptman.scheduler.chain import Say, judge, patient
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, Ending, JobRecord, Spec
 from ckptman.scheduler.history import (
     begun_anywhere,
@@ -32,7 +31,7 @@ from ckptman.scheduler.history import (
     warned_too_late,
 )
 from ckptman.scheduler.local import ENDING, WARNING
-from ckptman.scheduler.signal_forwarding import tell_to_stop
+from ckptman.scheduler.process_tree import tell_to_stop
 from ckptman.scheduler.signal_queue import Inbox
 from ckptman.scheduler.slurm.commands import Slurm, submission_environment
 from ckptman.scheduler.slurm.submission import avoid_nodes, submit_next

@@ -1,4 +1,4 @@
-"""A chain: attempts one after another, until the run is finished."""
+"""A chain: attempts one after another, until the run is finished; and the seam to where they run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,50 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Protocol
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, NotFoundError, RootError, SchedulerError
 from ckptman.io.filesystem import DISK
 from ckptman.policies.calendar import is_known_time
 from ckptman.policies.resubmit import Attempt, decide
 from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, read_outcome
-from ckptman.scheduler.base import Say, Scheduler, patient
 
 Ending = Literal["finished", "stopped", "crashed"]
+Say = Callable[[str], None]
+
+
+class Scheduler(Protocol):
+    """Runs one attempt at a time. No wider than `run_chain` needs, which is its only caller."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def run_attempt(self, command: Sequence[str], env: Mapping[str, str]) -> int:
+        """Run `command` to its end, with exactly the environment `env`; its exit code, or -n if signal n killed it.
+
+        When it returns, no process of the attempt is alive. Raises: SchedulerError if the command cannot be started.
+        """
+        ...
+
+    def stop_asked(self) -> signal.Signals | None:
+        """The signal that asked the whole chain to end, or None."""
+        ...
+
+
+def patient(say: Say) -> Say:
+    """The same `say`, which does not mind that nobody can hear it: after a SIGHUP the terminal is gone."""
+
+    def tell(text: str) -> None:
+        try:
+            say(text)
+        except OSError:
+            pass
+
+    return tell
 
 
 def run_chain(

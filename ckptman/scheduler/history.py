@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptman.errors import CkptmanError, CorruptError, SchedulerError
-from ckptman.forecast.warning_time import warning_seconds
+from ckptman.forecast.save_costs import warning_seconds
 from ckptman.policies.intervals import seconds_text
 from ckptman.policies.resubmit import Attempt, Next, decide
 from ckptman.runtime.bad_nodes import reported_nodes
@@ -12,9 +12,10 @@ from ckptman.runtime.measurements import save_seconds
 from ckptman.runtime.outcome import Outcome, read_outcome
 from ckptman.scheduler.chain import gone_text, newest_sequence
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, Ending, EndRecord, JobRecord
-from ckptman.scheduler.node_blocklist import Found, nodes_to_avoid
 from ckptman.scheduler.slurm.commands import Job, Slurm
 
+AVOIDED_SECONDS = 86_400.0
+"""A node is left out for so long after it was found bad: by then somebody has repaired it, or Slurm knows."""
 _FROM_OUTSIDE = {
     "TIMEOUT": "the time limit",
     "PREEMPTED": "preempted",
@@ -139,8 +140,12 @@ def lost(chain: Chain) -> str | None:
 
 
 def avoided(chain: Chain, now: float) -> dict[str, str]:
-    """The nodes that the next attempt had better not run on, and why."""
-    return nodes_to_avoid([Found(end.bad_nodes, end.ended_seconds) for end in chain.ends().values()], now)
+    """Return the nodes that were found bad in the last day, which the next attempt had better not run on, and why."""
+    recent = [end for end in chain.ends().values() if now - end.ended_seconds < AVOIDED_SECONDS]
+    nodes: dict[str, str] = {}
+    for end in sorted(recent, key=lambda end: end.ended_seconds):
+        nodes |= end.bad_nodes
+    return dict(sorted(nodes.items()))
 
 
 def root_of(chain: Chain) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from ckptman.errors import ConfigError, SchedulerError
-from ckptman.scheduler.base import Say, patient
+from ckptman.scheduler.chain import Say, patient
 from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, Family, handles
 from ckptman.scheduler.signal_queue import Inbox
 

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
+from ckptman.forecast.checkpoint_size import LARGE_BYTES, SMALL_ALIGN_BYTES
 from ckptman.io.file_writer import ALIGN_BYTES
 from ckptman.state.tensor_container import frame_of
 
 _CPU = torch.device("cpu")
-_LARGE_BYTES = 1024 * 1024
-_SMALL_ALIGN_BYTES = 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -46,7 +45,7 @@ class Layout:
     def add_tensor(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> Placed:
         """Make room for a contiguous tensor."""
         frame = frame_of(dtype, sizes)
-        align = ALIGN_BYTES if frame.payload_bytes >= _LARGE_BYTES else _SMALL_ALIGN_BYTES
+        align = ALIGN_BYTES if frame.payload_bytes >= LARGE_BYTES else SMALL_ALIGN_BYTES
         payload = _up(self.end + len(frame.head), align)
         offset = payload - len(frame.head)
         self.literals.append((offset, frame.head))
@@ -56,7 +55,7 @@ class Layout:
 
     def add_bytes(self, data: bytes) -> Placed:
         """Make room for bytes that are known."""
-        offset = _up(self.end, _SMALL_ALIGN_BYTES)
+        offset = _up(self.end, SMALL_ALIGN_BYTES)
         self.literals.append((offset, data))
         self.end = offset + len(data)
         return Placed(offset, len(data))
@@ -68,7 +67,7 @@ class Layout:
 
 def in_order(sizes: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> list[int]:
     """The order in which tensors of these dtypes and shapes are laid out: large ones first."""
-    return sorted(range(len(sizes)), key=lambda i: sizes[i][0].itemsize * math.prod(sizes[i][1]) < _LARGE_BYTES)
+    return sorted(range(len(sizes)), key=lambda i: sizes[i][0].itemsize * math.prod(sizes[i][1]) < LARGE_BYTES)
 
 
 class Image:

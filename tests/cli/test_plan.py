@@ -17,7 +17,7 @@ from ckptman.cli.app import main
 from ckptman.cli.options import parse_count, parse_rate, parse_seconds
 from ckptman.errors import ConfigError
 from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
-from ckptman.forecast.warning_time import warning_seconds
+from ckptman.forecast.save_costs import warning_seconds
 from ckptman.format.paths import data_name, step_folder
 from ckptman.policies.intervals import daly_interval_seconds
 from ckptman.train.tokenize import tokenize

@@ -16,7 +16,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ckptman
 from ckptman.errors import ConfigError, IntervalError
-from ckptman.forecast.checkpoint_size import Tensor, frozen, parameter_count, rule_bytes, state_bytes, with_optimizer
+from ckptman.forecast.checkpoint_size import (
+    SCHEDULED_VALUES,
+    Size,
+    Tensor,
+    Values,
+    checkpoint_size,
+    frozen,
+    parameter_count,
+    rule_bytes,
+    state_bytes,
+    with_optimizer,
+)
 from ckptman.forecast.gpu_memory import (
     Batch,
     Shape,
@@ -26,7 +37,6 @@ from ckptman.forecast.gpu_memory import (
     memory_figures,
     root_parameters,
 )
-from ckptman.forecast.size_forecast import SCHEDULED_VALUES, Size, Values, checkpoint_size
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import step_folder
 from ckptman.state.meta_model import tensors_of

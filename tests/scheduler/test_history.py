@@ -15,8 +15,7 @@ from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.outcome import OUTCOME_ENV
 from ckptman.scheduler.attempt import ROOT_LOOKS
 from ckptman.scheduler.chain_record import Chain, EndRecord
-from ckptman.scheduler.history import warned_too_late
-from ckptman.scheduler.node_blocklist import AVOIDED_SECONDS
+from ckptman.scheduler.history import AVOIDED_SECONDS, avoided, warned_too_late
 from ckptman.scheduler.restart_gaps import pauses
 from tests.helpers.checkpoints import commit
 from tests.helpers.fake_slurm import FakeSlurm
@@ -60,6 +59,28 @@ def test_a_node_that_slurm_says_is_down_is_left_out(tmp_path: Path, fake: FakeSl
     attempt(chain, fake, 3, NOW + AVOIDED_SECONDS + 1, SLURM_JOB_NODELIST="n[1-2]")
     assert [job.job_id for job in chain.jobs()] == ["101", "102", "103", "104"]
     assert not [each for each in last_submission(fake) if each.startswith("--exclude=n9,n2")]
+
+
+def test_bad_nodes_are_left_out_for_a_day_with_what_was_last_known(tmp_path: Path, fake: FakeSlurm) -> None:
+    chain = submitted(tmp_path, fake, "exit 7")
+    assert avoided(chain, 400.0) == {}
+    for number, (seconds, nodes) in enumerate([(200.0, {"n2": "DOWN"}), (100.0, {"n1": "ECC", "n2": "silent"})], 1):
+        chain.end(
+            EndRecord(
+                number=number,
+                ending="crashed",
+                reason="exit code 7",
+                returncode=7,
+                root="",
+                step=0,
+                sequence=0,
+                ended_seconds=seconds,
+                bad_nodes=nodes,
+            )
+        )
+    assert avoided(chain, 400.0) == {"n1": "ECC", "n2": "DOWN"}
+    assert avoided(chain, 100.0 + AVOIDED_SECONDS) == {"n2": "DOWN"}
+    assert avoided(chain, 200.0 + AVOIDED_SECONDS) == {}
 
 
 def test_an_attempt_that_stopped_asks_nobody(tmp_path: Path, fake: FakeSlurm) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptman.errors import ConfigError
-from ckptman.forecast.warning_time import UNMEASURED_SECONDS, warning_seconds
+from ckptman.forecast.save_costs import UNMEASURED_SECONDS, warning_seconds
 from ckptman.policies.save_policies import BeforeDeadline
 from ckptman.scheduler.slurm.options import Warned, array_tasks, in_force, limit_seconds, read_options, remarks, warned
 

@@ -1,4 +1,4 @@
-"""A user's batch script: what Slurm reads of it, and the batch file that is submitted in its place. Pure."""
+"""A user's batch script: what Slurm reads of it, and the batch file that is submitted in its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of sbatch: their spellings, and what those mean that a chain has to know. Pure."""
+"""Options of sbatch: their spellings, and what those mean that a chain has to know."""
 
 from __future__ import annotations
 

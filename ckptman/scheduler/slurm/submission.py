@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerError
-from ckptman.forecast.warning_time import SHORTEST_LIMIT_SECONDS, warning_seconds
+from ckptman.forecast.save_costs import SHORTEST_LIMIT_SECONDS, warning_seconds
 from ckptman.scheduler.chain_record import CHAINS, Chain, JobRecord, Mode, Spec, find_chains
 from ckptman.scheduler.history import avoided, job_number_after, measured_save_seconds
 from ckptman.scheduler.slurm.batch_script import BatchScript, batch_file, parse

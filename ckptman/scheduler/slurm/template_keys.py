@@ -1,4 +1,4 @@
-"""The keys of the Slurm templates: which there are, what they are unless said otherwise, and what is refused. Pure.
+"""The keys of the Slurm templates: which there are, what they are unless said otherwise, and what is refused.
 
 One model for each kind of job; a template that is for one cluster has a model with the defaults of that cluster.
 """

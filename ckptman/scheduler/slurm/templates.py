@@ -95,7 +95,7 @@ def render_template(name: str, values: Mapping[str, Any]) -> str:
 
 
 def render(text: str, part: Callable[[str], str], keys: JobKeys) -> str:
-    """A template with its values in place. Pure."""
+    """A template with its values in place."""
     directives, shell = _for_directives(keys), _for_shell(keys)
     text = _INCLUDE.sub(lambda found: part(found[1]).rstrip("\n"), text)
     lines: list[str] = []
