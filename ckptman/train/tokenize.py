@@ -1,7 +1,7 @@
 """Turn text files into a token file, as a CPU job of its own: `python -m ckptman.train.tokenize OUT SOURCES...`.
 
-A byte-level BPE is trained on the text (with the `tokenizers` library), then several processes encode the files.
-The result is the same for any number of processes: files are taken in sorted order, each is one document that ends with
+A byte-level BPE is trained on the text, and the files are encoded by several threads, both by the `tokenizers` library.
+The result is the same for any number of threads: files are taken in sorted order, each is one document that ends with
 the end-of-text token, and the pieces that are encoded apart are cut by content. Everything is written under a temporary
 name next to OUT and renamed at the end, so that OUT is whole or not there. No torch.
 """
@@ -9,14 +9,11 @@ name next to OUT and renamed at the end, so that OUT is whole or not there. No t
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,6 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
 """256 bytes and the end-of-text token."""
 _PIECE_CHARACTERS = 1 << 20
-_BATCH_BYTES = 1 << 22
 
 
 def tokenize(
@@ -49,9 +45,9 @@ def tokenize(
 
     Folders below a source whose name is in `exclude` are left out.
 
-    The BPE is trained on every n-th file so that about `train_bytes` are read for it. `workers` processes encode; as
-    many as there are cores for this process unless given. Undecodable bytes become U+FFFD.
-    Raises ConfigError, NotFoundError (a source that is not there), ExistsError (`out` is there already).
+    The BPE is trained on every n-th file so that about `train_bytes` are read for it. `workers` threads encode: as
+    many as there are cores for this process unless given; the first call in a process decides. Undecodable bytes become
+    U+FFFD. Raises ConfigError, NotFoundError (a source that is not there), ExistsError (`out` is there already).
     """
     if vocab_size < SMALLEST_VOCAB:
         raise ConfigError(f"--vocab-size {vocab_size}: a byte-level vocabulary has at least {SMALLEST_VOCAB} tokens")
@@ -62,8 +58,8 @@ def tokenize(
     if os.path.lexists(out):
         raise ExistsError(f"{out} is there already and is not overwritten; remove it, or give another name")
     files = find_files(sources, glob, exclude)
-    _require_tokenizers()
     workers = workers or len(os.sched_getaffinity(0))
+    os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = str(workers), str(workers > 1).lower()
     total_bytes = sum(file.stat().st_size for file in files)
     say(f"{len(files)} files, {total_bytes / 1e6:.1f} MB; training a vocabulary of up to {vocab_size} tokens")
     tokenizer = _train_bpe(files[:: max(1, -(-total_bytes // train_bytes))], vocab_size)
@@ -72,9 +68,10 @@ def tokenize(
     temporary = out.absolute().with_name(f"{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
     DISK.make_folder(temporary)
     try:
-        say(f"encoding with {workers} processes")
+        say(f"encoding, {workers} at a time")
         dtype = dtype_for(tokenizer.get_vocab_size())
-        count, digest = _encode_files(files, tokenizer.to_str(), dtype, workers, temporary / TOKENS)
+        DISK.write_file(temporary / TOKENIZER, tokenizer.to_str(pretty=True).encode())
+        count, digest = _encode_files(files, tokenizer, dtype, workers, temporary / TOKENS)
         meta = TokenMeta(
             dtype=dtype,
             count=count,
@@ -83,7 +80,6 @@ def tokenize(
             sources=len(files),
             digest=digest,
         )
-        DISK.write_file(temporary / TOKENIZER, tokenizer.to_str(pretty=True).encode())
         DISK.write_file(temporary / META, (meta.model_dump_json(indent=1) + "\n").encode())
         DISK.sync_folder(temporary)
         if os.path.lexists(out):
@@ -131,17 +127,13 @@ def read_pieces(file: Path) -> Iterator[str]:
             yield piece + text.readline()
 
 
-def _require_tokenizers() -> None:
+def _train_bpe(files: Sequence[Path], vocab_size: int) -> Any:
     try:
-        import tokenizers  # noqa: F401
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise ConfigError(
             f"tokenising needs the tokenizers library ({error}); install it with: pip install 'ckptman[train]'"
         ) from error
-
-
-def _train_bpe(files: Sequence[Path], vocab_size: int) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -156,91 +148,35 @@ def _train_bpe(files: Sequence[Path], vocab_size: int) -> Any:
     return tokenizer
 
 
-def _encode_files(files: Sequence[Path], tokenizer: str, dtype: str, workers: int, target: Path) -> tuple[int, str]:
+def _encode_files(files: Sequence[Path], tokenizer: Any, dtype: str, workers: int, target: Path) -> tuple[int, str]:
     """Encode all files into `target`; returns the number of tokens and the digest of the bytes."""
-    batches = list(_batches(files))
-    parts = [target.with_name(f"part-{number}") for number in range(len(batches))]
+    tokenizer.encode_special_tokens = True  # text that happens to contain "<|endoftext|>" must not end a document
+    end = tokenizer.token_to_id(END_OF_TEXT)
     digester, count = BlockDigester(), 0
-    others = set(multiprocessing.active_children())
-    # Spawned, not forked: the tokenizers library has threads, and a fork would copy their locks in any state.
-    with (
-        ProcessPoolExecutor(
-            min(workers, len(batches)), multiprocessing.get_context("spawn"), _start_worker, (tokenizer, dtype)
-        ) as pool,
-        target.open("wb") as out,
-    ):
-        try:
-            for part, part_count in zip(parts, pool.map(_encode_batch, batches, parts)):
-                with part.open("rb") as written:
-                    while block := written.read(1 << 22):
-                        digester.update(block)
-                        out.write(block)
-                DISK.remove_file(part)
-                count += part_count
-        except BrokenProcessPool:
-            raise CkptmanError(
-                "a tokenising process was killed from outside (out of memory?); nothing was written; "
-                "run it again, with fewer --workers if memory was short"
-            ) from None
-        except BaseException:
-            for child in set(multiprocessing.active_children()) - others:
-                child.terminate()  # the rest of the work has no use, and a job that was told to stop has little time
-            raise
+    with target.open("wb") as out:
+        for batch in _batches(files, workers * _PIECE_CHARACTERS):
+            for encoded in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                ids = np.array(encoded.ids or [end], np.dtype(dtype).newbyteorder("<"))
+                digester.update(ids.tobytes())
+                out.write(ids.tobytes())
+                count += len(ids)
         out.flush()
         DISK.sync_file(out.fileno())
     return count, digester.finish()
 
 
-def _batches(files: Sequence[Path]) -> Iterator[list[Path]]:
-    """Neighbouring files together, up to a few MiB, so that a million small files are not a million tasks."""
-    batch: list[Path] = []
-    batch_bytes = 0
+def _batches(files: Sequence[Path], characters: int) -> Iterator[list[str]]:
+    """The pieces of all files, with an empty one at the end of each, in lists of about so many characters."""
+    batch: list[str] = []
+    held = 0
     for file in files:
-        batch.append(file)
-        batch_bytes += file.stat().st_size
-        if batch_bytes >= _BATCH_BYTES:
-            yield batch
-            batch, batch_bytes = [], 0
-    if batch:
-        yield batch
-
-
-_worker: dict[str, Any] = {}
-
-
-def _start_worker(tokenizer: str, dtype: str) -> None:
-    """In each process of the pool, once."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    from tokenizers import Tokenizer
-
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def leave_with_parent() -> None:
-        parent.join()  # a pool whose parent was killed by SIGKILL would wait for work for ever
-        os._exit(1)
-
-    threading.Thread(target=leave_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the pool
-    _worker["tokenizer"] = Tokenizer.from_str(tokenizer)
-    # Text that happens to contain "<|endoftext|>" must not end a document.
-    _worker["tokenizer"].encode_special_tokens = True
-    _worker["dtype"] = np.dtype(dtype).newbyteorder("<")
-
-
-def _encode_batch(files: Sequence[Path], part: Path) -> int:
-    tokenizer, dtype = _worker["tokenizer"], _worker["dtype"]
-    end = np.array([tokenizer.token_to_id(END_OF_TEXT)], dtype)
-    count = 0
-    with part.open("wb") as out:
-        for file in files:
-            for piece in read_pieces(file):
-                ids = np.array(tokenizer.encode(piece, add_special_tokens=False).ids, dtype)
-                out.write(ids.tobytes())
-                count += len(ids)
-            out.write(end.tobytes())
-            count += 1
-    return count
+        for piece in chain(read_pieces(file), [""]):
+            batch.append(piece)
+            held += len(piece)
+            if held >= characters:
+                yield batch
+                batch, held = [], 0
+    yield batch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -251,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="the folder to make")
     parser.add_argument("sources", type=Path, nargs="+", help="text files, and folders that are searched for them")
     parser.add_argument("--vocab-size", type=int, default=16_384, help="at most this many tokens (default 16384)")
-    parser.add_argument("--workers", type=int, default=None, help="processes (default: one per core)")
+    parser.add_argument("--workers", type=int, default=None, help="threads (default: one per core)")
     parser.add_argument("--glob", default="*", help="which files of a folder, for example '*.py' (default: all)")
     parser.add_argument(
         "--exclude", action="append", default=[], metavar="NAME", help="leave out folders of this name (repeatable)"
@@ -273,12 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             train_bytes=options.train_bytes,
             say=print,
         )
-    except CkptmanError as error:
+    except (CkptmanError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code if isinstance(error, CkptmanError) else 1
     print(
         f"{options.out}: {meta.count} tokens of {meta.sources} files, vocabulary {meta.vocab_size}, {meta.dtype}, "
         f"{meta.count * meta.item_bytes / 1e6:.1f} MB"
