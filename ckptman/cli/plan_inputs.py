@@ -172,7 +172,7 @@ def _of_config(written: Written, path: Path) -> Subject:
     from ckptman.forecast.checkpoint_size import SCHEDULED_VALUES, Values
     from ckptman.train.config import load_config
     from ckptman.train.dataset.tokenfile import read_meta
-    from ckptman.train.size import parameter_shapes
+    from ckptman.train.setup import parameter_shapes
 
     for name in ("vocab", "dim", "layers", "sequence", "micro_batch"):
         if getattr(written, name) is not None:

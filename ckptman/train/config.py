@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -130,25 +132,17 @@ class CheckpointConfig(Section):
 
     def save_policy(self) -> SavePolicy:
         """The policy these keys mean. Raises IntervalError."""
+        bounds = {"min_seconds": self.min_seconds, "max_seconds": self.max_seconds}
         intervals: list[SavePolicy] = []
         if self.every_steps is not None:
             intervals.append(EverySteps(self.every_steps))
         if self.every_seconds is not None:
             intervals.append(EverySeconds(self.every_seconds))
         if self.mtbf_seconds is not None:
-            intervals.append(
-                DalyInterval(mtbf_seconds=self.mtbf_seconds, min_seconds=self.min_seconds, max_seconds=self.max_seconds)
-            )
+            intervals.append(DalyInterval(mtbf_seconds=self.mtbf_seconds, **bounds))
         if self.save_factor is not None or not intervals:
-            intervals.append(
-                InitTimeInterval(
-                    factor=self.save_factor or 4, min_seconds=self.min_seconds, max_seconds=self.max_seconds
-                )
-            )
-        policy = OnStop() | BeforeDeadline(margin_seconds=self.margin_seconds)
-        for interval in intervals:
-            policy = policy | interval
-        return policy
+            intervals.append(InitTimeInterval(factor=self.save_factor or 4, **bounds))
+        return reduce(or_, intervals, OnStop() | BeforeDeadline(margin_seconds=self.margin_seconds))
 
     def retention(self) -> RetentionPolicy | None:
         """The union of the keep rules; None keeps all. `keep_best` ranks by the loss, smallest first."""
@@ -159,10 +153,7 @@ class CheckpointConfig(Section):
             rules.append(KeepEvery(steps=self.keep_every))
         if self.keep_best is not None:
             rules.append(KeepBest("loss", count=self.keep_best))
-        policy: RetentionPolicy | None = None
-        for rule in rules:
-            policy = rule if policy is None else policy | rule
-        return policy
+        return reduce(or_, rules) if rules else None
 
 
 class Config(Section):
@@ -182,15 +173,13 @@ def load_config(path: Path, changes: Sequence[str] = ()) -> Config:
     Raises NotFoundError for a missing file, UnknownKeyError, and ConfigError with one line per wrong value.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise NotFoundError(f"no configuration file {path}: give the path of a TOML file to --config") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
-    try:
-        document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
     for change in changes:
         _apply(document, change)
     return check_config(document)
@@ -203,7 +192,7 @@ def check_config(document: Mapping[str, Any]) -> Config:
     except pydantic.ValidationError as error:
         raise _explain(error) from None
     if problems := _misfits(config):
-        raise ConfigError(_as_lines(problems))
+        raise _as_error(problems)
     config.checkpoint.save_policy()
     config.checkpoint.retention()
     return config
@@ -245,33 +234,21 @@ def _misfits(config: Config) -> list[str]:
 def _explain(error: pydantic.ValidationError) -> ConfigError:
     problems = []
     for item in error.errors():
-        place = [str(part) for part in item["loc"]]
+        *section, _ = place = [str(part) for part in item["loc"]]
+        name = ".".join(place)
         if item["type"] == "extra_forbidden":
-            return UnknownKeyError(
-                ".".join(place), _known_keys(place[:-1]), f"[{'.'.join(place[:-1])}]" * (len(place) > 1)
-            )
+            table: Any = Config.model_fields[section[0]].annotation if section else Config
+            return UnknownKeyError(name, list(table.model_fields), f"[{section[0]}]" if section else "")
         if item["type"] == "missing":
-            problems.append(f"{'.'.join(place)}: missing; the run cannot do without it")
+            problems.append(f"{name}: missing; the run cannot do without it")
         elif item["type"] == "model_type":
-            problems.append(f"{'.'.join(place)}: must be a table, written [{'.'.join(place)}]")
+            problems.append(f"{name}: must be a table, written [{name}]")
         else:
-            problems.append(f"{'.'.join(place)}: {item['msg'].lower()}, not {item['input']!r}")
-    return ConfigError(_as_lines(problems))
+            problems.append(f"{name}: {item['msg'].lower()}, not {item['input']!r}")
+    return _as_error(problems)
 
 
-def _known_keys(place: Sequence[str]) -> list[str]:
-    section: type[BaseModel] = Config
-    for name in place:
-        annotation = section.model_fields[name].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        section = annotation
-    return list(section.model_fields)
-
-
-def _as_lines(problems: Sequence[str]) -> str:
-    return (
-        problems[0]
-        if len(problems) == 1
-        else "\n".join(["the configuration has errors:", *(f"  {p}" for p in problems)])
-    )
+def _as_error(problems: Sequence[str]) -> ConfigError:
+    if len(problems) == 1:
+        return ConfigError(problems[0])
+    return ConfigError("\n".join(["the configuration has errors:", *(f"  {each}" for each in problems)]))

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
+from ckptman.state.local_shards import local_parts
 from ckptman.train.config import ModelConfig
 
 _INIT_ROWS = 256
@@ -131,24 +131,11 @@ def init_weights(model: Decoder, seed: int) -> None:
     for name, parameter in model.named_parameters():
         narrow = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
         deviation = 0.02 / math.sqrt(2 * model.config.layers) if narrow else 0.02
-        local, first_row = local_rows(parameter)
-        if parameter.dim() == 1:
-            local.fill_(1.0)  # norms
-        else:
-            local.copy_(_normal_rows(name, seed, first_row, local.shape) * deviation)
-
-
-def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """The part of a parameter that this rank holds, and the row it starts at: all of it unless sharded by rows."""
-    if not isinstance(parameter, DTensor):
-        return parameter.detach(), 0
-    local, first = parameter.to_local(), 0
-    for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            assert placement.dim == 0, "the bundled loop shards rows only"
-            rows = -(-parameter.shape[0] // parameter.device_mesh.size(axis))  # as torch.chunk cuts
-            first = min(rows * parameter.device_mesh.get_local_rank(axis), parameter.shape[0])
-    return local, first
+        for box, local in local_parts(parameter):
+            if parameter.dim() == 1:
+                local.fill_(1.0)  # norms
+            else:
+                local.copy_(_normal_rows(name, seed, box.offsets[0], local.shape) * deviation)
 
 
 def _normal_rows(name: str, seed: int, first_row: int, shape: torch.Size) -> Tensor:

@@ -63,12 +63,8 @@ def process_group(
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
-    if launch.alone:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    else:
-        store = meet(launch, os.environ, timeout_seconds)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    store = dist.HashStore() if launch.alone else meet(launch, os.environ, timeout_seconds)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     try:
         ranks: list[tuple[int, str, str]] = [(0, "", "")] * launch.world_size
         dist.all_gather_object(ranks, (launch.local_world_size, device.type, platform.node()))

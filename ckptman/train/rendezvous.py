@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,6 @@ LONGEST_SECONDS = 600.0
 """Nobody waits longer for a node, whatever the timeout of collectives is."""
 _LOOK_SECONDS = 0.1
 _SPARE_SECONDS = 5.0
-_PREFIX = "ckptman/meeting"
 _NAMED = 16
 
 
@@ -33,26 +32,25 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_seconds: float) -> 
     seconds = min(timeout_seconds, LONGEST_SECONDS)
     store = _connect(launch, environ, seconds)
     try:
-        _check_in(store, launch, seconds)
+        _check_in(dist.PrefixStore("ckptman/meeting", store), launch, seconds)  # type: ignore[attr-defined]
     except RuntimeError as error:  # torch's errors have no closer class in common
         if isinstance(error, CkptmanError):
             raise
-        raise RankLostError(f"the store at {_where(environ)} is gone: {_first_line(error)}") from error
+        first_line = str(error).strip().partition("\n")[0]
+        raise RankLostError(f"the store at {_where(environ)} is gone: {first_line}") from error
     return store
 
 
 def _connect(launch: Launch, environ: Mapping[str, str], seconds: float) -> Store:
-    host, port = environ["MASTER_ADDR"], _port(environ["MASTER_PORT"])
+    host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ConfigError(f"MASTER_PORT is {port!r}, not the number of a port: take a free one from 1024 to 65535")
     of_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process keeps the store
     leads = launch.rank == 0 and not of_agent
+    timeout = timedelta(seconds=seconds)
     try:
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-            host,
-            port,
-            is_master=leads,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
+            host, int(port), is_master=leads, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
     except RuntimeError as error:
         if leads and "EADDRINUSE" in str(error):
@@ -71,81 +69,61 @@ def _connect(launch: Launch, environ: Mapping[str, str], seconds: float) -> Stor
 
 
 def _check_in(store: Store, launch: Launch, seconds: float) -> None:
-    """Say that this rank is there, and wait until all are, or until somebody says what is wrong."""
-    told = str(launch.world_size)
-    others = store.compare_set(f"{_PREFIX}/world", "", told).decode()
-    if others != told:
-        _refuse(
-            store,
-            f"the ranks see different worlds: rank {launch.rank} on {socket.gethostname()} was told of {told} ranks, "
-            f"another one of {others}. Start all with one srun, or with one torchrun per node with the same --nnodes",
+    """Say that this rank is there, and wait until all are, or until one of them says what is wrong.
+
+    The first verdict counts, on all ranks: no text is all well.
+    """
+    host = socket.gethostname()
+
+    def decide(text: str, kind: str = "config") -> None:
+        store.compare_set("verdict", "", json.dumps([kind, text]))
+
+    world = str(launch.world_size)
+    if (others := store.compare_set("world", "", world).decode()) != world:
+        decide(
+            f"the ranks see different worlds: rank {launch.rank} on {host} was told of {world} ranks, another one of "
+            f"{others}. Start all with one srun, or with one torchrun per node with the same --nnodes"
         )
-    me = f"{socket.gethostname()} {time.time_ns()}"
-    there = store.compare_set(f"{_PREFIX}/rank/{launch.rank}", "", me).decode()
-    if there != me:
-        _refuse(
-            store,
-            f"two processes are rank {launch.rank}, on {there.split()[0]} and on {socket.gethostname()}: do not set "
-            f"RANK by hand, and give every torchrun its own --node-rank",
+    me = f"{host} {time.time_ns()}"
+    if (there := store.compare_set(f"rank/{launch.rank}", "", me).decode()) != me:
+        decide(
+            f"two processes are rank {launch.rank}, on {there.split()[0]} and on {host}: do not set RANK by hand, and "
+            f"give every torchrun its own --node-rank"
         )
-    store.add(f"{_PREFIX}/count", 1)
+    store.add("count", 1)
     until = time.monotonic() + seconds + (0.0 if launch.rank == 0 else _SPARE_SECONDS)
-    while not store.check([f"{_PREFIX}/verdict"]):
-        if launch.rank == 0 and store.add(f"{_PREFIX}/count", 0) == launch.world_size:
-            _decide(store, [])
+    while not store.check(["verdict"]):
+        if launch.rank == 0 and store.add("count", 0) == launch.world_size:
+            decide("")
         elif time.monotonic() > until:
-            _tell_missing(store, launch, seconds)
+            decide(_missing(store, launch.world_size, seconds), "lost")
         else:
             time.sleep(_LOOK_SECONDS)
-    verdict = json.loads(store.get(f"{_PREFIX}/verdict"))
-    if verdict:
-        _await_the_others(store, launch)
-        kind, text = verdict
-        raise ConfigError(text) if kind == "config" else RankLostError(text)
-
-
-def _await_the_others(store: Store, launch: Launch) -> None:
-    """Rank 0 may be the one that has the store, and the others have to read there what is wrong."""
-    heard, until = store.add(f"{_PREFIX}/heard", 1), time.monotonic() + _SPARE_SECONDS
-    while launch.rank == 0 and heard < store.add(f"{_PREFIX}/count", 0) and time.monotonic() < until:
+    kind, text = json.loads(store.get("verdict"))
+    if not text:
+        return
+    # Rank 0 may be the one that has the store, and the others have to read there what is wrong.
+    heard, until = store.add("heard", 1), time.monotonic() + _SPARE_SECONDS
+    while launch.rank == 0 and heard < store.add("count", 0) and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
-        heard = store.add(f"{_PREFIX}/heard", 0)
+        heard = store.add("heard", 0)
+    raise ConfigError(text) if kind == "config" else RankLostError(text)
 
 
-def _decide(store: Store, verdict: list[str]) -> None:
-    """The first word counts: all well, or what is wrong."""
-    store.compare_set(f"{_PREFIX}/verdict", "", json.dumps(verdict))
-
-
-def _refuse(store: Store, text: str) -> None:
-    _decide(store, ["config", text])
-
-
-def _tell_missing(store: Store, launch: Launch, seconds: float) -> None:
-    ranks = range(launch.world_size)
-    there = {rank for rank in ranks if store.check([f"{_PREFIX}/rank/{rank}"])}
-    hosts = dict.fromkeys(store.get(f"{_PREFIX}/rank/{rank}").decode().split()[0] for rank in sorted(there))
-    missing = [rank for rank in ranks if rank not in there]
-    text = (
-        f"{len(there)} of {launch.world_size} ranks came within {seconds:,.0f} s, on {_some(list(hosts))}; missing: "
+def _missing(store: Store, world_size: int, seconds: float) -> str:
+    there = [rank for rank in range(world_size) if store.check([f"rank/{rank}"])]
+    hosts = list(dict.fromkeys(store.get(f"rank/{rank}").decode().split()[0] for rank in there))
+    missing = [rank for rank in range(world_size) if rank not in set(there)]
+    return (
+        f"{len(there)} of {world_size} ranks came within {seconds:,.0f} s, on {_some(hosts)}; missing: "
         f"{_some(missing)}. A node that is not there, or a rank that died before it could say why"
     )
-    _decide(store, ["lost", text])
 
 
-def _some(values: list[str] | list[int]) -> str:
-    return ", ".join(map(str, values[:_NAMED])) + (f" and {len(values) - _NAMED} more" if len(values) > _NAMED else "")
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
-        raise ConfigError(f"MASTER_PORT is {text!r}, not the number of a port: take a free one from 1024 to 65535")
-    return int(text)
+def _some(values: Sequence[str | int]) -> str:
+    more = f" and {len(values) - _NAMED} more" if len(values) > _NAMED else ""
+    return ", ".join(map(str, values[:_NAMED])) + more
 
 
 def _where(environ: Mapping[str, str]) -> str:
     return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -41,11 +41,11 @@ from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import step_folder
 from ckptman.state.meta_model import tensors_of
 from ckptman.train.config import ModelConfig, OptimizerConfig, ParallelConfig
+from ckptman.train.loop import build_optimizer, build_scheduler
 from ckptman.train.model import Decoder, token_loss_sum
-from ckptman.train.optim import build_optimizer, build_scheduler
 from ckptman.train.parallel import World, build_model
-from ckptman.train.size import parameter_count as parameters_of
-from ckptman.train.size import parameter_shapes
+from ckptman.train.setup import parameter_count as parameters_of
+from ckptman.train.setup import parameter_shapes
 from tests.helpers.ranks import run_ranks
 
 STATED_BYTES = 4 * 1024

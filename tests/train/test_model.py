@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ckptman.train.config import ModelConfig, OptimizerConfig
+from ckptman.train.loop import build_optimizer, build_scheduler, learning_rate_factor
 from ckptman.train.model import Decoder, init_weights, rotate, rotation_table, token_loss_sum
-from ckptman.train.optim import build_optimizer, build_scheduler, learning_rate_factor
-from ckptman.train.size import flops_per_token, parameter_count, peak_tflops
+from ckptman.train.setup import flops_per_token, parameter_count, peak_tflops
 
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48)
 VOCAB = 70

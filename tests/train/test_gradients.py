@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor
 from ckptman.train.config import ModelConfig, OptimizerConfig, ParallelConfig
 from ckptman.train.dataset.shuffle import largest_share, share
 from ckptman.train.launch import Launch
+from ckptman.train.loop import accumulate_gradients, build_optimizer, build_scheduler, update
 from ckptman.train.model import Decoder, init_weights, token_loss_sum
-from ckptman.train.optim import build_optimizer, build_scheduler
 from ckptman.train.parallel import World, build_model, process_group
-from ckptman.train.step import accumulate_gradients, update
 
 MODEL = ModelConfig(dim=18, layers=2, heads=3, kv_heads=1, ffn_dim=22)  # sizes that three ranks cannot share evenly
 VOCAB = 31
