@@ -118,11 +118,11 @@ def _against_bytes(written: str | None, timeout: float) -> int | None:
         return None
     if is_size(written):
         return parse_size("--against", written, needs_unit=True)
-    from ckptman.io.isolated import NoAnswer, apart
+    from ckptman.io.isolated_process import NoAnswer, run_isolated
 
     try:
         # A path may be on the very file system that hangs.
-        found = apart(lambda: _checkpoint_bytes(Path(written)), timeout) if written.strip() else None
+        found = run_isolated(lambda: _checkpoint_bytes(Path(written)), timeout) if written.strip() else None
     except NoAnswer as error:
         raise CkptmanError(f"--against: {written} {error}: give its size, such as 70GB") from None
     if found is None:
@@ -154,7 +154,7 @@ def _survey(against_bytes: int | None, timeout: float, note: Callable[[str], Non
 def _torch_facts(timeout: float) -> TorchFacts:
     """Asked in a process of its own: a driver that is broken may hang whoever asks for devices."""
     from ckptman.doctor.facts import TorchFacts
-    from ckptman.io.isolated import Died, NoAnswer, apart
+    from ckptman.io.isolated_process import Died, NoAnswer, run_isolated
 
     def ask() -> TorchFacts:
         from ckptman.state.installed_torch import torch_facts
@@ -162,7 +162,7 @@ def _torch_facts(timeout: float) -> TorchFacts:
         return torch_facts()
 
     try:
-        return apart(ask, timeout)
+        return run_isolated(ask, timeout)
     except NoAnswer as error:
         return TorchFacts(unanswered=str(error))
     except Died as error:

@@ -63,7 +63,7 @@ def check_bytes(entry: Entry, wishes: Wishes) -> Report:
 
 def check_foreign(path: Path, wishes: Wishes) -> Report:
     """What plain DCP or torchtitan wrote, as far as it says anything of itself. Needs torch."""
-    from ckptman.io.block_scan import default_threads
+    from ckptman.io.file_scan import default_threads
     from ckptman.verify import foreign_check
 
     report = Report(None, path, digests=False, mesh=wishes.mesh)

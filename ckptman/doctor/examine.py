@@ -20,8 +20,9 @@ from pathlib import Path
 from ckptman.doctor import mount, promises, quota, renames, speed
 from ckptman.doctor.finding import Finding, Verdict, size_text, why
 from ckptman.errors import CkptmanError, NotFoundError, RootError
+from ckptman.io.failure_cause import FULL
 from ckptman.io.filesystem import DISK, Disk
-from ckptman.io.isolated import Died, NoAnswer, apart
+from ckptman.io.isolated_process import Died, NoAnswer, run_isolated
 from ckptman.policies.intervals import seconds_text
 from ckptman.runtime.deadline import run_command
 
@@ -186,14 +187,14 @@ class _Checks:
 
     def _try(self, name: str, check: Callable[[], Finding], consequence: str) -> Finding:
         try:
-            return apart(check, self.timeout_seconds)
+            return run_isolated(check, self.timeout_seconds)
         except NoAnswer as error:
             self.over, self.hung = "the file system does not answer any more", True
             return Finding(name, "FAILED", str(error), "a run would hang here, too, until it is killed")
         except Died as error:
             return _not_done(name, str(error))
         except OSError as error:
-            if error.errno in promises.FULL:
+            if error.errno in FULL:
                 self.over = "there is no room"
             return Finding(name, "FAILED", why(error), _remedies.get(error.errno or 0, consequence))
         except CkptmanError as error:
@@ -229,7 +230,7 @@ def _find(folder: Path, timeout_seconds: float) -> _Where:
             os.close(fd)
 
     try:
-        return apart(look, timeout_seconds)
+        return run_isolated(look, timeout_seconds)
     except FileNotFoundError as error:
         raise NotFoundError(f"there is no folder {folder}: make it first, or name one that is there") from error
     except NotADirectoryError as error:
@@ -334,6 +335,6 @@ def _is_gone(own: Path, disk: Disk, limit_seconds: float) -> bool:
         return not own.exists()
 
     try:
-        return apart(remove, limit_seconds, outlive=True)
+        return run_isolated(remove, limit_seconds, outlive=True)
     except (NoAnswer, Died, OSError):
         return False

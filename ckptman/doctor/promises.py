@@ -2,7 +2,7 @@
 process claims another does not get; and what makes saves fast or early to fail.
 
 Each check does what ckptman does, through the same `Disk`, in a folder that nobody else uses. Called in a process of
-its own (`apart`), which may hang. Raises: OSError where the file system refuses what must work.
+its own (`run_isolated`), which may hang. Raises: OSError where the file system refuses what must work.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from statistics import median
 from ckptman.catalog.writer_lock import Claim, claim
 from ckptman.doctor.finding import Finding, why
 from ckptman.errors import BusyError, CkptmanError
+from ckptman.io.failure_cause import FULL
 from ckptman.io.filesystem import DISK, Disk
-from ckptman.io.isolated import hear, working
+from ckptman.io.isolated_process import IsolatedProcess
 from ckptman.io.workers import ALIGN_BYTES
 from ckptman.policies.intervals import seconds_text
 
@@ -33,7 +34,6 @@ _RACES = 10
 """Each takes an fsync on both sides, and there are file systems where that takes a second."""
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _FILE_BYTES = 4096
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_sync(folder: Path, disk: Disk = DISK, seconds: float = 1.0) -> Finding:
@@ -72,10 +72,10 @@ def check_claim(folder: Path, disk: Disk = DISK) -> Finding:
     """Two processes claim: each of some files is made by exactly one of them, and a root that is owned is refused."""
     root = folder / "claimed"
     consequence = "two runs could write to one root, and rename and prune each other's checkpoints"
-    with working(lambda pipe: _rival(pipe, folder, root, disk)) as rival:
+    with IsolatedProcess(lambda pipe: _rival(pipe, folder, root, disk), duplex=True) as rival:
         rival.pipe.send("race")
         ours = _race(folder, disk)
-        theirs = hear(rival)
+        theirs = rival.receive()
         if both := sorted(ours & theirs):
             value = f"two processes made the same file, each as the only one, {len(both)} times of {_RACES}"
             return Finding("claim", "FAILED", value, consequence)
@@ -83,12 +83,12 @@ def check_claim(folder: Path, disk: Disk = DISK) -> Finding:
             value = f"of two processes none could make a file that was not there, {_RACES - len(ours | theirs)} times"
             return Finding("claim", "FAILED", value, "no run could claim its root")
         rival.pipe.send("claim")
-        hear(rival)
+        rival.receive()
         with suppress(BusyError):
             claim(root, "doctor", None, disk=disk).release()
             return Finding("claim", "FAILED", "a root that another process owns was given to this one", consequence)
         rival.pipe.send("release")
-        hear(rival)
+        rival.receive()
         claim(root, "doctor", None, disk=disk).release()
     return Finding("claim", "ok", f"one owner at a time; {_RACES} files each made by one of two processes")
 
@@ -103,7 +103,7 @@ def check_locks(folder: Path, take: Callable[[str, int], None] = lock) -> Findin
     path = folder / "lock"
     path.touch()
     good, refused, broken = list[str](), list[str](), list[str]()
-    with working(lambda pipe: _lock_when_told(pipe, path, take)) as other:
+    with IsolatedProcess(lambda pipe: _lock_when_told(pipe, path, take), duplex=True) as other:
         for kind in ("flock", "fcntl"):
             with path.open("r+b", buffering=0) as file:
                 try:
@@ -112,11 +112,11 @@ def check_locks(folder: Path, take: Callable[[str, int], None] = lock) -> Findin
                     refused.append(f"{kind} ({why(error)})")
                     continue
                 other.pipe.send(kind)
-                if hear(other):
+                if other.receive():
                     broken.append(f"two processes hold the same {kind} lock")
                     continue
             other.pipe.send(kind)
-            if hear(other):
+            if other.receive():
                 good.append(kind)
             else:
                 broken.append(f"a {kind} lock is never given back")

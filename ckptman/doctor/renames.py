@@ -1,6 +1,6 @@
 """Whether a rename is atomic, and seen at once: commits are made while another process looks at them all the time.
 
-Called in a process of its own (`apart`), which may hang, in a folder that nobody else uses.
+Called in a process of its own (`run_isolated`), which may hang, in a folder that nobody else uses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptman.doctor.finding import Finding, why
 from ckptman.io.filesystem import DISK, Disk
-from ckptman.io.isolated import Child, hear, working
+from ckptman.io.isolated_process import IsolatedProcess
 
 PATIENCE_SECONDS = 10.0
 """How long the other process may take to see what was renamed."""
@@ -50,7 +50,7 @@ def check_rename(folder: Path, disk: Disk = DISK, seconds: float = 1.0) -> Findi
     """
     current, rounds, slowest = folder / "current.json", 0, 0.0
     _fill_file(current, 0)
-    with working(_watch) as watcher:
+    with IsolatedProcess(_watch, duplex=True) as watcher:
         deadline = time.monotonic() + seconds
         while rounds < 3 or (rounds < _ROUNDS and time.monotonic() < deadline):
             rounds += 1
@@ -88,13 +88,13 @@ def _changes(folder: Path, current: Path, number: int, disk: Disk) -> Iterator[t
     yield _Change(current, None, number - 1, number), lambda: disk.rename(written, current)
 
 
-def _watched(watcher: Child, change: _Change, act: Callable[[], None]) -> float:
+def _watched(watcher: IsolatedProcess, change: _Change, act: Callable[[], None]) -> float:
     """Make a change while the watcher looks. Seconds until it saw it. Raises: _Wrong."""
     watcher.pipe.send(change)
-    hear(watcher)  # it looks now
+    watcher.receive()  # it looks now
     act()
     done = time.monotonic()
-    said: tuple[str, float] = hear(watcher)
+    said: tuple[str, float] = watcher.receive()
     wrong, seen = said
     if wrong:
         raise _Wrong(wrong)

@@ -2,7 +2,7 @@
 
 Moved as saves and loads move bytes: 4 MiB a call, past the page cache where the file system takes that. What is written
 cannot be compressed. Every test ends after some seconds, with what it has moved by then. Called in a process of its own
-(`apart`). Raises: OSError.
+(`run_isolated`). Raises: OSError.
 """
 
 from __future__ import annotations

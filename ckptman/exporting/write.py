@@ -17,9 +17,9 @@ import torch
 
 from ckptman.errors import ConfigError
 from ckptman.exporting.choice import CASTS, Item
-from ckptman.io.file_writer import STRIDE_BYTES, Target
+from ckptman.io.file_writer import FileWriter
 from ckptman.io.filesystem import Disk
-from ckptman.io.workers import aligned_memory
+from ckptman.io.workers import STRIDE_BYTES, aligned_memory
 from ckptman.loading.piecewise import PIECE_BYTES, Reader, ahead, boxes
 from ckptman.loading.read import Fill
 from ckptman.state.file_layout import as_bytes, view_of
@@ -70,19 +70,9 @@ def write_files(
     number that the dtype of a cast cannot hold), OSError naming the file.
     """
     for plan in plans:
-        path = folder / plan.name
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            disk.reserve(fd, plan.size_bytes)
-            target = Target(path, fd, disk)
-            target.go_direct()
-            _fill(_Stream(target), plan, reader, done)
-            disk.sync_file(fd)
-        except OSError as error:
-            error.filename = error.filename or str(path)
-            raise
-        finally:
-            os.close(fd)
+        with FileWriter(folder / plan.name, plan.size_bytes, disk=disk, flags=os.O_EXCL) as file:
+            _fill(_Stream(file), plan, reader, done)
+            file.flush()
 
 
 def same_bits(reader: Reader, one: Item, other: Item) -> bool:
@@ -103,8 +93,8 @@ class _Stream:
     """A file that is written from its beginning to its end: past the page cache where that can be, in whole pages from
     memory of its own. So what is written takes no memory from others, and is on its way to storage at once."""
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, file: FileWriter) -> None:
+        self._file = file
         self._memory = aligned_memory(STRIDE_BYTES)
         self._begin = self._used = 0
 
@@ -121,7 +111,7 @@ class _Stream:
     def flush(self) -> None:
         """Write what was put and not yet written."""
         if self._used:
-            self._target.write(self._memory[: self._used], self._begin)
+            self._file.write(self._memory[: self._used], self._begin)
         self._begin, self._used = self._begin + self._used, 0
 
     def _add(self, data: memoryview) -> int:

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from ckptman.errors import CorruptError
-from ckptman.io.safe_open import ELSEWHERE, open_regular
+from ckptman.io.failure_cause import ELSEWHERE
+from ckptman.io.safe_open import open_regular
 
 Ints = NDArray[np.int64]
 Rows = dict[int, Ints]

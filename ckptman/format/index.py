@@ -20,7 +20,8 @@ from ckptman.format.chunk_table import ChunkTable, TensorRecord
 from ckptman.format.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_versioned
 from ckptman.format.paths import CHUNKS, INDEX, digests_name, rank_of, values_name
 from ckptman.io.checksums import Digests, digest_bytes, digest_file, digest_of_blocks, digests_bytes, group_bytes
-from ckptman.io.safe_open import ELSEWHERE, read_regular
+from ckptman.io.failure_cause import ELSEWHERE
+from ckptman.io.safe_open import read_regular
 
 MOST_BYTES = 4 * 1024**3
 """No index and no file of values is larger, and none is written that is: they are read whole, as text."""

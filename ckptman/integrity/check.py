@@ -24,8 +24,7 @@ from ckptman.format.paths import MANIFEST, METADATA, parse_half_written
 from ckptman.format.value_codec import TensorRef, decode, paths_in
 from ckptman.integrity.damage_report import Damage, located, of_bytes, of_size
 from ckptman.integrity.table_check import check_table
-from ckptman.io.block_scan import scan
-from ckptman.io.file_scan import Scanned, stamp_of
+from ckptman.io.file_scan import Scanned, scan, stamp_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def verify_folder(
     done: Callable[[int], None] | None = None,
     processes: bool = False,
 ) -> FileReport:
-    """Check every byte of every file that a manifest names, with as many threads as `blockscan.scan` says.
+    """Check every byte of every file that a manifest names, with as many threads as `scan` says.
 
     `done` is told the bytes that were read, from several threads. `processes`: forked ones go before the threads where
     there is much to read, which is faster; not for a process that has a device, or threads that hold locks.

@@ -1,4 +1,15 @@
-"""A file that is read from end to end, piece by piece, each block digested while it lies in the cache. Torch-free."""
+"""Files read from end to end at the speed of storage, each block digested while it lies in the cache of the core.
+
+The reader of a load (`ckptman.io.range_reader`) reads what somebody wants and stops at the first block that is not
+right. This one, of `verify` and of copies, is independent of it on purpose, but for how a file is opened and read: it
+reads everything, goes on past what cannot be read, and keeps the digest of each block. Which of them are wrong is for
+the caller.
+
+Where there is much to read and the caller can be forked, processes go first, which digest blocks where they lie in the
+page cache: nothing is copied, and each has an interpreter of its own. Whoever looks at a page that is gone, because the
+file was cut short or the disk no longer gives it, is killed by SIGBUS: so it is never this process that looks. What is
+left undone for whatever reason is read again by threads, which say best what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +19,13 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import cast
 
@@ -19,14 +33,31 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from ckptman.errors import CorruptError
 from ckptman.io.checksums import DIGEST_BYTES
-from ckptman.io.range_reader import DIRECT_BYTES, UNREADABLE
-from ckptman.io.safe_open import open_regular
-from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES, aligned_memory, stride_of
+from ckptman.io.failure_cause import UNREADABLE
+from ckptman.io.file_reader import FileReader
+from ckptman.io.isolated_process import IsolatedProcess
+from ckptman.io.workers import (
+    ALIGN_BYTES,
+    STRIDE_BYTES,
+    THREADS_ENV,
+    aligned_memory,
+    cores,
+    io_threads,
+    share_out,
+    stride_of,
+)
 
 BATCH_BYTES = 2 * 1024 * 1024
 """What one call reads out of the page cache: a call for less costs more a byte, and after one for more the first bytes
 have left the cache of the core before they are digested."""
+LEAST_BYTES = 256 * 1024 * 1024
+"""Less than this is read before a process has begun."""
+MOST_PIECES = 16
+"""Pieces of one task of a process: for each task there is something to do here, too."""
+_TASKS_AHEAD = 2
+_MOST_THREADS = 8
 _MAP_FIXED = 0x10  # the module mmap has no name for it
+_CUT_SHORT = "the file was cut short while it was read"
 
 Stamp = tuple[int, int, int]
 """Inode, size and modification time (ns): what changes when somebody writes to a file or puts another in its place."""
@@ -48,11 +79,70 @@ class Scanned:
 
 
 def stamp_of(found: os.stat_result) -> Stamp:
-    """What a file is known by, to see later whether it is still the same."""
+    """Return what a file is known by, to see later whether it is still the same."""
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-class Hand:
+def scan(
+    folder: Path,
+    sizes: Sequence[tuple[str, int]],
+    block_bytes: int,
+    *,
+    finish: Callable[[Scanned], None],
+    threads: int | None = None,
+    done: Callable[[int], None] | None = None,
+    processes: bool = False,
+) -> None:
+    """Read the first so many bytes of each of these files, shared out by pieces of a few MiB.
+
+    `finish` is told each file when all of it is read, `done` the bytes that were. Both are called from several threads.
+    Without `threads`: one for each core, at most 8, or `CKPTMAN_IO_THREADS`; twice as many where the disk is waited
+    for. With `processes`, as many forked processes go before them where there is much to read.
+    Memory: scratch of 4 MiB for each, and the digests of the files that are under way.
+    """
+    pieces = _Pieces(folder, sizes, block_bytes)
+    for source in pieces.sources:
+        if not source.size:
+            source.is_open()
+            source.reader.close()
+            finish(source.scanned)
+    hands: dict[int, _Hand] = {}
+
+    def end(source: Source, count: int) -> None:
+        last = source.end(count)
+        if done is not None:
+            done(count)
+        if last:
+            finish(source.scanned)
+
+    def work(place: int, scratch: memoryview) -> None:
+        ((source, low, high),) = pieces.runs(range(left[place], left[place] + 1))
+        hand = hands.get(id(scratch))
+        if hand is None:
+            hand = hands[id(scratch)] = _Hand(scratch, block_bytes)
+        source.read(low, high, hand)
+        end(source, high - low)
+
+    try:
+        threads = threads or default_threads() * (2 if pieces.begin_cold() else 1)
+        left = _scan_apart(pieces, threads, end) if processes else range(pieces.count)
+        share_out(len(left), work, threads=threads, scratch_bytes=STRIDE_BYTES)
+    finally:
+        for source in pieces.sources:
+            source.reader.close()
+
+
+def default_threads() -> int:
+    """Return how many read: one for each core of this process, at most 8, or `CKPTMAN_IO_THREADS`.
+
+    Raises: ConfigError.
+    """
+    if os.environ.get(THREADS_ENV, "").strip():
+        return io_threads()
+    return min(_MOST_THREADS, cores())
+
+
+class _Hand:
     """The scratch memory of one thread, cut into blocks once and for all."""
 
     def __init__(self, scratch: memoryview, block_bytes: int) -> None:
@@ -66,7 +156,7 @@ class Hand:
         return found + xxh3_128_digest(self.scratch[size - rest : size]) if rest else found
 
 
-class Window(Hand):
+class _Window(_Hand):
     """Addresses at which pieces of files are seen one after the other, in place of one another, cut into blocks once.
 
     They begin where a huge page does: then what the page cache keeps in large folios takes a few entries to map.
@@ -82,7 +172,114 @@ class Window(Hand):
             raise OSError(ctypes.get_errno(), "the file cannot be mapped")
 
 
-class Pieces:
+class Source:
+    """A file that is being read: opened when it is wanted, closed after the last byte."""
+
+    def __init__(self, path: Path, name: str, size: int, block_bytes: int) -> None:
+        self.size, self.block_bytes, self._left = size, block_bytes, size
+        self.scanned = Scanned(name, bytearray())
+        self.reader = FileReader(path, opened=lambda found: self._begin(stamp_of(found)))
+        self._batch_bytes = max(block_bytes, BATCH_BYTES // block_bytes * block_bytes)
+        self._lock = threading.Lock()
+
+    def is_open(self) -> bool:
+        """Open it, if it is not yet. False where that was refused, as `scanned` then says."""
+        if self.scanned.refused is None:
+            try:
+                self.reader.open()
+            except CorruptError:
+                self.scanned.refused = OSError(errno.EINVAL, "it is no regular file")
+            except MemoryError:
+                self.scanned.refused = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            except OSError as error:
+                self.scanned.refused = error
+        return self.scanned.refused is None
+
+    def is_cold(self, low: int, high: int) -> bool:
+        """Whether a piece is worth being read past the page cache, as it has to come from the disk."""
+        return self.block_bytes % ALIGN_BYTES == 0 and self.reader.is_cold(low, high - low) is True
+
+    def read(self, low: int, high: int, hand: _Hand) -> None:
+        """Digest the blocks of bytes [low, high), a piece, and note those that cannot be read."""
+        if not self.is_open():
+            return
+        try:
+            self.keep(low, self.digests(low, high, hand))
+            return
+        except OSError:
+            pass
+        for begin in range(low, high, self.block_bytes):  # which of them is it?
+            try:
+                self.keep(begin, self.digests(begin, min(begin + self.block_bytes, high), hand))
+            except OSError as error:
+                if error.errno not in UNREADABLE:
+                    self.scanned.refused = self.scanned.refused or error
+                    return
+                self.scanned.unreadable[begin // self.block_bytes] = error.strerror or str(error)
+
+    def digests(self, low: int, high: int, hand: _Hand, window: _Window | None = None) -> bytes:
+        """The digests of the blocks of a piece. With a window, what is in the page cache is digested there.
+
+        Whoever meets a page there that is gone is killed by SIGBUS: not for a process that matters.
+        Raises: OSError; then the window is lost.
+        """
+        if self.block_bytes > STRIDE_BYTES:
+            return self._digest_large(low, high, hand)
+        if window is not None and self.reader.is_cached(low):
+            window.show(self.reader.open(), low, high - low)
+            return window.digests(high - low)
+        if self.is_cold(low, high) and self.reader.read_direct(low, high - low, hand.scratch) == high - low:
+            return hand.digests(high - low)
+        found = b""
+        for begin in range(low, high, self._batch_bytes):
+            size = min(self._batch_bytes, high - begin)
+            self._fill(hand.scratch[:size], begin)
+            found += hand.digests(size)
+        return found
+
+    def keep(self, low: int, digests: bytes) -> None:
+        """Take in the digests of the blocks from byte `low` on."""
+        at = low // self.block_bytes * DIGEST_BYTES
+        self.scanned.blocks[at : at + len(digests)] = digests
+
+    def keep_from(self, low: int, stamp: Stamp, digests: bytes) -> bool:
+        """Take in what another process found. False where that was another file than was read before."""
+        try:
+            self._begin(stamp)
+        except MemoryError:
+            return False
+        self.keep(low, digests)
+        return self.scanned.stamp == stamp
+
+    def end(self, count: int) -> bool:
+        """So many bytes less to read. Whether they were the last."""
+        with self._lock:
+            self._left -= count
+            last = not self._left
+        if last:
+            self.reader.close()
+        return last
+
+    def _begin(self, stamp: Stamp) -> None:
+        if self.scanned.stamp is None:
+            # Only now: the digests of all files would be much at a time.
+            self.scanned.blocks = bytearray(-(-self.size // self.block_bytes) * DIGEST_BYTES)
+            self.scanned.stamp = stamp
+
+    def _digest_large(self, low: int, high: int, hand: _Hand) -> bytes:
+        hasher = xxh3_128()
+        for at in range(low, high, STRIDE_BYTES):
+            view = hand.scratch[: min(STRIDE_BYTES, high - at)]
+            self._fill(view, at)
+            hasher.update(view)
+        return hasher.digest()
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        if self.reader.read([view], offset) < len(view):
+            raise OSError(errno.ENODATA, _CUT_SHORT)
+
+
+class _Pieces:
     """The first so many bytes of files, cut into numbered pieces of one stride; the last of a file may be shorter."""
 
     def __init__(self, folder: Path, sizes: Sequence[tuple[str, int]], block_bytes: int) -> None:
@@ -93,14 +290,6 @@ class Pieces:
     @property
     def count(self) -> int:
         return self._starts[-1]
-
-    def by_file(self) -> Iterator[tuple[int, int]]:
-        """First piece of each file, and that of the next one; files without bytes have none."""
-        return ((first, stop) for first, stop in pairwise(self._starts) if stop > first)
-
-    def at(self, number: int) -> tuple[Source, int, int]:
-        """A piece: its file, and its bytes [low, high)."""
-        return next(self.runs(range(number, number + 1)))
 
     def runs(self, numbers: range) -> Iterator[tuple[Source, int, int]]:
         """Pieces that follow one another: each of their files, and its bytes [low, high)."""
@@ -114,171 +303,95 @@ class Pieces:
 
     def begin_cold(self) -> bool:
         """Whether the first of them has to come from the disk. Leaves its file closed."""
-        if not self.count:
-            return False
-        source, low, high = self.at(0)
-        fd = source.open_once()
-        cold = fd >= 0 and source.is_cold(fd, low, high)
-        source.close()
-        return cold
+        for source, low, high in self.runs(range(min(1, self.count))):
+            cold = source.is_open() and source.is_cold(low, high)
+            source.reader.close()
+            return cold
+        return False
 
 
-class Source:
-    """A file that is being read: opened when it is wanted, closed after the last byte."""
+# ---- forked processes that digest -------------------------------------------------------------------------------
 
-    def __init__(self, path: Path, name: str, size: int, block_bytes: int) -> None:
-        self.size, self.block_bytes, self._left = size, block_bytes, size
-        self.scanned = Scanned(name, bytearray())
-        self._path = path
-        self._batch_bytes = max(block_bytes, BATCH_BYTES // block_bytes * block_bytes)
-        self._fd = self._direct_fd = -1
-        self._takes_direct = hasattr(os, "O_DIRECT") and block_bytes % ALIGN_BYTES == 0
-        self._can_tell = hasattr(os, "RWF_NOWAIT")
-        self._lock = threading.Lock()
 
-    def open_once(self) -> int:
-        """The open file; -1 where it could not be opened."""
-        with self._lock:
-            if self._fd < 0 and self.scanned.refused is None:
-                try:
-                    self._fd = open_regular(self._path)
-                    self.scanned.stamp = self.scanned.stamp or stamp_of(os.fstat(self._fd))
-                    # Only now: the digests of all files would be much at a time.
-                    self.scanned.blocks = bytearray(-(-self.size // self.block_bytes) * DIGEST_BYTES)
-                except CorruptError:
-                    self.scanned.refused = OSError(errno.EINVAL, "it is no regular file")
-                except MemoryError:
-                    self.scanned.refused = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-                except OSError as error:
-                    self.scanned.refused = error
-            return self._fd if self.scanned.refused is None else -1
+def _scan_apart(pieces: _Pieces, processes: int, end: Callable[[Source, int], None]) -> Sequence[int]:
+    """Have the pieces digested by forked processes. `end` is told how much of which file is done.
 
-    def read(self, low: int, high: int, hand: Hand) -> None:
-        """Digest the blocks of bytes [low, high), a piece."""
-        fd = self.open_once()
-        try:
-            if fd < 0:
-                return
-            if self.block_bytes > STRIDE_BYTES:
-                self.keep(low, self._digest_large(fd, low, high, hand))
-            elif self.is_cold(fd, low, high) and self._read_direct(fd, low, high, hand):
-                self.keep(low, hand.digests(high - low))
-            else:
-                for begin in range(low, high, self._batch_bytes):
-                    self._read_batch(fd, begin, min(begin + self._batch_bytes, high), hand)
-        except OSError as error:
-            if error.errno in UNREADABLE:
-                self._lose(low, high, error)
-            else:
-                self.scanned.refused = self.scanned.refused or error
-
-    def digest_where_it_lies(self, low: int, high: int, hand: Hand, window: Window) -> bytes:
-        """The digests of the same blocks. What is in the page cache is digested there: nothing is copied.
-
-        Whoever meets a page that is gone, because the file was cut short or the disk does not give it, is killed by
-        SIGBUS: never call it in a process that matters. Raises: OSError; then the window is lost.
-        """
-        fd = self.open_once()
-        if self._is_cached(fd, low):
-            window.show(fd, low, high - low)
-            return window.digests(high - low)
-        if self.is_cold(fd, low, high) and self._read_direct(fd, low, high, hand):
-            return hand.digests(high - low)
-        found = b""
-        for begin in range(low, high, self._batch_bytes):
-            size = min(self._batch_bytes, high - begin)
-            if _fill(fd, hand.scratch[:size], begin) < size:
-                raise OSError(errno.ENODATA, "the file has ended")
-            found += hand.digests(size)
-        return found
-
-    def keep(self, low: int, digests: bytes) -> None:
-        """Take in the digests of the blocks from byte `low` on."""
-        at = low // self.block_bytes * DIGEST_BYTES
-        self.scanned.blocks[at : at + len(digests)] = digests
-
-    def end(self, count: int) -> bool:
-        """So many bytes less to read. Whether they were the last."""
-        with self._lock:
-            self._left -= count
-            last = not self._left
-        if last:
-            self.close()
-        return last
-
-    def close(self) -> None:
-        """Let go of the file, until it is wanted again."""
-        with self._lock:
-            for fd in {self._fd, self._direct_fd} - {-1}:
-                os.close(fd)
-            self._fd = self._direct_fd = -1
-
-    def is_cold(self, fd: int, low: int, high: int) -> bool:
-        """Whether much is wanted, of which the first is not in the page cache, where the file system can say so."""
-        return self._takes_direct and high - low >= DIRECT_BYTES and self._is_cached(fd, low) is False
-
-    def _is_cached(self, fd: int, low: int) -> bool | None:
-        """Whether a byte is in the page cache; None where the file system cannot say."""
-        if not self._can_tell:
-            return None
-        try:
-            return bool(os.preadv(fd, [bytearray(1)], low, os.RWF_NOWAIT))
-        except BlockingIOError:
-            return False
-        except OSError:  # an error of the disk comes again with the read itself
-            self._can_tell = False
-            return None
-
-    def _read_batch(self, fd: int, low: int, high: int, hand: Hand) -> None:
-        try:
-            count = _fill(fd, hand.scratch[: high - low], low)
-        except OSError as error:
-            if error.errno not in UNREADABLE:
-                raise
-            if high - low <= self.block_bytes:
-                self._lose(low, high, error)
-            else:  # which of them is it?
-                for begin in range(low, high, self.block_bytes):
-                    self._read_batch(fd, begin, min(begin + self.block_bytes, high), hand)
-            return
-        if count < high - low:
-            count -= count % self.block_bytes
-            self._lose(low + count, high, OSError(0, "the file was cut short while it was read"))
-        self.keep(low, hand.digests(count))
-
-    def _digest_large(self, fd: int, low: int, high: int, hand: Hand) -> bytes:
-        hasher, at = xxh3_128(), low
-        while at < high:
-            view = hand.scratch[: min(STRIDE_BYTES, high - at)]
-            count = _fill(fd, view, at)
-            hasher.update(view[:count])
-            at += count
-            if count < len(view):
-                self._lose(low, high, OSError(0, "the file was cut short while it was read"))
+    The numbers of those that are not: because a process died, or met an error, or because none is worth it.
+    """
+    aligned = pieces.piece_bytes % mmap.ALLOCATIONGRANULARITY == 0 and pieces.piece_bytes <= STRIDE_BYTES
+    if sum(source.size for source in pieces.sources) < LEAST_BYTES or not aligned or not hasattr(os, "fork"):
+        return range(pieces.count)
+    tasks, undone = _tasks(pieces.count, processes), list[range]()
+    at_work: dict[Connection, deque[range]] = {}
+    with ExitStack() as stack:
+        for _ in range(processes):
+            try:
+                child = IsolatedProcess(partial(_serve, pieces), duplex=True, keeps_files=True)
+            except OSError:
                 break
-        return hasher.digest()
+            stack.callback(child.end)
+            at_work[child.pipe] = deque()
+        for _ in range(_TASKS_AHEAD):
+            for pipe, given in at_work.items():
+                _give(pipe, given, tasks)
+        while busy := [pipe for pipe, given in at_work.items() if given]:
+            for pipe in cast("list[Connection]", wait(busy)):
+                given = at_work[pipe]
+                try:
+                    found: list[tuple[Stamp, bytes]] = pipe.recv()
+                except (EOFError, OSError):  # it has died
+                    undone += given
+                    given.clear()
+                    continue
+                task = given.popleft()
+                _give(pipe, given, tasks)
+                runs = list(pieces.runs(task))
+                if found and all(source.keep_from(low, *each) for (source, low, _), each in zip(runs, found)):
+                    for source, low, high in runs:
+                        end(source, high - low)
+                else:
+                    undone.append(task)
+        for pipe in at_work:
+            pipe.close()  # all of them end now, and give back their memory at the same time
+    return [number for task in (*undone, *tasks) for number in task]
 
-    def _read_direct(self, fd: int, low: int, high: int, hand: Hand) -> bool:
-        """Read past the page cache, in one call. False where that was refused or gave less: the page cache will say."""
-        with self._lock:
-            if self._direct_fd < 0 and self._takes_direct:
-                with suppress(OSError, CorruptError):
-                    self._direct_fd = open_regular(self._path, direct=True)
-                # Another file may have taken its name since it was opened first.
-                self._takes_direct = self._direct_fd >= 0 and os.path.sameopenfile(fd, self._direct_fd)
-            if not self._takes_direct:
-                return False
-        size = high - low
-        try:
-            return os.preadv(self._direct_fd, [hand.scratch[: -(-size // ALIGN_BYTES) * ALIGN_BYTES]], low) >= size
-        except OSError:
-            self._takes_direct = False
-            return False
 
-    def _lose(self, low: int, high: int, error: OSError) -> None:
-        why = error.strerror or str(error)
-        for block in range(low // self.block_bytes, -(-high // self.block_bytes)):
-            self.scanned.unreadable[block] = why
+def _tasks(count: int, processes: int) -> Iterator[range]:
+    """Large ones first, and small ones at the end, so that all processes are done at about the same time."""
+    begin = 0
+    while begin < count:
+        stop = begin + max(1, min(MOST_PIECES, (count - begin) // (4 * processes)))
+        yield range(begin, stop)
+        begin = stop
+
+
+def _give(pipe: Connection, given: deque[range], tasks: Iterator[range]) -> None:
+    if (task := next(tasks, None)) is not None:
+        given.append(task)
+        with suppress(OSError):  # of one that has died, as is found next
+            pipe.send(task)
+
+
+def _serve(pieces: _Pieces, pipe: Connection) -> None:
+    """What a process does until nothing is asked of it: for a task, stamp and digests of each run of pieces, or
+    nothing where there was an error, which whoever reads them again will tell."""
+    hand, window = _Hand(aligned_memory(STRIDE_BYTES), pieces.block_bytes), _Window(pieces.block_bytes)
+    current: Source | None = None
+    with suppress(EOFError, ConnectionError):
+        while True:
+            task: range = pipe.recv()
+            found = list[tuple[Stamp, bytes]]()
+            try:
+                for source, low, high in pieces.runs(task):
+                    if current is not None and current is not source:
+                        current.reader.close()
+                    current = source
+                    step, stamp = pieces.piece_bytes, stamp_of(os.fstat(source.reader.open()))
+                    parts = (source.digests(at, min(at + step, high), hand, window) for at in range(low, high, step))
+                    found.append((stamp, b"".join(parts)))
+            except (CorruptError, OSError):
+                found, window = [], _Window(pieces.block_bytes)
+            pipe.send(found)
 
 
 def _find_mmap() -> Callable[[int, int, int, int, int, int], int | None]:
@@ -289,14 +402,3 @@ def _find_mmap() -> Callable[[int, int, int, int, int, int], int | None]:
 
 
 _mmap = _find_mmap()
-
-
-def _fill(fd: int, view: memoryview, offset: int) -> int:
-    """Read to a view; the bytes there were: fewer than it holds only where the file ends. Raises: OSError."""
-    filled = os.preadv(fd, [view], offset)
-    while filled < len(view):
-        count = os.preadv(fd, [view[filled:]], offset + filled)
-        if not count:
-            break
-        filled += count
-    return filled

@@ -84,7 +84,7 @@ def open_new(path: Path, flags: int) -> int:
     folder = _fd_of(path.parent)
     if folder is None:
         return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    with _named(path):
+    with named(path):
         fd = os.open(path.name, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666, dir_fd=folder)
         # Not the id of this process: servers map ids, but those of a file and of its folder alike.
         if flags & os.O_EXCL and os.fstat(fd).st_uid != os.fstat(folder).st_uid:
@@ -101,8 +101,8 @@ def _fd_of(folder: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """An error about a name in a held folder tells the whole path."""
+def named(path: Path) -> Iterator[None]:
+    """Inside, an error of the system tells the whole path."""
     try:
         yield
     except OSError as error:
@@ -211,7 +211,7 @@ class Disk:
         if of_source is None or of_target is None:
             source.rename(target)
             return
-        with _named(source):
+        with named(source):
             os.rename(source.name, target.name, src_dir_fd=of_source, dst_dir_fd=of_target)
 
     def remove_file(self, path: Path) -> None:

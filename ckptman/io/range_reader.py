@@ -1,4 +1,4 @@
-"""Reading ranges of files straight to where they go, checked block by block. Torch-free.
+"""Reading ranges of files straight to where they go, checked block by block.
 
 Ranges are sorted into spans. What lies in the page cache is read from there straight to its place; a large span that
 does not is read by direct I/O through scratch memory, which on a fast disk takes half the time. With digests a span is
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from ckptman.io.checksums import (
     digests_bytes,
     group_bytes,
 )
+from ckptman.io.failure_cause import UNREADABLE
+from ckptman.io.file_reader import DIRECT_BYTES, FileReader, after
 from ckptman.io.spans import WHOLE_BYTES, Part, Span, Wanted, lay_out, plan
 from ckptman.io.workers import (
     ALIGN_BYTES,
@@ -43,24 +44,17 @@ from ckptman.io.workers import (
 GAP_BYTES = 64 * 1024
 _CHECKED_BYTES = 512 * 1024
 """What is read, checked and copied at a time where there are digests: all while it lies in the cache of the core."""
-DIRECT_BYTES = 1024 * 1024
-"""Spans of less than this are read through the page cache: the next ones lie near, and it reads ahead."""
 _LOOKS = 8
 """At how many places of a range it is seen whether all of it is in the page cache."""
-_IOV_MAX = 1024
-UNREADABLE = (errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ)
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-"""To open what is no file, such as a pipe, must not wait for somebody to write to it."""
-_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_MISSING = (errno.ENOENT, errno.ENOTDIR)
 
 
 @dataclass
 class ReadReport:
-    """What a read came to: bytes asked for, bytes that were read for them, calls."""
+    """What a read came to: bytes asked for, and bytes that were read for them."""
 
     wanted_bytes: int
     read_bytes: int
-    calls: int
 
 
 def read_wanted(
@@ -90,9 +84,9 @@ def read_wanted(
         _read_chosen(chosen, threads or io_threads(), gap_bytes)
     finally:
         for file in chosen:
-            file.close()
+            file.reader.close()
     wanted_bytes = sum(each.bytes for ranges in chosen.values() for each in ranges)
-    return ReadReport(wanted_bytes, sum(file.read_bytes for file in chosen), sum(file.calls for file in chosen))
+    return ReadReport(wanted_bytes, sum(file.read_bytes for file in chosen))
 
 
 def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, gap_bytes: int) -> None:
@@ -150,17 +144,15 @@ class _File:
     """A file of which spans are read: opened for the first of them, closed after the last."""
 
     def __init__(self, path: Path, digests: Digests | None) -> None:
-        self.path, self._digests = path, digests
+        self._path, self._digests = path, digests
+        # What others wrote may be stored as links; ours, of which the digests are known, never is.
+        self.reader = FileReader(path, follow=digests is None, opened=self._note_size)
         self.block_bytes = 1 if digests is None else digests.block_bytes
         self._group_bytes = group_bytes(self.block_bytes) if digests is not None and digests.groups else 0
         self.unit_bytes = self._group_bytes or self.block_bytes
         """What a span should be made of as far as it can."""
         self.size_bytes = 1 << 62 if digests is None else digests.size_bytes
-        self.spans_left = self.read_bytes = self.calls = 0
-        self._fd = self._direct_fd = -1
-        # What others wrote may be stored as links; ours, of which the digests are known, never is.
-        self._flags = _OPEN if digests is None else _OPEN | os.O_NOFOLLOW
-        self._takes_direct = hasattr(os, "O_DIRECT") and hasattr(os, "RWF_NOWAIT")
+        self.spans_left = self.read_bytes = self._found_bytes = 0
         self._lock = threading.Lock()
         if digests is not None and len(digests.blocks) != digests_bytes(digests.size_bytes, digests.block_bytes):
             raise CorruptError(
@@ -170,7 +162,7 @@ class _File:
 
     @property
     def _remedy(self) -> str:
-        return f"restore an older checkpoint, or run `ckptman verify {self.path.parent}` to see what is damaged"
+        return f"restore an older checkpoint, or run `ckptman verify {self._path.parent}` to see what is damaged"
 
     def admit(self, each: Wanted) -> None:
         """Raises: ValueError or CorruptError where a range cannot be one of this file."""
@@ -180,29 +172,22 @@ class _File:
             raise ValueError(f"{each.bytes} bytes of {each.file} need one destination, of that many bytes")
         if each.offset + each.bytes > self.size_bytes:
             raise CorruptError(
-                f"{self.path} has {self.size_bytes} bytes and is to give {each.offset} + {each.bytes} bytes"
+                f"{self._path} has {self.size_bytes} bytes and is to give {each.offset} + {each.bytes} bytes"
                 f"{_of([each])}; {self._remedy}"
             )
 
     def is_cold(self, span: Span) -> bool | None:
-        """Whether a large span begins with what is not in the page cache; None where the file system cannot say so."""
-        if not self._takes_direct or span.bytes < DIRECT_BYTES:
-            return None
-        try:
-            return not os.preadv(self._open(span), [bytearray(1)], span.low, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:  # it cannot say; an error of the disk comes again with the read itself
-            self._takes_direct = False
-            return None
+        """Whether a large span begins with what is not in the page cache; None where that cannot be told."""
+        self._open(span)
+        return self.reader.is_cold(span.low, span.bytes)
 
     def fetch(self, span: Span, scratch: memoryview) -> int | None:
         """Read a span to scratch memory if it has to come from a disk. Returns how much of it was; None: it has not."""
-        return self._read_direct(span, scratch) if self.is_cold(span) else None
+        return self.reader.read_direct(span.low, span.bytes, scratch) if self.is_cold(span) else None
 
     def finish(self, span: Span, scratch: memoryview, fetched: int | None) -> None:
         """Fill the destinations of a span from what was fetched, or read it to them: checked batch by batch."""
-        calls, done = (1 if fetched else 0), fetched or 0
+        done = fetched or 0
         if fetched is not None:
             inside = span.low % ALIGN_BYTES
             scratch = scratch[inside : inside + span.bytes]
@@ -210,7 +195,8 @@ class _File:
         else:
             scratch = scratch[: span.bytes]
             segments, copies = lay_out(span, scratch)
-        fd, offset = self._open(span), span.low
+        self._open(span)
+        offset = span.low
         step = span.bytes if self._digests is None else self._group_bytes or stride_of(self.block_bytes, _CHECKED_BYTES)
         begin = span.low - span.low % step if self._group_bytes else span.low
         ready = _by_batch(copies, begin, step)
@@ -218,7 +204,7 @@ class _File:
             there = min(done, size)
             done -= there
             if there < size:
-                calls += self._read_batch(fd, span, offset + there, _after(batch, there), size - there)
+                self._read_batch(span, offset + there, after(batch, there), size - there)
             if self._digests is not None:
                 self._check(span, offset, batch, size)
             for start, stop, each in ready.get(number, ()):  # now, while it lies in the cache of the core
@@ -230,81 +216,45 @@ class _File:
             offset += size
         with self._lock:
             self.read_bytes += len(scratch)
-            self.calls += calls
             self.spans_left -= 1
-            if not self.spans_left:
-                self.close()
+            last = not self.spans_left
+        if last:
+            self.reader.close()
 
-    def close(self) -> None:
-        for fd in {self._fd, self._direct_fd} - {-1}:
-            os.close(fd)
-        self._fd = self._direct_fd = -1
+    def _note_size(self, found: os.stat_result) -> None:
+        self._found_bytes = found.st_size
 
-    def _open(self, span: Span) -> int:
-        with self._lock:
-            if self._fd >= 0:
-                return self._fd
-            try:
-                self._fd = os.open(self.path, self._flags)
-            except OSError as error:
-                if error.errno in _MISSING:
-                    what = "no file, but a link or a folder" if os.path.lexists(self.path) else "missing"
-                    raise CorruptError(f"{self.path} is {what}{_of_span(span)}; {self._remedy}") from error
-                if error.errno in UNREADABLE:
-                    raise self._unreadable(error, span.low, span.high, span) from error
-                raise
-            found = os.fstat(self._fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise CorruptError(f"{self.path} is no file{_of_span(span)}; {self._remedy}")
-            if self._digests is not None and found.st_size != self.size_bytes:
-                raise CorruptError(
-                    f"{self.path} has {found.st_size} bytes instead of {self.size_bytes}: it has changed since it was "
-                    f"saved{_of_span(span)}; {self._remedy}"
-                )
-            return self._fd
-
-    def _read_direct(self, span: Span, scratch: memoryview) -> int:
-        """Read a span past the page cache in one call, from a page of the file and so perhaps from before the span on.
-
-        Returns how much of it was read: where that is refused or gives less, the rest is for the page cache, which says
-        best what is wrong.
-        """
-        with self._lock:
-            if self._direct_fd < 0 and self._takes_direct:
-                try:
-                    self._direct_fd = os.open(self.path, self._flags | os.O_DIRECT)
-                except OSError:
-                    self._takes_direct = False
-            fd = self._direct_fd
-        if fd < 0:
-            return 0
-        inside = span.low % ALIGN_BYTES
+    def _open(self, span: Span) -> None:
         try:
-            count = os.preadv(fd, [scratch[: _up(inside + span.bytes)]], span.low - inside)
-        except OSError:
-            self._takes_direct = False
-            return 0
-        return min(max(count - inside, 0), span.bytes)
+            self.reader.open()
+        except CorruptError:
+            raise CorruptError(f"{self._path} is not a regular file{_of_span(span)}; {self._remedy}") from None
+        except OSError as error:
+            if error.errno in _MISSING:
+                raise CorruptError(f"{self._path} is missing{_of_span(span)}; {self._remedy}") from error
+            if error.errno in UNREADABLE:
+                raise self._unreadable(error, span.low, span.high, span) from error
+            raise
+        if self._digests is not None and self._found_bytes != self.size_bytes:
+            raise CorruptError(
+                f"{self._path} has {self._found_bytes} bytes instead of {self.size_bytes}: it has changed since it was "
+                f"saved{_of_span(span)}; {self._remedy}"
+            )
 
-    def _read_batch(self, fd: int, span: Span, offset: int, batch: list[memoryview], size: int) -> int:
-        end, calls = offset + size, 0
-        while offset < end:
-            try:
-                count = os.preadv(fd, batch[:_IOV_MAX], offset)
-            except OSError as error:
-                if error.errno in UNREADABLE:
-                    raise self._unreadable(error, offset, end, span) from error
-                error.filename = error.filename or str(self.path)
-                raise
-            if not count:
-                raise CorruptError(
-                    f"{self.path} has only {os.fstat(fd).st_size} bytes and ends before {self._where(offset, end)} does"
-                    f"{_of_span(span, offset, end)}; {self._remedy}"
-                )
-            calls += 1
-            offset += count
-            batch = _after(batch, count) if offset < end else []
-        return calls
+    def _read_batch(self, span: Span, offset: int, batch: list[memoryview], size: int) -> None:
+        try:
+            count = self.reader.read(batch, offset)
+        except OSError as error:
+            if error.errno in UNREADABLE:
+                raise self._unreadable(error, offset, offset + size, span) from error
+            error.filename = error.filename or str(self._path)
+            raise
+        if count < size:
+            low, high, found = offset + count, offset + size, os.fstat(self.reader.open()).st_size
+            raise CorruptError(
+                f"{self._path} has only {found} bytes and ends before {self._where(low, high)} does"
+                f"{_of_span(span, low, high)}; {self._remedy}"
+            )
 
     def _check(self, span: Span, offset: int, segments: Sequence[memoryview], size: int) -> None:
         assert self._digests is not None
@@ -322,7 +272,7 @@ class _File:
                 low = offset + number // DIGEST_BYTES * self.block_bytes
                 high = min(low + self.block_bytes, self.size_bytes)
                 raise CorruptError(
-                    f"{self.path} does not match its digests in {self._where(low, high)}: these bytes have changed "
+                    f"{self._path} does not match its digests in {self._where(low, high)}: these bytes have changed "
                     f"since they were saved{_of_span(span, low, high)}; {self._remedy}"
                 )
 
@@ -333,7 +283,7 @@ class _File:
 
     def _unreadable(self, error: OSError, low: int, high: int, span: Span) -> CorruptError:
         return CorruptError(
-            f"{self.path} cannot be read in {self._where(low, high)}: {error.strerror}"
+            f"{self._path} cannot be read in {self._where(low, high)}: {error.strerror}"
             f"{_of_span(span, low, high)}; {self._remedy}"
         )
 
@@ -369,22 +319,9 @@ def _by_batch(parts: Iterable[Part], low: int, step: int) -> dict[int, list[Part
     return found
 
 
-def _after(segments: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of segments when the first `count` bytes are taken away."""
-    for number, segment in enumerate(segments):
-        if count < len(segment):
-            return [segment[count:], *segments[number + 1 :]]
-        count -= len(segment)
-    return []
-
-
 def _copy(into: memoryview, piece: memoryview) -> None:
     # As memoryviews they would be copied under the interpreter's lock.
     np.frombuffer(into, np.uint8)[:] = np.frombuffer(piece, np.uint8)
-
-
-def _up(number: int) -> int:
-    return -(-number // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _of(wanted: Iterable[Wanted]) -> str:

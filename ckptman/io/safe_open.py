@@ -16,17 +16,6 @@ from ckptman.errors import CorruptError
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _NO_FILE = (errno.ELOOP, errno.ENXIO)
 """A link; a socket."""
-SHORTAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""This process or its host has no memory or no descriptor left."""
-AWAY = (
-    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ENODEV, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
-    *(errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED),
-)
-"""The server of a mount is not reached, or its client was shut out."""
-DENIED = (errno.EACCES, errno.EPERM)
-"""This user may not read it."""
-ELSEWHERE = (*SHORTAGE, *AWAY, *DENIED)
-"""The fault is elsewhere: that says nothing about what was to be read."""
 
 
 def open_regular(

@@ -38,8 +38,7 @@ from ckptman.format.paths import INDEX, MANIFEST, METADATA, parse_step
 from ckptman.format.table_assembly import assemble
 from ckptman.format.torch_zip import PartOfFile
 from ckptman.format.value_codec import TensorRef, decode, paths_in
-from ckptman.io.checksums import digest_file, digest_of_blocks
-from ckptman.io.file_writer import Digests
+from ckptman.io.checksums import Digests, digest_file, digest_of_blocks
 from ckptman.io.safe_open import open_regular
 from ckptman.loading.restricted_unpickler import load_plain, read_foreign_metadata, read_foreign_object, transforms_in
 from ckptman.state.tensor_container import payload_of

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from ckptman.comm.control import Channel, Failure, RankFailed
+from ckptman.comm.control import Channel, RankFailed
 from ckptman.errors import CkptmanError, CorruptError, MismatchError
-from ckptman.io.safe_open import AWAY, DENIED, SHORTAGE
+from ckptman.io.failure_cause import trouble_of_load
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.loading.exchange import read_together
 from ckptman.loading.fit import Fit, State, flat_optimizer
@@ -21,8 +21,6 @@ from ckptman.state.named_state import is_named
 from ckptman.state.optimizers import as_before_on_error
 
 T = TypeVar("T")
-_OF_A_DEVICE = ("AcceleratorError", "CUDA error:", "HIP error:")
-"""What is in the text of an error of a device, at whatever was asked of it next: that may well be a load."""
 
 
 def load(channel: Channel, state: State, folder: Path, *, strict: bool = True, verify: bool = True) -> None:
@@ -117,23 +115,24 @@ def _corrupt_on_all(folder: Path) -> Iterator[None]:
     except RankFailed as failed:
         if failed.failure.error is not None:
             raise failed.failure.error from failed
-        if _is_shortage(failed.failure):
+        trouble = trouble_of_load(failed.failure.text, failed.failure.errno)
+        if trouble == "shortage":
             raise CkptmanError(
                 f"{folder}: rank {failed.failure.rank} has not enough memory or open files to load it "
                 f"({failed.failure.text}): load it on more ranks, ask for more memory, or allow more open files "
                 f"(ulimit -n); `ckptman verify {folder}` tells if it is what was saved"
             ) from failed
-        if failed.failure.errno in AWAY:
+        if trouble == "away":
             raise CkptmanError(
                 f"{folder}: the file system does not answer on rank {failed.failure.rank} ({failed.failure.text}): "
                 f"check the mount there, and start again; `ckptman verify {folder}` tells if it is what was saved"
             ) from failed
-        if failed.failure.errno in DENIED:
+        if trouble == "denied":
             raise CkptmanError(
                 f"{folder}: this user may not read it on rank {failed.failure.rank} ({failed.failure.text}): check its "
                 f"permissions there, and start again"
             ) from failed
-        if any(sign in failed.failure.text for sign in _OF_A_DEVICE):
+        if trouble == "device":
             raise CkptmanError(
                 f"{folder}: the device of rank {failed.failure.rank} failed ({failed.failure.text}): leave its node "
                 f"out, and start again; `ckptman verify {folder}` tells if it is what was saved"
@@ -142,11 +141,3 @@ def _corrupt_on_all(folder: Path) -> Iterator[None]:
             f"{folder} cannot be read on rank {failed.failure.rank}: {failed.failure.text}; check the mount "
             f"there, or restore an older checkpoint"
         ) from failed
-
-
-def _is_shortage(failure: Failure) -> bool:
-    """Whether a rank ran out of something: that says nothing about the checkpoint. What torch's allocator on the CPU
-    raises has no class of its own."""
-    of_memory = "MemoryError" in failure.text.partition(":")[0]  # of Python, NumPy or torch
-    told = any(sign in failure.text for sign in ("DefaultCPUAllocator: can't allocate memory", "error: out of memory"))
-    return of_memory or told or failure.errno in SHORTAGE

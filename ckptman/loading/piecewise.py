@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from ckptman.errors import CorruptError
-from ckptman.io.file_writer import Digests, Wanted, read_wanted
+from ckptman.io.checksums import Digests
+from ckptman.io.range_reader import read_wanted
+from ckptman.io.spans import Wanted
 from ckptman.io.wakeup import Worker
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
 from ckptman.loading.read import Fill, fills_for_box, read_fills

@@ -15,8 +15,9 @@ import torch
 from ckptman._torch_compat import is_overlapping
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.pickle_guard import NotAllowed
-from ckptman.io.checksums import BLOCK_BYTES
-from ckptman.io.file_writer import Digests, ReadReport, Wanted, read_wanted
+from ckptman.io.checksums import BLOCK_BYTES, Digests
+from ckptman.io.range_reader import ReadReport, read_wanted
+from ckptman.io.spans import Wanted
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
 from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.state.file_layout import address_of, flat, put, view_of
@@ -125,7 +126,6 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
             found = _read(saved, whole, verify)
             report.wanted_bytes += found.wanted_bytes
             report.read_bytes += found.read_bytes
-            report.calls += found.calls
             for fill, container in zip(batch, containers):
                 _unpack(saved, fill, container)
     except CorruptError as error:

@@ -12,12 +12,6 @@ from ckptman.runtime.outcome import OUTCOME_ENV
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BESIDE, _LONGEST_REASON = ".node-", 500
-_DEVICE_TROUBLE = re.compile(
-    r"uncorrectable (?:ecc|nvlink)|fallen off the bus|no cuda-capable device|no hip gpus|cuda error: unknown error"
-    r"|cuda driver initialization failed|hardware exception by gpu|system not yet initialized",
-    re.IGNORECASE,
-)
-"""What drivers of CUDA and ROCm say where the device or its link is broken, and not the program."""
 
 
 def report_node(node: str, reason: str, environ: Mapping[str, str], disk: Disk = DISK) -> None:
@@ -46,8 +40,3 @@ def reported_nodes(outcome: Path) -> dict[str, str]:
 def this_node(environ: Mapping[str, str]) -> str:
     """The name that Slurm, or else the machine, gives to the node of this process."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def is_device_trouble(error: BaseException) -> bool:
-    """Whether an error says that a device of this node is broken."""
-    return isinstance(error, RuntimeError) and _DEVICE_TROUBLE.search(str(error)) is not None

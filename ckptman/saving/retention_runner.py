@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from ckptman.runtime.journal import Journal
 from ckptman.saving.draft import SaveInfo
 
 OnFull = Literal["fail", "prune"]
-FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSE_SECONDS = 30.0
 _MOST_BYTES_AHEAD = 1.1
 """Room for a save: as much as the one before took, and a little more."""

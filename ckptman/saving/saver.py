@@ -18,6 +18,7 @@ from ckptman.catalog.writer_lock import Claim
 from ckptman.comm.control import Channel, RankFailed
 from ckptman.errors import CommitError, ConfigError, RankLostError
 from ckptman.format.paths import step_folder
+from ckptman.io.failure_cause import FULL
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.wakeup import Task, Worker
 from ckptman.runtime.host_memory import available_bytes
@@ -26,7 +27,7 @@ from ckptman.runtime.watchdog import Watchdog
 from ckptman.saving.draft import Draft, SaveInfo
 from ckptman.saving.loadable import refused_tensors
 from ckptman.saving.rank_file import RankFile, make_rank_file
-from ckptman.saving.retention_runner import FULL, RetentionRunner
+from ckptman.saving.retention_runner import RetentionRunner
 from ckptman.saving.staging import Staged, Stager
 from ckptman.saving.stale_saves import Judge, Moment, Seen, Watch, Watcher, watch_for
 from ckptman.saving.write_plan import make_plan, signature_of

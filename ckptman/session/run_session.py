@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import time
@@ -21,9 +20,9 @@ from ckptman.catalog.writer_lock import Claim, claim
 from ckptman.comm.control import Channel
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, masked, warn
 from ckptman.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
+from ckptman.io.failure_cause import FULL, cause_of, is_broken_device
 from ckptman.io.filesystem import Disk, folder_mode
-from ckptman.runtime.bad_nodes import is_device_trouble, report_node, this_node
-from ckptman.runtime.failure_cause import cause_of
+from ckptman.runtime.bad_nodes import report_node, this_node
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.measurements import typical_save_seconds
 from ckptman.runtime.outcome import OUTCOME_ENV, Outcome, attempt_number, read_outcome, write_outcome
@@ -123,7 +122,7 @@ class Attempt:
 
     def blame(self, error: BaseException) -> None:
         """Where an error says that a device of this node is broken, the chain learns of the node."""
-        if is_device_trouble(error):
+        if is_broken_device(error):
             with contextlib.suppress(OSError):
                 report_node(this_node(os.environ), masked(str(error)), os.environ)
 
@@ -237,7 +236,7 @@ def _claim(root: Path, run_id: str, job_id: str | None, disk: Disk) -> Claim:
     try:
         return claim(root, run_id, job_id, disk=disk)
     except RootError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise
         _clear_leftovers(root, f"full-{os.urandom(4).hex()}", disk)
         return claim(root, run_id, job_id, disk=disk)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ckptman.forecast.checkpoint_size import LARGE_BYTES, SMALL_ALIGN_BYTES
-from ckptman.io.file_writer import ALIGN_BYTES
+from ckptman.io.workers import ALIGN_BYTES
 from ckptman.state.tensor_container import frame_of
 
 _CPU = torch.device("cpu")

@@ -37,6 +37,7 @@ from ckptman.catalog.verified import remember_damage
 from ckptman.errors import CkptmanError, CorruptError, RootError, warn
 from ckptman.format.paths import MANIFEST, drained_path
 from ckptman.integrity.check import verify_folder
+from ckptman.io.failure_cause import FULL
 from ckptman.policies.retention import plan
 from ckptman.policies.rules import Record
 from ckptman.policies.sanity_checks import keeps_any, slip
@@ -44,7 +45,7 @@ from ckptman.policies.tiers import Tier, due
 from ckptman.transfer.copy import copy_checkpoint
 from ckptman.transfer.partial_copy import BusyCopyingError
 from ckptman.transfer.read_back import Means
-from ckptman.transfer.to_folder import FULL, Copied
+from ckptman.transfer.to_folder import Copied
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 

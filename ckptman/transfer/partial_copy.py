@@ -18,8 +18,7 @@ from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.writer_lock import Claim, claim, process_lives, read_owner
 from ckptman.errors import BusyError, CkptmanError, RootError
 from ckptman.format.paths import DOT
-from ckptman.io.block_scan import scan
-from ckptman.io.file_scan import Scanned
+from ckptman.io.file_scan import Scanned, scan
 from ckptman.io.filesystem import Disk
 from ckptman.transfer.progress import Meter
 from ckptman.transfer.read_back import Means

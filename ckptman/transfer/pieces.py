@@ -7,27 +7,22 @@ at the destination already is not written again, and where its digests are known
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 from ckptman.io.checksums import digest_of_blocks
-from ckptman.io.filesystem import Disk, open_new
+from ckptman.io.file_writer import FileWriter
+from ckptman.io.filesystem import Disk
 from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, stride_of
 from ckptman.transfer.copy_digest import OnTheWay
 from ckptman.transfer.progress import Limit, Meter
 from ckptman.transfer.source import Original, Reading
-
-_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-_BATCH_BYTES = 1024 * 1024
-"""What is read in one call out of the page cache: it is still in the cache of the core when it is digested."""
 
 
 @dataclass(frozen=True)
@@ -116,23 +111,28 @@ class _File:
     ) -> None:
         self.name, self.size = path.name, size
         self.pieces = max(1, -(-size // piece))
-        self.digest, self.buffered_because, self.written_bytes = "", "", 0
+        self.digest, self.written_bytes = "", 0
         self._original, self._path, self._there = original, path, there
         self._disk, self._meter = disk, meter
         self._passing = OnTheWay(original, self.name, size)
-        self._takes_direct = piece % ALIGN_BYTES == 0 and size >= ALIGN_BYTES
+        self._is_large = piece % ALIGN_BYTES == 0 and size >= ALIGN_BYTES
         self._left = self.pieces
         self._lock = threading.Lock()
         self._reading: Reading | None = None
-        self._fd = -1
+        self._writer: FileWriter | None = None
         self._is_all_right = False
         self._seconds = 0.0
         """What calls took that are made once for this file."""
 
+    @property
+    def buffered_because(self) -> str:
+        """Why a large file did not go by direct I/O alone; "" where it did."""
+        return (self._is_large and self._writer is not None and self._writer.buffered_because) or ""
+
     def begin(self) -> None:
         """Open both ends. Raises: CorruptError, OSError."""
         with self._lock:
-            if self._fd >= 0:
+            if self._writer is not None:
                 return
             begun = time.perf_counter()
             self._passing.begin()
@@ -141,8 +141,13 @@ class _File:
                 self._is_all_right = digest_of_blocks([self._there]) == manifest.files[self.name].digest
             if not self._is_all_right:
                 self._reading = self._original.open(self.name)
-            with _named(self._path):
-                self._open()
+            self._writer = FileWriter(
+                self._path,
+                self.size,
+                disk=self._disk,
+                flags=os.O_NOFOLLOW | os.O_NONBLOCK,
+                buffered_because=None if self._is_large else "it is not in whole pages",
+            )
             self._seconds += time.perf_counter() - begun
 
     def is_right(self, low: int, high: int) -> bool:
@@ -168,27 +173,13 @@ class _File:
 
     def put(self, low: int, data: memoryview, scratch: memoryview) -> None:
         """Write a piece. Raises: OSError."""
+        assert self._writer is not None
         begun, size = time.perf_counter(), len(data)
-        if self._takes_direct and size % ALIGN_BYTES:  # the end of the file: cut off again when it is whole
+        if self._writer.is_direct and size % ALIGN_BYTES:  # the end of the file: cut off again when it is whole
             padded = scratch[: size + -size % ALIGN_BYTES]
             padded[size:] = bytes(len(padded) - size)
             data = padded
-        offset = low
-        while data:
-            direct = self._takes_direct
-            try:
-                with _named(self._path):
-                    count = self._disk.write_at(self._fd, data, offset)
-            except OSError as error:
-                if not direct or error.errno not in _REFUSED:
-                    raise
-                self._go_buffered(f"a direct write was refused ({error.strerror})")
-                continue
-            if not count:
-                raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
-            data, offset = data[count:], offset + count
-            if data and direct and count % ALIGN_BYTES:
-                self._go_buffered(f"a direct write ended after {count} bytes")
+        self._writer.write(data, low)
         with self._lock:
             self.written_bytes += size
         self._meter.moved(size, time.perf_counter() - begun)
@@ -199,56 +190,24 @@ class _File:
             self._left -= 1
             if self._left:
                 return
+        assert self._writer is not None
         begun = time.perf_counter()
-        with _named(self._path):
-            if os.fstat(self._fd).st_size != self.size:
-                os.ftruncate(self._fd, self.size)
-            self._disk.sync_file(self._fd)
-            # What lies in the page cache would be compared with itself.
-            with contextlib.suppress(OSError, AttributeError):
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._writer.flush(self.size)
+        # What lies in the page cache would be compared with itself.
+        with contextlib.suppress(OSError, AttributeError):
+            os.posix_fadvise(self._writer.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self.close()
         seconds = time.perf_counter() - begun
-        if not self._takes_direct and self.size > STRIDE_BYTES:  # then this is when the bytes are written
+        if not self._writer.is_direct and self.size > STRIDE_BYTES:  # then this is when the bytes are written
             self._meter.moved(0, seconds)
             seconds = 0.0
         self._meter.ended_file(seconds + self._seconds)
         self.digest = self._passing.judge()
 
     def close(self) -> None:
+        """Close both ends."""
         if self._reading is not None:
             self._reading.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._reading, self._fd = None, -1
-
-    def _open(self) -> None:
-        fd = open_new(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if self._takes_direct:
-                try:
-                    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-                except (OSError, AttributeError) as error:
-                    self._takes_direct = False
-                    self.buffered_because = f"no direct I/O on this file system ({error})"
-            if self.size:
-                self._disk.reserve(fd, self.size)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd = fd
-
-    def _go_buffered(self, why: str) -> None:
-        # The flag goes first: a thread that sees that it is gone may write from any address.
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self._takes_direct, self.buffered_because = False, self.buffered_because or why
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
+        if self._writer is not None:
+            self._writer.close()
+        self._reading = None

@@ -16,8 +16,7 @@ from ckptman.catalog.verified import identify, note_verified, read_verified
 from ckptman.errors import RootError
 from ckptman.format.manifest import FileRecord, Manifest
 from ckptman.integrity.check import FileReport, verify_folder
-from ckptman.io.block_scan import scan
-from ckptman.io.file_scan import Scanned
+from ckptman.io.file_scan import Scanned, scan
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.transfer.page_cache import ATTEMPTS, drop
 from ckptman.transfer.progress import Limit, Meter

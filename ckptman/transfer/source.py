@@ -21,8 +21,8 @@ from ckptman.format.index import read_digests
 from ckptman.format.manifest import MOST_BYTES, Manifest, is_plain_name, parse_manifest
 from ckptman.format.paths import MANIFEST, digests_name, parse_half_written, step_folder
 from ckptman.io.checksums import BLOCK_BYTES, Digests
-from ckptman.io.range_reader import DIRECT_BYTES
-from ckptman.io.safe_open import open_regular, read_regular
+from ckptman.io.file_reader import FileReader
+from ckptman.io.safe_open import read_regular
 from ckptman.io.workers import ALIGN_BYTES
 
 AGAIN = "what was copied stays; copy again, and it goes on from there"
@@ -198,54 +198,28 @@ class FolderReading:
     """A file of a folder. What is not in the page cache is read past it, so that a copy pushes nothing out of it."""
 
     def __init__(self, path: Path, size: int) -> None:
-        self._path = path
-        self._fd = open_regular(path)
-        self._direct_fd = -1
-        there = os.fstat(self._fd).st_size
+        self.path, self._reader = path, FileReader(path)
+        there = os.fstat(self._reader.open()).st_size
         if there != size:
-            os.close(self._fd)
+            self._reader.close()
             raise CorruptError(f"{path} has {there} bytes instead of {size}: copy another checkpoint")
-        if size >= DIRECT_BYTES:
-            with contextlib.suppress(OSError, CorruptError, AttributeError):  # not every system has direct I/O
-                self._direct_fd = open_regular(path, direct=True)
 
     def read(self, offset: int, size: int, scratch: memoryview) -> memoryview:
-        view = scratch[:size]
-        if self._direct_fd >= 0 and size >= DIRECT_BYTES and offset % ALIGN_BYTES == 0 and self._is_cold(offset):
-            try:
-                room = scratch[: size + -size % ALIGN_BYTES]
-                if os.preadv(self._direct_fd, [room], offset) >= size:
-                    return view
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                    raise self._named(error) from None
-        filled = 0
-        while filled < size:
-            try:
-                count = os.preadv(self._fd, [view[filled:]], offset + filled)
-            except OSError as error:
-                raise self._named(error) from None
-            if not count:
-                raise CorruptError(f"{self._path} was cut short while it was copied: copy another checkpoint")
-            filled += count
+        view, reader = scratch[:size], self._reader
+        cold = offset % ALIGN_BYTES == 0 and reader.is_cold(offset, size)
+        filled = reader.read_direct(offset, size, scratch) if cold else 0
+        try:
+            if filled < size:
+                filled += reader.read([view[filled:]], offset + filled)
+        except OSError as error:
+            error.filename = error.filename or str(self.path)
+            raise
+        if filled < size:
+            raise CorruptError(f"{self.path} was cut short while it was copied: copy another checkpoint")
         return view
 
     def close(self) -> None:
-        for fd in {self._fd, self._direct_fd} - {-1}:
-            os.close(fd)
-        self._fd = self._direct_fd = -1
-
-    def _is_cold(self, offset: int) -> bool:
-        try:
-            return not os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return True
-        except (OSError, AttributeError):  # the file system cannot tell
-            return False
-
-    def _named(self, error: OSError) -> OSError:
-        error.filename = error.filename or str(self._path)
-        return error
+        self._reader.close()
 
 
 def _facts(folder: Path, manifest: Manifest) -> Facts:

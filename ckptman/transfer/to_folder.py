@@ -23,6 +23,7 @@ from ckptman.catalog.writer_lock import Claim, Owner, is_alive, is_this_process,
 from ckptman.errors import BusyError, CkptmanError, CorruptError, ExistsError, RootError
 from ckptman.format.manifest import missing_file, read_manifest
 from ckptman.format.paths import DOT, MANIFEST, new_nonce
+from ckptman.io.failure_cause import FULL
 from ckptman.io.filesystem import Disk, holding
 from ckptman.io.safe_open import read_regular
 from ckptman.transfer.partial_copy import check_claim, check_room, claimed, clear_left, tidy
@@ -41,7 +42,6 @@ from ckptman.transfer.read_back import (
 )
 from ckptman.transfer.source import AGAIN, Facts, Original, SourceError, refused
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 _known_dead: set[str] = set()
 """Runs that were watched once and found to be gone: of another host that takes half a minute."""
 

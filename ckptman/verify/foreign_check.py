@@ -25,7 +25,7 @@ from ckptman.format.index import Index
 from ckptman.format.paths import METADATA
 from ckptman.format.torch_zip import LOCAL_HEADER_BYTES, PartOfFile, data_start, records
 from ckptman.integrity.table_check import check_table
-from ckptman.io.range_reader import UNREADABLE
+from ckptman.io.failure_cause import UNREADABLE
 from ckptman.io.safe_open import open_regular
 from ckptman.loading.checkpoint_reader import SavedState, size_of
 from ckptman.loading.restricted_unpickler import read_foreign_metadata, transforms_in

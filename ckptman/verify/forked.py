@@ -7,24 +7,23 @@ the work of one rank after the other, so that no more of them are in memory.
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
-import signal
 import socket
 import struct
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ckptman.errors import EXIT_AGAIN, EXIT_OK, RankLostError
+from ckptman.errors import RankLostError
+from ckptman.io.isolated_process import IsolatedProcess
 
 Tell = Callable[[str, float], None]
 Work = Callable[[int, Tell], list[str]]
@@ -55,25 +54,14 @@ def run_forked(
     nothing for `silence_seconds`, is a problem, and ends the others. When this returns, no process is alive. Called
     from a process with one thread: a fork takes no other thread along. `done` is told every second how much is done.
     """
-    context = multiprocessing.get_context("fork")
     count = min(world_size, processes or world_size)
-    with tempfile.TemporaryDirectory(prefix="ckptman-ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ckptman-ranks-") as folder, ExitStack() as stack:
         store = os.path.join(folder, "store") if joined and 1 < count == world_size else None
         running: list[_Process] = []
-        try:
-            for number in range(count):
-                ranks = range(number, world_size, count)
-                board = _Board(ranks[0])
-                ours, theirs = context.Pipe(duplex=False)
-                child = (work, ranks, world_size, store, theirs, board, os.getpid())
-                process = context.Process(target=_run, args=child, daemon=True)
-                process.start()
-                theirs.close()
-                running.append(_Process(ranks, world_size, process, ours, board))
-            return _watch(running, silence_seconds, done)
-        finally:
-            for each in running:
-                each.end()
+        for number in range(count):
+            running.append(_Process(work, range(number, world_size, count), world_size, store))
+            stack.callback(running[-1].child.end)
+        return _watch(running, silence_seconds, done)
 
 
 class _Board:
@@ -99,14 +87,15 @@ class _Board:
 class _Process:
     """A running process, the ranks that it does, and what it found."""
 
-    def __init__(
-        self, ranks: Sequence[int], world_size: int, process: ForkProcess, pipe: Connection, board: _Board
-    ) -> None:
-        self.process, self.pipe = process, pipe
+    def __init__(self, work: Work, ranks: Sequence[int], world_size: int, store: str | None) -> None:
         self.problems: dict[int, list[str]] = {}
         self.has_failed = False
-        self._ranks, self._world_size, self._board = ranks, world_size, board
+        self.death: str | None = None
+        """Why it will not give a result, or None."""
+        self._ranks, self._world_size, self._board = ranks, world_size, _Board(ranks[0])
         self._read_bytes, self._read_at = 0, time.monotonic()
+        serve = partial(_serve, work, ranks, world_size, store, self._board)
+        self.child = IsolatedProcess(serve, keeps_files=True)
 
     @property
     def is_done(self) -> bool:
@@ -127,37 +116,24 @@ class _Process:
         """For how long it told nothing and read nothing: over a large tensor and a slow disk it tells nothing."""
         if self.is_done:
             return 0.0
-        now, read_bytes = time.monotonic(), _read_bytes(self.process.pid)
+        now, read_bytes = time.monotonic(), _read_bytes(self.child.pid)
         if read_bytes != self._read_bytes:
             self._read_bytes, self._read_at = read_bytes, now
         return now - max(self._board.read()[2], self._read_at)
 
     def listen(self) -> None:
-        """Take in all that was said."""
+        """Take in all that was said, and that it died before it was done."""
         try:
-            while self.pipe.poll():
-                has_failed, rank, problems = self.pipe.recv()
+            while not self.is_done and self.child.pipe.poll():
+                has_failed, rank, problems = self.child.pipe.recv()
                 self.has_failed |= has_failed
                 self.problems[rank] = [f"rank {rank} of {self._world_size}: {problem}" for problem in problems]
         except (EOFError, ConnectionResetError):
-            pass  # it has ended; its exit code tells
-
-    def has_died(self) -> str | None:
-        """Why it will not give a result, or None."""
-        if self.is_done or self.process.exitcode is None:
-            return None
-        self.listen()
-        who, text = self.where
-        return None if self.is_done else f"{who} died at {text}: {_ending(self.process.exitcode)}"
-
-    def end(self) -> None:
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join()
-        self.pipe.close()
+            who, text = self.where
+            self.death = f"{who} died at {text}: it {self.child.ending()}"
 
 
-def _read_bytes(pid: int | None) -> int:
+def _read_bytes(pid: int) -> int:
     """What a process has read so far, from files and from the page cache; 0 where the kernel does not tell."""
     try:
         return int(Path(f"/proc/{pid}/io").read_bytes().split(None, 2)[1])
@@ -169,14 +145,13 @@ def _watch(running: list[_Process], silence_seconds: float, done: Done | None) -
     look_seconds = min(silence_seconds / 10, _TOLD_SECONDS if done is not None else silence_seconds)
     told_at = time.monotonic()
     while waiting := [each for each in running if not each.is_done]:
-        ended = [each.process.sentinel for each in waiting]
-        wait([*ended, *(each.pipe for each in waiting if each.process.is_alive())], look_seconds)
+        wait([each.child.pipe for each in waiting], look_seconds)
         if done is not None and time.monotonic() - told_at >= _TOLD_SECONDS:
             told_at = time.monotonic()
             done(sum(each.done for each in running) / len(running))
         for each in waiting:
             each.listen()
-        lost = [why for each in waiting if (why := each.has_died())]
+        lost = [each.death for each in waiting if each.death is not None]
         silent = [each for each in waiting if each.silence_seconds() > silence_seconds / 2]
         if max((each.silence_seconds() for each in silent), default=0.0) > silence_seconds:
             # Those that wait for the one that hangs are silent too, and none can tell which it is.
@@ -194,17 +169,9 @@ def _problems(running: list[_Process]) -> list[str]:
     return [problem for rank in sorted(by_rank) for problem in by_rank[rank]]
 
 
-def _run(
-    work: Work,
-    ranks: Sequence[int],
-    world_size: int,
-    store: str | None,
-    pipe: Connection,
-    board: _Board,
-    parent: int,
+def _serve(
+    work: Work, ranks: Sequence[int], world_size: int, store: str | None, board: _Board, pipe: Connection
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; whoever forked us ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     for rank in ranks:
         failed = False
@@ -212,22 +179,15 @@ def _run(
         try:
             if store is not None:
                 _join(store, rank, world_size)
-            problems = work(rank, partial(_tell, board, rank, parent))
+            problems = work(rank, partial(board.write, rank))
         except RankLostError as error:
-            _linger(parent, _LOST_PATIENCE_SECONDS)
+            time.sleep(_LOST_PATIENCE_SECONDS)
             failed, problems = True, [f"it lost the other ranks: {error}"]
         except BaseException as error:  # noqa: BLE001 DCP's own exception is a BaseException
             failed, problems = True, [f"{type(error).__name__}: {error}"]
         pipe.send((failed and store is not None, rank, problems))
-    if store is not None:
-        _linger(parent)  # the others may still be in a collective with this one; the parent ends all of them
-    os._exit(EXIT_OK)  # no clean-up of what was forked: it belongs to the parent
-
-
-def _tell(board: _Board, rank: int, parent: int, text: str, done: float) -> None:
-    if os.getppid() != parent:  # nobody is there any more to hear of it
-        os._exit(EXIT_AGAIN)
-    board.write(rank, text, done)
+    while store is not None:
+        time.sleep(1.0)  # the others may still be in a collective with this one: whoever forked it ends all of them
 
 
 def _join(store: str, rank: int, world_size: int) -> None:
@@ -241,17 +201,3 @@ def _join(store: str, rank: int, world_size: int) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=120),
     )
-
-
-def _linger(parent: int, limit_seconds: float = float("inf")) -> None:
-    """Wait to be ended by the parent, for no longer than it lives."""
-    until = time.monotonic() + limit_seconds
-    while os.getppid() == parent and time.monotonic() < until:
-        time.sleep(0.05)
-
-
-def _ending(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"exit code {exitcode}"
-    name = signal.Signals(-exitcode).name
-    return f"{name} (out of memory?)" if name == "SIGKILL" else name

@@ -18,8 +18,7 @@ from xxhash import xxh3_128_digest
 from ckptman.errors import CorruptError
 from ckptman.format.chunk_table import Chunks, Ints
 from ckptman.format.coverage import flaw_of
-from ckptman.io.checksums import DIGEST_BYTES
-from ckptman.io.file_writer import Digests
+from ckptman.io.checksums import DIGEST_BYTES, Digests
 from ckptman.io.workers import share_out
 from ckptman.loading.checkpoint_reader import ChunkPlace
 from ckptman.verify.chunk_files import Bytes, Saved, Tensors, rows_of

@@ -144,8 +144,8 @@ def test_an_original_that_cannot_be_read_keeps_no_other_from_a_store(
     root, read = tmp_path / "run", FolderReading.read
 
     def broken(self: FolderReading, offset: int, size: int, scratch: memoryview) -> memoryview:
-        if "step-0000000020" in str(self._path):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self._path))
+        if "step-0000000020" in str(self.path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
         return read(self, offset, size, scratch)
 
     commit(root, 10)

@@ -574,14 +574,14 @@ def test_a_folder_that_cannot_be_written_is_verified_all_the_same(
 def test_what_may_not_be_read_is_neither_good_nor_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ckptman.io import file_scan as blockread
+    from ckptman.io import file_reader
 
-    def refuse(path: Path) -> int:
+    def refuse(path: Path, **_: Any) -> int:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     entry = commit(tmp_path, 100)
     assert main(["verify", str(tmp_path)]) == 0
-    monkeypatch.setattr(blockread, "open_regular", refuse)
+    monkeypatch.setattr(file_reader, "open_regular", refuse)
     capsys.readouterr()
     assert main(["verify", str(tmp_path)]) == 10
     told = capsys.readouterr()
@@ -592,11 +592,11 @@ def test_what_may_not_be_read_is_neither_good_nor_damaged(
 
 
 def test_damage_counts_though_not_all_could_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptman.io import file_scan as blockread
+    from ckptman.io import file_reader
 
-    real = blockread.open_regular
+    real = file_reader.open_regular
 
-    def refuse(path: Path) -> int:
+    def refuse(path: Path, **_: Any) -> int:
         if path.name == "__1_0.distcp":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return real(path)
@@ -604,7 +604,7 @@ def test_damage_counts_though_not_all_could_be_read(tmp_path: Path, monkeypatch:
     entry = commit(tmp_path, 100)
     assert main(["verify", str(tmp_path)]) == 0
     flip_byte(entry.path / "__0_0.distcp")
-    monkeypatch.setattr(blockread, "open_regular", refuse)
+    monkeypatch.setattr(file_reader, "open_regular", refuse)
     assert main(["verify", str(tmp_path)]) == 4
     note = note_in(entry.path)
     assert note is not None

@@ -17,7 +17,7 @@ import pytest
 from ckptman.catalog import writer_lock as owner
 from ckptman.doctor import promises, renames, speed
 from ckptman.io.filesystem import DISK, Disk
-from ckptman.io.isolated import apart
+from ckptman.io.isolated_process import run_isolated
 
 SIZE = 8 * 1024 * 1024
 
@@ -90,7 +90,7 @@ class RewritingDisk(Disk):
     ids=["copying", "vanishing", "doubling", "rewriting"],
 )
 def test_a_rename_that_is_not_atomic_is_found(disk: Disk, told: str, tmp_path: Path) -> None:
-    found = apart(lambda: renames.check_rename(tmp_path, disk), 30)
+    found = run_isolated(lambda: renames.check_rename(tmp_path, disk), 30)
     assert found.verdict == "FAILED"
     assert re.search(told, found.value), found.value
     assert found.advice.startswith("commits are not safe here: a run could load half a checkpoint, or find none")
@@ -104,7 +104,7 @@ def test_a_file_that_is_gone_while_it_is_replaced_is_found(tmp_path: Path) -> No
             else:
                 CopyingDisk.rename(CopyingDisk(), source, target)
 
-    found = apart(lambda: renames.check_rename(tmp_path, Gone()), 30)
+    found = run_isolated(lambda: renames.check_rename(tmp_path, Gone()), 30)
     assert (found.verdict, found.value) == ("FAILED", "a file was gone while it was being replaced")
 
 
@@ -112,7 +112,7 @@ def test_a_file_that_is_gone_while_it_is_replaced_is_found(tmp_path: Path) -> No
 def test_a_commit_that_others_see_late_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renames, "SLOW_SIGHT_SECONDS", 0.1)
     monkeypatch.setattr(renames, "_see", _see_late)
-    found = apart(lambda: renames.check_rename(tmp_path, DISK, seconds=0.0), 30)
+    found = run_isolated(lambda: renames.check_rename(tmp_path, DISK, seconds=0.0), 30)
     assert found.verdict == "slow"
     assert "another process saw it only after 0.2" in found.value
 
@@ -130,7 +130,7 @@ def test_a_commit_that_is_never_seen_fails(tmp_path: Path, monkeypatch: pytest.M
             pass
 
     monkeypatch.setattr(renames, "PATIENCE_SECONDS", 0.2)
-    found = apart(lambda: renames.check_rename(tmp_path, Lazy()), 30)
+    found = run_isolated(lambda: renames.check_rename(tmp_path, Lazy()), 30)
     assert (found.verdict, found.value) == ("FAILED", "another process did not see it for 0.2 s")
 
 
@@ -187,7 +187,7 @@ def test_files_that_two_processes_make_at_once_are_found(tmp_path: Path) -> None
         def create_file(self, path: Path, data: bytes) -> None:
             self.write_file(path, data)
 
-    found = apart(lambda: promises.check_claim(tmp_path, Sharing()), 30)
+    found = run_isolated(lambda: promises.check_claim(tmp_path, Sharing()), 30)
     assert found.verdict == "FAILED"
     assert found.value == "two processes made the same file, each as the only one, 10 times of 10"
     assert found.advice == "two runs could write to one root, and rename and prune each other's checkpoints"
@@ -198,14 +198,14 @@ def test_files_that_nobody_can_make_are_found(tmp_path: Path) -> None:
         def create_file(self, path: Path, data: bytes) -> None:
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
 
-    found = apart(lambda: promises.check_claim(tmp_path, Refusing()), 30)
+    found = run_isolated(lambda: promises.check_claim(tmp_path, Refusing()), 30)
     assert found.verdict == "FAILED"
     assert found.value == "of two processes none could make a file that was not there, 10 times"
 
 
 def test_a_root_that_two_processes_own_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "process_lives", lambda of: False)
-    found = apart(lambda: promises.check_claim(tmp_path), 30)
+    found = run_isolated(lambda: promises.check_claim(tmp_path), 30)
     assert (found.verdict, found.value) == ("FAILED", "a root that another process owns was given to this one")
 
 
@@ -238,7 +238,7 @@ def _kept(kind: str, fd: int) -> None:
     ],
 )
 def test_locks_that_do_not_hold_are_found(take: Any, verdict: str, value: str, tmp_path: Path) -> None:
-    found = apart(lambda: promises.check_locks(tmp_path, take), 30)
+    found = run_isolated(lambda: promises.check_locks(tmp_path, take), 30)
     assert found.verdict == verdict
     assert value in found.value
 

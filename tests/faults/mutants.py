@@ -151,13 +151,13 @@ def _tiers_are_not_awaited() -> None:
 
 
 def _errors_swallowed() -> None:
-    real = blockio.Target.write
+    real = blockio.FileWriter.write
 
-    def write(self: blockio.Target, data: memoryview, offset: int) -> None:
+    def write(self: blockio.FileWriter, data: memoryview, offset: int) -> None:
         with contextlib.suppress(OSError):
             real(self, data, offset)
 
-    blockio.Target.write = write  # type: ignore[method-assign]
+    blockio.FileWriter.write = write  # type: ignore[method-assign]
 
 
 def _failed_saves_are_not_told() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import http.client
 import json
-import subprocess
 import warnings
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,8 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.comm.control import Failure, RankFailed
 from ckptman.format.paths import journal_path
 from ckptman.policies.crash_loop import Crash, crashes_of, suspects
-from ckptman.runtime.failure_cause import cause_of
 from ckptman.runtime.journal import read_journal
 
 
@@ -145,81 +140,6 @@ def test_a_run_never_goes_back_to_step_0(tmp_path: Path) -> None:
         checkpointer.restore()
     with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
         assert checkpointer.restore(allow_suspect=True) == 1
-
-
-class OutOfMemoryError(RuntimeError):
-    """As torch calls its own, whose home depends on its version."""
-
-
-def raised_from(error: Exception, cause: BaseException) -> Exception:
-    error.__cause__ = cause
-    return error
-
-
-def raised_while(error: Exception, context: BaseException) -> Exception:
-    error.__context__ = context
-    return error
-
-
-def of_a_client(module: str, name: str) -> Exception:
-    error: Exception = type(name, (Exception,), {"__module__": module})("no answer")
-    return error
-
-
-OUTAGES = [
-    OSError(errno.EIO, "Input/output error"),
-    OSError(errno.ESTALE, "Stale file handle"),
-    ConnectionResetError("peer"),
-    MemoryError(),
-    OutOfMemoryError("CUDA out of memory"),
-    RuntimeError("CUDA error: uncorrectable ECC error encountered"),
-    RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:1, unhandled system error"),
-    RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:1"),
-    RuntimeError("DataLoader worker (pid(s) 77) exited unexpectedly"),
-    torch.distributed.DistNetworkError("no host"),
-    raised_from(ValueError("no batch"), OSError(errno.EIO, "Input/output error")),
-    raised_from(ckptman.CkptmanError("rank 3 failed"), RankFailed(Failure(3, "OSError: no", "", None, errno.EIO))),
-    ckptman.RankLostError("gone"),
-    raised_while(ValueError("no batch"), OSError(errno.EIO, "Input/output error")),
-    raised_while(ValueError("no batch"), ConnectionResetError("peer")),
-    RuntimeError("CUDA error: unspecified launch failure"),
-    RuntimeError("can't start new thread"),
-    RuntimeError("DataLoader timed out after 30 seconds"),
-    RuntimeError("unable to open shared memory object </torch_1>: Too many open files (24)"),
-    BrokenProcessPool("a process died"),
-    EOFError("end of file"),
-    subprocess.TimeoutExpired("rsync", 5),
-    http.client.IncompleteRead(b""),
-    of_a_client("botocore.exceptions", "EndpointConnectionError"),
-    of_a_client("wandb.errors", "CommError"),
-    KeyboardInterrupt(),
-    SystemExit(1),
-]
-
-
-@pytest.mark.parametrize("error", OUTAGES, ids=lambda error: type(error).__name__)
-def test_an_outage_is_the_environments(error: BaseException) -> None:
-    assert cause_of(error) == "environment"
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("igloo: loss is NaN"),
-        RuntimeError("igloo of shape [2, 3]"),
-        RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"),
-        raised_while(FloatingPointError("nan"), FileNotFoundError(errno.ENOENT, "no cache")),
-        type("Odd", (Exception,), {"exceptions": None, "__module__": None})(),
-        type("Mute", (RuntimeError,), {"__str__": lambda self: 1 / 0})(),
-        ValueError("loss is NaN"),
-        IndexError(5),
-        RuntimeError("CUDA error: device-side assert triggered"),
-        KeyError("x"),
-    ],
-    ids=repr,
-)
-def test_what_the_program_raises_is_its_own(error: Exception) -> None:
-    assert cause_of(error) == "program"
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["at the first step", "later"])

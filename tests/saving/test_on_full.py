@@ -20,10 +20,10 @@ from ckptman.catalog.stored_policy import read_policy
 from ckptman.cli.app import main
 from ckptman.errors import CommitError, ConfigError
 from ckptman.format.paths import journal_path, run_folder, step_folder
+from ckptman.io.failure_cause import FULL
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.throttled_delete import Remover
 from ckptman.runtime.journal import read_journal
-from ckptman.saving import retention_runner as keeping
 from tests.helpers.checkpoints import commit
 from tests.helpers.ranks import run_ranks
 
@@ -217,7 +217,7 @@ def test_other_wishes_are_refused(tmp_path: Path, on_full: Any) -> None:
 
 
 def test_every_code_that_means_full_is_known() -> None:
-    assert set(keeping.FULL) == {errno.ENOSPC, errno.EDQUOT}
+    assert set(FULL) == {errno.ENOSPC, errno.EDQUOT}
 
 
 # ---- a disk that really is full --------------------------------------------------------------------------------------

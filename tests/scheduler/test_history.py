@@ -10,7 +10,7 @@ import pytest
 
 from ckptman.cli.app import main
 from ckptman.format.paths import journal_path
-from ckptman.runtime.bad_nodes import is_device_trouble, report_node, reported_nodes
+from ckptman.runtime.bad_nodes import report_node, reported_nodes
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.outcome import OUTCOME_ENV
 from ckptman.scheduler.attempt import ROOT_LOOKS
@@ -148,22 +148,6 @@ def test_reports_of_nodes(tmp_path: Path) -> None:
     assert set(found) == {"n1"}
     assert found["n1"].startswith("then this!!")
     assert len(found["n1"]) <= 500
-
-
-@pytest.mark.parametrize(
-    ("text", "bad"),
-    [
-        ("CUDA error: uncorrectable ECC error encountered", True),
-        ("No CUDA GPUs are available: no CUDA-capable device is detected", True),
-        ("Unable to determine the device handle: GPU is lost, it has fallen off the bus", True),
-        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
-        ("CUDA error: device-side assert triggered", False),
-        ("CUDA error: an illegal memory access was encountered", False),
-    ],
-)
-def test_errors_of_a_device_and_errors_of_a_program(text: str, bad: bool) -> None:
-    assert is_device_trouble(RuntimeError(text)) is bad
-    assert not is_device_trouble(ValueError(text))
 
 
 # ---- The warning ----------------------------------------------------------------------------------------------------

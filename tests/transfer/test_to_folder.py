@@ -22,9 +22,9 @@ from ckptman.catalog.prune import plan_prune
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ExistsError, NotFoundError, RootError
 from ckptman.format.paths import DOT, MANIFEST, step_folder
+from ckptman.io import file_reader
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.safe_open import open_regular
-from ckptman.transfer import source as copysource
 from ckptman.transfer.copy import Copied, Means, copy_checkpoint, copy_foreign
 from ckptman.transfer.progress import Limit, Meter
 from tests.helpers.checkpoints import commit, steps_of
@@ -170,12 +170,12 @@ def test_with_all_one_that_somebody_else_copies_keeps_no_other_one(source: Path,
 def test_with_all_a_file_that_cannot_be_read_keeps_no_other_checkpoint(
     source: Path, tmp_path: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def closed(path: Path, direct: bool = False) -> int:
+    def closed(path: Path, **how: bool) -> int:
         if path.parent.name == "step-0000000100":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return open_regular(path, direct=direct)
+        return open_regular(path, **how)
 
-    monkeypatch.setattr(copysource, "open_regular", closed)
+    monkeypatch.setattr(file_reader, "open_regular", closed)
     assert main(["copy", "source", "root", "--all"]) == 10
     assert "step 100: not copied: source/step-0000000100/" in capsys.readouterr().out
     assert steps_of(Catalog(tmp_path / "root").complete()) == [200]

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from ckptman.errors import CkptmanError, CommitError
-from ckptman.io.isolated import Child, Died, NoAnswer, apart, hear, working
+from ckptman.io.isolated_process import Died, IsolatedProcess, NoAnswer, run_isolated
 
 # The child cannot be killed, as one that waits for a dead file server: what the caller prints must end all the same.
 UNKILLABLE = """
 import os, sys, time
-from ckptman.io import isolated as module
+from ckptman.io import isolated_process as module
 os.kill = os.killpg = lambda pid, number: None
 module._die_with = lambda parent: None
 def stuck():
@@ -28,7 +28,7 @@ def stuck():
         file.write(str(os.getpid()))
     time.sleep(60)
 try:
-    module.apart(stuck, 0.5)
+    module.run_isolated(stuck, 0.5)
 except module.NoAnswer as error:
     print(error)
 """
@@ -50,8 +50,8 @@ def _raise(error: BaseException) -> None:
 
 
 def test_what_it_returns_comes_back() -> None:
-    assert apart(lambda: {"pid": os.getpid()}, 10)["pid"] != os.getpid()
-    assert apart(lambda: b"x" * 10_000_000, 10) == b"x" * 10_000_000, "more than a pipe holds"
+    assert run_isolated(lambda: {"pid": os.getpid()}, 10)["pid"] != os.getpid()
+    assert run_isolated(lambda: b"x" * 10_000_000, 10) == b"x" * 10_000_000, "more than a pipe holds"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_what_it_returns_comes_back() -> None:
 )
 def test_what_it_raises_comes_back(error: Exception) -> None:
     with pytest.raises(type(error)) as raised:
-        apart(lambda: _raise(error), 10)
+        run_isolated(lambda: _raise(error), 10)
     assert str(raised.value) == str(error)
 
 
@@ -68,18 +68,18 @@ def test_an_error_that_cannot_travel_comes_as_text() -> None:
         pass
 
     with pytest.raises(CkptmanError, match="Local: what it was"):
-        apart(lambda: _raise(Local("what it was")), 10)
+        run_isolated(lambda: _raise(Local("what it was")), 10)
 
 
 def test_silence_ends_at_the_limit_and_leaves_nothing(tmp_path: Path) -> None:
     def hang() -> None:
-        with working(lambda pipe: time.sleep(60)) as other:
+        with IsolatedProcess(lambda pipe: time.sleep(60)) as other:
             (tmp_path / "pids").write_text(f"{os.getpid()} {other.pid}")
             time.sleep(60)
 
     began = time.monotonic()
     with pytest.raises(NoAnswer, match=r"does not answer within 0\.3 s"):
-        apart(hang, 0.3)
+        run_isolated(hang, 0.3)
     assert time.monotonic() - began < 5
     for pid in (tmp_path / "pids").read_text().split():
         _wait_for_death(int(pid))
@@ -91,22 +91,23 @@ def test_silence_ends_at_the_limit_and_leaves_nothing(tmp_path: Path) -> None:
 )
 def test_death_is_told_with_its_signal(number: int, told: str) -> None:
     with pytest.raises(Died, match=told):
-        apart(lambda: os.kill(os.getpid(), number), 10)
+        run_isolated(lambda: os.kill(os.getpid(), number), 10)
 
 
 def test_an_exit_with_no_result_is_told() -> None:
     with pytest.raises(Died, match="exit code 3"):
-        apart(lambda: os._exit(3), 10)
+        run_isolated(lambda: os._exit(3), 10)
 
 
 def test_ctrl_c_of_the_caller_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pids: list[int] = []
-    monkeypatch.setattr(Child, "end", lambda self, end=Child.end: (pids.append(self.pid), end(self)))
+    end = IsolatedProcess.end
+    monkeypatch.setattr(IsolatedProcess, "end", lambda self: (pids.append(self.pid), end(self)))
     signal.signal(signal.SIGALRM, lambda number, frame: _raise(KeyboardInterrupt()))
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            apart(lambda: time.sleep(60), 60)
+            run_isolated(lambda: time.sleep(60), 60)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -119,18 +120,18 @@ def test_it_has_no_terminal_no_output_and_plain_signals() -> None:
         links = {str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in (0, 1, 2)}
         return {"links": links, "session": os.getsid(0) == os.getpid(), "int": signal.getsignal(signal.SIGINT)}
 
-    found = apart(look, 10)
+    found = run_isolated(look, 10)
     assert found == {"links": {os.devnull}, "session": True, "int": signal.SIG_DFL}
 
 
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     def parent() -> None:
-        child = Child(lambda pipe: time.sleep(60))
+        child = IsolatedProcess(lambda pipe: time.sleep(60))
         (tmp_path / "pid").write_text(str(child.pid))
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(Died):
-        apart(parent, 10)
+        run_isolated(parent, 10)
     _wait_for_death(int((tmp_path / "pid").read_text()))
 
 
@@ -142,7 +143,7 @@ def test_what_may_outlive_is_left_to_finish(tmp_path: Path) -> None:
         done.touch()
 
     with pytest.raises(NoAnswer):
-        apart(work, 0.05, outlive=True)
+        run_isolated(work, 0.05, outlive=True)
     deadline = time.monotonic() + 10
     while not done.exists():
         assert time.monotonic() < deadline
@@ -169,21 +170,21 @@ def test_another_process_answers_and_its_errors_are_raised() -> None:
         pipe.send(OSError(5, "Input/output error"))
         os._exit(4)
 
-    with working(serve) as other:
+    with IsolatedProcess(serve, duplex=True) as other:
         other.pipe.send(1)
-        assert hear(other) == 2
+        assert other.receive() == 2
         with pytest.raises(OSError, match="Input/output"):
-            hear(other)
+            other.receive()
         with pytest.raises(Died, match="exit code 4"):
-            hear(other)
-    with working(lambda pipe: time.sleep(60)) as other, pytest.raises(NoAnswer):
-        hear(other, 0.05)
+            other.receive()
+    with IsolatedProcess(lambda pipe: time.sleep(60)) as other, pytest.raises(NoAnswer):
+        other.receive(0.05)
 
 
 def test_no_descriptor_is_lost() -> None:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for _ in range(3):
-        apart(lambda: None, 10)
+        run_isolated(lambda: None, 10)
         with contextlib.suppress(NoAnswer):
-            apart(lambda: time.sleep(60), 0.01)
+            run_isolated(lambda: time.sleep(60), 0.01)
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

@@ -1,4 +1,8 @@
-"""What an attempt failed of: the program and what it had loaded, or what is around it. Told by the error itself."""
+"""What is the fault of the environment: an outage, a shortage, a broken device; not of a checkpoint or of the program.
+
+The one list of it. Whoever reads a file asks whether its error says anything about the bytes, a load whether another
+checkpoint would help, the leader what its attempt failed of.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,25 @@ import re
 from typing import Literal
 
 from ckptman.errors import BusyError, CommitError, RankLostError, SchedulerError
-from ckptman.io.safe_open import AWAY, SHORTAGE
-from ckptman.runtime.bad_nodes import is_device_trouble
 
-Cause = Literal["environment", "program"]
+SHORTAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""This process or its host has no memory or no descriptor left."""
+AWAY = (
+    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ENODEV, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED),
+)
+"""The server of a mount is not reached, or its client was shut out."""
+DENIED = (errno.EACCES, errno.EPERM)
+"""This user may not read it."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The disk is full, or the quota used up."""
+ELSEWHERE = (*SHORTAGE, *AWAY, *DENIED)
+"""An error of reading that says nothing about the bytes of the file."""
+UNREADABLE = (errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ)
+"""The disk does not give the bytes: to whoever wants them they are damaged."""
 
+_OUTAGES = (*AWAY, *SHORTAGE, *FULL, errno.EIO, errno.ESTALE)
 _OF_OURS = (BusyError, CommitError, RankLostError, SchedulerError)
-_OUTAGES = (*AWAY, *SHORTAGE, errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT)
 _BY_NAME = {
     *("OutOfMemoryError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"),
     *("BrokenExecutor", "SubprocessError", "HTTPException", "QueueShutDown"),
@@ -25,6 +41,16 @@ _OF_CLIENTS = {
     *("wandb",),
 }
 """Packages that speak with servers: what they raise is an outage as a rule, and never the doing of what was loaded."""
+_BROKEN_DEVICE = re.compile(
+    r"uncorrectable (?:ecc|nvlink)|fallen off the bus|no cuda-capable device|no hip gpus|cuda error: unknown error"
+    r"|cuda driver initialization failed|hardware exception by gpu|system not yet initialized",
+    re.IGNORECASE,
+)
+"""What drivers of CUDA and ROCm say where the device or its link is broken, and not the program."""
+_OF_A_DEVICE = ("AcceleratorError", "CUDA error:", "HIP error:")
+"""What is in the text of any error of a device, at whatever was asked of it next: that may well be a load."""
+_NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "error: out of memory")
+"""What torch's allocators say: on the CPU their error has no class of its own."""
 _TEXTS = re.compile(
     r"out of memory|memoryerror|can(?:no|')t allocate memory|alloc_failed|\b(?:nccl|gloo|rccl)\b"
     r"|connection (?:closed|reset|refused|aborted|timed out)|broken pipe|socket timeout|timed out waiting"
@@ -35,9 +61,33 @@ _TEXTS = re.compile(
 )
 """What a RuntimeError says where memory, a device, a connection, another process or a mount was to blame."""
 
+Trouble = Literal["shortage", "away", "denied", "device"]
+Cause = Literal["environment", "program"]
+
+
+def trouble_of_load(text: str, code: int | None) -> Trouble | None:
+    """Return what kept a rank from loading, where that says nothing about the checkpoint; None where it may.
+
+    Args:
+        text: The error as it crossed ranks, "Class: message".
+        code: Its errno, where the system said no.
+    """
+    if code in SHORTAGE or "MemoryError" in text.partition(":")[0] or any(sign in text for sign in _NO_MEMORY):
+        return "shortage"
+    if code in AWAY:
+        return "away"
+    if code in DENIED:
+        return "denied"
+    return "device" if any(sign in text for sign in _OF_A_DEVICE) else None
+
+
+def is_broken_device(error: BaseException) -> bool:
+    """Return whether an error says that a device of this node is broken, so that the node had better be left out."""
+    return isinstance(error, RuntimeError) and _BROKEN_DEVICE.search(str(error)) is not None
+
 
 def cause_of(error: BaseException) -> Cause:
-    """Whether an error is the environment's: a disk or a mount, memory, a device, a connection, another rank, a user.
+    """Return whether an attempt failed of its environment: a disk, memory, a device, a connection, a rank, a user.
 
     What an error was raised from counts like the error itself, and so does each of a group; what it was raised while
     handling counts where that is an outage. Never raises. Called by the leader when its attempt fails.
@@ -81,7 +131,7 @@ def _is_environment(error: BaseException) -> bool:
         return True
     # What failed on another rank comes as that rank's text, and its errno where the system said no.
     failure = getattr(error, "failure", None)
-    if is_device_trouble(error) or getattr(failure, "errno", None) is not None:
+    if is_broken_device(error) or getattr(failure, "errno", None) is not None:
         return True
     text = str(error) if isinstance(error, RuntimeError) else str(getattr(failure, "text", ""))
     return _TEXTS.search(text) is not None

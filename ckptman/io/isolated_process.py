@@ -1,7 +1,7 @@
-"""Work in a process of its own, which can be abandoned: a file system that hangs holds whoever asks it, and not even
-SIGKILL frees a process that waits for one.
+"""Work in a forked process of its own, which can be abandoned, killed, or die, and this one goes on.
 
-The process keeps no descriptor of ours, so that nobody waits for the end of our output because it is stuck.
+A file system that hangs holds whoever asks it, and not even SIGKILL frees a process that waits for one; a page of a
+file that is gone kills whoever looks at it. This is the one place where ckptman forks.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ import pickle
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
+from weakref import WeakSet
 
 from ckptman.errors import CkptmanError
 
 T = TypeVar("T")
 END_SECONDS = 1.0
 """How long a process that was killed may take to be gone, before it is left to itself."""
-HEAR_SECONDS = 30.0
+ANSWER_SECONDS = 30.0
 _OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
+_pipes: WeakSet[Connection] = WeakSet()
+"""Our ends of the pipes to all of them: a process that is forked has no use for them, and lets go."""
 
 
 class NoAnswer(Exception):
@@ -43,14 +46,14 @@ class Died(Exception):
     """The process ended before its work was done."""
 
 
-def apart(work: Callable[[], T], limit_seconds: float, outlive: bool = False) -> T:
+def run_isolated(work: Callable[[], T], limit_seconds: float, outlive: bool = False) -> T:
     """Call `work` in a forked process and return what it returns, or raise what it raises.
 
     When this returns, the process and whatever it started have been killed. `outlive`: they are left alone where the
     limit is over or this process is interrupted, and even if it is killed.
     Raises: NoAnswer, Died.
     """
-    child = Child(lambda pipe: pipe.send(_outcome(work)), outlive=outlive)
+    child = IsolatedProcess(lambda pipe: pipe.send(_outcome(work)), outlive=outlive)
     over = False
     try:
         if not child.pipe.poll(limit_seconds):
@@ -58,7 +61,7 @@ def apart(work: Callable[[], T], limit_seconds: float, outlive: bool = False) ->
         over = True
         good, value = child.pipe.recv()
     except (EOFError, ConnectionError):
-        raise Died(child.ending()) from None
+        raise Died(f"the check {child.ending()}") from None
     finally:
         if over or not outlive:
             child.end()
@@ -69,11 +72,24 @@ def apart(work: Callable[[], T], limit_seconds: float, outlive: bool = False) ->
     return cast(T, value)
 
 
-class Child:
-    """A forked process that runs `serve(pipe)` and ends. Leader of its own group and session: no Ctrl-C reaches it."""
+class IsolatedProcess:
+    """A forked process that runs `serve(pipe)` and ends; killed at the end of a `with` block, and with this process.
 
-    def __init__(self, serve: Callable[[Connection], None], *, duplex: bool = False, outlive: bool = False) -> None:
+    Leader of its own group and session: no Ctrl-C reaches it. It keeps no descriptor of ours, so that nobody waits for
+    the end of our output because it is stuck; but where it `keeps_files`. `duplex`: it is sent something, too.
+    Nothing that was forked is cleaned up in it. Raises: OSError where there can be no more processes.
+    """
+
+    def __init__(
+        self,
+        serve: Callable[[Connection], None],
+        *,
+        duplex: bool = False,
+        outlive: bool = False,
+        keeps_files: bool = False,
+    ) -> None:
         self.pipe, theirs = Pipe(duplex)
+        _pipes.add(self.pipe)
         self._code: int | None = None
         parent = os.getpid()
         # No signal handler of ours may run in the child: it would go on as if it were us.
@@ -83,7 +99,7 @@ class Child:
                 warnings.simplefilter("ignore", DeprecationWarning)  # threads: the child needs no lock of theirs
                 self.pid = os.fork()
             if self.pid == 0:
-                _live(serve, theirs, None if outlive else parent, mask)
+                _live(serve, theirs, None if outlive else parent, keeps_files, mask)
         except OSError:
             self.pipe.close()
             raise
@@ -91,13 +107,31 @@ class Child:
             theirs.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
+    def __enter__(self) -> IsolatedProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def receive(self, limit_seconds: float = ANSWER_SECONDS) -> Any:
+        """Return what it sends next; an error that it sends is raised. Raises: NoAnswer, Died."""
+        try:
+            if not self.pipe.poll(limit_seconds):
+                raise NoAnswer(limit_seconds)
+            said = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            raise Died(f"the check {self.ending()}") from None
+        if isinstance(said, Exception):
+            raise said
+        return said
+
     def ending(self) -> str:
-        """How it ended by itself: waits for that a moment."""
+        """Return how it ended by itself: waits for that a moment."""
         self._wait(END_SECONDS)
         if self._code is None or self._code >= 0:
-            return f"the check ended with exit code {self._code}" if self._code else "the check ended with no result"
+            return f"ended with exit code {self._code}" if self._code else "ended with no result"
         name = signal.Signals(-self._code).name
-        return f"the check was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
     def end(self) -> None:
         """Kill it and all that it started. One that cannot die yet is left behind: nothing here waits for it."""
@@ -125,17 +159,24 @@ class Child:
 
 
 def _live(
-    serve: Callable[[Connection], None], pipe: Connection, parent: int | None, mask: set[int | signal.Signals]
+    serve: Callable[[Connection], None],
+    pipe: Connection,
+    parent: int | None,
+    keeps_files: bool,
+    mask: set[int | signal.Signals],
 ) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        for number in _OURS:
+        for number in (*_OURS, signal.SIGBUS):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if parent is not None:
             _die_with(parent)
-        _let_go(pipe.fileno())
+        for other in list(_pipes):
+            other.close()
+        if not keeps_files:
+            _let_go(pipe.fileno())
         os.environ["LC_ALL"] = "C"  # what commands print is read by programs here
         serve(pipe)
         code = 0
@@ -174,26 +215,3 @@ def _outcome(work: Callable[[], T]) -> tuple[bool, object]:
         except Exception:  # noqa: BLE001 (not every error can travel)
             return False, CkptmanError(f"{type(error).__name__}: {error}")
         return False, error
-
-
-@contextmanager
-def working(serve: Callable[[Connection], None]) -> Iterator[Child]:
-    """A process beside this one that `serve`s what is sent through its pipe, killed at the end of the block."""
-    child = Child(serve, duplex=True)
-    try:
-        yield child
-    finally:
-        child.end()
-
-
-def hear(child: Child, limit_seconds: float = HEAR_SECONDS) -> Any:
-    """What a process sends next; an error that it sends is raised. Raises: NoAnswer, Died."""
-    try:
-        if not child.pipe.poll(limit_seconds):
-            raise NoAnswer(limit_seconds)
-        said = child.pipe.recv()
-    except (EOFError, ConnectionError):
-        raise Died(child.ending()) from None
-    if isinstance(said, Exception):
-        raise said
-    return said
