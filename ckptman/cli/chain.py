@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.options import AsJson
+from ckptman.cli.options import AsJson, path_argument
 from ckptman.errors import CkptmanError
 
 if TYPE_CHECKING:
@@ -30,19 +30,15 @@ chain_app = typer.Typer(
 )
 Name = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[CHAIN]",
-        show_default=False,
-        help="Its folder, its name, or the id of one of its jobs (default: the newest one submitted from here).",
+    path_argument(
+        "[CHAIN]", "Its folder, its name, or the id of one of its jobs (default: the newest one submitted from here)."
     ),
 ]
 
 
 @chain_app.command("list")
 def list_chains(
-    folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", show_default=False, help="Where they were submitted (default: here).")
-    ] = Path(),
+    folder: Annotated[Path, path_argument("[DIR]", "Where they were submitted (default: here).")] = Path(),
     as_json: AsJson = False,
 ) -> None:
     """List the chains that were submitted from a directory."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.options import AsJson, check_threads, parse_rate
+from ckptman.cli.options import AsJson, check_threads, option, parse_rate, path_argument
 from ckptman.cli.progress import copy_progress
 from ckptman.cli.select import Step, choose, choose_objects, is_checkpoint, is_foreign
 from ckptman.errors import (
@@ -35,23 +35,15 @@ if TYPE_CHECKING:
 
 Source = Annotated[
     str,
-    typer.Argument(
-        metavar="SRC",
-        show_default=False,
-        help="A checkpoint, or a root (then its newest checkpoint), or s3://bucket/prefix.",
-    ),
+    path_argument("SRC", "A checkpoint, or a root (then its newest checkpoint), or s3://bucket/prefix."),
 ]
-Destination = Annotated[
-    str, typer.Argument(metavar="DST", show_default=False, help="The root to copy to, or s3://bucket/prefix.")
-]
+Destination = Annotated[str, path_argument("DST", "The root to copy to, or s3://bucket/prefix.")]
 All = Annotated[bool, typer.Option("--all", help="Of a root: all its checkpoints, oldest commit first.")]
 Speed = Annotated[
     str | None,
-    typer.Option("--limit", metavar="SPEED", show_default=False, help="Move no more than this, such as 500MB/s."),
+    option("--limit", "SPEED", "Move no more than this, such as 500MB/s."),
 ]
-Threads = Annotated[
-    int | None, typer.Option("--threads", metavar="N", show_default=False, help="Threads that move bytes.")
-]
+Threads = Annotated[int | None, option("--threads", "N", "Threads that move bytes.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace another checkpoint of the same step, or a damaged copy.")
 ]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.options import AsJson, is_size, parse_size
+from ckptman.cli.options import AsJson, is_size, option, parse_size, path_argument
 from ckptman.errors import CkptmanError, ConfigError
 
 if TYPE_CHECKING:
@@ -27,28 +27,24 @@ if TYPE_CHECKING:
 # No path to typer: it would look at the folder in this process, and hang where its file system does.
 Folder = Annotated[
     str | None,
-    typer.Argument(
-        metavar="DIR",
-        show_default=False,
-        help="A folder on the mount to examine; it may hold checkpoints that are in use. Left out: the job.",
+    path_argument(
+        "DIR", "A folder on the mount to examine; it may hold checkpoints that are in use. Left out: the job."
     ),
 ]
 Size = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--size",
-        metavar="SIZE",
-        show_default=False,
-        help="Write no more than this at a time (256MiB), nor 5 % of what is free; and less than 1 MB of small files.",
+        "SIZE",
+        "Write no more than this at a time (256MiB), nor 5 % of what is free; and less than 1 MB of small files.",
     ),
 ]
 Against = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--against",
-        metavar="SIZE",
-        show_default=False,
-        help="A checkpoint, or its size such as 70GB: seconds per save and load. Without DIR: what one process saves.",
+        "SIZE",
+        "A checkpoint, or its size such as 70GB: seconds per save and load. Without DIR: what one process saves.",
     ),
 ]
 Timeout = Annotated[

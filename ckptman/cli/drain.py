@@ -12,7 +12,7 @@ import typer
 
 from ckptman.cli import console as text
 from ckptman.cli.copy import Speed, Threads, copied_lines
-from ckptman.cli.options import AsJson, parse_rate
+from ckptman.cli.options import AsJson, option, parse_rate
 from ckptman.cli.progress import copy_progress
 from ckptman.cli.select import Root
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 To = Annotated[
     str | None,
-    typer.Option("--to", metavar="PLACE", show_default=False, help="A folder or s3://..., instead of the tiers."),
+    option("--to", "PLACE", "A folder or s3://..., instead of the tiers."),
 ]
 Every = Annotated[int, typer.Option("--every", metavar="N", help="With --to: each N-th commit.")]
 Follow = Annotated[bool, typer.Option("--follow", help="Go on until the run is finished.")]

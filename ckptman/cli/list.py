@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ckptman.cli import console as text
-from ckptman.cli.options import AsJson
+from ckptman.cli.options import AsJson, path_argument
 from ckptman.cli.select import check_is_no_checkpoint, is_foreign
 
 if TYPE_CHECKING:
@@ -23,9 +21,7 @@ SIZES_SHOWN = 4
 
 RootOrAddress = Annotated[
     str,
-    typer.Argument(
-        metavar="ROOT", show_default=False, help="The folder that holds checkpoints, or s3://bucket/prefix."
-    ),
+    path_argument("ROOT", "The folder that holds checkpoints, or s3://bucket/prefix."),
 ]
 
 

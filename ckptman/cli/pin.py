@@ -6,16 +6,15 @@ import errno
 import time
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ckptman.cli import console as text
+from ckptman.cli.options import option
 from ckptman.cli.select import PathOrRoot, Step, choose
 from ckptman.errors import CorruptError, NotFoundError, RootError
 
 if TYPE_CHECKING:
     from ckptman.catalog.catalog import Entry
 
-Why = Annotated[str, typer.Option("--why", metavar="TEXT", show_default=False, help="Why it is to stay. Required.")]
+Why = Annotated[str, option("--why", "TEXT", "Why it is to stay. Required.")]
 
 
 def pin(path: PathOrRoot, why: Why, step: Step = None) -> None:

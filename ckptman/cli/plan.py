@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,7 @@ from ckptman.cli.options import (
     KeepWeeklyOption,
     KeepWithinOption,
     MaxBytesOption,
+    option,
     parse_rate,
     parse_retention,
     parse_seconds,
@@ -32,53 +33,48 @@ if TYPE_CHECKING:
     from ckptman.policies.retention import RetentionPolicy
     from ckptman.policies.save_policies import SavePolicy
 
-
-def _option(name: str, metavar: str, words: str) -> Any:
-    return typer.Option(name, metavar=metavar, show_default=False, help=words)
-
-
-Params = Annotated[str | None, _option("--params", "N", "A model of so many parameters: 9e9, 7B, 350M.")]
-ConfigFile = Annotated[Path | None, _option("--config", "FILE", "The model of a run of the bundled loop.")]
+Params = Annotated[str | None, option("--params", "N", "A model of so many parameters: 9e9, 7B, 350M.")]
+ConfigFile = Annotated[Path | None, option("--config", "FILE", "The model of a run of the bundled loop.")]
 Changes = Annotated[
-    list[str] | None, _option("--set", "SECTION.KEY=VALUE", "Change a value of --config. May be given several times.")
+    list[str] | None, option("--set", "SECTION.KEY=VALUE", "Change a value of --config. May be given several times.")
 ]
 ModelOption = Annotated[
     str | None,
-    _option("--model", "MODULE:FUNCTION", "The model that a function returns, built without memory. Needs torch."),
+    option("--model", "MODULE:FUNCTION", "The model that a function returns, built without memory. Needs torch."),
 ]
-Dtype = Annotated[str | None, _option("--dtype", "TYPE", "Of parameters and gradients, with --params (float32).")]
-Moments = Annotated[int, _option("--moments", "N", "Tensors that the optimizer keeps for each parameter (2: AdamW).")]
+Dtype = Annotated[str | None, option("--dtype", "TYPE", "Of parameters and gradients, with --params (float32).")]
+Moments = Annotated[int, option("--moments", "N", "Tensors that the optimizer keeps for each parameter (2: AdamW).")]
 MomentDtype = Annotated[
-    str | None, _option("--moment-dtype", "TYPE", "Their type, with --params (that of the parameters).")
+    str | None, option("--moment-dtype", "TYPE", "Their type, with --params (that of the parameters).")
 ]
-Nodes = Annotated[int, _option("--nodes", "N", "Nodes (1).")]
-Gpus = Annotated[int, _option("--gpus", "N", "GPUs of a node (8).")]
-Shard = Annotated[int | None, _option("--shard", "N", "GPUs that share one copy of the model (a node's worth).")]
-Sequence_ = Annotated[int | None, _option("--sequence", "N", "Tokens of a sample (4096).")]
-MicroBatch = Annotated[int | None, _option("--micro-batch", "N", "Samples that a GPU computes at once (1).")]
-Vocab = Annotated[int | None, _option("--vocab", "N", "Size of the vocabulary (128256).")]
-Dim = Annotated[int | None, _option("--dim", "N", "Width of the model (by its parameters, as Llama's).")]
-Layers = Annotated[int | None, _option("--layers", "N", "Layers (by its parameters, as Llama's).")]
-GpuMemory = Annotated[str | None, _option("--gpu-memory", "SIZE", "Of one GPU, such as 80GB: does it fit?")]
+Nodes = Annotated[int, option("--nodes", "N", "Nodes (1).")]
+Gpus = Annotated[int, option("--gpus", "N", "GPUs of a node (8).")]
+Shard = Annotated[int | None, option("--shard", "N", "GPUs that share one copy of the model (a node's worth).")]
+Sequence_ = Annotated[int | None, option("--sequence", "N", "Tokens of a sample (4096).")]
+MicroBatch = Annotated[int | None, option("--micro-batch", "N", "Samples that a GPU computes at once (1).")]
+Vocab = Annotated[int | None, option("--vocab", "N", "Size of the vocabulary (128256).")]
+Dim = Annotated[int | None, option("--dim", "N", "Width of the model (by its parameters, as Llama's).")]
+Layers = Annotated[int | None, option("--layers", "N", "Layers (by its parameters, as Llama's).")]
+GpuMemory = Annotated[str | None, option("--gpu-memory", "SIZE", "Of one GPU, such as 80GB: does it fit?")]
 Tiers = Annotated[
     list[str] | None,
-    _option(
+    option(
         "--tier",
         "NAME=RATE|DIR",
         "Where to save, and how fast it is: scratch=2GB/s, scratch=2GB/s/node:10GB/s (at most), or scratch=DIR, which "
         "is measured. May be given several times.",
     ),
 ]
-Staging = Annotated[str | None, _option("--staging", "RATE", "Of a rank's private copy, from GPU to host (10GB/s).")]
+Staging = Annotated[str | None, option("--staging", "RATE", "Of a rank's private copy, from GPU to host (10GB/s).")]
 Blocking = Annotated[bool, typer.Option("--blocking", help="Training waits until a save is durable.")]
 Init = Annotated[
-    str | None, _option("--init", "TIME", "From the start of a run to its first step, without the load (20min).")
+    str | None, option("--init", "TIME", "From the start of a run to its first step, without the load (20min).")
 ]
-Factor = Annotated[float, _option("--factor", "X", "Interval by init time: so many times that (4).")]
-Mtbf = Annotated[str | None, _option("--mtbf", "TIME", "Mean time between failures of the whole run.")]
-RateName = Annotated[str, _option("--rate", "NAME", "Without --mtbf, a published one: llama3 (the default), rsc1.")]
-Days = Annotated[str, _option("--length", "TIME", "Of the whole run (30d).")]
-StepTime = Annotated[str | None, _option("--step", "TIME", "Of one step, for rules that go by steps.")]
+Factor = Annotated[float, option("--factor", "X", "Interval by init time: so many times that (4).")]
+Mtbf = Annotated[str | None, option("--mtbf", "TIME", "Mean time between failures of the whole run.")]
+RateName = Annotated[str, option("--rate", "NAME", "Without --mtbf, a published one: llama3 (the default), rsc1.")]
+Days = Annotated[str, option("--length", "TIME", "Of the whole run (30d).")]
+StepTime = Annotated[str | None, option("--step", "TIME", "Of one step, for rules that go by steps.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Every number with its formula, and where that is from.")]
 
 

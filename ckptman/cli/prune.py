@@ -28,7 +28,9 @@ from ckptman.cli.options import (
     MaxBytesOption,
     MaxPercentOption,
     check_meant,
+    option,
     parse_retention,
+    path_argument,
 )
 from ckptman.cli.progress import progress
 from ckptman.cli.prune_report import as_dict, lines, summary
@@ -42,11 +44,7 @@ if TYPE_CHECKING:
 MOST_JOBS = 256
 Roots = Annotated[
     list[str],
-    typer.Argument(
-        metavar="ROOT",
-        show_default=False,
-        help="Folders that hold checkpoints, or patterns in quotes such as 'runs/*/checkpoints'.",
-    ),
+    path_argument("ROOT", "Folders that hold checkpoints, or patterns in quotes such as 'runs/*/checkpoints'."),
 ]
 
 
@@ -55,12 +53,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be 
 Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help="Delete so many checkpoints at a time.")]
 FilesPerSecond = Annotated[
     float | None,
-    typer.Option(
-        "--files-per-second",
-        metavar="N",
-        show_default=False,
-        help="Delete no faster, so that the file system has time for who saves.",
-    ),
+    option("--files-per-second", "N", "Delete no faster, so that the file system has time for who saves."),
 ]
 
 

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.options import AsJson
+from ckptman.cli.options import AsJson, option
 from ckptman.cli.select import Root
 from ckptman.errors import ConfigError, plain
 
 if TYPE_CHECKING:
     from ckptman.catalog.rollback import Change
 
-ToStep = Annotated[
-    int | None, typer.Option("--to-step", metavar="N", show_default=False, help="The checkpoint to go on from.")
-]
-Why = Annotated[str, typer.Option("--why", metavar="TEXT", show_default=False, help="The reason, for those who look.")]
+ToStep = Annotated[int | None, option("--to-step", "N", "The checkpoint to go on from.")]
+Why = Annotated[str, option("--why", "TEXT", "The reason, for those who look.")]
 Undo = Annotated[bool, typer.Option("--undo", help="Take back the last rollback instead.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be abandoned.")]
 

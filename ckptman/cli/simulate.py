@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ckptman.cli import console as text
-from ckptman.cli.options import AsJson, parse_seconds
+from ckptman.cli.options import AsJson, option, parse_seconds
 from ckptman.errors import ConfigError, ExistsError
 
 if TYPE_CHECKING:
@@ -20,26 +18,21 @@ if TYPE_CHECKING:
     from ckptman.forecast.simulation import Played
     from ckptman.runtime.failure_trace import Trace
 
-
-def _option(name: str, metavar: str, words: str) -> Any:
-    return typer.Option(name, metavar=metavar, show_default=False, help=words)
-
-
-Stall = Annotated[str | None, _option("--stall", "TIME", "For so long a save blocks training (5s).")]
-Save = Annotated[str | None, _option("--save", "TIME", "Until a save is durable (60s, or as long as --stall).")]
-Restart = Annotated[str | None, _option("--restart", "TIME", "From a failure until training goes on (20min).")]
-Mtbf = Annotated[str | None, _option("--mtbf", "TIME", "Mean time between failures, which come at random.")]
-Gpus = Annotated[int | None, _option("--gpus", "N", "Instead: that of so many GPUs, by a published rate.")]
-RateName = Annotated[str, _option("--rate", "NAME", "Which one: llama3 (the default), rsc1.")]
+Stall = Annotated[str | None, option("--stall", "TIME", "For so long a save blocks training (5s).")]
+Save = Annotated[str | None, option("--save", "TIME", "Until a save is durable (60s, or as long as --stall).")]
+Restart = Annotated[str | None, option("--restart", "TIME", "From a failure until training goes on (20min).")]
+Mtbf = Annotated[str | None, option("--mtbf", "TIME", "Mean time between failures, which come at random.")]
+Gpus = Annotated[int | None, option("--gpus", "N", "Instead: that of so many GPUs, by a published rate.")]
+RateName = Annotated[str, option("--rate", "NAME", "Which one: llama3 (the default), rsc1.")]
 TraceFile = Annotated[
     Path | None,
-    _option("--trace", "FILE", "Instead: recorded failures; a file of times, a journal, or a root with a journal."),
+    option("--trace", "FILE", "Instead: recorded failures; a file of times, a journal, or a root with a journal."),
 ]
-Length = Annotated[str | None, _option("--length", "TIME", "Of a run (30d; of a trace, all of it).")]
-Runs = Annotated[int | None, _option("--runs", "N", "Play so many runs (enough for 5,000 failures).")]
-Seed = Annotated[int, _option("--seed", "N", "Of the failures at random (1).")]
-Intervals = Annotated[list[str] | None, _option("--interval", "TIME", "Play this one too. May be given several times.")]
-Svg = Annotated[Path | None, _option("--svg", "FILE", "Draw the chart into a file.")]
+Length = Annotated[str | None, option("--length", "TIME", "Of a run (30d; of a trace, all of it).")]
+Runs = Annotated[int | None, option("--runs", "N", "Play so many runs (enough for 5,000 failures).")]
+Seed = Annotated[int, option("--seed", "N", "Of the failures at random (1).")]
+Intervals = Annotated[list[str] | None, option("--interval", "TIME", "Play this one too. May be given several times.")]
+Svg = Annotated[Path | None, option("--svg", "FILE", "Draw the chart into a file.")]
 
 FAILURES = 5_000
 MOST_RUNS = 1_000

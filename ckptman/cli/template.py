@@ -8,25 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console as text
+from ckptman.cli.options import option, path_argument
 from ckptman.errors import ConfigError, ExistsError, NotFoundError
 
 if TYPE_CHECKING:
     from ckptman.scheduler.slurm.templates import Template
 
-Name = Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False, help="The template: see --list.")]
+Name = Annotated[str | None, path_argument("[NAME]", "The template: see --list.")]
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", show_default=False, help="Write it to a file, not to the screen."),
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", show_default=False, help="A value, such as nodes=4. May be given several times."
-    ),
+    option("--set", "KEY=VALUE", "A value, such as nodes=4. May be given several times."),
 ]
 Values = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", show_default=False, help="Values from a TOML file; --set goes before it."),
+    option("--config", "FILE", "Values from a TOML file; --set goes before it."),
 ]
 List = Annotated[bool, typer.Option("--list", help="List the templates; with NAME, its keys and what they are.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]

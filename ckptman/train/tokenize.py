@@ -43,11 +43,11 @@ def tokenize(
 ) -> TokenMeta:
     """Tokenise files, and all files below folders that match `glob`, into the new folder `out`.
 
-    Folders below a source whose name is in `exclude` are left out.
+    Folders below a source whose name is in `exclude` are left out. The BPE is trained on every n-th file so that about
+    `train_bytes` are read for it. Undecodable bytes become U+FFFD. `workers` threads encode: as many as there are cores
+    for this process unless given; the first call in a process decides.
 
-    The BPE is trained on every n-th file so that about `train_bytes` are read for it. `workers` threads encode: as
-    many as there are cores for this process unless given; the first call in a process decides. Undecodable bytes become
-    U+FFFD. Raises ConfigError, NotFoundError (a source that is not there), ExistsError (`out` is there already).
+    Raises ConfigError, NotFoundError (a source that is not there), ExistsError (`out` is there already).
     """
     if vocab_size < SMALLEST_VOCAB:
         raise ConfigError(f"--vocab-size {vocab_size}: a byte-level vocabulary has at least {SMALLEST_VOCAB} tokens")
@@ -199,16 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # SIGTERM as an exception, so that the temporary folder is removed on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        meta = tokenize(
-            options.out,
-            options.sources,
-            vocab_size=options.vocab_size,
-            workers=options.workers,
-            glob=options.glob,
-            exclude=options.exclude,
-            train_bytes=options.train_bytes,
-            say=print,
-        )
+        meta = tokenize(**vars(options), say=print)
     except (CkptmanError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, CkptmanError) else 1
