@@ -22,7 +22,7 @@ from ckptman.catalog.rollback_records import read_abandoned
 from ckptman.catalog.verified import VERIFIED, read_verified
 from ckptman.errors import CkptmanError, CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.format.manifest import Manifest, compare_names, read_manifest
-from ckptman.format.paths import StepName, like_step, parse_step
+from ckptman.format.paths import MANIFEST, StepName, like_step, parse_step
 from ckptman.policies.rules import Record
 
 _LONG_AGO = "by an earlier rollback"
@@ -58,8 +58,28 @@ class Entry:
     """Names in the folder that are not the manifest's, where somebody has looked: what is not there is not opened."""
 
     @property
+    def where(self) -> str:
+        """Its path or address, as messages name it."""
+        return str(self.path)
+
+    @property
+    def in_folder(self) -> bool:
+        """Whether its files can be read at `path` now; if not, they have to be copied there first."""
+        return True
+
+    @property
     def complete(self) -> bool:
         return self.problem is None
+
+    @property
+    def was_committed(self) -> bool:
+        """Whether it was a checkpoint once, and is missed where it does not count. A save that never ended is not."""
+        return not self.path.is_symlink() and (self.unreadable is not None or (self.path / MANIFEST).is_file())
+
+    @property
+    def may_go(self) -> bool:
+        """Whether another checkpoint of its step may take its place in a tier. A pinned folder is set aside."""
+        return self.newer_format is None
 
     @property
     def sequence(self) -> int:
@@ -111,7 +131,7 @@ class Entry:
             raise self.unreadable
         if self.manifest is None or self.problem is not None:
             raise CorruptError(
-                f"{self.path} is not a complete checkpoint: {self.problem}. "
+                f"{self.where} is not a complete checkpoint: {self.problem}. "
                 f"ckptman list shows the complete ones; no command touches this one, so move it away by hand"
             )
         return self.manifest

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptman.catalog.backends.tiered import Remote, TieredBackend
+from ckptman.catalog.backends.tiered import TieredBackend
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.reader_lease import reading
 from ckptman.catalog.rollback_records import Left, Rollback, hand_on, read_rollbacks, standing
@@ -122,7 +122,7 @@ def execute(
 @contextmanager
 def _kept(target: Entry, disk: Disk) -> Iterator[None]:
     """A prune that made its plan before this must not take what the run is to go on from."""
-    if isinstance(target, Remote):
+    if not target.in_folder:
         yield
         return
     with reading(target.path, what="rollback", disk=disk):
@@ -143,4 +143,4 @@ def _write_down(root: Path, change: Change, why: str, by: str, time_seconds: flo
         undoes=change.undoes,
     )
     hand_on([rollback], root, disk)
-    _everywhere(root).hand_on()
+    _everywhere(root).hand_on_all()

@@ -10,23 +10,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Annotated, NoReturn, Protocol
+from typing import Annotated, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import ObjectBackend
-from ckptman.catalog.catalog import Catalog
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError, plain
-from ckptman.format.manifest import FORMAT_VERSION, Manifest, parse_versioned
+from ckptman.catalog.backends.backend import Backend
+from ckptman.catalog.backends.local import LocalBackend, answers
+from ckptman.catalog.catalog import Catalog, Entry
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, plain
+from ckptman.format.manifest import FORMAT_VERSION, parse_versioned
 from ckptman.format.paths import DOT, ROOT_ID, TIER_OF, outcome_path, run_folder
 from ckptman.format.sealed_json import SealError, seal, unseal
 from ckptman.io.filesystem import DISK, Disk
-from ckptman.io.safe_open import read_regular
 
-_MOST_BYTES = 64 * 1024
 _MOST_TEXT = 8192
-_REMEDY = "remove it, and the next start of the run writes it anew"
+_OUTCOME = outcome_path(Path()).name
 
 
 class Whose(BaseModel):
@@ -43,21 +41,12 @@ class Whose(BaseModel):
         return seal(self.model_dump_json(indent=1).encode())
 
 
-class AnyEntry(Protocol):
-    """A checkpoint, in a folder or in an object store."""
-
-    @property
-    def manifest(self) -> Manifest | None: ...
-    @property
-    def complete(self) -> bool: ...
-
-
 def read_identity(root: Path) -> str | None:
     """The id of a root; of a tier that nobody has run in, the id of its root. None: it has none yet.
 
     Raises: CorruptError, FormatVersionError, RootError.
     """
-    found = _read(root, ROOT_ID) or _read(root, TIER_OF)
+    found = _read(LocalBackend(root), ROOT_ID) or read_mark(LocalBackend(root))
     return found.id if found is not None else None
 
 
@@ -66,51 +55,43 @@ def make_identity(root: Path, run_id: str, id: str | None = None, disk: Disk = D
 
     Raises: as `read_identity`, OSError.
     """
-    if (found := _read(root, ROOT_ID)) is not None:
+    place = LocalBackend(root, disk)
+    if (found := _read(place, ROOT_ID)) is not None:
         return found.id
     # A tier in which a run is started stays what it is.
     mine = Whose(id=id or read_identity(root) or os.urandom(16).hex(), root=str(root.absolute()), run_id=run_id)
     disk.make_folders(run_folder(root))
-    try:
-        disk.create_whole_file(run_folder(root) / ROOT_ID, mine.to_json())
-        disk.sync_folder(run_folder(root))
-    except FileExistsError:
-        return make_identity(root, run_id, id, disk)
-    return mine.id
+    return mine.id if place.create_note(ROOT_ID, mine.to_json()) else make_identity(root, run_id, id, disk)
 
 
-def read_mark(place: LocalBackend | ObjectBackend) -> Whose | None:
+def read_mark(place: Backend) -> Whose | None:
     """Whose tier a place is; None: nobody's. Raises: CorruptError, FormatVersionError, RootError."""
-    if isinstance(place, LocalBackend):
-        return _read(place.root, TIER_OF)
-    data = place.read_whole(f"{DOT}/{TIER_OF}")
-    return _parse(f"{place.url}/{DOT}/{TIER_OF}", data) if data is not None else None
+    return _read(place, TIER_OF)
 
 
 def check_tier(
     root: Path,
-    place: LocalBackend | ObjectBackend,
-    entries: Callable[[], Iterable[AnyEntry]],
+    place: Backend,
+    entries: Callable[[], Iterable[Entry]],
     *,
     run_ids: Collection[str] = (),
-    answers: Callable[[Path], bool],
 ) -> Whose | None:
     """Refuse a place that is the tier of another root, or a root itself; the mark that it has.
 
     A root without an id, lost or of an earlier version, may use a tier that was marked by a root at the same path, or
     by a run of the same id (`run_ids`, and those of what the root holds) whose root is gone. In a tier without a mark
-    all checkpoints have to be of such a run. `answers`: whether a folder can be asked for.
+    all checkpoints have to be of such a run.
 
     Raises: ConfigError, CorruptError, FormatVersionError, RootError.
     """
-    if isinstance(place, LocalBackend) and (its := _read(place.root, ROOT_ID)) is not None:
+    if (its := _read(place, ROOT_ID)) is not None:
         raise ConfigError(
-            f"{_where(place)} is the root of a run itself ({_run(its.run_id)}), and not filled from {root}: name "
-            f"another folder. Where no run is to go on there, remove {run_folder(place.root) / ROOT_ID}"
+            f"the tier {place.where} is the root of a run itself ({_run(its.run_id)}), and not filled from {root}: "
+            f"name another folder. Where no run is to go on there, remove {_file(place, ROOT_ID)}"
         )
     mark, mine = read_mark(place), read_identity(root)
     if mark is not None:
-        twin = _is_elsewhere(root, mark, answers)
+        twin = _is_elsewhere(root, mark)
         if mine is None:
             may = not twin and (_same_path(root, mark.root) or mark.run_id in _known(root, run_ids))
         else:
@@ -123,23 +104,25 @@ def check_tier(
                 f"remove it in the copy, and give that tiers of its own"
             )
     else:
-        if isinstance(place, LocalBackend) and (trace := _trace_of_a_run(place.root)) is not None:
+        # What a run writes in its root, and nobody writes in a tier. A journal is begun by a rollback, too.
+        if place.read_note(_OUTCOME) is not None:
+            trace = _file(place, _OUTCOME)
             raise ConfigError(
-                f"{_where(place)} has no mark of a tier, and a run has been started in it ({trace}): name another "
-                f"folder for copies of {root}. Where no run is to go on there, remove {trace}"
+                f"the tier {place.where} has no mark of a tier, and a run has been started in it ({trace}): name "
+                f"another folder for copies of {root}. Where no run is to go on there, remove {trace}"
             )
         manifests = [each.manifest for each in entries() if each.complete and each.manifest is not None]
         known = _known(root, run_ids) if manifests else set()
         if (other := next((each for each in manifests if each.run_id not in known), None)) is not None:
             how = f"start it with run_id={other.run_id!r}" if other.run_id else f"ckptman copy the newest to {root}"
             raise ConfigError(
-                f"{_where(place)} has no mark of a root, and holds checkpoints of another run ({_run(other.run_id)}): "
-                f"give this run a tier of its own. Where it is to go on from them, {how}"
+                f"the tier {place.where} has no mark of a root, and holds checkpoints of another run "
+                f"({_run(other.run_id)}): give this run a tier of its own. Where it is to go on from them, {how}"
             )
     return mark
 
 
-def mark_tier(root: Path, place: LocalBackend | ObjectBackend, run_id: str, *, renew: bool, disk: Disk = DISK) -> None:
+def mark_tier(root: Path, place: Backend, run_id: str, *, renew: bool) -> None:
     """Mark a place that was checked as a tier of a root, which has an id. `renew`: where the root is by now.
 
     Raises: as `check_tier`, OSError.
@@ -149,26 +132,12 @@ def mark_tier(root: Path, place: LocalBackend | ObjectBackend, run_id: str, *, r
     mark = Whose(id=mine, root=str(root.absolute()), run_id=run_id)
     found = read_mark(place)
     if found is None:
-        _create(place, mark, disk)
+        place.create_note(TIER_OF, mark.to_json())
         found = read_mark(place)  # of two at once one has won
     if found is None or found.id != mine:
         _refuse(place, root, found or mark)
     if renew and found != mark:
-        if isinstance(place, LocalBackend):
-            disk.replace_file(run_folder(place.root) / TIER_OF, mark.to_json())
-        else:
-            place.write(f"{DOT}/{TIER_OF}", mark.to_json())
-
-
-def _create(place: LocalBackend | ObjectBackend, mark: Whose, disk: Disk) -> None:
-    if isinstance(place, ObjectBackend):
-        place.create(f"{DOT}/{TIER_OF}", mark.to_json())
-        return
-    try:
-        disk.create_whole_file(run_folder(place.root) / TIER_OF, mark.to_json())
-        disk.sync_folder(run_folder(place.root))
-    except FileExistsError:
-        pass
+        place.write_note(TIER_OF, mark.to_json())
 
 
 def _known(root: Path, run_ids: Collection[str]) -> set[str]:
@@ -176,21 +145,21 @@ def _known(root: Path, run_ids: Collection[str]) -> set[str]:
     return {*run_ids, *(each.manifest.run_id for each in entries if each.manifest is not None)}
 
 
-def _refuse(place: LocalBackend | ObjectBackend, root: Path, mark: Whose) -> NoReturn:
+def _refuse(place: Backend, root: Path, mark: Whose) -> NoReturn:
     raise ConfigError(
-        f"{_where(place)} is of another root, {plain(mark.root) or 'which is not named'} ({_run(mark.run_id)}), and "
-        f"not of {root}: give each run a tier of its own. Where this run is to go on from it, remove {_file(place)} "
-        f"and start the run with run_id={mark.run_id!r}"
+        f"the tier {place.where} is of another root, {plain(mark.root) or 'which is not named'} "
+        f"({_run(mark.run_id)}), and not of {root}: give each run a tier of its own. Where this run is to go on from "
+        f"it, remove {_file(place, TIER_OF)} and start the run with run_id={mark.run_id!r}"
     )
 
 
-def _is_elsewhere(root: Path, mark: Whose, answers: Callable[[Path], bool]) -> bool:
+def _is_elsewhere(root: Path, mark: Whose) -> bool:
     """Whether the root that a mark is of is still there, and another folder than this one."""
     if not mark.root or _same_path(root, mark.root):
         return False
     other = Path(mark.root)
     try:
-        found = _read(other, ROOT_ID) if answers(other) else None
+        found = _read(LocalBackend(other), ROOT_ID) if answers(other) else None
         return found is not None and found.id == mark.id and not other.samefile(root)
     except (CkptmanError, OSError):  # it cannot be looked at from here
         return False
@@ -201,42 +170,22 @@ def _same_path(root: Path, other: str) -> bool:
     return bool(other) and (str(root.absolute()) == other or os.path.realpath(root) == other)
 
 
-def _trace_of_a_run(root: Path) -> Path | None:
-    """What a run writes in its root, and nobody writes in a tier."""
-    found = outcome_path(root)  # a journal is begun by a rollback, too
-    return found if found.exists() else None
-
-
-def _where(place: LocalBackend | ObjectBackend) -> str:
-    return f"the tier {place.root if isinstance(place, LocalBackend) else place.url}"
-
-
-def _file(place: LocalBackend | ObjectBackend) -> str:
-    return f"{place.root if isinstance(place, LocalBackend) else place.url}/{DOT}/{TIER_OF}"
+def _file(place: Backend, name: str) -> str:
+    return f"{place.where}/{DOT}/{name}"
 
 
 def _run(run_id: str) -> str:
     return f"run {plain(run_id)}" if run_id else "no run id"
 
 
-def _read(root: Path, name: str) -> Whose | None:
-    path = run_folder(root) / name
-    if path.parent.is_symlink():  # what lies elsewhere is none of this root's
+def _read(place: Backend, name: str) -> Whose | None:
+    data, path = place.read_note(name), _file(place, name)
+    if data is None:
         return None
-    try:
-        return _parse(path, read_regular(path, _MOST_BYTES, remedy=_REMEDY))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise RootError(
-            error.errno or 0, f"{path} cannot be read ({error.strerror}): check its permissions and the mount"
-        ) from error
-
-
-def _parse(path: Path | str, data: bytes) -> Whose:
     try:
         return Whose.model_validate(parse_versioned(path, unseal(path, data)))
     except (ValidationError, SealError, CorruptError):
         raise CorruptError(
-            f"{path} is not what ckptman wrote there, so nobody can tell whose copies belong there: {_REMEDY}"
+            f"{path} is not what ckptman wrote there, so nobody can tell whose copies belong there: remove it, and the "
+            f"next start of the run writes it anew"
         ) from None

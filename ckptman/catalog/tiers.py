@@ -10,11 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
-import select
-import subprocess
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,15 +18,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ckptman.catalog.backends.local import LocalBackend, check_expanded
-from ckptman.catalog.backends.object_store import ObjectBackend, ObjectEntry, find_url
-from ckptman.catalog.catalog import Catalog, Entry
-from ckptman.catalog.pins import PINNED
-from ckptman.catalog.rollback_records import Rollback, abandoned_by, hand_on, read_rollbacks
+from ckptman.catalog.backends.backend import Backend, open_backend
+from ckptman.catalog.backends.local import answers, check_expanded
+from ckptman.catalog.backends.object_store import find_url
+from ckptman.catalog.catalog import Entry
+from ckptman.catalog.rollback_records import Rollback, abandoned_by
 from ckptman.catalog.tier_identity import check_tier, make_identity, mark_tier
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError, RootError, plain
 from ckptman.format.manifest import FORMAT_VERSION, parse_versioned
-from ckptman.format.paths import DOT, drained_path, run_folder, tiers_path
+from ckptman.format.paths import drained_path, run_folder, tiers_path
 from ckptman.format.sealed_json import SealError, seal, unseal
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.safe_open import read_regular
@@ -39,13 +35,6 @@ from ckptman.policies.serialization import from_data, to_data
 from ckptman.policies.tiers import Tier, due
 
 _MOST_BYTES = 64 * 1024 * 1024
-ANSWER_SECONDS = 60.0
-"""How long a folder may take to say whether it is there."""
-_SILENT_SECONDS = 600.0
-_END_SECONDS = 1.0
-_ASK = ("test", "-e")
-_silent: dict[str, float] = {}
-"""Folders that did not answer, and when that was: for a while they are not asked again, or each look would wait."""
 
 
 class _StoredTier(BaseModel):
@@ -75,7 +64,7 @@ class Holding:
     """
 
     tier: Tier
-    entries: tuple[Entry | ObjectEntry, ...] = ()
+    entries: tuple[Entry, ...] = ()
     records: tuple[Record, ...] = ()
     rollbacks: tuple[Rollback, ...] = ()
     trouble: str = ""
@@ -110,20 +99,9 @@ def make_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
     """Make the folders of new tiers. Raises: RootError."""
     before = {str(tier) for tier in _known(root)}
     for tier in tiers:
-        place = open_tier(tier, disk)
         # One that was made before, and is gone, may be a mount that is away: it is not made anew below where it was.
-        if isinstance(place, ObjectBackend) or str(tier) in before:
-            continue
-        if not answers(place.root):
-            raise _silence(place.root)
-        if not place.root.parent.is_dir():
-            raise RootError(
-                errno.ENOENT,
-                f"the tier {tier} cannot be made, because there is no folder {place.root.parent}: is it mounted? If "
-                f"so, make that folder by hand",
-            )
-        place.make()
-        disk.make_folders(run_folder(place.root))
+        if str(tier) not in before:
+            open_tier(tier, disk).make_tier()
 
 
 def claim_tiers(
@@ -140,7 +118,7 @@ def claim_tiers(
 
     Raises: ConfigError (a tier is of another root), CorruptError, FormatVersionError, RootError (it cannot be written).
     """
-    found: list[tuple[LocalBackend | ObjectBackend, str | None]] = []
+    found: list[tuple[Backend, str | None]] = []
     for tier in tiers:
         with contextlib.suppress(NotFoundError, RootError):
             place = open_tier(tier, disk)
@@ -157,19 +135,16 @@ def claim_tiers(
     for place, _ in found:
         with contextlib.suppress(OSError):
             look_whose(root, place, run_ids)  # of two tiers that were allowed, one may be of another root
-            mark_tier(root, place, run_id, renew=True, disk=disk)
+            mark_tier(root, place, run_id, renew=True)
 
 
-def look_whose(root: Path, place: LocalBackend | ObjectBackend, run_ids: Collection[str] = ()) -> str | None:
+def look_whose(root: Path, place: Backend, run_ids: Collection[str] = ()) -> str | None:
     """The identity that a tier is marked with, as long as a root may use it; None: it is not marked.
 
     Raises: ConfigError (it may not), and as `entries_of`.
     """
-    if isinstance(place, LocalBackend):
-        if not answers(place.root):
-            raise _silence(place.root)
-        check_there(place)
-    mark = check_tier(root, place, lambda: entries_of(place), run_ids=run_ids, answers=answers)
+    place.check_there()
+    mark = check_tier(root, place, lambda: entries_of(place), run_ids=run_ids)
     return mark.id if mark is not None else None
 
 
@@ -218,74 +193,15 @@ def absolute(tier: Tier) -> Tier:
     return replace(tier, path=Path(str(tier)).absolute())
 
 
-def open_tier(tier: Tier, disk: Disk = DISK) -> LocalBackend | ObjectBackend:
+def open_tier(tier: Tier, disk: Disk = DISK) -> Backend:
     """Where a tier is. Raises: ConfigError (what reads that kind of object store is not installed)."""
-    url = find_url(str(tier))
-    return ObjectBackend(url) if url is not None else LocalBackend(str(tier), disk)
+    return open_backend(str(tier), disk)
 
 
-def answers(folder: Path) -> bool:
-    """Whether a folder can be asked for, be it there or not. A mount that hangs must not hold up who can do without.
-
-    Asked by a process of its own: who waits for such a mount cannot always be killed.
-    """
-    if time.monotonic() - _silent.get(str(folder), -math.inf) < _SILENT_SECONDS:
-        return False
-    quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
-    try:
-        child = subprocess.Popen([*_ASK, str(folder)], stdin=quiet, stdout=pipe, stderr=quiet)
-    except OSError:  # there is nobody to send
-        return True
-    assert child.stdout is not None
-    with child.stdout:
-        ended = select.poll()
-        ended.register(child.stdout, select.POLLIN)
-        if ended.poll(1000 * ANSWER_SECONDS):  # its output ends when it does
-            child.wait()
-            return True
-    _silent[str(folder)] = time.monotonic()
-    child.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(_END_SECONDS)
-    return False
-
-
-def entries_of(place: LocalBackend | ObjectBackend) -> list[Entry | ObjectEntry]:
+def entries_of(place: Backend) -> list[Entry]:
     """All that has a checkpoint's name in a tier, oldest commit first. Raises: CkptmanError: it cannot be looked at."""
-    if isinstance(place, LocalBackend):
-        if not answers(place.root):
-            raise _silence(place.root)
-        check_there(place)
-        return list(Catalog(place.root).scan(abandoned=True))
-    try:
-        return list(place.look(abandoned=True))
-    except NotFoundError:  # nothing below a prefix: it is made by what is put there
-        return []
-
-
-def check_there(place: LocalBackend | ObjectBackend) -> None:
-    """Raises: NotFoundError where a mount is away, and a copy would be made below where it was."""
-    if isinstance(place, LocalBackend) and not os.path.lexists(run_folder(place.root)):
-        raise NotFoundError(
-            f"{place.root} is not there, or is not the tier that was made there (it has no {DOT}): check the mount"
-        )
-
-
-def rollbacks_of(place: LocalBackend | ObjectBackend) -> list[Rollback]:
-    """The rollbacks that are written down in a tier. Raises: CkptmanError."""
-    if isinstance(place, LocalBackend):
-        return list(read_rollbacks(place.root).values())
-    return place.rollbacks()
-
-
-def hand_on_to(place: LocalBackend | ObjectBackend, rollbacks: Sequence[Rollback], known: Sequence[Rollback]) -> None:
-    """Write down in a tier those rollbacks that are not among its `known` ones. Raises: CkptmanError, OSError."""
-    new = [each for each in rollbacks if each.id not in {other.id for other in known}]
-    if isinstance(place, LocalBackend):
-        hand_on(new, place.root)
-        return
-    for each in new:
-        place.write(f"{DOT}/rollback-{each.id}.json", each.to_json())
+    place.check_there()
+    return place.list(abandoned=True)
 
 
 def holding_of(root: Path, tier: Tier, left: Mapping[str, str] | None = None) -> Holding:
@@ -296,15 +212,14 @@ def holding_of(root: Path, tier: Tier, left: Mapping[str, str] | None = None) ->
         look_whose(root, place)
         found = entries_of(place)
         entries = [entry for entry in found if entry.complete]
-        if entries and isinstance(place, LocalBackend):
-            # Who made one visible may have been killed before that was flushed, and what is there may go elsewhere.
-            DISK.sync_folder(place.root)
-        rollbacks = rollbacks_of(place)
+        if entries:  # what is there may go elsewhere now
+            place.settle()
+        rollbacks = place.rollbacks()
     except (CkptmanError, OSError) as error:
         return Holding(tier, trouble=trouble_of(error))
     left = {**(left or {}), **abandoned_by(rollbacks)}
     records = [record_of(entry, left) for entry in entries]
-    taken = frozenset(entry.step for entry in found if _may_go(entry))
+    taken = frozenset(entry.step for entry in found if entry.may_go)
     return Holding(tier, tuple(entries), tuple(records), tuple(rollbacks), taken=taken)
 
 
@@ -313,33 +228,11 @@ def trouble_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _may_go(entry: Entry | ObjectEntry) -> bool:
-    """Whether what counts for nothing in a tier may be replaced by what has its name: it is or was a checkpoint."""
-    if entry.newer_format is not None:
-        return False
-    if isinstance(entry, Entry):  # by a crash or a person; what is pinned stays under another name
-        return True
-    # Objects without a manifest may be of anybody.
-    return bool(entry.data) and not (entry.complete and PINNED in entry.sizes)
-
-
-def record_of(entry: Entry | ObjectEntry, left: Mapping[str, str]) -> Record:
+def record_of(entry: Entry, left: Mapping[str, str]) -> Record:
     """The facts that rules look at. `left`: the identities of what was abandoned."""
-    manifest = entry.require_manifest()
-    why = left.get(manifest.identity, "") if left else ""
-    if isinstance(entry, Entry):
-        record = entry.record()
-        return replace(record, abandoned=f"abandoned {why}") if why else record
-    return Record(
-        entry.step,
-        manifest.sequence,
-        manifest.time_seconds,
-        manifest.total_bytes,
-        manifest.metrics,
-        verified=True,  # no copy is there that was not read back
-        pinned="pinned when it was copied" if PINNED in entry.sizes else "",
-        abandoned=f"abandoned {why}" if why else "",
-    )
+    record = entry.record()
+    why = left.get(entry.identity, "") if left else ""
+    return replace(record, abandoned=f"abandoned {why}") if why else record
 
 
 def awaited(root: Path, records: Sequence[Record], now_seconds: float, *, look: bool = True) -> dict[int, str]:
@@ -381,10 +274,6 @@ def read_drained(root: Path) -> dict[str, list[Record]]:
 
 def _as_data(record: Record) -> dict[str, Any]:
     return {**vars(record), "metrics": dict(record.metrics)}
-
-
-def _silence(folder: Path) -> RootError:
-    return RootError(errno.ETIMEDOUT, f"{folder} does not answer within {ANSWER_SECONDS:g} s: check the mount")
 
 
 def _known(root: Path) -> tuple[Tier, ...]:

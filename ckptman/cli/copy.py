@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,13 +25,10 @@ from ckptman.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.local import LocalBackend
-    from ckptman.catalog.backends.object_store import ObjectBackend, ObjectEntry
+    from ckptman.catalog.backends.backend import Backend
     from ckptman.catalog.catalog import Entry
     from ckptman.transfer.copy import Copied, Means
     from ckptman.transfer.progress import Meter
-
-    AnyEntry = TypeVar("AnyEntry", Entry, ObjectEntry)
 
 Source = Annotated[
     str,
@@ -70,8 +67,8 @@ def copy(
     """
     from ckptman.catalog.backends.local import LocalBackend
     from ckptman.catalog.backends.object_store import find_url
-    from ckptman.transfer.copy import copy_checkpoint, copy_foreign, copy_objects
-    from ckptman.transfer.source import GoneError
+    from ckptman.catalog.backends.source import GoneError
+    from ckptman.transfer.copy import copy_checkpoint, copy_foreign
 
     means = _means(limit, threads, overwrite)
     job = _Job(source, destination, as_json, every)
@@ -81,7 +78,7 @@ def copy(
     if source_url is not None:
         store, entries = choose_objects(source_url, step, every)
         for found in job.counting(entries, asked=step is not None):
-            job.attempt(found, means(partial(copy_objects, found, store, LocalBackend(destination))))
+            job.attempt(found, means(partial(copy_checkpoint, found, LocalBackend(destination), source=store)))
     elif step is None and not every and is_foreign(Path(source)):
         if target_url is not None:
             raise ConfigError(
@@ -112,10 +109,10 @@ class _Job:
     def __init__(self, source: str, destination: str, as_json: bool, every: bool) -> None:
         self.copied: list[Copied] = []
         self.failures: dict[int, CkptmanError] = {}
-        self.passed_over: list[tuple[Entry | ObjectEntry, str]] = []
+        self.passed_over: list[tuple[Entry, str]] = []
         self._source, self._destination, self._as_json, self._every = source, destination, as_json, every
 
-    def counting(self, entries: Sequence[AnyEntry], asked: bool) -> list[AnyEntry]:
+    def counting(self, entries: Sequence[Entry], asked: bool) -> list[Entry]:
         """Those to copy. What does not count is told and passed over, unless it was `asked` for by name."""
         if asked:
             return list(entries)
@@ -125,22 +122,22 @@ class _Job:
                 raise entry.newer_format
             if entry.complete:
                 chosen.append(entry)
-            elif _was_committed(entry):
+            elif entry.was_committed:
                 try:
                     entry.require_manifest()
                 except CkptmanError as error:
                     self._fail(entry, error)
             else:
-                why = (entry.problem or "").replace(f"{entry.path}/", "").partition("; ")[0]
+                why = (entry.problem or "").replace(f"{entry.where}/", "").partition("; ")[0]
                 self._pass_over(entry, f"it does not count: {why}")
         if not chosen and not self.failures:
             raise NotFoundError(f"{self._source} holds no complete checkpoint: ckptman list says what is there")
         return chosen
 
-    def attempt(self, entry: Entry | ObjectEntry, copy: Callable[[Meter], Copied]) -> None:
+    def attempt(self, entry: Entry, copy: Callable[[Meter], Copied]) -> None:
         """Copy one. Raises: what went wrong; of several, only what keeps the others from being copied, too."""
+        from ckptman.catalog.backends.source import GoneError, SourceError
         from ckptman.transfer.partial_copy import BusyCopyingError
-        from ckptman.transfer.source import GoneError, SourceError
 
         try:
             with copy_progress(f"step {entry.step}") as meter:
@@ -181,17 +178,15 @@ class _Job:
             "checkpoints": [
                 {**vars(each), "remarks": list(each.remarks), "read_back": not each.from_memory} for each in self.copied
             ],
-            "passed_over": [
-                {"step": entry.step, "path": str(entry.path), "why": why} for entry, why in self.passed_over
-            ],
+            "passed_over": [{"step": entry.step, "path": entry.where, "why": why} for entry, why in self.passed_over],
             "failed": [{"step": step, "why": text.message(error)} for step, error in self.failures.items()],
         }
 
-    def _fail(self, entry: Entry | ObjectEntry, error: CkptmanError) -> None:
+    def _fail(self, entry: Entry, error: CkptmanError) -> None:
         self.failures[entry.step] = error
         self._say([f"step {entry.step}: {text.paint('not copied', 'red')}: {text.message(error)}"])
 
-    def _pass_over(self, entry: Entry | ObjectEntry, why: str) -> None:
+    def _pass_over(self, entry: Entry, why: str) -> None:
         self.passed_over.append((entry, why))
         self._say([f"step {entry.step}: not copied: {text.plain(why)}"])
 
@@ -219,15 +214,6 @@ class _NotAllError(CkptmanError):
         self.exit_code = exit_code
 
 
-def _was_committed(entry: Entry | ObjectEntry) -> bool:
-    """Whether what does not count was a checkpoint once, and is missed. A save that was never finished is not."""
-    from ckptman.format.paths import MANIFEST
-
-    if isinstance(entry.path, str):
-        return MANIFEST in entry.sizes
-    return not entry.path.is_symlink() and (entry.unreadable is not None or (entry.path / MANIFEST).is_file())
-
-
 def copied_lines(copied: Copied) -> list[str]:
     """What became of one checkpoint, in words."""
     name = f"step {copied.step}" if copied.step is not None else text.plain(copied.source)
@@ -253,16 +239,13 @@ def _pace(count: int, seconds: float) -> str:
     return f" in {seconds:.1f} s ({text.size(int(count / max(seconds, 1e-9)))}/s)"
 
 
-def _target(destination: str, url: str | None) -> LocalBackend | ObjectBackend:
-    from ckptman.catalog.backends.local import LocalBackend
-    from ckptman.catalog.backends.object_store import ObjectBackend
+def _target(destination: str, url: str | None) -> Backend:
+    from ckptman.catalog.backends.backend import open_backend
     from ckptman.format.paths import parse_step
 
-    if url is None:
-        return LocalBackend(destination)
-    if parse_step(url.rpartition("/")[2]):
+    if url is not None and parse_step(url.rpartition("/")[2]):
         raise ConfigError(f"{url} is the name of a checkpoint: name what holds it; a copy keeps its name")
-    return ObjectBackend(url)
+    return open_backend(destination)
 
 
 def _refuse_inside(path: Path, root: Path) -> None:

@@ -185,7 +185,7 @@ def _as_dict(drained: Drained) -> dict[str, Any]:
 
 def _raise_worst(done: list[Drained], plan: DrainPlan) -> None:
     """Raises: what went wrong, where something did; that of the first."""
-    from ckptman.transfer.source import GoneError
+    from ckptman.catalog.backends.source import GoneError
 
     errors: list[CkptmanError] = [each.error for each in done if each.error is not None and not each.busy]
     for error in errors:

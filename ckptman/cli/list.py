@@ -52,31 +52,17 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
 def list_objects(url: str, as_json: bool) -> None:
     """The same of an object store, where there are no notes and no leftovers. Raises: as `ObjectBackend.look`."""
     from ckptman.catalog.backends.object_store import ObjectBackend
-    from ckptman.catalog.catalog import Entry
 
-    found = ObjectBackend(url).look(abandoned=True)
-    entries = [
-        Entry(
-            each.step,
-            Path(each.url),
-            each.manifest,
-            each.problem,
-            each.newer_format,
-            abandoned=each.abandoned,
-            beside=frozenset(),
-        )
-        for each in found
-    ]
+    entries = ObjectBackend(url).look(abandoned=True)
     if as_json:
-        checkpoints = [{**describe(entry, None), "path": each.url} for entry, each in zip(entries, found)]
-        text.say_json({"root": url, "checkpoints": checkpoints, "leftovers": []})
+        text.say_json({"root": url, "checkpoints": [describe(entry, None) for entry in entries], "leftovers": []})
         return
     _say(url, entries, {}, 0)
 
 
 def _say(
     root: str,
-    entries: list[Entry],
+    entries: Sequence[Entry],
     notes: Mapping[Path, Verified | None],
     leftovers: int,
     foreign: Sequence[str] = (),
@@ -104,7 +90,7 @@ def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
     """A checkpoint for programs. Without a readable manifest, only where it is and what is wrong with it."""
     facts: dict[str, Any] = {
         "step": entry.step,
-        "path": str(entry.path),
+        "path": entry.where,
         "complete": entry.complete,
         "problem": entry.problem,
     }
@@ -147,7 +133,7 @@ def verified(note: Verified | None, now: float) -> str:
 
 def short_problem(entry: Entry, problem: str) -> str:
     """What is wrong with a checkpoint, for a line that says which one it is: without its path, and without a remedy."""
-    return problem.replace(f"{entry.path}{os.sep}", "").partition("; ")[0]
+    return problem.replace(f"{entry.where}{os.sep}", "").partition("; ")[0]
 
 
 def _state(entry: Entry, note: Verified | None) -> str:
@@ -160,7 +146,7 @@ def _state(entry: Entry, note: Verified | None) -> str:
     return text.paint(f"does not count: {text.plain(short_problem(entry, entry.problem))}", "red")
 
 
-def _summary(root: str, entries: list[Entry], damaged: set[Path], leftovers: int) -> str:
+def _summary(root: str, entries: Sequence[Entry], damaged: set[Path], leftovers: int) -> str:
     left = sum(entry.complete and bool(entry.abandoned) for entry in entries)
     counting = [entry for entry in entries if not (entry.complete and entry.abandoned)]
     complete = [entry.require_manifest() for entry in counting if entry.complete and entry.path not in damaged]

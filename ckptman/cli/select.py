@@ -15,7 +15,7 @@ from ckptman.cli.options import option, path_argument
 from ckptman.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.object_store import ObjectBackend, ObjectEntry
+    from ckptman.catalog.backends.backend import Backend
     from ckptman.catalog.catalog import Entry
 
 PathOrRoot = Annotated[Path, path_argument("PATH", "A checkpoint, or a root (then of its newest checkpoint).")]
@@ -173,7 +173,7 @@ def _look(path: Path) -> Entry:
     return mark(entry, read_abandoned(path.resolve().parent))
 
 
-def choose_objects(url: str, step: int | None, every: bool) -> tuple[ObjectBackend, list[ObjectEntry]]:
+def choose_objects(url: str, step: int | None, every: bool) -> tuple[Backend, list[Entry]]:
     """The entries a command is about, as `choose` says, and where they are.
 
     Without a choice: the newest that counts, after those that do not and may be newer.
@@ -190,7 +190,7 @@ def choose_objects(url: str, step: int | None, every: bool) -> tuple[ObjectBacke
             raise ConfigError(f"--step and --all choose among the checkpoints of a root, and {url} is one checkpoint")
         url, step = above, named.step
     place = ObjectBackend(url)
-    entries = place.look(abandoned=True)
+    entries: list[Entry] = [*place.look(abandoned=True)]
     if step is not None:
         found = [entry for entry in entries if entry.step == step]
         if not found:

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 import ckptman
-from ckptman.catalog.backends.local import Backend, LocalBackend
+from ckptman.catalog.backends.backend import Backend
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.object_store import check_folder
 from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.replaceable import may_be_replaced
@@ -79,8 +80,7 @@ class Draft:
             raise ExistsError(f"{self.final} exists already: save under another name, or say overwrite=True")
         if self._overwrite and not is_replaceable(self.final):
             raise ExistsError(f"{self.final} is no checkpoint, and is not replaced by one: name another path")
-        if isinstance(self._place, LocalBackend):
-            self._place.make()
+        self._place.make()
         if not self._is_claimed:
             self._held.enter_context(lease(self.final.parent, [f"{self.final.name}.tmp-{self._tag}"], what="save"))
         self._folder = self._place.begin(self.final.name, self._tag)

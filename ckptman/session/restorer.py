@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.tiered import Remote, TieredBackend
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.reader_lease import reading
 from ckptman.catalog.verified import remember_damage
@@ -27,7 +25,7 @@ from ckptman.loading.loader import load
 from ckptman.policies.crash_loop import crashes_of, suspects
 from ckptman.runtime.journal import read_journal
 from ckptman.session.run_session import Attempt, refuse_other_checkpoints
-from ckptman.transfer.copy import Means, copy_objects
+from ckptman.transfer.copy import Means, copy_checkpoint
 from ckptman.transfer.progress import Meter
 
 _FETCH_LOOK_SECONDS = 1.0
@@ -83,7 +81,7 @@ class Restorer:
         looks = 1
         while left:
             entry = left.pop(0)
-            if isinstance(entry, Remote) and (trouble := self._fetch(entry)) is not None:
+            if not entry.in_folder and (trouble := self._fetch(entry)) is not None:
                 if not left:
                     raise trouble
                 self._pass_over(entry, trouble)
@@ -130,13 +128,14 @@ class Restorer:
         self._attempt.note("restored", step=step, path=str(folder), seconds=time.monotonic() - begun)
         return step
 
-    def _fetch(self, entry: Remote) -> CkptmanError | None:
+    def _fetch(self, entry: Entry) -> CkptmanError | None:
         """Have the leader bring into the root what is elsewhere. What went wrong, the same on every rank."""
-        place, meter, before = cast(TieredBackend, self._place), Meter(), [("", 0)]
+        place, meter, before = self._place, Meter(), [("", 0)]
 
         def fetch() -> None:
-            store, found, may_replace = place.source_of(entry)
-            copy_objects(found, store, LocalBackend(place.root, self._disk), Means(meter=meter, overwrite=may_replace))
+            source, may_replace = place.source_of(entry)
+            root, means = LocalBackend(place.root, self._disk), Means(meter=meter, overwrite=may_replace)
+            copy_checkpoint(entry, root, means, source=source)
 
         with Worker("ckptman-fetch") as pool:
             work = [pool.submit(fetch)] if self._control.is_leader else []

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.tiered import TieredBackend
 from ckptman.catalog.prune import clear, find_leftovers
 from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.catalog.writer_lock import Claim, claim
@@ -171,7 +170,7 @@ class Attempt:
 def _begin(place: LocalBackend, run_id: str | None, world_size: int, disk: Disk) -> Attempt:
     _check_privacy()
     place.make()
-    if isinstance(place, TieredBackend):
+    if place.tiers:
         place.run_ids = _run_ids(place.root, run_id)
     entries = place.list(abandoned=True)
     if not entries:
@@ -191,9 +190,8 @@ def _begin(place: LocalBackend, run_id: str | None, world_size: int, disk: Disk)
         attempt.journal = Journal(journal_path(place.root), disk=disk)
         attempt.journal.rotate()
         attempt.journal.bind(attempt=attempt.number)
-        tiers, known = (place.tiers, place.run_ids) if isinstance(place, TieredBackend) else ((), frozenset[str]())
-        claim_tiers(place.root, tiers, run_id, known, disk)
-        if isinstance(place, TieredBackend):
+        claim_tiers(place.root, place.tiers, run_id, place.run_ids, disk)
+        if place.tiers:
             write_tiers(place.root, place.tiers, disk)
             attempt.drainer = Drainer(place.root.absolute(), attempt.journal)
         where = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}

@@ -9,41 +9,42 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import ObjectBackend, ObjectEntry
+from ckptman.catalog.backends.object_store import ObjectBackend
+from ckptman.catalog.backends.source import ForeignOriginal, Original
 from ckptman.catalog.catalog import Entry
-from ckptman.catalog.reader_lease import reading
 from ckptman.errors import ConfigError
 from ckptman.format.paths import MANIFEST, parse_step
 from ckptman.transfer.read_back import Means
-from ckptman.transfer.source import FolderOriginal, ForeignOriginal, Original
 from ckptman.transfer.to_folder import Copied, copy_to_folder
-from ckptman.transfer.to_object_store import ObjectOriginal, copy_to_objects
+from ckptman.transfer.to_object_store import copy_to_objects
 
-__all__ = ["Copied", "Means", "check_apart", "copy_checkpoint", "copy_foreign", "copy_objects"]
+__all__ = ["Copied", "Means", "check_apart", "copy_checkpoint", "copy_foreign"]
 
 USUAL = Means()
 """As a save and a verify would, and nothing is replaced."""
 
 
-def copy_checkpoint(entry: Entry, place: LocalBackend | ObjectBackend, means: Means = USUAL) -> Copied:
+def copy_checkpoint(entry: Entry, place: Backend, means: Means = USUAL, *, source: Backend | None = None) -> Copied:
     """Copy one complete checkpoint to another place, verified there, and then visible as a whole.
 
     One that is there already is not copied again. Interrupted anywhere, it can be called again and goes on from what
     was copied. Both sides are leased meanwhile, so no prune takes anything away. Called by `ckptman copy`, and by a
     drain, which may remove the source once this returns.
 
+    Args:
+        entry: As `source` lists it.
+        place: Where to.
+        means: How.
+        source: Where the entry lies, if not in the folder at its path.
     Raises: ConfigError, and as `copy_to_folder` and `copy_to_objects`.
     """
-    if isinstance(place, LocalBackend):
+    source = source if source is not None else LocalBackend(entry.path.parent)
+    if entry.in_folder and isinstance(place, LocalBackend):
         check_apart(entry.path, place.root)
-    with reading(entry.path, what="copy"):
-        return _copy(FolderOriginal(entry.path, entry.require_manifest()), place, means)
-
-
-def copy_objects(entry: ObjectEntry, source: ObjectBackend, place: LocalBackend, means: Means = USUAL) -> Copied:
-    """The same of a checkpoint in an object store. Raises: as `copy_to_folder`."""
-    return copy_to_folder(ObjectOriginal(source, entry), place, means)
+    with source.reading(entry, "copy"):
+        return _copy(source.open(entry), place, means)
 
 
 def copy_foreign(folder: Path, place: LocalBackend, means: Means = USUAL) -> Copied:
@@ -55,9 +56,10 @@ def copy_foreign(folder: Path, place: LocalBackend, means: Means = USUAL) -> Cop
     return copy_to_folder(ForeignOriginal(folder), place, means)
 
 
-def _copy(original: Original, place: LocalBackend | ObjectBackend, means: Means) -> Copied:
+def _copy(original: Original, place: Backend, means: Means) -> Copied:
     if isinstance(place, LocalBackend):
         return copy_to_folder(original, place, means)
+    assert isinstance(place, ObjectBackend)
     return copy_to_objects(original, place, means)
 
 

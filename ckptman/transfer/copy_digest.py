@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from xxhash import xxh3_128_digest
 
+from ckptman.catalog.backends.source import Original
 from ckptman.errors import CorruptError, plain
 from ckptman.io.checksums import DIGEST_BYTES, Digests, digest_of_blocks, group_bytes
 from ckptman.io.workers import STRIDE_BYTES
-from ckptman.transfer.source import Original
 
 
 class OnTheWay:

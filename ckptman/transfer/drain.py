@@ -12,19 +12,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import REMOVING, ObjectBackend, ObjectEntry
+from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.catalog import Catalog, Entry
-from ckptman.catalog.prune import execute, plan_prune
-from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.rollback_records import Rollback, abandoned_by, hand_on, read_rollbacks
 from ckptman.catalog.tier_identity import make_identity, mark_tier, read_identity
 from ckptman.catalog.tiers import (
     Holding,
-    entries_of,
-    hand_on_to,
     holding_of,
     look_whose,
     open_tier,
@@ -35,10 +31,9 @@ from ckptman.catalog.tiers import (
 )
 from ckptman.catalog.verified import remember_damage
 from ckptman.errors import CkptmanError, CorruptError, RootError, warn
-from ckptman.format.paths import MANIFEST, drained_path
+from ckptman.format.paths import drained_path
 from ckptman.integrity.check import verify_folder
 from ckptman.io.failure_cause import FULL
-from ckptman.policies.retention import plan
 from ckptman.policies.rules import Record
 from ckptman.policies.sanity_checks import keeps_any, slip
 from ckptman.policies.tiers import Tier, due
@@ -130,8 +125,8 @@ def _told(root: Path, holding: Holding, rollbacks: Sequence[Rollback]) -> Holdin
     try:
         if not holding.trouble:
             _mark(root, holding)
-        if rollbacks and not holding.trouble:
-            hand_on_to(open_tier(holding.tier), rollbacks, holding.rollbacks)
+        if not holding.trouble:
+            open_tier(holding.tier).hand_on(rollbacks)
     except (CkptmanError, OSError) as error:
         return replace(holding, trouble=trouble_of(error))
     return holding
@@ -200,29 +195,9 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
         _tell_prunes(root, [holding_of(root, tier, left) for tier in fuller])
 
 
-def prune_tier(tier: Tier, place: LocalBackend | ObjectBackend) -> None:
+def prune_tier(tier: Tier, place: Backend) -> None:
     """Delete in a tier what its own retention no longer keeps, and what crashes left. Raises: CkptmanError, OSError."""
-    if isinstance(place, LocalBackend):
-        with lease(place.root, [], what="prune") as nonce:
-            found = plan_prune(place.root, tier.retention)
-            if _is_meant(tier, [each.record for each in found.verdicts]):
-                execute(place.root, found, tag=nonce or f"drain{os.urandom(4).hex()}")
-        return
-    if tier.retention is None:
-        return
-    there = [entry for entry in entries_of(place) if isinstance(entry, ObjectEntry)]
-    for entry in there:
-        if REMOVING in entry.sizes and MANIFEST not in entry.sizes:  # by a drain that was killed
-            place.delete(entry)
-    entries = [entry for entry in there if entry.complete]
-    left = abandoned_by(place.rollbacks())
-    # Of two that share a number each gets a verdict.
-    records = [replace(record_of(entry, left), sequence=number) for number, entry in enumerate(entries, 1)]
-    if not _is_meant(tier, records):
-        return
-    for verdict in plan(records, tier.retention, now_seconds=time.time()):
-        if not verdict.keep:
-            place.delete(entries[verdict.record.sequence - 1])
+    place.prune(tier.retention, partial(_is_meant, tier))
 
 
 def _is_meant(tier: Tier, records: Sequence[Record]) -> bool:

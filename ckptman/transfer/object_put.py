@@ -14,15 +14,14 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
+from ckptman.catalog.backends.object_source import THREADS
 from ckptman.catalog.backends.object_store import ObjectBackend
+from ckptman.catalog.backends.source import Original, Reading, of_source
 from ckptman.errors import CkptmanError, NotFoundError
 from ckptman.io.workers import STRIDE_BYTES, share_out, stride_of
 from ckptman.transfer.copy_digest import OnTheWay
 from ckptman.transfer.progress import Limit, Meter
-from ckptman.transfer.source import Original, Reading, of_source
 
-THREADS = 8
-"""As many as wait for the network at a time, where nobody says otherwise."""
 PART_BYTES = 4 * STRIDE_BYTES
 MOST_PARTS = 10_000
 """S3 takes no more for one object."""

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.source import Facts, is_regular
 from ckptman.catalog.writer_lock import Claim, claim, process_lives, read_owner
 from ckptman.errors import BusyError, CkptmanError, RootError
 from ckptman.format.paths import DOT
@@ -22,7 +23,6 @@ from ckptman.io.file_scan import Scanned, scan
 from ckptman.io.filesystem import Disk
 from ckptman.transfer.progress import Meter
 from ckptman.transfer.read_back import Means
-from ckptman.transfer.source import Facts, is_regular
 
 _ATTEMPTS = 3
 _LITTLE_BYTES = 1024 * 1024

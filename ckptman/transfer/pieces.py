@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from ckptman.catalog.backends.source import Original, Reading
 from ckptman.io.checksums import digest_of_blocks
 from ckptman.io.file_writer import FileWriter
 from ckptman.io.filesystem import Disk
 from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, stride_of
 from ckptman.transfer.copy_digest import OnTheWay
 from ckptman.transfer.progress import Limit, Meter
-from ckptman.transfer.source import Original, Reading
 
 
 @dataclass(frozen=True)

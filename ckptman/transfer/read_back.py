@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import ckptman
+from ckptman.catalog.backends.source import Facts
 from ckptman.catalog.verified import identify, note_verified, read_verified
 from ckptman.errors import RootError
 from ckptman.format.manifest import FileRecord, Manifest
@@ -20,7 +21,6 @@ from ckptman.io.file_scan import Scanned, scan
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.transfer.page_cache import ATTEMPTS, drop
 from ckptman.transfer.progress import Limit, Meter
-from ckptman.transfer.source import Facts
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.source import AGAIN, Facts, Original, SourceError, refused
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.replaceable import may_be_replaced
@@ -40,7 +41,6 @@ from ckptman.transfer.read_back import (
     prove,
     verify,
 )
-from ckptman.transfer.source import AGAIN, Facts, Original, SourceError, refused
 
 _known_dead: set[str] = set()
 """Runs that were watched once and found to be gone: of another host that takes half a minute."""

@@ -9,21 +9,18 @@ and harm nothing.
 from __future__ import annotations
 
 import errno
-import json
-import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+from xxhash import xxh3_128_digest
 
-from ckptman.catalog.backends.object_store import REMOVING, ObjectBackend, ObjectEntry
+from ckptman.catalog.backends.object_source import THREADS
+from ckptman.catalog.backends.object_store import COPYING, REMOVING, ObjectBackend
+from ckptman.catalog.backends.source import Facts, Original, SourceError, of_source
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.replaceable import has_data, is_left, is_of_a_checkpoint
-from ckptman.catalog.tiers import hand_on_to
 from ckptman.errors import (
     CkptmanError,
     ConfigError,
@@ -34,86 +31,14 @@ from ckptman.errors import (
     plain,
 )
 from ckptman.format.manifest import MOST_BYTES, parse_manifest
-from ckptman.format.paths import MANIFEST, digests_name
-from ckptman.io.checksums import DIGEST_BYTES, Digests, digest_of_blocks, digests_bytes
+from ckptman.format.paths import MANIFEST
+from ckptman.io.checksums import DIGEST_BYTES, digest_of_blocks
 from ckptman.io.workers import STRIDE_BYTES, share_out, stride_of
-from ckptman.transfer.object_put import THREADS, put_files
+from ckptman.transfer.object_put import put_files
 from ckptman.transfer.partial_copy import BusyCopyingError
 from ckptman.transfer.progress import Meter, Phase
 from ckptman.transfer.read_back import Means, NotReadBackError, verify
-from ckptman.transfer.source import Facts, GoneError, Original, Reading, SourceError, of_source
 from ckptman.transfer.to_folder import Copied
-
-COPYING = "copying.json"
-_MOST_BESIDE_BYTES = 1024 * 1024
-
-
-class ObjectOriginal:
-    """A checkpoint in an object store, as it was listed. Raises: CorruptError, FormatVersionError, RootError."""
-
-    readers = THREADS
-
-    def __init__(self, place: ObjectBackend, entry: ObjectEntry) -> None:
-        self._place, self._entry = place, entry
-        manifest = entry.require_manifest()
-        beside = {MANIFEST, PINNED, COPYING, *manifest.files}
-        self.facts = Facts(
-            where=entry.url,
-            name=entry.name,
-            manifest=manifest,
-            sizes={name: record.bytes for name, record in manifest.files.items()},
-            data=entry.data,
-            tag=xxh3_128_hexdigest(entry.data)[:16],
-            block_bytes=manifest.block_bytes,
-            pinned=_read_beside(place, entry.name, PINNED, entry.sizes),
-            remarks=tuple(f"{name} is not in the manifest: it was not copied" for name in entry.sizes.keys() - beside),
-            rollbacks=tuple(place.rollbacks()),
-        )
-
-    def open(self, name: str) -> Reading:
-        return _ObjectReading(self._place, f"{self._entry.name}/{name}")
-
-    def digests(self, name: str) -> Digests | None:
-        files, block = self._entry.require_manifest().files, self.facts.block_bytes
-        beside = digests_name(name)
-        if beside is None or beside not in files:
-            return None
-        size = files[name].bytes
-        blocks = self._place.read(
-            f"{self._entry.name}/{beside}", 0, min(digests_bytes(size, block), files[beside].bytes)
-        )
-        # What is damaged itself tells nothing of others.
-        return Digests(block, blocks, size) if xxh3_128_hexdigest(blocks) == files[name].digest else None
-
-    def lost(self) -> CkptmanError | None:
-        gone = GoneError(
-            f"{self._entry.url} was removed, in part or as a whole, or put again, while it was copied: ckptman list "
-            f"{self._place.url} shows what is left; copy again"
-        )
-        try:
-            sizes = self._place.listing(self._entry.name)
-            if any(sizes.get(name) != size for name, size in self.facts.sizes.items()):
-                return gone
-            data = self._place.read(f"{self._entry.name}/{MANIFEST}", 0, len(self._entry.data))
-        except NotFoundError:
-            return gone
-        except CkptmanError:
-            return None
-        return None if data == self._entry.data else gone
-
-
-class _ObjectReading:
-    def __init__(self, place: ObjectBackend, name: str) -> None:
-        self._place, self._name = place, name
-
-    def read(self, offset: int, size: int, scratch: memoryview) -> memoryview:
-        # Copied to where direct I/O can write it from.
-        view = scratch[:size]
-        view[:] = self._place.read(self._name, offset, size)
-        return view
-
-    def close(self) -> None:
-        pass
 
 
 def copy_to_objects(original: Original, place: ObjectBackend, means: Means) -> Copied:
@@ -129,14 +54,13 @@ def copy_to_objects(original: Original, place: ObjectBackend, means: Means) -> C
             f"{facts.where} has no manifest, and in an object store that is what makes a checkpoint: only those of "
             f"ckptman are copied there"
         )
-    if facts.rollbacks:  # what was abandoned here must not be the newest there
-        hand_on_to(place, facts.rollbacks, place.rollbacks())
+    place.hand_on(facts.rollbacks)  # what was abandoned here must not be the newest there
     there = place.listing(facts.name)
     found = _already(original, place, there, means)
     if found is None:
         if MANIFEST in there:
             _check_original(facts, place, there, means, meter)
-        _claim(place, facts, there, means.overwrite)
+        place.begin(facts.name, facts.tag, replace=means.overwrite)
         before, there = there, place.listing(facts.name)
         if MANIFEST in there and MANIFEST not in before:  # another copy ended before this one had its note there
             try:
@@ -219,7 +143,7 @@ def _already(original: Original, place: ObjectBackend, there: dict[str, int], me
         )
     if facts.pinned is not None and PINNED not in there:
         _put(place, facts, PINNED, facts.pinned)
-    if _note(place, facts, there).get("tag") == facts.tag:  # that of another checkpoint is about to replace this one
+    if place.note_of(facts.name).get("tag") == facts.tag:  # that of another checkpoint is about to replace this one
         place.remove(f"{facts.name}/{COPYING}")
     return Copied(
         source=facts.where,
@@ -250,28 +174,6 @@ def _may_be_replaced(place: ObjectBackend, facts: Facts, there: Mapping[str, int
         return False
 
 
-def _claim(place: ObjectBackend, facts: Facts, there: Mapping[str, int], overwrite: bool) -> None:
-    """Put the note of whose objects these are; where one is there it has to be ours. Raises: ExistsError, RootError."""
-    where, name = f"{place.url}/{facts.name}", f"{facts.name}/{COPYING}"
-    note = {"tag": facts.tag, "host": socket.gethostname(), "pid": os.getpid(), "time_seconds": time.time()}
-    data = json.dumps(note).encode()
-    if overwrite:
-        place.write(name, data)
-        return
-    if there and COPYING not in there:
-        raise ExistsError(
-            f"{where} has objects in it that are of no copy, such as {plain(min(there))}: copy to another prefix, or "
-            f"move them away; --overwrite replaces only what is left of a checkpoint"
-        )
-    if COPYING not in there and place.create(name, data):
-        return
-    if _note(place, facts, place.listing(facts.name)).get("tag") != facts.tag:
-        raise ExistsError(
-            f"{where} has objects of another checkpoint in it, of which a copy is at work or was interrupted: let that "
-            f"one end, or say --overwrite to replace them"
-        )
-
-
 def _check_original(facts: Facts, place: ObjectBackend, there: Mapping[str, int], means: Means, meter: Meter) -> None:
     """Another checkpoint goes before what takes its place is there, so that has to be whole before it goes.
 
@@ -292,7 +194,7 @@ def _check_original(facts: Facts, place: ObjectBackend, there: Mapping[str, int]
 def _check_ours(place: ObjectBackend, facts: Facts) -> None:
     """What was proved here is still what this copy put: the last look before the manifest. Raises: BusyError."""
     there = place.listing(facts.name)
-    note = _note(place, facts, there)
+    note = place.note_of(facts.name)
     if all(there.get(name) == size for name, size in facts.sizes.items()) and (
         note.get("tag") == facts.tag or _has_manifest(place, facts, there)  # the latter: by another copy of the same
     ):
@@ -302,11 +204,8 @@ def _check_ours(place: ObjectBackend, facts: Facts) -> None:
 
 def _give_up(place: ObjectBackend, facts: Facts) -> None:
     """Remove what was put, unless it is somebody else's by now. Raises: CkptmanError."""
-    there = place.listing(facts.name)
-    if MANIFEST in there or _note(place, facts, there).get("tag") != facts.tag:
-        return
-    for name in (*(there.keys() - {COPYING}), COPYING):  # as long as there are objects, they are known to be ours
-        place.remove(f"{facts.name}/{name}")
+    if place.note_of(facts.name).get("tag") == facts.tag:
+        place.abandon(facts.name)
 
 
 def _put(place: ObjectBackend, facts: Facts, name: str, data: bytes) -> None:
@@ -321,23 +220,6 @@ def _has_manifest(place: ObjectBackend, facts: Facts, there: Mapping[str, int]) 
     if there.get(MANIFEST) != len(facts.data):
         return False
     return place.read(f"{facts.name}/{MANIFEST}", 0, len(facts.data)) == facts.data
-
-
-def _note(place: ObjectBackend, facts: Facts, there: Mapping[str, int]) -> dict[str, Any]:
-    """What `copying.json` says; empty where there is none."""
-    try:
-        note = json.loads(_read_beside(place, facts.name, COPYING, there) or b"{}")
-    except (ValueError, RecursionError, NotFoundError):
-        return {}
-    return note if isinstance(note, dict) else {}
-
-
-def _read_beside(place: ObjectBackend, folder: str, name: str, sizes: Mapping[str, int]) -> bytes | None:
-    if name not in sizes:
-        return None
-    if sizes[name] > _MOST_BESIDE_BYTES:
-        raise CorruptError(f"{place.url}/{folder}/{name} is too large to be what ckptman puts there: remove it")
-    return place.read(f"{folder}/{name}", 0, sizes[name])
 
 
 def _right(

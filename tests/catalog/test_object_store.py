@@ -12,16 +12,15 @@ import pytest
 
 import ckptman
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import ObjectBackend, Patience, find_url
+from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, Patience, find_url
+from ckptman.catalog.backends.source import GoneError
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ConfigError, CorruptError, ExistsError, NotFoundError, RootError
 from ckptman.transfer import to_object_store as objectcopy
-from ckptman.transfer.copy import Copied, Means, copy_checkpoint, copy_objects
+from ckptman.transfer.copy import Copied, Means, copy_checkpoint
 from ckptman.transfer.object_put import put_files
-from ckptman.transfer.source import GoneError
-from ckptman.transfer.to_object_store import COPYING
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import holds
 from tests.helpers.object_store import Proxy, bucket_fixture, proxy_fixture
@@ -318,7 +317,7 @@ def test_what_is_deleted_while_it_is_copied_out_leaves_no_draft(
 
     place.read = read_too_late  # type: ignore[method-assign]
     with pytest.raises(GoneError, match=r"was removed, in part or as a whole.*copy again"):
-        copy_objects(entry, place, LocalBackend(tmp_path / "back"))
+        copy_checkpoint(entry, LocalBackend(tmp_path / "back"), source=place)
     assert Catalog(tmp_path / "back").leftovers() == []
 
 
@@ -326,11 +325,11 @@ def test_damage_in_a_store_is_told_by_file_and_block(root: Path, place: ObjectBa
     upload(root, place)
     change_byte(place, DATA)
     with pytest.raises(CorruptError, match=r"__0_0\.distcp is not what was saved: block 0 \(from byte 0 on\)") as told:
-        copy_objects(place.look()[0], place, LocalBackend(tmp_path / "back"))
+        copy_checkpoint(place.look()[0], LocalBackend(tmp_path / "back"), source=place)
     assert str(told.value).endswith("It was not copied: copy another checkpoint")
     change_byte(place, f"{FOLDER}/blocks-00000.bin")  # then nobody knows the block
     with pytest.raises(CorruptError, match=r"(__0_0\.distcp|blocks-00000\.bin) is not what was saved\. It"):
-        copy_objects(place.look()[0], place, LocalBackend(tmp_path / "back"))
+        copy_checkpoint(place.look()[0], LocalBackend(tmp_path / "back"), source=place)
 
 
 @pytest.mark.parametrize(("silent_seconds", "attempts"), [(0.0, 6), (10.0, 6), (60.0, 2), (1000.0, 2)])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.catalog.backends.object_store import ObjectBackend
+from ckptman.catalog.backends.source import Facts, FolderReading
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, CorruptError, ExistsError, RootError
@@ -17,7 +18,6 @@ from ckptman.policies.tiers import Tier
 from ckptman.transfer import to_object_store as objectcopy
 from ckptman.transfer.copy import copy_checkpoint
 from ckptman.transfer.drain import prune_tier
-from ckptman.transfer.source import Facts, FolderReading
 from ckptman.transfer.to_object_store import _right
 from tests.catalog.test_object_store import DATA, FOLDER, MANIFEST, NOTE, Told, other, place, root, upload
 from tests.catalog.test_tiers import drain

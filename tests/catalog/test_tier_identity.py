@@ -195,7 +195,7 @@ def test_of_two_at_once_one_gets_the_tier(tmp_path: Path) -> None:
             super().create_whole_file(path, data)
 
     with pytest.raises(ConfigError, match="is of another root"):
-        mark_tier(tmp_path / "a", LocalBackend(far), "a", renew=False, disk=Late())
+        mark_tier(tmp_path / "a", LocalBackend(far, Late()), "a", renew=False)
     mark = read_mark(LocalBackend(far))
     assert mark is not None
     assert mark.run_id == "b"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptman.catalog.backends import source as copysource
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli import progress
@@ -16,7 +17,6 @@ from ckptman.cli.app import main
 from ckptman.cli.progress import left_text
 from ckptman.forecast.transfer_time import Remaining
 from ckptman.format.manifest import Manifest
-from ckptman.transfer import source as copysource
 from ckptman.transfer.progress import Meter
 from tests.helpers.checkpoints import commit, flip_byte, steps_of
 

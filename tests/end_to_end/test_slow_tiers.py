@@ -23,10 +23,11 @@ import torch
 
 import ckptman
 from ckptman.catalog import reader_lease as lease_module
-from ckptman.catalog import tiers as tiers_module
+from ckptman.catalog.backends import local as answering
+from ckptman.catalog.backends.local import answers
 from ckptman.catalog.backends.object_store import ObjectBackend
 from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.tiers import answers, read_tiers, write_tiers
+from ckptman.catalog.tiers import read_tiers, write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import RootError
 from ckptman.format.paths import outcome_path
@@ -273,7 +274,7 @@ def run_while_a_tier_hangs(root: str, far: str, folder: str, until: int, hang_at
     os.environ.update(HANGS=far, PYTHONPATH=folder, PATH=f"{folder}:{os.environ['PATH']}")
     exec(HANGS, {})
     draining.STUCK_SECONDS, draining.LOOK_SECONDS, draining.END_SECONDS = 1.0, 0.1, 1.0
-    tiers_module.ANSWER_SECONDS = lease_module._END_SECONDS = 0.3
+    answering.ANSWER_SECONDS = lease_module._END_SECONDS = 0.3
     state: dict[str, Any] = {"count": {"n": torch.zeros(4)}}
     warnings.simplefilter("always")
     with (
@@ -351,9 +352,9 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of which every question hangs, once it is told to."""
     (tmp_path / "ask").write_text('#!/bin/sh\n[ ! -e "$1.hangs" ] || exec sleep 600\n')
     (tmp_path / "ask").chmod(0o755)
-    monkeypatch.setattr(tiers_module, "_ASK", (str(tmp_path / "ask"),))
-    monkeypatch.setattr(tiers_module, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(tiers_module, "_silent", {})
+    monkeypatch.setattr(answering, "_ASK", (str(tmp_path / "ask"),))
+    monkeypatch.setattr(answering, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(answering, "_silent", {})
     return tmp_path / "silent"
 
 
@@ -363,9 +364,9 @@ def test_who_was_silent_is_not_asked_again_for_a_while(silent: Path, monkeypatch
     assert not answers(silent)
     silent.with_name("silent.hangs").unlink()
     assert not answers(silent)
-    monkeypatch.setattr(tiers_module, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(answering, "_SILENT_SECONDS", 0.0)
     assert answers(silent)
-    monkeypatch.setattr(tiers_module, "_ASK", (f"{silent}/no such command",))
+    monkeypatch.setattr(answering, "_ASK", (f"{silent}/no such command",))
     assert answers(silent), "where nobody can ask, who looks finds out"
 
 

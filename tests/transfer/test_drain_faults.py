@@ -6,16 +6,19 @@ import contextlib
 import errno
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ckptman.catalog import catalog as catalogue
+from ckptman.catalog.backends import source as copysource
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.object_store import ObjectBackend
-from ckptman.catalog.backends.tiered import Remote, TieredBackend
+from ckptman.catalog.backends.tiered import TieredBackend
 from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.tiers import hand_on_to, write_tiers
+from ckptman.catalog.rollback_records import Rollback
+from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ExistsError, NotFoundError, RootError
 from ckptman.format.manifest import Manifest, read_manifest
@@ -23,10 +26,8 @@ from ckptman.io.filesystem import Disk
 from ckptman.io.safe_open import read_regular
 from ckptman.policies.rules import KeepLast
 from ckptman.policies.tiers import Tier
-from ckptman.transfer import drain as draining
-from ckptman.transfer import source as copysource
 from ckptman.transfer import to_folder as copyfolder
-from ckptman.transfer.copy import copy_checkpoint, copy_objects
+from ckptman.transfer.copy import copy_checkpoint
 from ckptman.transfer.drain import carry_out, plan_drain
 from ckptman.transfer.read_back import Means
 from tests.catalog.test_tiers import drain, root, steps
@@ -70,12 +71,14 @@ def test_a_tier_that_takes_no_rollback_keeps_no_other_from_being_filled(
         shutil.rmtree(each / ".ckptman")
         (each / ".ckptman").mkdir()
 
-    def refused(place: LocalBackend, *arguments: object) -> None:
+    hand_on = LocalBackend.hand_on
+
+    def refused(place: LocalBackend, rollbacks: Sequence[Rollback]) -> None:
         if place.root == near:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(near))
-        hand_on_to(place, *arguments)  # type: ignore[arg-type]
+        hand_on(place, rollbacks)
 
-    monkeypatch.setattr(draining, "hand_on_to", refused)
+    monkeypatch.setattr(LocalBackend, "hand_on", refused)
     assert main(["drain", str(root)]) == 10
     assert f"{near} cannot be looked at, or written to: Permission denied" in capsys.readouterr().err
     assert steps(near) == []
@@ -130,10 +133,10 @@ def test_what_a_newer_ckptman_wrote_to_the_root_is_not_replaced_by_what_a_store_
     rewrite(here, format_version=2)
     before = (here / "manifest.json").read_bytes()
     place = TieredBackend(root, [tier])
-    (remote,) = (each for each in place.list() if isinstance(each, Remote) and each.step == 80)
-    store, found, may_replace = place.source_of(remote)
+    (remote,) = (each for each in place.list() if not each.in_folder and each.step == 80)
+    source, may_replace = place.source_of(remote)
     with pytest.raises(ExistsError):
-        copy_objects(found, store, LocalBackend(root), Means(overwrite=may_replace))
+        copy_checkpoint(remote, LocalBackend(root), Means(overwrite=may_replace), source=source)
     assert (here / "manifest.json").read_bytes() == before
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptman.catalog.backends import source as copysource
 from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.source import SourceError
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.writer_lock import this_process
@@ -19,10 +21,8 @@ from ckptman.format import index
 from ckptman.format.paths import DOT, MANIFEST, owner_path
 from ckptman.io.filesystem import Disk
 from ckptman.io.safe_open import read_regular
-from ckptman.transfer import source as copysource
 from ckptman.transfer.copy import Means, copy_checkpoint, copy_foreign
 from ckptman.transfer.progress import Meter
-from ckptman.transfer.source import SourceError
 from tests.helpers.checkpoints import commit, steps_of
 from tests.helpers.faulty_disk import Death
 from tests.transfer.test_to_folder import STEP, Told, copy, plain, source

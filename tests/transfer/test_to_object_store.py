@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import ObjectBackend, Patience, find_url
+from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, Patience, find_url
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, CorruptError, ExistsError, FormatVersionError, NotFoundError, RootError
 from ckptman.transfer import object_put as objectput
-from ckptman.transfer.copy import Copied, Means, copy_checkpoint, copy_objects
+from ckptman.transfer.copy import Copied, Means, copy_checkpoint
 from ckptman.transfer.progress import Meter
-from ckptman.transfer.to_object_store import COPYING
 from tests.helpers.checkpoints import commit, flip_byte, note_in
 from tests.helpers.faulty_disk import holds, rewrite
 from tests.helpers.object_store import Failure, Proxy, Request, bucket_fixture, proxy_fixture
@@ -59,7 +58,7 @@ def upload(root: Path, place: ObjectBackend, step: int = 100, **means: object) -
 
 
 def download(place: ObjectBackend, root: Path, **means: object) -> list[Copied]:
-    return [copy_objects(each, place, LocalBackend(root), Means(**means)) for each in place.look()]  # type: ignore[arg-type]
+    return [copy_checkpoint(each, LocalBackend(root), Means(**means), source=place) for each in place.look()]  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

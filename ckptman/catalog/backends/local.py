@@ -4,49 +4,67 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
+import select
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING
 
+from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.catalog import Catalog, Entry, Memory
 from ckptman.catalog.pins import read_pin
-from ckptman.catalog.reader_lease import look
+from ckptman.catalog.reader_lease import lease, look, reading
 from ckptman.catalog.replaceable import may_be_replaced
-from ckptman.catalog.rollback_records import read_abandoned
-from ckptman.errors import CkptmanError, ConfigError, ExistsError, RootError, warn
+from ckptman.catalog.rollback_records import Rollback, hand_on, read_abandoned, read_rollbacks
+from ckptman.errors import CkptmanError, ConfigError, ExistsError, NotFoundError, RootError, warn
 from ckptman.format.manifest import Manifest, read_manifest
-from ckptman.format.paths import MANIFEST, step_folder
+from ckptman.format.paths import DOT, MANIFEST, run_folder, step_folder
 from ckptman.io.filesystem import DISK, Disk, check_held
-from ckptman.io.safe_open import open_regular
+from ckptman.io.safe_open import read_regular
+from ckptman.policies.rules import Record, RetentionPolicy
+from ckptman.policies.tiers import Tier
+
+if TYPE_CHECKING:
+    from ckptman.catalog.backends.source import Original
+
+ANSWER_SECONDS = 60.0
+"""How long a folder may take to say whether it is there."""
+_SILENT_SECONDS = 600.0
+_END_SECONDS = 1.0
+_ASK = ("test", "-e")
+_silent: dict[str, float] = {}
+"""Folders that did not answer, and when that was: for a while they are not asked again, or each look would wait."""
+_MOST_NOTE_BYTES = 64 * 1024
 
 
-class Backend(Protocol):
-    """Somewhere checkpoints live. No wider than a save, a restore and a prune need.
+def answers(folder: Path) -> bool:
+    """Whether a folder can be asked for, be it there or not. A mount that hangs must not hold up who can do without.
 
-    The file system is the first; object stores and the memory of other nodes can follow, so nothing above asks for
-    more than this. Only the leader of a run calls `begin`, `commit`, `abandon` and `delete`; every rank may `open`.
+    Asked by a process of its own: who waits for such a mount cannot always be killed.
     """
-
-    def begin(self, name: str, tag: str) -> str:
-        """Make room for a save that nobody sees yet, and say where the ranks write it. `tag`: never used before."""
-
-    def commit(self, draft: str, manifest: Manifest) -> Entry:
-        """Make a draft whose files are all durable the checkpoint of its name: all of it at once, durably."""
-
-    def abandon(self, draft: str) -> None:
-        """Give up a draft. Never raises: what cannot be removed is a leftover."""
-
-    def list(self, *, abandoned: bool = False) -> list[Entry]:
-        """All entries, oldest commit first; also those that a rollback left behind, where they are asked for."""
-
-    def last_sequence(self) -> int:
-        """The highest commit sequence that is known: the next commit has to be after it. 0 where there is none."""
-
-    def open(self, entry: Entry, name: str) -> BinaryIO:
-        """Read one file of an entry."""
-
-    def delete(self, entry: Entry, tag: str) -> None:
-        """Make an entry invisible at once, then remove it."""
+    if time.monotonic() - _silent.get(str(folder), -math.inf) < _SILENT_SECONDS:
+        return False
+    quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
+    try:
+        child = subprocess.Popen([*_ASK, str(folder)], stdin=quiet, stdout=pipe, stderr=quiet)
+    except OSError:  # there is nobody to send
+        return True
+    assert child.stdout is not None
+    with child.stdout:
+        ended = select.poll()
+        ended.register(child.stdout, select.POLLIN)
+        if ended.poll(1000 * ANSWER_SECONDS):  # its output ends when it does
+            child.wait()
+            return True
+    _silent[str(folder)] = time.monotonic()
+    child.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(_END_SECONDS)
+    return False
 
 
 def check_expanded(path: Path) -> None:
@@ -66,9 +84,14 @@ class LocalBackend:
 
     def __init__(self, root: str | os.PathLike[str], disk: Disk = DISK) -> None:
         self.root = Path(root)
+        self.where = str(self.root)
         self._disk = disk
         self.catalogue = Catalog(self.root, Memory())
         """What is there. It remembers what it has read, for who holds this place and saves to it."""
+        self.tiers: tuple[Tier, ...] = ()
+        """Those behind it."""
+        self.run_ids: frozenset[str] = frozenset()
+        """Of the run, by which a root that was lost knows its tiers."""
 
     def make(self) -> None:
         """Make the root where it is missing.
@@ -162,14 +185,86 @@ class LocalBackend:
     def list(self, *, abandoned: bool = False) -> list[Entry]:
         return self.catalogue.scan(abandoned=abandoned)
 
+    def source_of(self, entry: Entry) -> tuple[Backend, bool]:
+        """Where what is not in a folder is copied from, and whether that may replace what has its name here."""
+        raise NotFoundError(f"{entry.where} is in no tier of {self.root}")
+
     def last_sequence(self) -> int:
         return self.catalogue.last_sequence()
 
-    def open(self, entry: Entry, name: str) -> BinaryIO:
-        return open(open_regular(entry.path / name), "rb")
+    def open(self, entry: Entry) -> Original:
+        from ckptman.catalog.backends.source import FolderOriginal  # numpy, which a prune can do without
+
+        return FolderOriginal(entry.path, entry.require_manifest())
 
     def delete(self, entry: Entry, tag: str) -> None:
         self.remove(entry.path, step_folder(entry.step), tag)
+
+    def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
+        return reading(entry.path, what=what, disk=self._disk)
+
+    def read_note(self, name: str) -> bytes | None:
+        path = run_folder(self.root) / name
+        if path.parent.is_symlink():  # what lies elsewhere is none of this root's
+            return None
+        try:
+            return read_regular(
+                path, _MOST_NOTE_BYTES, remedy="remove it, and the next start of the run writes it anew"
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise RootError(
+                error.errno or 0, f"{path} cannot be read ({error.strerror}): check its permissions and the mount"
+            ) from error
+
+    def create_note(self, name: str, data: bytes) -> bool:
+        folder = run_folder(self.root)
+        try:
+            self._disk.create_whole_file(folder / name, data)
+        except FileExistsError:
+            return False
+        self._disk.sync_folder(folder)
+        return True
+
+    def write_note(self, name: str, data: bytes) -> None:
+        self._disk.replace_file(run_folder(self.root) / name, data)
+
+    def rollbacks(self) -> Sequence[Rollback]:
+        return list(read_rollbacks(self.root).values())
+
+    def hand_on(self, rollbacks: Sequence[Rollback]) -> None:
+        hand_on(rollbacks, self.root, self._disk)
+
+    def make_tier(self) -> None:
+        self._check_answers()
+        if not self.root.parent.is_dir():
+            raise RootError(
+                errno.ENOENT,
+                f"the tier {self.root} cannot be made, because there is no folder {self.root.parent}: is it mounted? "
+                f"If so, make that folder by hand",
+            )
+        self.make()
+        self._disk.make_folders(run_folder(self.root))
+
+    def check_there(self) -> None:
+        self._check_answers()
+        # A copy would be made below where the mount was.
+        if not os.path.lexists(run_folder(self.root)):
+            raise NotFoundError(
+                f"{self.root} is not there, or is not the tier that was made there (it has no {DOT}): check the mount"
+            )
+
+    def settle(self) -> None:
+        self._disk.sync_folder(self.root)
+
+    def prune(self, policy: RetentionPolicy | None, is_meant: Callable[[Sequence[Record]], bool]) -> None:
+        from ckptman.catalog.prune import execute, plan_prune  # they carry out what they plan with this class
+
+        with lease(self.root, [], what="prune", disk=self._disk) as nonce:
+            found = plan_prune(self.root, policy)
+            if is_meant([each.record for each in found.verdicts]):
+                execute(self.root, found, tag=nonce or f"drain{os.urandom(4).hex()}", disk=self._disk)
 
     def remove(self, path: Path, name: str, tag: str) -> None:
         """Rename what lies under this root to a trash name of `name`, then remove it. Gone already: no error."""
@@ -198,6 +293,12 @@ class LocalBackend:
             return False
         self._disk.sync_folder(self.root)
         return True
+
+    def _check_answers(self) -> None:
+        if not answers(self.root):
+            raise RootError(
+                errno.ETIMEDOUT, f"{self.root} does not answer within {ANSWER_SECONDS:g} s: check the mount"
+            )
 
     def is_abandoned(self, final: Path) -> bool:
         """Whether a rollback of this root left behind what lies there. Raises: as `read_abandoned`."""

@@ -7,20 +7,28 @@ are tried again for a while, and then raised: what cannot be listed is never "no
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import random
 import re
+import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptman.catalog.catalog import Entry, commit_order
+from ckptman.catalog.pins import PINNED
 from ckptman.catalog.rollback_records import Rollback, abandoned_by, parse_rollback_file
 from ckptman.errors import (
     CkptmanError,
     ConfigError,
     CorruptError,
+    ExistsError,
     FormatVersionError,
     NotFoundError,
     RootError,
@@ -31,9 +39,17 @@ from ckptman.errors import (
 from ckptman.format.manifest import MOST_BYTES, Manifest, parse_manifest
 from ckptman.format.paths import DOT, MANIFEST, parse_step
 from ckptman.io.workers import share_out
+from ckptman.policies.retention import plan
+from ckptman.policies.rules import Record, RetentionPolicy
+
+if TYPE_CHECKING:
+    from ckptman.catalog.backends.source import Original
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://?(?P<rest>[^/].*)", re.ASCII)
 _MEANT = re.compile(r"[a-z][\w+.-]+:/{2,}|s3:", re.ASCII | re.IGNORECASE)
+COPYING = "copying.json"
+"""In one that is being put: whose objects they are."""
+_MOST_BESIDE_BYTES = 1024 * 1024
 REMOVING = "removing.json"
 """In a checkpoint that is being removed: what is left without a manifest is nobody's."""
 _THREADS = 16
@@ -77,37 +93,36 @@ USUAL = Patience()
 
 
 @dataclass(frozen=True)
-class ObjectEntry:
-    """What has a checkpoint's name in an object store. Complete if `problem` is None. `sizes`: of its objects.
+class ObjectEntry(Entry):
+    """What has a checkpoint's name in an object store. `sizes`: of its objects, by name.
 
-    `abandoned`: which rollback left it behind.
+    `path` is where it comes to lie when it is copied to a folder, `url` where it is.
     """
 
-    step: int
-    name: str
-    url: str
-    manifest: Manifest | None
-    data: bytes
-    sizes: dict[str, int]
-    problem: str | None = None
-    newer_format: FormatVersionError | None = None
-    abandoned: str = ""
+    url: str = field(kw_only=True)
+    sizes: dict[str, int] = field(kw_only=True)
 
     @property
-    def path(self) -> str:
+    def where(self) -> str:
         return self.url
 
     @property
-    def complete(self) -> bool:
-        return self.problem is None
+    def in_folder(self) -> bool:
+        return False
 
-    def require_manifest(self) -> Manifest:
-        """The manifest. Raises: FormatVersionError, CorruptError if this is no complete checkpoint."""
-        if self.newer_format is not None:
-            raise self.newer_format
-        if self.manifest is None or self.problem is not None:
-            raise CorruptError(f"{self.url} is not a complete checkpoint: {self.problem}. Name another step")
-        return self.manifest
+    @property
+    def was_committed(self) -> bool:
+        return MANIFEST in self.sizes
+
+    @property
+    def may_go(self) -> bool:
+        # Objects without a manifest may be of anybody.
+        return self.newer_format is None and self.was_committed and not (self.complete and PINNED in self.sizes)
+
+    def record(self) -> Record:
+        # No copy is there that was not read back.
+        pinned = "pinned when it was copied" if PINNED in self.sizes else ""
+        return replace(super().record(), verified=True, pinned=pinned)
 
 
 def find_url(written: str) -> str | None:
@@ -170,6 +185,7 @@ class ObjectBackend:
             ) from error
         except ValueError as error:
             raise ConfigError(f"{url} is no address of an object store: {masked(str(error))}") from error
+        self.where = self.url
         self.prefix = prefix.strip("/")
         if hasattr(self.fs, "retries"):
             self.fs.retries = 1
@@ -193,7 +209,10 @@ class ObjectBackend:
             if name.startswith(f"{start}/") and not name.endswith("/")
         }
 
-    def look(self, *, abandoned: bool = False) -> list[ObjectEntry]:
+    def list(self, *, abandoned: bool = False) -> list[Entry]:
+        return list(self._found(abandoned))
+
+    def look(self, *, abandoned: bool = False) -> Sequence[ObjectEntry]:
         """All checkpoints, in order of commit; those with no readable manifest first.
 
         `abandoned`: also those that a rollback left behind.
@@ -220,12 +239,11 @@ class ObjectBackend:
             scratch_bytes=0,
         )
         entries = [
-            replace(each, abandoned=left.get(each.require_manifest().identity, "")) if left and each.complete else each
-            for each in entries
+            replace(each, abandoned=left.get(each.identity, "")) if left and each.complete else each for each in entries
         ]
-        return sorted((each for each in entries if abandoned or not each.abandoned), key=_commit_order)
+        return sorted((each for each in entries if abandoned or not each.abandoned), key=commit_order)
 
-    def rollbacks(self, listing: Mapping[str, int] | None = None) -> list[Rollback]:
+    def rollbacks(self, listing: Mapping[str, int] | None = None) -> Sequence[Rollback]:
         """The rollbacks that are written down here. `listing`: of all that is here, where there is one.
 
         Raises: RootError, CorruptError, FormatVersionError.
@@ -264,6 +282,17 @@ class ObjectBackend:
         except NotFoundError:
             return None
 
+    def read_beside(self, folder: str, name: str, sizes: Mapping[str, int]) -> bytes | None:
+        """Read a small object of a checkpoint that its manifest does not name; None where `sizes` has none.
+
+        Raises: CorruptError, RootError.
+        """
+        if name not in sizes:
+            return None
+        if sizes[name] > _MOST_BESIDE_BYTES:
+            raise CorruptError(f"{self.url}/{folder}/{name} is too large to be what ckptman puts there: remove it")
+        return self.read(f"{folder}/{name}", 0, sizes[name])
+
     def write(self, name: str, data: bytes) -> None:
         """Put an object, as a whole. Raises: RootError."""
         self.ask("written", lambda: self.fs.pipe_file(f"{self.prefix}/{name}", data), name)
@@ -298,12 +327,113 @@ class ObjectBackend:
         except NotFoundError:
             pass
 
-    def delete(self, entry: ObjectEntry) -> None:
+    def make(self) -> None:
+        """Nothing: a prefix is made by what is put there."""
+
+    def last_sequence(self) -> int:
+        return max((entry.sequence for entry in self.list(abandoned=True)), default=0)
+
+    def begin(self, name: str, tag: str, *, replace: bool = False) -> str:
+        """Put the note of whose objects those of a name are; where one is there it has to be ours.
+
+        `replace`: take them over. Raises: ExistsError, RootError.
+        """
+        path, where = f"{name}/{COPYING}", f"{self.url}/{name}"
+        note = {"tag": tag, "host": socket.gethostname(), "pid": os.getpid(), "time_seconds": time.time()}
+        data = json.dumps(note).encode()
+        if replace:
+            self.write(path, data)
+            return name
+        there = self.listing(name)
+        if MANIFEST in there:  # another copy ended this very moment: whoever begins looks at that again
+            return name
+        if there and COPYING not in there:
+            raise ExistsError(
+                f"{where} has objects in it that are of no copy, such as {plain(min(there))}: copy to another prefix, "
+                f"or move them away; --overwrite replaces only what is left of a checkpoint"
+            )
+        if (COPYING in there or not self.create(path, data)) and self.note_of(name).get("tag") != tag:
+            raise ExistsError(
+                f"{where} has objects of another checkpoint in it, of which a copy is at work or was interrupted: let "
+                f"that one end, or say --overwrite to replace them"
+            )
+        return name
+
+    def note_of(self, name: str) -> dict[str, Any]:
+        """Whose objects are being put under a name, as `begin` wrote it; empty where nobody says."""
+        try:
+            note = json.loads(self.read_beside(name, COPYING, self.listing(name)) or b"{}")
+        except (ValueError, RecursionError, NotFoundError):
+            return {}
+        return note if isinstance(note, dict) else {}
+
+    def commit(self, draft: str, manifest: Manifest) -> Entry:
+        self.write(f"{draft}/{MANIFEST}", manifest.to_json())
+        self.remove(f"{draft}/{COPYING}")
+        return self._entry(draft, self.listing(draft))
+
+    def abandon(self, draft: str) -> None:
+        with contextlib.suppress(CkptmanError):
+            there = self.listing(draft)
+            if MANIFEST not in there and COPYING in there:
+                for name in (*(there.keys() - {COPYING}), COPYING):  # as long as there are objects, they are ours
+                    self.remove(f"{draft}/{name}")
+
+    def open(self, entry: Entry) -> Original:
+        from ckptman.catalog.backends.object_source import ObjectOriginal  # numpy, which a listing can do without
+
+        return ObjectOriginal(self, entry)
+
+    def delete(self, entry: Entry, tag: str = "") -> None:
         """Remove a checkpoint, or what is left of one that was being removed. Raises: RootError."""
-        self.write(f"{entry.name}/{REMOVING}", b"{}\n")
+        name = entry.path.name
+        self.write(f"{name}/{REMOVING}", b"{}\n")
         # The manifest first, from then on it is no checkpoint; and what tells that last.
-        for name in (MANIFEST, *sorted(entry.sizes.keys() - {MANIFEST, REMOVING}), REMOVING):
-            self.remove(f"{entry.name}/{name}")
+        for each in (MANIFEST, *sorted(self.listing(name).keys() - {MANIFEST, REMOVING}), REMOVING):
+            self.remove(f"{name}/{each}")
+
+    def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def read_note(self, name: str) -> bytes | None:
+        return self.read_whole(f"{DOT}/{name}")
+
+    def create_note(self, name: str, data: bytes) -> bool:
+        return self.create(f"{DOT}/{name}", data)
+
+    def write_note(self, name: str, data: bytes) -> None:
+        self.write(f"{DOT}/{name}", data)
+
+    def hand_on(self, rollbacks: Sequence[Rollback]) -> None:
+        known = {each.id for each in self.rollbacks()} if rollbacks else set[str]()
+        for each in rollbacks:
+            if each.id not in known:
+                self.write(f"{DOT}/rollback-{each.id}.json", each.to_json())
+
+    def make_tier(self) -> None:
+        """Nothing: a prefix is made by what is put there."""
+
+    def check_there(self) -> None:
+        """Nothing: who lists is told."""
+
+    def settle(self) -> None:
+        """Nothing: an object that is there is durable."""
+
+    def prune(self, policy: RetentionPolicy | None, is_meant: Callable[[Sequence[Record]], bool]) -> None:
+        if policy is None:
+            return
+        there = self._found(abandoned=True)
+        for entry in there:
+            if REMOVING in entry.sizes and not entry.was_committed:  # by a prune that was killed
+                self.delete(entry)
+        entries = [entry for entry in there if entry.complete]
+        # Of two that share a number each gets a verdict.
+        records = [replace(entry.record(), sequence=number) for number, entry in enumerate(entries, 1)]
+        if not is_meant(records):
+            return
+        for verdict in plan(records, policy, now_seconds=time.time()):
+            if not verdict.keep:
+                self.delete(entries[verdict.record.sequence - 1])
 
     def ask(self, done: str, call: Callable[[], T], name: str) -> T:
         """Ask the store for something, again where it is busy or away. Raises: NotFoundError, RootError."""
@@ -326,24 +456,29 @@ class ObjectBackend:
             wait *= self._patience.factor
         raise AssertionError("a last attempt ends")
 
-    def _entry(self, name: str, sizes: dict[str, int]) -> ObjectEntry:
-        step = int(name.rpartition("-")[2])
-        url = f"{self.url}/{name}"
-        if MANIFEST not in sizes:
-            return ObjectEntry(step, name, url, None, b"", sizes, "it has no manifest.json")
-        if sizes[MANIFEST] > MOST_BYTES:
-            return ObjectEntry(step, name, url, None, b"", sizes, "its manifest.json is too large to be one")
+    def _found(self, abandoned: bool) -> Sequence[ObjectEntry]:
         try:
-            data = self.read(f"{name}/{MANIFEST}", 0, sizes[MANIFEST])
-            manifest = parse_manifest(f"{url}/{MANIFEST}", data)
+            return self.look(abandoned=abandoned)
+        except NotFoundError:  # nothing below a prefix: it is made by what is put there
+            return []
+
+    def _entry(self, name: str, sizes: dict[str, int]) -> ObjectEntry:
+        url = f"{self.url}/{name}"
+        found = ObjectEntry(int(name.rpartition("-")[2]), Path(url), None, url=url, sizes=sizes, beside=frozenset())
+        if MANIFEST not in sizes:
+            return replace(found, problem="it has no manifest.json")
+        if sizes[MANIFEST] > MOST_BYTES:
+            return replace(found, problem="its manifest.json is too large to be one")
+        try:
+            manifest = parse_manifest(f"{url}/{MANIFEST}", self.read(f"{name}/{MANIFEST}", 0, sizes[MANIFEST]))
         except NotFoundError:
-            return ObjectEntry(step, name, url, None, b"", sizes, "it was removed meanwhile")
+            return replace(found, problem="it was removed meanwhile")
         except FormatVersionError as error:
             why = f"format version {error.found} is newer than this ckptman"
-            return ObjectEntry(step, name, url, None, b"", sizes, why, error)
+            return replace(found, problem=why, newer_format=error)
         except CorruptError as error:
-            return ObjectEntry(step, name, url, None, b"", sizes, str(error))
-        return ObjectEntry(step, name, url, manifest, data, sizes, _problem(step, manifest, sizes))
+            return replace(found, problem=str(error))
+        return replace(found, manifest=manifest, problem=_problem(found.step, manifest, sizes))
 
     def _failure(self, done: str, name: str, error: Exception, attempts: int) -> RootError:
         times = f" {attempts} times" if attempts > 1 else ""
@@ -364,8 +499,3 @@ def _problem(step: int, manifest: Manifest, sizes: dict[str, int]) -> str | None
         if sizes[name] != record.bytes:
             return f"{name} has {sizes[name]} bytes instead of {record.bytes}"
     return None
-
-
-def _commit_order(entry: ObjectEntry) -> tuple[int, float, int]:
-    manifest = entry.manifest
-    return (manifest.sequence, manifest.time_seconds, entry.step) if manifest else (0, 0.0, entry.step)

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
+from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import ObjectBackend, ObjectEntry
 from ckptman.catalog.catalog import Entry, commit_order, mark
-from ckptman.catalog.rollback_records import Rollback, abandoned_by, hand_on, read_rollbacks
-from ckptman.catalog.tiers import (
-    absolute,
-    check_tiers,
-    entries_of,
-    hand_on_to,
-    look_whose,
-    make_tiers,
-    open_tier,
-    read_drained,
-    rollbacks_of,
-)
+from ckptman.catalog.rollback_records import abandoned_by, read_rollbacks
+from ckptman.catalog.tiers import absolute, check_tiers, entries_of, look_whose, make_tiers, open_tier, read_drained
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError, RootError, plain, warn
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.policies.tiers import Tier
-
-
-@dataclass(frozen=True)
-class Remote(Entry):
-    """A checkpoint in an object store. `path` is where it comes to lie when it is fetched, `url` where it is."""
-
-    url: str = ""
 
 
 class TieredBackend(LocalBackend):
@@ -48,9 +31,8 @@ class TieredBackend(LocalBackend):
         check_tiers(self.root, self.tiers)
         self._places = [open_tier(tier, disk) for tier in self.tiers]
         self._strict = strict
-        self.run_ids: frozenset[str] = frozenset()
         self._highest = 0
-        self._objects: dict[str, tuple[ObjectBackend, ObjectEntry]] = {}
+        self._elsewhere: dict[str, Backend] = {}
 
     def make(self) -> None:
         super().make()
@@ -66,13 +48,12 @@ class TieredBackend(LocalBackend):
         rollbacks = list(read_rollbacks(self.root).values())
         troubles: list[tuple[object, CkptmanError]] = []
         for place in self._places:
-            where = place.root if isinstance(place, LocalBackend) else place.url
             try:
                 look_whose(self.root, place, self.run_ids)
                 there = [self._entry(place, entry) for entry in entries_of(place)]
-                rollbacks += rollbacks_of(place)
+                rollbacks += place.rollbacks()
             except CkptmanError as error:
-                troubles.append((where, error))
+                troubles.append((place.where, error))
                 continue
             found = [*there, *found]
         left = abandoned_by(rollbacks)
@@ -87,7 +68,7 @@ class TieredBackend(LocalBackend):
             for each in found
             if each.complete
             or each.newer_format is not None
-            or (each.path.parent == own and not isinstance(each, Remote))
+            or (each.path.parent == own and each.in_folder)
             or each.step not in whole
         ]
         return [entry for entry in found if abandoned or not entry.abandoned]
@@ -96,31 +77,27 @@ class TieredBackend(LocalBackend):
         told = (record.sequence for records in read_drained(self.root).values() for record in records)
         return max([super().last_sequence(), self._highest, *told])
 
-    def hand_on(self) -> None:
+    def hand_on_all(self) -> None:
         """Write down in the root and in all tiers what rollbacks there are anywhere. Raises: CkptmanError, OSError."""
-        known: list[list[Rollback]] = [rollbacks_of(place) for place in self._places]
-        every = [*read_rollbacks(self.root).values(), *(each for one in known for each in one)]
-        hand_on(every, self.root, self._disk)
-        for place, one in zip(self._places, known):
-            hand_on_to(place, every, one)
+        places: list[Backend] = [LocalBackend(self.root, self._disk), *self._places]
+        every = [rollback for place in places for rollback in place.rollbacks()]
+        for place in places:
+            place.hand_on(every)
 
-    def source_of(self, entry: Remote) -> tuple[ObjectBackend, ObjectEntry, bool]:
-        """Where what only an object store has is copied from, and whether that may replace what has its name in the
-        root: a damaged copy of it, and no other checkpoint."""
-        store, found = self._objects[entry.url]
+    def source_of(self, entry: Entry) -> tuple[Backend, bool]:
+        """Where what is not in a folder is copied from, and whether that may replace what has its name in the root: a
+        damaged copy of it, and no other checkpoint."""
         here = next((each for each in super().list(abandoned=True) if each.path == entry.path), None)
         another = here is not None and (
             here.newer_format is not None or (here.manifest is not None and here.manifest.identity != entry.identity)
         )
-        return store, found, not another
+        return self._elsewhere[entry.where], not another
 
-    def _entry(self, place: LocalBackend | ObjectBackend, entry: Entry | ObjectEntry) -> Entry:
-        if isinstance(entry, Entry):
+    def _entry(self, place: Backend, entry: Entry) -> Entry:
+        if entry.in_folder:
             return entry
-        assert isinstance(place, ObjectBackend)
-        self._objects[entry.url] = place, entry
-        path = self.root / entry.name
-        return Remote(entry.step, path, entry.manifest, entry.problem, entry.newer_format, url=entry.url)
+        self._elsewhere[entry.where] = place
+        return replace(entry, path=self.root / entry.path.name)
 
     def _tolerate(self, where: object, error: CkptmanError, has_others: bool) -> None:
         if self._strict or not has_others or not isinstance(error, RootError | NotFoundError):

@@ -1,0 +1,120 @@
+"""What a place that holds checkpoints offers, whatever it is: a folder, an object store, memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ckptman.catalog.catalog import Entry
+from ckptman.catalog.rollback_records import Rollback
+from ckptman.format.manifest import Manifest
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.policies.rules import Record, RetentionPolicy
+
+if TYPE_CHECKING:
+    from ckptman.catalog.backends.source import Original
+
+
+class Backend(Protocol):
+    """A place that holds checkpoints, each a set of files below its name.
+
+    The contract, which one suite of tests holds for every implementation:
+
+    - A checkpoint becomes visible as a whole, durably, or not at all: `begin`, the files, then `commit`.
+    - `list` says what is there now. What cannot be looked at raises, and is never "nothing there".
+    - What has been listed can be read with `open` until it is deleted. `delete` makes it invisible at once.
+
+    Nothing above asks what kind a backend is. Only the leader of a run calls what changes something; every rank may
+    `open`.
+    """
+
+    where: str
+    """Its path or address, as messages and notes name it."""
+
+    def make(self) -> None:
+        """Make the place where it is missing. Raises: ConfigError, RootError."""
+
+    def begin(self, name: str, tag: str) -> str:
+        """Make room for a save that nobody sees yet, and say where the ranks write it.
+
+        Args:
+            name: What it will be called.
+            tag: Tells this attempt from every other.
+        Raises: OSError.
+        """
+
+    def commit(self, draft: str, manifest: Manifest) -> Entry:
+        """Make a draft whose files are all durable the checkpoint of its name: all of it at once, durably.
+
+        Raises: ExistsError (what has the name is no checkpoint), OSError.
+        """
+
+    def abandon(self, draft: str) -> None:
+        """Give up a draft. Never raises: what cannot be removed is a leftover."""
+
+    def list(self, *, abandoned: bool = False) -> list[Entry]:
+        """Return all entries, oldest commit first; with `abandoned` also those that a rollback left behind.
+
+        Raises: NotFoundError, RootError, CorruptError: nobody can tell what is there.
+        """
+
+    def last_sequence(self) -> int:
+        """Return the highest commit sequence that is known, which the next commit has to exceed; 0 where none is."""
+
+    def open(self, entry: Entry) -> Original:
+        """Open a complete entry for reading. Raises: NotFoundError (it is another by now), CorruptError, RootError."""
+
+    def delete(self, entry: Entry, tag: str) -> None:
+        """Make an entry invisible at once, then remove it. One that is gone is no error. Raises: OSError."""
+
+    def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
+        """Hold an entry until the block ends, so that no prune takes it. `what`: who reads, in words."""
+
+    # What is beside the checkpoints.
+
+    def read_note(self, name: str) -> bytes | None:
+        """Return a small file of `.ckptman`; None where there is none. Raises: CorruptError, RootError."""
+
+    def create_note(self, name: str, data: bytes) -> bool:
+        """Write such a file where there is none, durably. False: there was one. Raises: OSError."""
+
+    def write_note(self, name: str, data: bytes) -> None:
+        """Write such a file in place of what is there, durably and as a whole. Raises: OSError."""
+
+    def rollbacks(self) -> Sequence[Rollback]:
+        """Return the rollbacks that are written down here. Raises: CkptmanError."""
+
+    def hand_on(self, rollbacks: Sequence[Rollback]) -> None:
+        """Write down those rollbacks that are not known here. Raises: CkptmanError, OSError."""
+
+    # As a tier.
+
+    def make_tier(self) -> None:
+        """Make a new tier, below what has to be there already. Raises: RootError."""
+
+    def check_there(self) -> None:
+        """Look whether a tier that was made once can be asked. Raises: NotFoundError, RootError: a mount is away."""
+
+    def settle(self) -> None:
+        """Make durable what is visible: who made it visible may have been killed before. Raises: OSError."""
+
+    def prune(self, policy: RetentionPolicy | None, is_meant: Callable[[Sequence[Record]], bool]) -> None:
+        """Delete what a policy does not keep, and what crashes left.
+
+        Args:
+            policy: None keeps everything.
+            is_meant: Asked with what is there whether the policy can be meant for it.
+        Raises: CkptmanError, OSError.
+        """
+
+
+def open_backend(where: str | os.PathLike[str], disk: Disk = DISK) -> Backend:
+    """Return the backend of a path or an address. Raises: ConfigError."""
+    from ckptman.catalog.backends.local import LocalBackend
+    from ckptman.catalog.backends.object_store import ObjectBackend, find_url
+
+    url = find_url(os.fspath(where))
+    return ObjectBackend(url) if url is not None else LocalBackend(Path(where), disk)

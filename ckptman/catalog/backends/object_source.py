@@ -1,0 +1,88 @@
+"""What a copy reads out of an object store."""
+
+from __future__ import annotations
+
+from xxhash import xxh3_128_hexdigest
+
+from ckptman.catalog.backends.object_store import COPYING, ObjectBackend
+from ckptman.catalog.backends.source import Facts, GoneError, Reading
+from ckptman.catalog.catalog import Entry
+from ckptman.catalog.pins import PINNED
+from ckptman.errors import CkptmanError, NotFoundError
+from ckptman.format.manifest import parse_manifest
+from ckptman.format.paths import MANIFEST, digests_name
+from ckptman.io.checksums import Digests, digests_bytes
+
+THREADS = 8
+"""As many as wait for the network at a time, where nobody says otherwise."""
+
+
+class ObjectOriginal:
+    """A checkpoint in an object store, as it was listed. Raises: CorruptError, FormatVersionError, RootError."""
+
+    readers = THREADS
+
+    def __init__(self, place: ObjectBackend, entry: Entry) -> None:
+        self._place, self._name = place, entry.path.name
+        manifest, there = entry.require_manifest(), place.listing(self._name)
+        data = place.read_whole(f"{self._name}/{MANIFEST}") or b""
+        if not data or parse_manifest(f"{entry.where}/{MANIFEST}", data).to_json() != manifest.to_json():
+            raise self._gone(entry.where)
+        beside = {MANIFEST, PINNED, COPYING, *manifest.files}
+        self.facts = Facts(
+            where=entry.where,
+            name=self._name,
+            manifest=manifest,
+            sizes={name: record.bytes for name, record in manifest.files.items()},
+            data=data,
+            tag=xxh3_128_hexdigest(data)[:16],
+            block_bytes=manifest.block_bytes,
+            pinned=place.read_beside(self._name, PINNED, there),
+            remarks=tuple(f"{name} is not in the manifest: it was not copied" for name in there.keys() - beside),
+            rollbacks=tuple(place.rollbacks()),
+        )
+
+    def open(self, name: str) -> Reading:
+        return _ObjectReading(self._place, f"{self._name}/{name}")
+
+    def digests(self, name: str) -> Digests | None:
+        assert self.facts.manifest is not None
+        files, block, beside = self.facts.manifest.files, self.facts.block_bytes, digests_name(name)
+        if beside is None or beside not in files:
+            return None
+        size = files[name].bytes
+        blocks = self._place.read(f"{self._name}/{beside}", 0, min(digests_bytes(size, block), files[beside].bytes))
+        # What is damaged itself tells nothing of others.
+        return Digests(block, blocks, size) if xxh3_128_hexdigest(blocks) == files[name].digest else None
+
+    def lost(self) -> CkptmanError | None:
+        gone, data = self._gone(self.facts.where), self.facts.data
+        try:
+            sizes = self._place.listing(self._name)
+            if any(sizes.get(name) != size for name, size in self.facts.sizes.items()):
+                return gone
+            return None if self._place.read(f"{self._name}/{MANIFEST}", 0, len(data)) == data else gone
+        except NotFoundError:
+            return gone
+        except CkptmanError:
+            return None
+
+    def _gone(self, where: str) -> GoneError:
+        return GoneError(
+            f"{where} was removed, in part or as a whole, or put again, while it was copied: ckptman list "
+            f"{self._place.url} shows what is left; copy again"
+        )
+
+
+class _ObjectReading:
+    def __init__(self, place: ObjectBackend, name: str) -> None:
+        self._place, self._name = place, name
+
+    def read(self, offset: int, size: int, scratch: memoryview) -> memoryview:
+        # Copied to where direct I/O can write it from.
+        view = scratch[:size]
+        view[:] = self._place.read(self._name, offset, size)
+        return view
+
+    def close(self) -> None:
+        pass
