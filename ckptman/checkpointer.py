@@ -407,10 +407,9 @@ class Checkpointer:
             warn(f"{error} It is tried once more before the run ends.")
 
     def _leave_if_asked(self) -> None:
-        agreed = self._agreement.at(self._pace.previous_step)
-        if agreed is not None and agreed.stop is not None:
-            self._stop = agreed.stop
-            self._attempt.note("stop_asked", step=self._pace.previous_step, reason=agreed.stop)
+        if (stop := self._agreement.asked_to_stop()) is not None:
+            self._stop = stop
+            self._attempt.note("stop_asked", step=self._pace.previous_step, reason=stop)
             raise SystemExit(EXIT_AGAIN)
 
     # ---- saving and restoring ----------------------------------------------------------------------------------

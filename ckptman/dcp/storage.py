@@ -41,8 +41,7 @@ from ckptman.format.table_assembly import pack
 from ckptman.io.checksums import digest_bytes
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
-from ckptman.loading.read import NOT_USABLE, Fill, read_bytes, read_fills
-from ckptman.loading.restricted_unpickler import load_plain
+from ckptman.loading.read import NOT_USABLE, Fill, read_fills
 from ckptman.saving.draft import Draft
 from ckptman.saving.index_writer import IndexWriter, Part, write_part
 from ckptman.saving.loadable import warn_of_refused
@@ -237,8 +236,7 @@ class StorageReader(FileSystemReader):
     def _value(self, item: ReadItem) -> io.BytesIO:
         # torch's own planner unpickles values without restriction: it is given what the restricted unpickler made.
         name = item.storage_index.fqn
-        data = io.BytesIO(read_bytes(self.saved, name, verify=self._verify))
-        value = load_plain(data, f"{self.path}: the value {name}")
+        value = self.saved.plain_value(name, verify=self._verify)
         safe = io.BytesIO()
         torch.save(value, safe)
         safe.seek(0)

@@ -11,7 +11,6 @@ from ckptman.format.paths import digests_name
 from ckptman.io.checksums import DIGEST_BYTES
 from ckptman.io.safe_open import open_regular
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.piecewise import read_range
 
 PIECE_BYTES = 4 * 1024 * 1024
 
@@ -93,7 +92,7 @@ def _same_bytes(
 ) -> bool:
     for at in range(0, size, PIECE_BYTES):
         length = min(PIECE_BYTES, size - at)
-        mine = read_range(a, ours[0], ours[1] + at, length, name)
-        if mine != read_range(b, theirs[0], theirs[1] + at, length, name):
+        mine = a.read_range(ours[0], ours[1] + at, length, name)
+        if mine != b.read_range(theirs[0], theirs[1] + at, length, name):
             return False
     return True

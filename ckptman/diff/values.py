@@ -14,7 +14,6 @@ from ckptman.errors import CorruptError
 from ckptman.format.value_codec import TensorRef, leaves_in
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.loading.piecewise import why_refused
-from ckptman.loading.read import read_bytes
 from ckptman.state.file_layout import as_bytes
 from ckptman.state.local_shards import is_dense
 
@@ -57,12 +56,12 @@ class _Pickled:
     name: str
 
     def bytes(self) -> bytes:
-        return read_bytes(self.saved, self.name)
+        return self.saved.pickle_of(self.name)
 
     def value(self) -> Any:
         data = self.bytes()
         try:
-            return self.saved.pickled(self.name, data)
+            return self.saved.unpickled(self.name, data)
         except CorruptError as error:
             return Unreadable(why_refused(error))
 

@@ -15,7 +15,6 @@ from ckptman.errors import ConfigError, CorruptError, plain
 from ckptman.exporting.target import Format
 from ckptman.format.value_codec import TensorRef, is_leaf, leaves_in
 from ckptman.loading.checkpoint_reader import Lazy, SavedState, resolve
-from ckptman.loading.read import read_bytes
 
 MODEL = "model"
 """The entry of a state that is exported where nothing else is asked for."""
@@ -170,16 +169,12 @@ def _state_of(saved: SavedState) -> dict[str, Any]:
             continue
         top, _, rest = name.partition(".")
         entry = state.setdefault(top, {}) if rest else None
-        leaf = TensorRef(name) if name in saved.index.tensors else Lazy(partial(_unpickled, saved, name))
+        leaf = TensorRef(name) if name in saved.index.tensors else Lazy(partial(saved.plain_value, name))
         if isinstance(entry, dict):
             entry[rest] = leaf
         else:
             state[name] = leaf
     return state
-
-
-def _unpickled(saved: SavedState, name: str) -> Any:
-    return saved.pickled(name, read_bytes(saved, name))
 
 
 def _part(saved: SavedState, state: dict[str, Any], only: str | None, everything: bool) -> tuple[Any, Keys]:

@@ -39,8 +39,10 @@ from ckptman.format.table_assembly import assemble
 from ckptman.format.torch_zip import PartOfFile
 from ckptman.format.value_codec import TensorRef, decode, paths_in
 from ckptman.io.checksums import Digests, digest_file, digest_of_blocks
+from ckptman.io.range_reader import ReadReport, read_wanted
 from ckptman.io.safe_open import open_regular
-from ckptman.loading.restricted_unpickler import load_plain, read_foreign_metadata, read_foreign_object, transforms_in
+from ckptman.io.spans import Wanted
+from ckptman.loading.restricted_unpickler import load_plain, read_foreign_metadata, transforms_in
 from ckptman.state.tensor_container import payload_of
 
 MAX_LIST = 1_000_000
@@ -92,7 +94,9 @@ class SavedState:
         if (folder / METADATA).exists():
             metadata = read_foreign_metadata(folder / METADATA)
             index, table = _index_of(folder, metadata)
-            return cls(folder, index, table, None, _foreign_values(folder, metadata), metadata)
+            saved = cls(folder, index, table, None, described=metadata)
+            saved.values = _foreign_values(saved, metadata)
+            return saved
         raise NotFoundError(
             f"{folder} is no checkpoint: it has neither {MANIFEST} nor {METADATA}. Name the folder of one step"
         )
@@ -106,6 +110,11 @@ class SavedState:
                 f"torch alone undoes: load it by dcp.load with the extensions it was saved with, and save it again by "
                 f"ckptman"
             )
+
+    @property
+    def identity(self) -> str:
+        """What tells it from another checkpoint of the same name; "" for a foreign one."""
+        return self.manifest.identity if self.manifest is not None else ""
 
     def tensor(self, name: str) -> TensorRecord:
         """Shape and dtype of a tensor."""
@@ -152,9 +161,30 @@ class SavedState:
             )
         return None if inside is None else chunk.offset + inside
 
-    def pickled(self, name: str, data: bytes) -> Any:
+    def read_wanted(self, wanted: Sequence[Wanted], *, verify: bool = True) -> ReadReport:
+        """Read ranges of the data files, each block checked where there are digests. Raises: CorruptError, OSError."""
+        known = {name: self.digests(name) for name in {each.file for each in wanted}} if verify else {}
+        digests = {name: each for name, each in known.items() if each is not None}
+        return read_wanted(self.folder, wanted, digests or None)
+
+    def read_range(self, file: str, offset: int, size: int, label: str, *, verify: bool = True) -> bytearray:
+        """Bytes of a data file. Raises: CorruptError, OSError."""
+        data = bytearray(size)
+        self.read_wanted([Wanted(file, offset, size, into=memoryview(data), label=label)], verify=verify)
+        return data
+
+    def pickle_of(self, name: str, *, verify: bool = True) -> bytes:
+        """The pickle of a plain value. Raises: CorruptError, OSError."""
+        at = self.object(name)
+        return bytes(self.read_range(at.file, at.offset, at.bytes, name, verify=verify))
+
+    def unpickled(self, name: str, data: bytes) -> Any:
         """A plain value out of its pickle, by the restricted unpickler. Raises: CorruptError."""
         return load_plain(io.BytesIO(data), f"{self.folder}: the value {name}")
+
+    def plain_value(self, name: str, *, verify: bool = True) -> Any:
+        """A plain value of which there is a pickle. Raises: CorruptError, OSError."""
+        return self.unpickled(name, self.pickle_of(name, verify=verify))
 
     def object(self, name: str) -> Location:
         """Where the pickle of a plain value lies. Raises: CorruptError."""
@@ -361,10 +391,9 @@ def _index_of(folder: Path, metadata: Metadata) -> tuple[Index, ChunkTable]:
     return index, ChunkTable(records, table, where=str(folder / METADATA))
 
 
-def _foreign_values(folder: Path, metadata: Metadata) -> dict[str, Any]:
+def _foreign_values(saved: SavedState, metadata: Metadata) -> dict[str, Any]:
     """The nested state that plain DCP flattened, rebuilt from the paths in its metadata."""
-    values: dict[str, Any] = {}
-    paths = metadata.planner_data or {}
+    folder, values, paths = saved.folder, dict[str, Any](), metadata.planner_data or {}
     for name, described in metadata.state_dict_metadata.items():
         path = paths.get(name, (name,)) if isinstance(paths, dict) else None
         if not isinstance(path, tuple) or not path or not all(isinstance(part, (str, int)) for part in path):
@@ -375,7 +404,7 @@ def _foreign_values(folder: Path, metadata: Metadata) -> dict[str, Any]:
         if isinstance(described, TensorStorageMetadata):
             _set(values, path, TensorRef(name), folder)
         else:
-            _set(values, path, Lazy(partial(read_foreign_object, folder, metadata, name)), folder)
+            _set(values, path, Lazy(partial(saved.plain_value, name)), folder)
     return values
 
 

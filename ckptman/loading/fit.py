@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ckptman.errors import ConfigError, plain, warn
 from ckptman.format.value_codec import TensorRef
 from ckptman.loading.checkpoint_reader import Lazy, SavedState, resolve
-from ckptman.loading.read import fills_for_box, read_bytes, read_fills, refuse_unfillable
+from ckptman.loading.read import fills_for_box, read_fills, refuse_unfillable
 from ckptman.state.file_layout import as_bytes
 from ckptman.state.local_shards import Box, local_parts
 from ckptman.state.named_state import (
@@ -73,10 +73,10 @@ class Fit:
         self._live = nested(self._state, self._rank, saved.values)
         for name, target in self._state.items():
             if isinstance(target, torch.optim.Optimizer) and name in saved.values:
-                newer = settings_of_a_newer_torch(self._live[name], saved.values[name], name, warns=warns)
+                newer = _settings_of_newer_torch(self._live[name], saved.values[name], name, warns=warns)
                 saved.values[name] |= newer
         if self._strict and saved.manifest is None:
-            take_from_top(self._state, self._live, saved, warns=warns)
+            _nest_bare_model(self._state, self._live, saved, warns=warns)
 
     def match(self) -> Report:
         """See what fits, after `ask`. Raises: CorruptError, also for plain values; ConfigError."""
@@ -101,7 +101,7 @@ class Fit:
         for name, values in saved.values.items() if self._strict else ():
             self.expected |= {f"{name}.{entry}" for entry in values} if is_named(self._state.get(name)) else {name}
         if not report.missing and not report.mismatched:
-            report.mismatched += apart_in_one_memory(saved, self.targets, self._plain_names(), verify=self._verify)
+            report.mismatched += _wrongly_tied(saved, self.targets, self._plain_names(), verify=self._verify)
             # Now: a plain value that others pickled may turn out to be damaged, and nothing has been filled yet.
             self.values = {name: resolve(value) for name, value in self.values.items()}
         return report
@@ -133,13 +133,13 @@ class Fit:
     def _match_named(self, name: str, target: object) -> None:
         live, saved = self._live[name], self._saved.values.get(name, {})
         if isinstance(target, torch.optim.Optimizer):
-            live = started(live, saved) | settings_made_later(live, saved)
-            self._report.mismatched += settings_apart(self._state, name, saved)
+            live = _without_unsaved_state(live, saved) | _settings_added_later(live, saved)
+            self._report.mismatched += _conflicting_settings(self._state, name, saved)
         self._report.wanted |= {f"{name}.{entry}" for entry in live}
         self.values[name] = values = {}
         for entry, value in live.items():
-            if is_extra_state(entry) and entry in saved:
-                self.targets |= own_tensors(self._saved, f"{name}.{entry}", saved[entry], value)
+            if _is_extra_state(entry) and entry in saved:
+                self.targets |= _new_tensors(self._saved, f"{name}.{entry}", saved[entry], value)
                 values[entry] = saved[entry]
             else:
                 values[entry] = self._match(value, (name, entry))
@@ -157,7 +157,7 @@ class Fit:
             if isinstance(live, list) and not is_leaf(live):
                 return [self._match(each, (*path, number)) for number, each in enumerate(live)]
             if not known and name in objects:
-                return Lazy(partial(self._unpickled, name))
+                return Lazy(partial(self._saved.plain_value, name, verify=self._verify))
             if there is None and isinstance(live, Mapping) and name not in objects:
                 return live  # DCP saves nothing of an empty mapping; in a list, None is in its place
         if not known:
@@ -178,9 +178,6 @@ class Fit:
         self._fill(ref.name, live)
         return ref
 
-    def _unpickled(self, name: str) -> Any:
-        return self._saved.pickled(name, read_bytes(self._saved, name, verify=self._verify))
-
     def _fill(self, name: str, tensor: torch.Tensor) -> None:
         """Have a tensor of this run filled where it is. One of another shape or dtype is reported."""
         record = self._saved.tensor(name)
@@ -199,7 +196,7 @@ class Fit:
 
     def _take(self, name: str, saved: Any, live: Any) -> None:
         """Take what was saved, with new tensors for those in it."""
-        self.targets |= own_tensors(self._saved, name, saved, live)
+        self.targets |= _new_tensors(self._saved, name, saved, live)
         self.values[name] = saved
 
     def _take_and_fill(self, name: str) -> None:
@@ -212,6 +209,15 @@ class Fit:
         for full in there & here.keys():
             self._fill(full, here[full])
         self.targets |= {full: _new_tensor(self._saved, full) for full in there - here.keys()}
+
+
+def name_as(state: Mapping[str, Any], saved: SavedState) -> None:
+    """Bring the saved values of the optimizers of this state under flat names."""
+    for name in [each for each in saved.values if is_named(state.get(each))]:
+        if not isinstance(saved.values[name], dict):
+            saved.values[name] = {}  # another object had this name: all of this one is missing
+        elif isinstance(state[name], torch.optim.Optimizer):
+            saved.values[name] = _flat_optimizer(saved.values[name])
 
 
 def _is_per_rank(target: object) -> bool:
@@ -240,12 +246,12 @@ def _form(shape: Sequence[int], dtype: torch.dtype | str) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
-def is_extra_state(entry: str) -> bool:
+def _is_extra_state(entry: str) -> bool:
     """Whether an entry of a module's state dict is what its `get_extra_state` gave, and `set_extra_state` checks."""
     return entry.rpartition(".")[2] == "_extra_state"
 
 
-def own_tensors(saved: SavedState, name: str, value: Any, live: Any) -> dict[str, torch.Tensor]:
+def _new_tensors(saved: SavedState, name: str, value: Any, live: Any) -> dict[str, torch.Tensor]:
     """New tensors for those in a saved value, sharded as the live ones are: one of these may well be a parameter."""
     there = snapshot_of({name: live}).tensors
     return {ref.name: _new_tensor(saved, ref.name, there.get(ref.name)) for ref in refs_in(value)}
@@ -263,7 +269,7 @@ def _new_tensor(saved: SavedState, name: str, like: torch.Tensor | None = None) 
     return torch.empty(size, dtype=dtype, device=like.device if like is not None else None)
 
 
-def apart_in_one_memory(
+def _wrongly_tied(
     saved: SavedState, targets: Mapping[str, torch.Tensor], plain: Iterable[str], *, verify: bool = True
 ) -> list[str]:
     """What is one tensor in this run and was saved as two that differ: a copy that was kept of a parameter, say.
@@ -299,13 +305,13 @@ def _saved_bytes(saved: SavedState, name: str, box: Box, like: torch.Tensor, ver
     return as_bytes(read)
 
 
-def started(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _without_unsaved_state(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state, without what parameters have of it that had none yet when it was saved."""
     known = {parameter_of(entry) for entry in saved}
     return {entry: value for entry, value in live.items() if not (each := parameter_of(entry)) or each in known}
 
 
-def settings_made_later(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_added_later(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint has of parameter groups that an optimizer, or its schedule, adds to them in its first steps."""
     known = {entry.rpartition(".")[0] for entry in live if entry.startswith(GROUPS)}
     return {
@@ -315,7 +321,7 @@ def settings_made_later(live: Mapping[str, Any], saved: Mapping[str, Any]) -> di
     }
 
 
-def settings_apart(state: Mapping[str, Any], name: str, saved: Mapping[str, Any]) -> list[str]:
+def _conflicting_settings(state: Mapping[str, Any], name: str, saved: Mapping[str, Any]) -> list[str]:
     """What a checkpoint has of parameters in different groups that are in one group of the optimizer `name` now: of
     their settings it can have only one. Those that are tensors, or that plain DCP pickled, are not looked at."""
     groups = groups_by_name(model_of(state[name], state), state[name])
@@ -331,7 +337,7 @@ def settings_apart(state: Mapping[str, Any], name: str, saved: Mapping[str, Any]
     return found
 
 
-def settings_of_a_newer_torch(
+def _settings_of_newer_torch(
     live: Mapping[str, Any], saved: Mapping[str, Any], name: str, *, warns: bool
 ) -> dict[str, Any]:
     """What an optimizer has of parameter groups that a checkpoint lacks, which has all else of them: it stays as it is.
@@ -342,7 +348,7 @@ def settings_of_a_newer_torch(
         for entry, value in live.items()
         if entry not in saved and entry.rpartition(".")[0] in known and not isinstance(value, torch.Tensor)
     }
-    if not kept or settings_made_later(live, saved):
+    if not kept or _settings_added_later(live, saved):
         return {}
     if warns:
         settings = {entry.rpartition(".")[2]: value for entry, value in kept.items()}
@@ -351,7 +357,7 @@ def settings_of_a_newer_torch(
     return kept
 
 
-def flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:
+def _flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's saved state under flat names, also where plain DCP was given one that was not flattened."""
     if not isinstance(values.get("state", {}), dict) or "param_groups" not in values:
         return values
@@ -364,7 +370,7 @@ def flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def take_from_top(state: Mapping[str, Any], live: Mapping[str, Any], saved: SavedState, *, warns: bool) -> None:
+def _nest_bare_model(state: Mapping[str, Any], live: Mapping[str, Any], saved: SavedState, *, warns: bool) -> None:
     """Put the tensors of a model under its name where a foreign checkpoint has them at its top, as torchtitan saves
     them: there is nothing of the model's own name, and its names are there without it. What else is there that the
     state has no key for is left there.

@@ -15,9 +15,8 @@ from ckptman.errors import CkptmanError, CorruptError, MismatchError
 from ckptman.io.failure_cause import trouble_of_load
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.loading.exchange import read_together
-from ckptman.loading.fit import Fit, State, flat_optimizer
+from ckptman.loading.fit import Fit, State, name_as
 from ckptman.loading.read import NOT_USABLE
-from ckptman.state.named_state import is_named
 from ckptman.state.optimizers import as_before_on_error
 
 T = TypeVar("T")
@@ -54,26 +53,15 @@ def _read_on_all(channel: Channel, state: State, folder: Path) -> SavedState:
     saved: list[SavedState] = []
 
     def read() -> str:
-        saved.append(_read(state, folder, channel.rank))
-        manifest = saved[0].manifest
-        return manifest.identity if manifest is not None else ""
+        saved.append(read_to_load(folder, channel.rank))
+        name_as(state, saved[0])
+        return saved[0].identity
 
     with _corrupt_on_all(folder):
         identities = channel.run_on_all(read)
     if len(set(identities)) > 1:
         raise CkptmanError(f"{folder}: the ranks see different checkpoints, as it was replaced just now: load it again")
     return saved[0]
-
-
-def _read(state: State, folder: Path, rank: int) -> SavedState:
-    """What a checkpoint holds; of the optimizers of this state, under flat names."""
-    saved = read_to_load(folder, rank)
-    for name in [each for each in saved.values if is_named(state.get(each))]:
-        if not isinstance(saved.values[name], dict):
-            saved.values[name] = {}  # another object had this name: all of this one is missing
-        elif isinstance(state[name], torch.optim.Optimizer):
-            saved.values[name] = flat_optimizer(saved.values[name])
-    return saved
 
 
 def _match_on_all(channel: Channel, fit: Fit, folder: Path) -> None:

@@ -14,8 +14,6 @@ import torch
 
 from ckptman.errors import CorruptError
 from ckptman.io.checksums import Digests
-from ckptman.io.range_reader import read_wanted
-from ckptman.io.spans import Wanted
 from ckptman.io.wakeup import Worker
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
 from ckptman.loading.read import Fill, fills_for_box, read_fills
@@ -130,7 +128,7 @@ class Reader:
         if self._held is None or self._held[0] != place:
             self._held = None
             where = f"{self.saved.folder / chunk.file}: {name}"
-            data = read_range(self.saved, chunk.file, chunk.offset, chunk.bytes, name)
+            data = self.saved.read_range(chunk.file, chunk.offset, chunk.bytes, name)
             try:
                 tensor = load_plain(io.BytesIO(data), where)
             except CorruptError as error:
@@ -142,12 +140,3 @@ class Reader:
             except (NotImplementedError, RuntimeError) as error:
                 raise Refused(f"{where} cannot be dequantized: {error}") from error
         return self._held[1]
-
-
-def read_range(saved: SavedState, file: str, offset: int, size: int, label: str) -> bytearray:
-    """Bytes of a data file, checked where there are digests. Raises: CorruptError."""
-    data = bytearray(size)
-    digests = saved.digests(file)
-    wanted = [Wanted(file, offset, size, into=memoryview(data), label=label)]
-    read_wanted(saved.folder, wanted, None if digests is None else {file: digests})
-    return data

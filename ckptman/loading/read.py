@@ -15,8 +15,8 @@ import torch
 from ckptman._torch_compat import is_overlapping
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.pickle_guard import NotAllowed
-from ckptman.io.checksums import BLOCK_BYTES, Digests
-from ckptman.io.range_reader import ReadReport, read_wanted
+from ckptman.io.checksums import BLOCK_BYTES
+from ckptman.io.range_reader import ReadReport
 from ckptman.io.spans import Wanted
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
 from ckptman.loading.restricted_unpickler import load_plain
@@ -114,7 +114,7 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
         room -= fill.chunk.bytes
     try:
         try:
-            report = _read(saved, wanted, verify)
+            report = saved.read_wanted(wanted, verify=verify)
         finally:
             uploads.finish()
         for batch in special:
@@ -123,7 +123,7 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
                 Wanted(fill.chunk.file, fill.chunk.offset, len(container), into=container, label=fill.name)
                 for fill, container in zip(batch, containers)
             ]
-            found = _read(saved, whole, verify)
+            found = saved.read_wanted(whole, verify=verify)
             report.wanted_bytes += found.wanted_bytes
             report.read_bytes += found.read_bytes
             for fill, container in zip(batch, containers):
@@ -131,24 +131,6 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
     except CorruptError as error:
         raise CorruptError(f"{error}. {NOT_USABLE}") from error
     return report
-
-
-def _read(saved: SavedState, wanted: Sequence[Wanted], verify: bool) -> ReadReport:
-    return read_wanted(saved.folder, wanted, _digests(saved, wanted) if verify else None)
-
-
-def read_bytes(saved: SavedState, name: str, *, verify: bool = True) -> bytes:
-    """The pickle of a plain value. Raises: CorruptError."""
-    at = saved.object(name)
-    data = bytearray(at.bytes)
-    _read(saved, [Wanted(at.file, at.offset, at.bytes, into=memoryview(data), label=name)], verify)
-    return bytes(data)
-
-
-def _digests(saved: SavedState, wanted: Sequence[Wanted]) -> dict[str, Digests] | None:
-    """The block digests of the files that are read; None for a checkpoint that has none."""
-    found = {name: saved.digests(name) for name in {each.file for each in wanted}}
-    return {name: each for name, each in found.items() if each is not None} or None
 
 
 class _Cut:

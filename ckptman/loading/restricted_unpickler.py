@@ -36,7 +36,7 @@ from ckptman.errors import CorruptError
 from ckptman.format.manifest import is_plain_name
 from ckptman.format.pickle_guard import HostilePickle, NotAllowed, check_pickle
 from ckptman.format.torch_zip import data_at, records
-from ckptman.io.safe_open import open_regular, read_regular
+from ckptman.io.safe_open import read_regular
 
 MAX_PATH = 100
 """Names from the top of a state down to a value. Plain DCP itself can go no deeper than Python's own limit."""
@@ -140,21 +140,6 @@ def _check_links(folder: Path, names: Iterable[str]) -> None:
                 f"not followed. If they are meant, copy the checkpoint with what they point to (cp -rL), and name the "
                 f"folder of the copy"
             )
-
-
-def read_foreign_object(folder: Path, metadata: Metadata, name: str) -> Any:
-    """One plain value of a foreign checkpoint, by torch's restricted unpickler. Raises: CorruptError, OSError."""
-    info = metadata.storage_data.get(MetadataIndex(name))
-    if info is None or min(info.offset, info.length) < 0:
-        raise CorruptError(f"{folder}: the value {name} is described and lies nowhere: restore another checkpoint")
-    path = folder / info.relative_path
-    try:
-        with open(open_regular(path, follow=True), "rb") as file:
-            file.seek(info.offset)
-            data = file.read(min(info.length, os.fstat(file.fileno()).st_size))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptError(f"{path} is missing, and the value {name} is in it: restore another checkpoint") from error
-    return load_plain(io.BytesIO(data), f"{folder}: the value {name}")
 
 
 def load_plain(data: io.BytesIO, what: str) -> Any:

@@ -75,6 +75,11 @@ class StepConsensus:
             return None
         return Agreed(_stop_text(flags[_STOP]), bool(flags[_SAVE]), flags[_FAILED])
 
+    def asked_to_stop(self) -> str | None:
+        """Return the signal that has come on any rank by now, or None. Every rank calls it, before the first step."""
+        self.drain()
+        return _stop_text(max(self._control.gather(self._stop_flag())))
+
     def ahead(self, step: int) -> None:
         """Send what this rank wants at `step`, the next one."""
         self._expected_step = step
@@ -96,10 +101,12 @@ class StepConsensus:
     def _flags(self, step: int, *, ahead: bool) -> list[int]:
         if self._control.is_leader:
             self._planned = self._plan(step, ahead)
-        received = self._signals.received if self._signals is not None else None
-        stop = 0 if received is None else int(received) * _RANKS + self._control.rank
         slow = int(bool(self._recorder.too_slow))
-        return [stop, int(self._planned is not None), self._saver.failed, slow, step, -step]
+        return [self._stop_flag(), int(self._planned is not None), self._saver.failed, slow, step, -step]
+
+    def _stop_flag(self) -> int:
+        received = self._signals.received if self._signals is not None else None
+        return 0 if received is None else int(received) * _RANKS + self._control.rank
 
     def _plan(self, step: int, ahead: bool) -> Decision | CkptmanError | None:
         # A policy that raises must not leave the other ranks waiting: the error travels as a decision.

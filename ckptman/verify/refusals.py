@@ -15,7 +15,6 @@ from ckptman.format.pickle_guard import NotAllowed
 from ckptman.format.value_codec import paths_in
 from ckptman.io.safe_open import open_regular
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.read import read_bytes
 from ckptman.saving.loadable import refusal_of
 from ckptman.state.tensor_container import QUANTIZED
 from ckptman.verify import proof
@@ -63,7 +62,7 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
 def _refusals(saved: SavedState) -> Iterator[CorruptError]:
     plain = {name for name, _ in paths_in(saved.values)} if saved.manifest else set()
     for name in saved.index.objects.keys() - plain:
-        if error := refusal_of(read_bytes(saved, name, verify=False), f"the value {name}"):
+        if error := refusal_of(saved.pickle_of(name, verify=False), f"the value {name}"):
             yield error
     for name in saved.index.tensors:
         for chunk in saved.all_chunks(name):

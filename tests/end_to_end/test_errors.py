@@ -269,9 +269,13 @@ def no_memory_left(*_: object, **__: object) -> torch.Tensor:
         ("torch.empty", no_memory_left, "not enough memory or open files"),
         ("ckptman.loading.checkpoint_reader.open_table", no_memory_for_numpy, "not enough memory"),
         ("ckptman.io.workers.aligned_memory", OSError(errno.ENOMEM, "none left"), "not enough memory"),
-        ("ckptman.loading.read.read_wanted", RuntimeError("CUDA error: out of memory"), "not enough memory"),
         (
-            "ckptman.loading.read.read_wanted",
+            "ckptman.loading.checkpoint_reader.read_wanted",
+            RuntimeError("CUDA error: out of memory"),
+            "not enough memory",
+        ),
+        (
+            "ckptman.loading.checkpoint_reader.read_wanted",
             RuntimeError("CUDA error: illegal"),
             "device of rank 0 failed .*usable",
         ),
