@@ -1,7 +1,7 @@
 """Reading once what several ranks need: each of them reads a share from storage and sends it to the others.
 
-Ranks that hold the same part of a tensor (replicas), or columns of the same rows, make a family. Laid end to end, the
-rows that a family needs are a line of bytes; every member reads an equal length of it, in bands of whole rows, and
+Ranks that hold the same part of a tensor (replicas), or columns of the same rows, make a group. Laid end to end, the
+rows that a group needs are one line of bytes; every member reads an equal length of it, in bands of whole rows, and
 after each band the members exchange what the others need. So nobody reads columns by reading all of every row.
 """
 
@@ -23,15 +23,15 @@ from ckptman._torch_compat import local_shape_and_offset, local_tensor
 from ckptman.comm.control import Channel
 from ckptman.io.wakeup import Task, Worker
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.read import Fill, Uploads, fills_for, fills_for_box, read_fills
+from ckptman.loading.read import Fill, Uploads, fills_for_all, fills_for_box, read_fills
 from ckptman.state.file_layout import as_bytes, put
 from ckptman.state.local_shards import local_parts
 from ckptman.state.tensor_container import is_plain
 
 BAND_BYTES = 32 * 1024 * 1024
-"""What the members of a family hold in flight together, twice: one band is read while the one before is exchanged."""
+"""What the members of a group hold in flight together, twice: one band is read while the one before is exchanged."""
 MEMBERS = 32
-"""The most ranks in a family: of more that need the same, every so many make one of their own."""
+"""The most ranks in a group: of more that need the same, every so many make one of their own."""
 SHARED_BYTES = 4096
 """Tensors of less than this are read by every rank: asking others for them would take longer."""
 
@@ -39,14 +39,14 @@ T = TypeVar("T")
 
 
 class Member(NamedTuple):
-    """The box of one member of a family, in elements of the global tensor."""
+    """The box of one member of a group, in elements of the global tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-class Common(NamedTuple):
-    """A tensor that a family reads together: `memory` is this rank's part of it, `boxes` are the parts of all.
+class SharedTensor(NamedTuple):
+    """A tensor that a group reads together: `memory` is this rank's part of it, `boxes` are the parts of all.
 
     `offsets` and `sizes` are the box that holds them all; along dimension 0 it is no larger than each of them.
     """
@@ -69,14 +69,14 @@ class Common(NamedTuple):
 class Band(NamedTuple):
     """Rows of a tensor that one member reads."""
 
-    common: Common
+    shared: SharedTensor
     first: int
     rows: int
 
     @property
     def target(self) -> torch.Tensor:
         """Where this rank's part of them belongs."""
-        return self.common.memory.narrow(0, self.first, self.rows)
+        return self.shared.memory.narrow(0, self.first, self.rows)
 
 
 def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, torch.Tensor], *, verify: bool) -> int:
@@ -84,18 +84,17 @@ def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, tor
 
     Every rank calls it. Returns the bytes that this one read. Raises: RankFailed on every rank alike, RankLostError.
     """
-    families, own = _families(channel, targets)
+    groups, own = _groups(channel, targets)
     error: Exception | None = None
     read_bytes = 0
     try:
-        saved.check(own)
-        fills = [each for name in own for each in fills_for(saved, name, targets[name])]
+        fills = fills_for_all(saved, {name: targets[name] for name in own})
         read_bytes = read_fills(saved, fills, verify=verify).read_bytes
     except Exception as failed:  # noqa: BLE001 the others wait for this rank's bands
         error = failed
-    # Families in the same order on every rank: whoever waits for one waits for the smallest that is not done.
-    for ranks in sorted(families):
-        work = _Exchange(saved, families[ranks], ranks, channel, verify)
+    # Groups in the same order on every rank: whoever waits for one waits for the smallest that is not done.
+    for ranks in sorted(groups):
+        work = _Exchange(saved, groups[ranks], ranks, channel, verify)
         read_bytes += work.run(error)
         error = error or work.error
 
@@ -107,40 +106,42 @@ def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, tor
     return read_bytes
 
 
-def _families(
+def _groups(
     channel: Channel, targets: Mapping[str, torch.Tensor]
-) -> tuple[dict[tuple[int, ...], list[Common]], list[str]]:
-    """The tensors that this rank reads together with others, by family, and the names of those it reads by itself."""
-    families: dict[tuple[int, ...], list[Common]] = {}
+) -> tuple[dict[tuple[int, ...], list[SharedTensor]], list[str]]:
+    """The tensors that this rank reads together with others, by group, and the names of those it reads by itself."""
+    groups: dict[tuple[int, ...], list[SharedTensor]] = {}
     own = []
     everyone = tuple(range(channel.world_size))
 
     def find() -> dict[str, str]:
         for name, tensor in sorted(targets.items()):
-            found = _common(name, tensor, everyone, channel.rank)
+            found = _shared(name, tensor, everyone, channel.rank)
             if found is None:
                 own.append(name)
             else:
-                families.setdefault(found[0], []).append(found[1])
-        return {_digest(ranks): _digest(each[:4] for each in line) for ranks, line in families.items()}
+                groups.setdefault(found[0], []).append(found[1])
+        return {_digest(ranks): _digest(each[:4] for each in tensors) for ranks, tensors in groups.items()}
 
     # Together only if all members know it: ranks of another pipeline stage have other tensors.
     digests = channel.run_on_all(find)
-    for ranks in list(families):
+    for ranks in list(groups):
         if len({digests[rank].get(_digest(ranks)) for rank in ranks}) > 1:
-            own += [each.name for each in families.pop(ranks)]
-    return families, own
+            own += [each.name for each in groups.pop(ranks)]
+    return groups, own
 
 
 def _digest(what: Iterable[object]) -> str:
     return xxh3_128_hexdigest(repr(list(what)).encode())
 
 
-def _common(
+def _shared(
     name: str, tensor: torch.Tensor, everyone: tuple[int, ...], rank: int
-) -> tuple[tuple[int, ...], Common] | None:
+) -> tuple[tuple[int, ...], SharedTensor] | None:
+    if len(everyone) == 1 or not tensor.dim():
+        return None
     parts = local_parts(tensor, name)
-    if len(everyone) == 1 or len(parts) != 1 or not tensor.dim():
+    if len(parts) != 1:
         return None
     box, memory = parts[0]
     if not is_plain(memory) or memory.is_conj() or memory.is_neg():
@@ -148,7 +149,7 @@ def _common(
     if isinstance(tensor, DTensor):
         if not is_plain(local_tensor(tensor)):  # several shards, of which this rank has one
             return None
-        ranks, boxes = _relatives(tensor)
+        ranks, boxes = _group_of(tensor)
     elif box.holders is None:
         ranks, boxes = everyone, (Member(box.offsets, box.sizes),) * len(everyone)
     else:
@@ -157,22 +158,22 @@ def _common(
     ranks, boxes = ranks[start : start + MEMBERS], boxes[start : start + MEMBERS]
     low = tuple(min(each.offsets[dim] for each in boxes) for dim in range(tensor.dim()))
     high = tuple(max(each.offsets[dim] + each.sizes[dim] for each in boxes) for dim in range(tensor.dim()))
-    common = Common(name, low, tuple(end - start for start, end in zip(low, high)), boxes, memory)
-    total = common.rows * common.row_bytes
-    if len(ranks) == 1 or total < SHARED_BYTES or common.row_bytes > BAND_BYTES // len(ranks):
+    shared = SharedTensor(name, low, tuple(end - start for start, end in zip(low, high)), boxes, memory)
+    total = shared.rows * shared.row_bytes
+    if len(ranks) == 1 or total < SHARED_BYTES or shared.row_bytes > BAND_BYTES // len(ranks):
         return None
-    return ranks, common
+    return ranks, shared
 
 
-def _relatives(tensor: DTensor) -> tuple[tuple[int, ...], tuple[Member, ...]]:
+def _group_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[Member, ...]]:
     """The ranks that hold parts of the same rows of a DTensor, and their parts."""
     mine = tensor.device_mesh.get_coordinate()
     assert mine is not None
-    return _relatives_of(tuple(tensor.shape), tensor.device_mesh, tensor.placements, tuple(mine))
+    return _group_in_mesh(tuple(tensor.shape), tensor.device_mesh, tensor.placements, tuple(mine))
 
 
 @lru_cache(maxsize=8192)
-def _relatives_of(
+def _group_in_mesh(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], mine: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[Member, ...]]:
     together = [isinstance(each, Replicate) or (isinstance(each, Shard) and each.dim > 0) for each in placements]
@@ -186,14 +187,14 @@ def _relatives_of(
 
 
 class _Exchange:
-    """A family at work on its line of rows."""
+    """What a group of ranks reads together, round by round."""
 
     def __init__(
-        self, saved: SavedState, line: Sequence[Common], ranks: tuple[int, ...], channel: Channel, verify: bool
+        self, saved: SavedState, tensors: Sequence[SharedTensor], ranks: tuple[int, ...], channel: Channel, verify: bool
     ) -> None:
         self._saved, self._ranks, self._channel, self._verify = saved, ranks, channel, verify
         self._me = ranks.index(channel.rank)
-        self._bands = [list(_bands(line, member, len(ranks))) for member in range(len(ranks))]
+        self._bands = [list(_bands(tensors, member, len(ranks))) for member in range(len(ranks))]
         self._uploads = Uploads()
         self.error: Exception | None = None
 
@@ -227,11 +228,11 @@ class _Exchange:
             fills: list[Fill] = []
             pieces = []
             for band in self._band(self._me, number):
-                common, memory = band.common, band.target
-                if tuple(memory.shape[1:]) != common.sizes[1:] or memory.device.type != "cpu":
-                    memory = torch.empty((band.rows, *common.sizes[1:]), dtype=memory.dtype, device="cpu")
-                offsets = (common.offsets[0] + band.first, *common.offsets[1:])
-                fills += fills_for_box(self._saved, common.name, offsets, memory)
+                shared, memory = band.shared, band.target
+                if tuple(memory.shape[1:]) != shared.sizes[1:] or memory.device.type != "cpu":
+                    memory = torch.empty((band.rows, *shared.sizes[1:]), dtype=memory.dtype, device="cpu")
+                offsets = (shared.offsets[0] + band.first, *shared.offsets[1:])
+                fills += fills_for_box(self._saved, shared.name, offsets, memory)
                 pieces.append(memory)
             return pieces, read_fills(self._saved, fills, verify=self._verify).read_bytes
         except Exception as error:  # noqa: BLE001
@@ -316,24 +317,24 @@ def _at_once(work: Callable[[int], T], number: int) -> Task[T]:
     return task
 
 
-def _bands(line: Sequence[Common], member: int, members: int) -> Iterator[list[Band]]:
-    """What one member reads, round by round: an equal length of the line, cut between rows."""
-    total = sum(each.rows * each.row_bytes for each in line)
+def _bands(tensors: Sequence[SharedTensor], member: int, members: int) -> Iterator[list[Band]]:
+    """What one member reads, round by round: an equal length of all their rows, cut between rows."""
+    total = sum(each.rows * each.row_bytes for each in tensors)
     low, high = total * member // members, total * (member + 1) // members
     band_bytes = BAND_BYTES // members
     band: list[Band] = []
     room, start = band_bytes, 0
-    for common in line:
-        size = common.row_bytes
-        first, last = (min(max(-(-(edge - start) // size), 0), common.rows) for edge in (low, high))
-        start += common.rows * size
+    for shared in tensors:
+        size = shared.row_bytes
+        first, last = (min(max(-(-(edge - start) // size), 0), shared.rows) for edge in (low, high))
+        start += shared.rows * size
         while first < last:
             rows = min(last - first, max(room // size, 0 if band else 1))
             if not rows:
                 yield band
                 band, room = [], band_bytes
                 continue
-            band.append(Band(common, first, rows))
+            band.append(Band(shared, first, rows))
             first, room = first + rows, room - rows * size
     if band:
         yield band
@@ -341,11 +342,11 @@ def _bands(line: Sequence[Common], member: int, members: int) -> Iterator[list[B
 
 def _part(band: Band, piece: torch.Tensor, member: int) -> torch.Tensor:
     """What a member needs of the rows of a band."""
-    box = band.common.boxes[member]
+    box = band.shared.boxes[member]
     for dim in range(1, piece.dim()):
-        piece = piece.narrow(dim, box.offsets[dim] - band.common.offsets[dim], box.sizes[dim])
+        piece = piece.narrow(dim, box.offsets[dim] - band.shared.offsets[dim], box.sizes[dim])
     return piece
 
 
 def _bytes_for(band: Band, member: int) -> int:
-    return band.rows * math.prod(band.common.boxes[member].sizes[1:]) * band.common.memory.dtype.itemsize
+    return band.rows * math.prod(band.shared.boxes[member].sizes[1:]) * band.shared.memory.dtype.itemsize

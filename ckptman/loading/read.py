@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,6 +69,12 @@ def fills_for(saved: SavedState, name: str, target: torch.Tensor) -> Iterator[Fi
     for box, memory in local_parts(target, name):
         if not box.is_empty:
             yield from fills_for_box(saved, name, box.offsets, memory)
+
+
+def fills_for_all(saved: SavedState, targets: Mapping[str, torch.Tensor]) -> list[Fill]:
+    """The same for many tensors, whose rows of the chunk table are checked together."""
+    saved.check(targets)
+    return [fill for name, target in targets.items() for fill in fills_for(saved, name, target)]
 
 
 def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: torch.Tensor) -> Iterator[Fill]:

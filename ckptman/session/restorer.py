@@ -17,13 +17,11 @@ from ckptman.catalog.verified import remember_damage
 from ckptman.comm.control import Channel, failing_as_one
 from ckptman.errors import CkptmanError, CorruptError, NotFoundError, RootError, SuspectError, plain, warn
 from ckptman.format.manifest import read_manifest
-from ckptman.format.paths import MANIFEST, journal_path
+from ckptman.format.paths import MANIFEST
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.wakeup import Worker
 from ckptman.loading.fit import State
 from ckptman.loading.loader import load
-from ckptman.policies.crash_loop import crashes_of, suspects
-from ckptman.runtime.journal import read_journal
 from ckptman.session.run_session import Attempt, refuse_other_checkpoints
 from ckptman.transfer.copy import Means, copy_checkpoint
 from ckptman.transfer.progress import Meter
@@ -187,11 +185,7 @@ class Restorer:
 
     def _without_suspects(self, chosen: list[Entry]) -> list[Entry]:
         """Raises: SuspectError where nothing else is left: a run never falls back to step 0 over checkpoints."""
-        try:
-            events, _ = read_journal(journal_path(Path(self._place.root)))
-        except NotFoundError:
-            return chosen
-        reasons = suspects(crashes_of(events))
+        reasons = self._attempt.suspects
         left = [entry for entry in chosen if entry.step not in reasons]
         if chosen and not left:
             step = chosen[0].step

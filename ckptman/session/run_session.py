@@ -8,7 +8,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, 
 from ckptman.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
 from ckptman.io.failure_cause import FULL, cause_of, is_broken_device
 from ckptman.io.filesystem import Disk, folder_mode
+from ckptman.policies.crash_loop import crashes_of, suspects
 from ckptman.runtime.bad_nodes import report_node, this_node
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.measurements import typical_save_seconds
@@ -45,6 +46,8 @@ class Attempt:
     """Whether the root held anything that has a checkpoint's name when the attempt began."""
     save_seconds: float | None = None
     """What a save took in earlier attempts, from the decision until it was durable; None: none was measured."""
+    suspects: Mapping[int, str] = field(default_factory=dict)
+    """Steps of the checkpoints that earlier attempts crashed with, each with the reason not to load it again."""
     claim: Claim | None = None
     journal: Journal | None = None
     drainer: Drainer | None = None
@@ -186,7 +189,7 @@ def _begin(place: LocalBackend, run_id: str | None, world_size: int, disk: Disk)
         finds = bool(entries or place.list(abandoned=True))
         events = _events(place.root)
         saves = typical_save_seconds(events)
-        attempt = Attempt(place.root, _number(events), run_id, job_id, finds, saves, held)
+        attempt = Attempt(place.root, _number(events), run_id, job_id, finds, saves, suspects(crashes_of(events)), held)
         attempt.journal = Journal(journal_path(place.root), disk=disk)
         attempt.journal.rotate()
         attempt.journal.bind(attempt=attempt.number)

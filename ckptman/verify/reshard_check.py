@@ -38,7 +38,7 @@ from ckptman.format.paths import METADATA
 from ckptman.io.workers import THREADS_ENV, cores, io_threads
 from ckptman.loading.checkpoint_reader import SavedState, resolve
 from ckptman.loading.exchange import read_together
-from ckptman.loading.read import fills_for, read_fills
+from ckptman.loading.read import fills_for_all, read_fills
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.state.named_state import refs_in
 from ckptman.state.tensor_container import QUANTIZED
@@ -296,9 +296,7 @@ def _read_into(state: SavedState, tensors: Mapping[str, torch.Tensor], channel: 
     if channel is not None:
         read_together(channel, state, tensors, verify=False)
     else:
-        read_fills(
-            state, [each for name, tensor in tensors.items() for each in fills_for(state, name, tensor)], verify=False
-        )
+        read_fills(state, fills_for_all(state, tensors), verify=False)
 
 
 def _reason(error: Exception, channel: Channel | None) -> str:

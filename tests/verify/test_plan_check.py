@@ -388,7 +388,7 @@ def _shares(layout: tuple[int, int], most: int) -> int:
             meta = TensorMeta(torch.Size(saved.shape), torch.empty(saved.shape, device="meta").stride(), saved.dtype)
             spec = DTensorSpec(mesh, (Replicate(), Shard(0)), meta)
             tensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
-            found = sharing._common(saved.name, tensor, tuple(range(world_size)), rank)
+            found = sharing._shared(saved.name, tensor, tuple(range(world_size)), rank)
             if found is not None:
                 family, common = found
                 line.append(common)
