@@ -376,7 +376,7 @@ def _shares(layout: tuple[int, int], most: int) -> int:
     theirs: dict[tuple[str, int], tuple[int, int]] = {}
     for rank in range(world_size):
         mesh = DeviceMesh("cpu", torch.arange(world_size).view(layout), _init_backend=False, _rank=rank)
-        family: tuple[int, ...] = ()
+        group: tuple[int, ...] = ()
         line = []
         for saved in sorted(tensors, key=lambda each: each.name):
             share = -(-saved.rows // shards) if saved.shape else 1
@@ -390,15 +390,15 @@ def _shares(layout: tuple[int, int], most: int) -> int:
             tensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
             found = sharing._shared(saved.name, tensor, tuple(range(world_size)), rank)
             if found is not None:
-                family, common = found
-                line.append(common)
+                group, shared = found
+                line.append(shared)
                 theirs[saved.name, rank] = 0, 0
-        for band in sharing._bands(line, family.index(rank), len(family)) if line else ():
+        for band in sharing._bands(line, group.index(rank), len(group)) if line else ():
             for part in band:
-                first = part.common.offsets[0] + part.first
-                begin, end = theirs[part.common.name, rank]
+                first = part.shared.offsets[0] + part.first
+                begin, end = theirs[part.shared.name, rank]
                 assert begin == end or end == first
-                theirs[part.common.name, rank] = (first if begin == end else begin), first + part.rows
+                theirs[part.shared.name, rank] = (first if begin == end else begin), first + part.rows
     mine: dict[tuple[str, int], tuple[int, int]] = {}
     for saved, parts in plan_ranges.readers_of(tensors, layout, range(shards)):
         for readers in parts:
