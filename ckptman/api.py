@@ -1,4 +1,4 @@
-"""`save` and `load` of a state dict, for those who have a training loop of their own."""
+"""`save` and `load` of a state dict, without a run around them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,21 @@ _COMPARED: set[int] = set()
 def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Save a state dict as the checkpoint `path`, and return when it is durable.
 
+    Every rank calls it. A RuntimeWarning names the values that `load` will refuse.
+
     Args:
-        state_dict: tensors, DTensors, nested dicts and plain values by name, as for `dcp.save`; modules, optimizers and
-            other objects with `state_dict` are asked for theirs.
-        path: the folder that appears when, and only when, the save is complete.
-        overwrite: replace the checkpoint that `path` is; it stays until the new one takes its place.
+        state_dict: tensors, DTensors, nested dicts and plain values by name, as for `dcp.save`; of modules, optimizers
+            and other objects with `state_dict`, what that returns is saved.
+        path: the folder, which appears when the save is complete, and not before.
+        overwrite: replace an existing checkpoint at `path`; it stays until the new one takes its place.
 
-    Every rank calls it. A value that `load` will refuse is told by a RuntimeWarning.
+    Raises:
+        ExistsError: `path` exists, and `overwrite` is False or it is not a checkpoint.
+        ConfigError: a value cannot be saved, or a small tensor differs between ranks.
+        CommitError: disk full, quota or an I/O error on any rank. Nothing is left of the save, and older checkpoints
+            are untouched.
 
-    Raises on every rank alike: ExistsError, ConfigError (a value that cannot be saved, or a small tensor that differs
-    between ranks), CommitError (disk full, quota, an I/O error on any rank: nothing is left of the save, and older ones
-    are untouched).
+        Every rank raises the same error.
     """
     final = Path(path)
     channel = Channel(TIMEOUT_SECONDS)
@@ -78,7 +82,7 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
 
 
 def _warn_of_refused(shot: Snapshot, file: RankFile) -> None:
-    """Tell of what this rank pickles because it is no plain value or tensor, and `load` refuses for the same reason."""
+    """Warn of what this rank pickles because it is neither a plain value nor a tensor: `load` refuses it."""
     encoded = {name for unit in shot.units for name in unit.names}
     values = [(name, partial(pickled, shot.objects[name])) for name in file.plan.objects if name not in encoded]
     warn_of_refused(file.special(shot), values)
@@ -87,13 +91,22 @@ def _warn_of_refused(shot: Snapshot, file: RankFile) -> None:
 def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, verify: bool = True) -> None:
     """Load the checkpoint `path` into a state dict, in place, on any number of ranks.
 
-    Tensors and DTensors are filled where they are, in any sharding; plain values are replaced; modules, optimizers and
-    other objects with `load_state_dict` are given their state. What the checkpoint holds besides is left there. `path`
-    may also be what `dcp.save` or torchtitan wrote. With `verify`, every block that is read is checked.
+    Every rank calls it.
 
-    Every rank calls it. Raises on every rank alike: NotFoundError; MismatchError (something is missing in the
-    checkpoint, or has another shape or dtype there) before anything is filled; CorruptError, after which what was to be
-    filled is not usable; FormatVersionError.
+    Args:
+        state_dict: what to fill. Tensors and DTensors are filled where they are, in any sharding; plain values are
+            replaced; modules, optimizers and other objects with `load_state_dict` are given their state. What else the
+            checkpoint holds is not loaded.
+        path: a checkpoint of ckptman, of `dcp.save` or of torchtitan.
+        verify: check every block that is read against its digest.
+
+    Raises:
+        NotFoundError: there is no checkpoint at `path`.
+        MismatchError: a name is missing in the checkpoint, or has another shape or dtype there. Nothing was filled.
+        CorruptError: the bytes are not what was saved. What was to be filled is not usable.
+        FormatVersionError: a newer ckptman wrote it.
+
+        Every rank raises the same error.
     """
     folder = Path(path)
     channel = Channel(TIMEOUT_SECONDS)

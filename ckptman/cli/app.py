@@ -1,4 +1,4 @@
-"""The command `ckptman`: its verbs, and how every one of them ends."""
+"""The command `ckptman`: its verbs, and their exit codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptman.cli.console import complain, exit_code, message, plain, say, stop_w
 from ckptman.errors import CkptmanError
 
 TRACEBACK_ENV = "CKPTMAN_TRACEBACK"
-"""Set to 1 to see the traceback of an error, for a bug report."""
+"""Set to 1 to print the traceback of an error, for a bug report."""
 EXIT_BUG = 70
 """EX_SOFTWARE of sysexits.h."""
 
@@ -41,7 +41,7 @@ _VERBS = {
     "submit": "submit:submit",
     "template": "template:template",
 }
-"""Where each verb is, in the order of the help."""
+"""Module and function of each verb, in the order of `--help`."""
 
 
 def _tell_version(wanted: bool) -> None:
@@ -61,7 +61,7 @@ def _common(
 
 
 def make_app(verbs: Iterable[str] = tuple(_VERBS)) -> typer.Typer:
-    """The command with these verbs. Each costs milliseconds to import, so a call has only the one that it is about."""
+    """Return the command with these verbs. Each takes milliseconds to import, so a call asks for one only."""
     # Formatting by rich costs more to import than a whole listing of 1,000 checkpoints takes.
     app = typer.Typer(
         name="ckptman",
@@ -97,7 +97,7 @@ def run() -> NoReturn:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code. What ckptman or the system refuses is one message on stderr."""
+    """Run one command and return its exit code. An expected error is one message on stderr."""
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
         return exit_code(error)
     except Exception as error:  # noqa: BLE001 whatever it is: 1, with which Python ends, says "they differ" of a diff
         _print_traceback(error)
-        complain(f"this is no error of yours but a bug of ckptman ({type(error).__name__}): please report the above")
+        complain(f"this is a bug of ckptman ({type(error).__name__}), not your mistake: please report the above")
         return EXIT_BUG
     return code
 

@@ -1,4 +1,4 @@
-"""What people read: sizes, ages and aligned tables, with nothing in them that a terminal would obey."""
+"""Output for people and programs: lines, JSON, errors, tables, sizes and ages, free of terminal escapes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def complain(message: str) -> None:
 
 
 def message(error: Exception) -> str:
-    """What to tell. The text of an OSError begins with its number, and says nothing of what to do; ours do."""
+    """Return the text to print for an error; for an OSError without its number, and with a remedy."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     if isinstance(error, CkptmanError):
@@ -70,12 +70,12 @@ def message(error: Exception) -> str:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code of a command that ends with this error: of ours, its own; of the system's, that of a RootError."""
+    """Return the exit code for an error: that of its class, or for an error of the system that of RootError."""
     return error.exit_code if isinstance(error, CkptmanError) else RootError.exit_code
 
 
 def user_at_host() -> str:
-    """Who runs the command, for what others read later: `user@host`."""
+    """Return who runs the command, as `user@host`."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError, ImportError):  # a container that knows no name for the uid
@@ -84,7 +84,7 @@ def user_at_host() -> str:
 
 
 def stop_writing() -> int:
-    """Throw away all further output, and say the exit code: that of a program which SIGPIPE killed."""
+    """Discard all further output, and return the exit code of a program that SIGPIPE killed."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
     os.close(devnull)
@@ -92,7 +92,7 @@ def stop_writing() -> int:
 
 
 def paint(text: str, colour: str, stream: Any = None) -> str:
-    """Coloured text where the output is a terminal and NO_COLOR (https://no-color.org) is not set."""
+    """Colour text if the output is a terminal and NO_COLOR (https://no-color.org) is not set."""
     stream = stream or sys.stdout
     if not stream.isatty() or os.environ.get("NO_COLOR"):
         return text
@@ -100,7 +100,7 @@ def paint(text: str, colour: str, stream: Any = None) -> str:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> list[str]:
-    """Lines of columns two spaces apart. Columns whose header is among the words of `right` end flush right."""
+    """Return the lines of a table. Columns whose header is among the words of `right` are right-aligned."""
     cells = [list(headers), *(list(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     to_right = [header in right.split() for header in headers]
@@ -115,7 +115,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: str = ""
 
 
 def size(count: int) -> str:
-    """Bytes for people: `512 B`, `1.2 GiB`."""
+    """Format a number of bytes: `512 B`, `1.2 GiB`."""
     value, unit = float(count), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -123,7 +123,7 @@ def size(count: int) -> str:
 
 
 def age(seconds: float) -> str:
-    """A length of time for people: `42 s`, `5 min`, `3 h`, `12 d`. A clock that is behind gives `0 s`."""
+    """Format a duration: `42 s`, `5 min`, `3 h`, `12 d`. A negative one, of a clock that is behind, is `0 s`."""
     if seconds < 100:
         return f"{max(0, seconds):.0f} s"
     if seconds < 100 * 60:
@@ -134,22 +134,22 @@ def age(seconds: float) -> str:
 
 
 def age_of(time_seconds: float, now: float) -> str:
-    """The age of what was made at a unix time; `unknown` where the clock that made it, or the one now, is broken."""
+    """Format the age at `now` of a unix time; `unknown` if either clock is wrong."""
     return age(now - time_seconds) if is_known_time(time_seconds) and is_known_time(now) else "unknown"
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """`1 file`, `2,000 files`."""
+    """Format a count with its noun: `1 file`, `2,000 files`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def metrics(values: Mapping[str, float]) -> str:
-    """`loss=0.31 accuracy=0.5`, to four digits."""
+    """Format metrics to four digits: `loss=0.31 accuracy=0.5`."""
     return " ".join(f"{plain(name)}={value:.4g}" for name, value in values.items())
 
 
 def mesh(value: Mesh | None) -> str:
-    """`replicate 2 x shard 4`, outermost axis first; `-` where nothing is known."""
+    """Format a mesh, outermost axis first: `replicate 2 x shard 4`; `-` if unknown."""
     if value is None:
         return "-"
     return " x ".join(f"{plain(name)} {length}" for name, length in zip(value.names, value.shape))

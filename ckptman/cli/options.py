@@ -1,4 +1,4 @@
-"""Options that several verbs share, and what people write in them: `70GB`, `20min`, `2GB/s`, `7B`, rules to keep."""
+"""Options that several verbs share, and their values: sizes, durations, rates, counts, retention rules."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def option(name: str, metavar: str, help: str) -> Any:
-    """An option that takes a value, and whose default is not worth showing."""
+    """Return an option that takes a value; its default is not shown."""
     return typer.Option(name, metavar=metavar, show_default=False, help=help)
 
 
 def path_argument(metavar: str, help: str) -> Any:
-    """A path. Whether it can be read is for the command to find out, whose error says more."""
+    """Return a positional argument. A path is not checked here: the error of the command says more."""
     return typer.Argument(metavar=metavar, show_default=False, readable=False, help=help)
 
 
@@ -44,15 +44,15 @@ _LARGEST = 1e12
 
 
 def is_size(written: str) -> bool:
-    """Whether it is meant as a size, of which `parse_size` says whether it can be."""
+    """Return whether the text has the form of a size."""
     return _SIZE.fullmatch(written) is not None
 
 
 def parse_size(option: str, written: str, *, needs_unit: bool = False) -> int:
-    """Bytes. `kB`, `MB`, `GB`... are powers of 1000; `KiB`, `MiB`, `GiB`..., and letters without a B, of 1024.
+    """Parse a size in bytes. `kB`, `MB`, `GB` are powers of 1000; `KiB`, `MiB`, `GiB`, and `K`, `M`, `G`, of 1024.
 
-    `needs_unit`: a bare number is refused, where 70 bytes are sure to be 70 GB without their unit.
-    Raises: ConfigError where it is no size, or none above 0.
+    `needs_unit`: refuse a bare number, where 70 most probably means 70 GB.
+    Raises: ConfigError if it is not a size above 0.
     """
     match = _SIZE.fullmatch(written)
     if match is None:
@@ -68,10 +68,10 @@ def parse_size(option: str, written: str, *, needs_unit: bool = False) -> int:
 
 
 def parse_seconds(option: str, written: str, *, needs_unit: bool = False) -> float:
-    """Seconds of `90`, `90s`, `20min`, `1h30min`, `4d`, `2w`.
+    """Parse a duration in seconds: `90`, `90s`, `20min`, `1h30min`, `4d`, `2w`.
 
-    `needs_unit`: a bare number is refused, and `m`, where days or months may be meant and seconds or minutes delete.
-    Raises: ConfigError where it is no time, or none above 0.
+    `needs_unit`: refuse a bare number and `m`: where days or months are meant, seconds or minutes delete too much.
+    Raises: ConfigError if it is not a duration above 0.
     """
     seconds, at, units = 0.0, 0, set[str]()
     while at < len(written) and (part := _PART.match(written, at)) is not None:
@@ -90,7 +90,7 @@ def parse_seconds(option: str, written: str, *, needs_unit: bool = False) -> flo
 
 
 def parse_rate(option: str, written: str) -> float:
-    """Bytes per second of `2GB/s`; the `/s` may be left out, the unit may not. Raises: ConfigError."""
+    """Parse a rate in bytes per second: `2GB/s`, or `2GB`. The unit is required. Raises: ConfigError."""
     size, slash, unit = written.partition("/")
     try:
         if not slash or unit.strip().lower() == "s":
@@ -101,7 +101,7 @@ def parse_rate(option: str, written: str) -> float:
 
 
 def parse_count(option: str, written: str) -> int:
-    """`9e9`, `7B` (billions), `350M`, `8192`. Raises: ConfigError where it is no number, or none of at least 1."""
+    """Parse a count of at least 1: `9e9`, `7B` (billions), `350M`, `8192`. Raises: ConfigError."""
     match = _COUNT.fullmatch(written)
     number = float(match[1]) * 1000.0 ** " kmbt".index(match[2].lower() or " ") if match else math.nan
     if not 1 <= number <= _LARGEST * 1000:
@@ -110,7 +110,7 @@ def parse_count(option: str, written: str) -> int:
 
 
 def check_threads(verb: str, threads: int | None) -> None:
-    """Refuse a number of threads that no host has. Raises: ConfigError."""
+    """Check the value of `--threads`. Raises: ConfigError."""
     from ckptman.policies.checks import check_count
 
     if threads is None:
@@ -183,7 +183,7 @@ def parse_retention(
 
 
 def parse_keep_best(written: str) -> KeepBest:
-    """`loss`, `loss:2`, `accuracy:2:max`; a metric may have colons in its name. Raises: ConfigError."""
+    """Parse `loss`, `loss:2` or `accuracy:2:max`; the name of a metric may contain colons. Raises: ConfigError."""
     from ckptman.policies.rules import KeepBest
 
     parts = written.split(":")
@@ -199,7 +199,7 @@ def parse_keep_best(written: str) -> KeepBest:
 
 
 def parse_steps(written: str) -> KeepSteps:
-    """`1000,5000`. Raises: ConfigError."""
+    """Parse steps such as `1000,5000`. Raises: ConfigError."""
     from ckptman.policies.rules import KeepSteps
 
     try:
@@ -209,7 +209,7 @@ def parse_steps(written: str) -> KeepSteps:
 
 
 def check_meant(root: Path, policy: RetentionPolicy | None, verdicts: Sequence[Verdict], *, stored: bool) -> None:
-    """A slip must not delete what it was to keep. `stored`: the rules are those of the run. Raises: ConfigError."""
+    """Refuse rules that cannot be meant. `stored`: the rules are those of the run. Raises: ConfigError."""
     from ckptman.policies.sanity_checks import slip
 
     if cause := slip(policy, [each.record for each in verdicts], time.time(), goes_on=stored):

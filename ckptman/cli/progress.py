@@ -1,4 +1,4 @@
-"""Bars on a terminal, with the time that is left; nothing elsewhere."""
+"""Progress bars with the remaining time, if standard error is a terminal."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(what: str, total_bytes: int | None) -> Iterator[Callable[[float], None] | None]:
-    """What to call with the bytes that were done since the last call; without `total_bytes`, with how much of all is
-    done, from 0 to 1. None where nobody would see it."""
+    """Yield a function to call with the bytes done since the last call, or None if standard error is not a terminal.
+
+    Without `total_bytes` it is to be called with the fraction done so far, from 0 to 1.
+    """
     if not sys.stderr.isatty():
         yield None
         return
@@ -38,7 +40,7 @@ def progress(what: str, total_bytes: int | None) -> Iterator[Callable[[float], N
 
 @contextmanager
 def copy_progress(name: str) -> Iterator[Meter]:
-    """What counts the pieces of a copy; shown with its phase, its speed, and what the time that is left is made of."""
+    """Yield the meter of a copy, and show its phase, speed and remaining time."""
     from ckptman.transfer.progress import Meter
 
     if not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Which checkpoints a command is about: one folder, a root that holds many, or the address of an object store."""
+"""Select the checkpoints a command works on: one folder, those of a root, or those in an object store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Root = Annotated[
 
 
 def check_is_folder(path: Path | str) -> None:
-    """Raises: ConfigError where this is the address of an object store, or is meant for one."""
+    """Refuse the address of an object store. Raises: ConfigError."""
     from ckptman.catalog.backends.object_store import find_url
 
     if os.path.lexists(path):  # whatever its name is
@@ -59,21 +59,21 @@ def is_foreign(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is one checkpoint of ours, complete or not, and no root."""
+    """Return whether a path is one checkpoint of ckptman, complete or not, and not a root."""
     from ckptman.format.paths import MANIFEST, parse_step
 
     return path.is_dir() and (parse_step(path.resolve().name) is not None or (path / MANIFEST).exists())
 
 
 def check_is_no_checkpoint(root: Path) -> None:
-    """Raises: ConfigError where a root is meant and one checkpoint is named, which would look like an empty root."""
+    """Refuse a single checkpoint where a root is expected: it would look like an empty root. Raises: ConfigError."""
     with suppress(PermissionError):  # whoever reads the root says more
         if is_checkpoint(root):
             raise ConfigError(f"{root} is one checkpoint, and no root of several: name the folder that it is in")
 
 
 def check_is_root(root: Path) -> None:
-    """A mistyped path is never emptied: a root holds a run's own files, or a checkpoint at least.
+    """Check that a folder is a root, with a checkpoint or files of a run: nothing is deleted below a mistyped path.
 
     Raises: NotFoundError, RootError (it cannot be read, or is no folder), ConfigError.
     """
@@ -93,7 +93,7 @@ def check_is_root(root: Path) -> None:
 
 
 def roots_of(written: list[str]) -> tuple[list[Path], bool]:
-    """The folders that are meant, each once, and whether there may be several: more than one is named, or a pattern.
+    """Expand paths and patterns to folders, each once; and return whether several were asked for.
 
     Raises: NotFoundError where a pattern matches no folder, ConfigError for an empty one.
     """
@@ -116,7 +116,7 @@ def roots_of(written: list[str]) -> tuple[list[Path], bool]:
 
 
 def choose(path: Path, step: int | None = None, every: bool = False, passed_over: bool = False) -> list[Entry]:
-    """The entries a command is about: of a root the newest commit, that of `step`, or all.
+    """Return the entries to work on: of a root the newest commit, that of `step`, or all.
 
     `passed_over`: also those that may have been newer and do not count, before it.
 
@@ -154,7 +154,7 @@ def choose(path: Path, step: int | None = None, every: bool = False, passed_over
 
 
 def _may_be_newer(entry: Entry, newest: Entry) -> bool:
-    """Whether one that does not count may have been saved after the newest that does."""
+    """Return whether an entry that does not count may have been saved after the newest that does."""
     if entry.complete or entry.newer_format is not None:
         return False
     return entry.unreadable is not None or entry.step > newest.step or entry.sequence > newest.sequence

@@ -1,8 +1,8 @@
 """The configuration of the bundled loop: one TOML file, checked as a whole before any process group is made.
 
-Every key is in the models below, in the order of the file; `examples/run.toml` shows them with their defaults. A key
-that does not exist, a value of the wrong kind and values that do not fit together are all found by `load_config`, and
-all of them are told at once. No torch here: a login node can check a configuration.
+Every key is in the models below, in the order of the file; `examples/run.toml` shows them with their defaults.
+`load_config` finds unknown keys, wrong values and values that do not fit together, and reports all of them at once. No
+torch here: a login node can check a configuration.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class CheckpointConfig(Section):
     keep_best: int | None = Field(default=None, gt=0)
 
     def save_policy(self) -> SavePolicy:
-        """The policy these keys mean. Raises IntervalError."""
+        """Return the save policy. Raises IntervalError."""
         bounds = {"min_seconds": self.min_seconds, "max_seconds": self.max_seconds}
         intervals: list[SavePolicy] = []
         if self.every_steps is not None:
@@ -145,7 +145,7 @@ class CheckpointConfig(Section):
         return reduce(or_, intervals, OnStop() | BeforeDeadline(margin_seconds=self.margin_seconds))
 
     def retention(self) -> RetentionPolicy | None:
-        """The union of the keep rules; None keeps all. `keep_best` ranks by the loss, smallest first."""
+        """Return the union of the keep rules; None keeps all. `keep_best` ranks by the loss, smallest first."""
         rules: list[RetentionPolicy] = []
         if self.keep_last is not None:
             rules.append(KeepLast(self.keep_last))
@@ -186,7 +186,7 @@ def load_config(path: Path, changes: Sequence[str] = ()) -> Config:
 
 
 def check_config(document: Mapping[str, Any]) -> Config:
-    """A checked Config from a mapping of sections. Raises as `load_config` does."""
+    """Return a checked Config from a mapping of sections. Raises as `load_config` does."""
     try:
         config = Config.model_validate(document)
     except pydantic.ValidationError as error:
@@ -214,7 +214,7 @@ def _apply(document: dict[str, Any], change: str) -> None:
 
 
 def _misfits(config: Config) -> list[str]:
-    """What is wrong between values that are each right."""
+    """Return what is wrong between values that are each valid."""
     model, checkpoint = config.model, config.checkpoint
     problems = []
     if model.dim % model.heads:

@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, from the environment of its launcher; and the mesh that fits. Pure."""
+"""The rank and world size of this process, from the environment of its launcher; and the mesh that fits."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class Launch:
 
 
 def launch_from_environment(environ: Mapping[str, str]) -> Launch:
-    """Understands torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE) and plain srun (SLURM_PROCID, ...).
+    """Read the environment of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE) or srun (SLURM_PROCID, ...).
 
-    Raises ConfigError when the environment is incomplete: a rank that takes itself for a world of its own would train
-    a second model.
+    Raises ConfigError if it is incomplete: a rank that believes to be alone would train a second model.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
@@ -53,7 +52,7 @@ def launch_from_environment(environ: Mapping[str, str]) -> Launch:
 
 
 def _check_one_world(environ: Mapping[str, str], world_size: int) -> None:
-    """Several tasks of srun, and each is told that it, or its torchrun, is the whole world: that trains many models."""
+    """Refuse several tasks of srun that each believe to be the whole world: they would train one model each."""
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", default=1)
     if tasks > 1 and (world_size == 1 or environ.get("GROUP_WORLD_SIZE") == "1"):
         raise ConfigError(
@@ -65,7 +64,7 @@ def _check_one_world(environ: Mapping[str, str], world_size: int) -> None:
 
 
 def mesh_shape(world_size: int, local_world_sizes: Sequence[int], shard_ranks: int | None = None) -> tuple[int, int]:
-    """(replicate, shard) for hybrid sharding: neighbours shard, and what is left over replicates.
+    """Return (replicate, shard) for hybrid sharding: neighbours shard, and the rest replicates.
 
     `shard_ranks` neighbours shard, a node's worth unless given; where that does not divide the world, or would let a
     shard group straddle two nodes, it is the largest number below that does neither.

@@ -25,7 +25,7 @@ from ckptman.train.rendezvous import meet
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Who this process is among all, where it computes, and the mesh ("replicate", "shard") of all ranks."""
+    """Rank and world size, the device of this process, and the mesh ("replicate", "shard") of all ranks."""
 
     rank: int
     size: int
@@ -38,7 +38,7 @@ class World:
 
 
 def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
-    """The device of this process. ROCm devices are called "cuda" too. Raises ConfigError."""
+    """Return the device of this process. ROCm devices are called "cuda" too. Raises ConfigError."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and not gpus:
         raise ConfigError('parallel.device is "cuda" and torch sees no GPU here; use "auto" or "cpu", or ask for GPUs')
@@ -52,7 +52,7 @@ def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
 def process_group(
     config: ParallelConfig, launch: Launch, device: torch.device, timeout_seconds: float
 ) -> Iterator[World]:
-    """The default process group and the mesh, for the duration of the block. Every rank calls it.
+    """Make the default process group and the mesh, for the duration of the block. Every rank calls it.
 
     NCCL (RCCL on ROCm) between GPUs and gloo between CPUs, both at once on GPUs: ckptman talks over gloo. A process
     without a launcher is a world of one, with a group of one, so that nothing after this needs to ask.
@@ -82,7 +82,7 @@ def process_group(
 
 
 def build_model(config: ModelConfig, parallel: ParallelConfig, vocab_size: int, seed: int, world: World) -> Decoder:
-    """The sharded, initialised model: FP32 parameters and reductions, computing in `compute_dtype`.
+    """Return the sharded, initialised model: FP32 parameters and reductions, computing in `compute_dtype`.
 
     Each block is gathered by itself, the rest with the root. No rank ever holds the whole model.
     """

@@ -1,4 +1,4 @@
-"""How the ranks of a run meet: one clear error each for what goes wrong there, on every rank that can be told."""
+"""Rendezvous of the ranks of a run, with one clear error for each way it fails, on every rank that can be reached."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMED = 16
 
 
 def meet(launch: Launch, environ: Mapping[str, str], timeout_seconds: float) -> Store:
-    """The store in which all ranks of `launch` have met. Every rank calls it.
+    """Wait until all ranks of `launch` are there, and return their common store. Every rank calls it.
 
     Raises: ConfigError (the port is in use; ranks that were told of different worlds, or that have the same number),
     RankLostError (rank 0 cannot be reached, or ranks are missing, which are named).
@@ -69,10 +69,7 @@ def _connect(launch: Launch, environ: Mapping[str, str], seconds: float) -> Stor
 
 
 def _check_in(store: Store, launch: Launch, seconds: float) -> None:
-    """Say that this rank is there, and wait until all are, or until one of them says what is wrong.
-
-    The first verdict counts, on all ranks: no text is all well.
-    """
+    """Register this rank, and wait for a verdict: all are there (no text), or what is wrong. The first one counts."""
     host = socket.gethostname()
 
     def decide(text: str, kind: str = "config") -> None:

@@ -1,4 +1,4 @@
-"""What the loop tells people and programs: losses collected on the device, a progress display, and a step log."""
+"""Progress of a run, for people and programs: losses collected on the device, a progress display, a step log."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ckptman.train.setup import Setup, peak_tflops
 
 
 class Report(ExitStack):
-    """Collects what each step gives, and tells it every `run.log_every` steps; only there the device is waited for.
+    """Collects the results of each step, and reports every `run.log_every` steps; only then it waits for the device.
 
-    `metrics` holds the mean loss of the last steps that were told: what a checkpoint is labelled with.
+    `metrics` holds the mean loss of the steps reported last, the label of the next checkpoint.
     On the terminal of rank 0 it is a progress display, elsewhere plain lines; with `run.log` every step is also one
     JSON line with step, loss (and its exact bits in `loss_hex`), grad_norm, tokens and seconds of the step, and the
     data position after it.
@@ -44,26 +44,26 @@ class Report(ExitStack):
             self._task = self._display.add_task("", total=self._run.steps)
 
     def say(self, line: str) -> None:
-        """One line for people, on rank 0."""
+        """Print one line, on rank 0."""
         if self._display:
             self._display.console.print(line, highlight=False, markup=False)
         elif self._world.leads:
             print(line, flush=True)
 
     def begin(self, step: int) -> None:
-        """The clock starts here: what came before was initialisation."""
+        """Start the clock, after the initialisation."""
         self._since = time.perf_counter()
         if self._display:
             self._display.update(self._task, completed=step)
 
     def add(self, step: int, position: int, loss_sum: Tensor, grad_norm: Tensor) -> None:
-        """Take note of a step; every `run.log_every` steps, tell. Every rank calls it, with its own `loss_sum`."""
+        """Note a step, and report every `run.log_every` steps. Every rank calls it, with its own `loss_sum`."""
         self._waiting.append((step, position, loss_sum, grad_norm))
         if step % self._run.log_every == 0:
             self.flush()
 
     def flush(self) -> None:
-        """Tell what waits. A collective: every rank calls it at the same step."""
+        """Report the steps noted so far. A collective: every rank calls it at the same step."""
         if not self._waiting:
             return
         steps, positions, loss_sums, norms = zip(*self._waiting)
@@ -97,7 +97,7 @@ class Report(ExitStack):
             self.say(f"step {steps[-1]}/{self._run.steps}  {text}")
 
     def _peak_flops(self) -> float | None:
-        """What all devices together could do, in FLOP/s; None on CPUs and for a GPU that is not in the table."""
+        """Return the peak of all devices together in FLOP/s; None on CPUs and for a GPU that is not in the table."""
         tflops = self._run.peak_tflops
         if tflops is None and self._world.device.type == "cuda":
             tflops = peak_tflops(torch.cuda.get_device_name(self._world.device))

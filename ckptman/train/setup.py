@@ -1,4 +1,4 @@
-"""What a run is going to be, worked out and checked before any process group is made: how large, how much work."""
+"""A run before it starts: configuration, data and launcher checked against each other, model size, work per token."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Setup:
 
 
 def prepare(config: Config, launch: Launch) -> Setup:
-    """Look at the data and check it against the configuration. Called by every rank.
+    """Check the data against the configuration. Every rank calls it.
 
     Raises NotFoundError, CorruptError and FormatVersionError for the token folder, ConfigError for what does not fit.
     """
@@ -75,7 +75,7 @@ def prepare(config: Config, launch: Launch) -> Setup:
 
 
 def describe(setup: Setup) -> str:
-    """The configuration as it was understood, and what it means, as text for people. For `--dry-run`."""
+    """Return the configuration as understood, and what follows from it, as text. For `--dry-run`."""
     config, launch = setup.config, setup.launch
     lines = []
     for section, values in config.model_dump(mode="json", exclude_none=True).items():

@@ -93,9 +93,9 @@ def tokenize(
 
 
 def find_files(sources: Sequence[Path], glob: str = "*", exclude: Sequence[str] = ()) -> list[Path]:
-    """The files to tokenise: those named, and those below the named folders that match; sorted, each once, not empty.
+    """Return the files to tokenise, sorted, each once, none empty: those named, and those below folders that match.
 
-    What is below a folder named in `exclude` is left out.
+    Files below a folder named in `exclude` are left out.
 
     Raises NotFoundError for a source that is not there, ConfigError when nothing is left.
     """
@@ -121,7 +121,7 @@ def find_files(sources: Sequence[Path], glob: str = "*", exclude: Sequence[str] 
 
 
 def read_pieces(file: Path) -> Iterator[str]:
-    """The text of a file in pieces that end at a line's end, so that a file of any size needs little memory."""
+    """Yield the text of a file in pieces that end with a line, so that a file of any size needs little memory."""
     with file.open(encoding="utf-8", errors="replace", newline="") as text:
         while piece := text.read(_PIECE_CHARACTERS):
             yield piece + text.readline()
@@ -166,7 +166,7 @@ def _encode_files(files: Sequence[Path], tokenizer: Any, dtype: str, workers: in
 
 
 def _batches(files: Sequence[Path], characters: int) -> Iterator[list[str]]:
-    """The pieces of all files, with an empty one at the end of each, in lists of about so many characters."""
+    """Yield the pieces of all files, with an empty one after each file, in lists of about so many characters."""
     batch: list[str] = []
     held = 0
     for file in files:
