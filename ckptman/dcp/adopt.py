@@ -22,11 +22,11 @@ from ckptman.errors import ConfigError, CorruptError, ExistsError, NotFoundError
 from ckptman.format.manifest import Manifest, read_manifest
 from ckptman.format.paths import MANIFEST, METADATA, parse_data, parse_half_written, parse_step, step_folder
 from ckptman.io.file_scan import Stamp, stamp_of
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.filesystem import DISK
 from ckptman.io.safe_open import read_regular
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.loading.piecewise import Frugal
-from ckptman.verify.foreign_check import ForeignReport, check_foreign, transformed
+from ckptman.verify.foreign_check import ForeignReport, check_foreign
 
 REASON = "adopted: plain DCP wrote it"
 _SHOWN = 5
@@ -38,8 +38,8 @@ _STEP_AT_END = re.compile(
 
 @dataclass(frozen=True)
 class Adopted:
-    """A checkpoint that is ckptman's now. `files`, `bytes`: what of it was there before. Of those, `checked_bytes` had
-    a checksum, which is right."""
+    """A checkpoint that was adopted. `files`, `bytes`: what of it was there before; of those, `checked_bytes` have a
+    correct checksum."""
 
     path: Path
     step: int
@@ -56,17 +56,27 @@ def adopt(
     *,
     keep_name: bool = False,
     done: Callable[[int], None] | None = None,
-    disk: Disk = DISK,
 ) -> Adopted:
-    """Make the checkpoint `path`, which plain DCP or torchtitan wrote, one of ckptman.
+    """Make a checkpoint that plain DCP or torchtitan wrote one of ckptman, where it is.
 
-    Its folder is renamed to the name of its step, so that it counts among those of the folder it is in; unless
-    `keep_name`: then it is one by itself, for whoever names it. `step`: where the name does not tell, as `step-1000`
-    does. `done` is told the bytes that were read, from several threads: each file is read twice.
+    Its folder is renamed to the name of its step, so that it counts among the checkpoints of its root.
 
-    Raises: NotFoundError (there is none), ExistsError (it is ckptman's already; another has the step; a file is in the
-    way), CorruptError (damaged, incomplete, a link, a pickle of something else), ConfigError (no step), OSError. Then
-    the folder is as it was; if only the rename failed, it is as `keep_name` leaves it.
+    Args:
+        path: The folder of the checkpoint.
+        step: Its step, if the name of the folder does not tell it, as `step-1000` does.
+        keep_name: Do not rename the folder. Then it is a checkpoint for whoever names it.
+        done: Called with the bytes that were read, from several threads. Each file is read twice.
+
+    Returns:
+        What it became.
+
+    Raises:
+        NotFoundError: There is no checkpoint.
+        ExistsError: It is one of ckptman already, another has its step, or a file is in the way.
+        CorruptError: It is damaged or incomplete, holds a link, or a pickle of something else.
+        ConfigError: The step is not known.
+        OSError: Reading or writing failed. After any error the folder is as it was; if only the rename failed, it
+            is as `keep_name` leaves it.
     """
     folder = Path(os.path.abspath(path))  # noqa: PTH100 a link stays one
     if folder.is_symlink():
@@ -77,7 +87,7 @@ def adopt(
     final = folder if keep_name else folder.with_name(step_folder(step))
     if not (folder / METADATA).exists():
         raise NotFoundError(
-            f"{folder} is no checkpoint: it has no {METADATA}. DCP writes that last: it may be incomplete"
+            f"{folder} is not a checkpoint: it has no {METADATA}. DCP writes that last: it may be incomplete"
         )
     with _alone(folder):
         manifest = _manifest_in(folder, step, final)
@@ -93,24 +103,25 @@ def adopt(
         if manifest is None:
             first = _stamps(folder, [METADATA])
             saved = Frugal.read(folder)
+            saved.refuse_transformed()
             names = _data_names(saved)
             before = first | _stamps(folder, names)
             report = _examine(folder, done)
             described = describe(saved, names, step, final, REASON, done)
             if _stamps(folder, before) != before:
-                raise CorruptError(f"{folder} was written to while it was looked at: adopt it when its writer is done")
+                raise CorruptError(f"{folder} was written to while it was read: adopt it when its writer is done")
             _check_free(folder, step, final)  # that took long, and a run may have saved this step
-            _put_beside(folder, described, disk)
+            _put_beside(folder, described)
             manifest = described.manifest
         else:
-            _clear_drafts(folder, disk)
+            _clear_drafts(folder)
             # Under its old name it was none among others, or was for long: they may be others by now.
             if (now := placed(manifest, folder, final)) != manifest:
                 manifest = now
-                disk.replace_file(folder / MANIFEST, manifest.to_json())
+                DISK.replace_file(folder / MANIFEST, manifest.to_json())
         if final != folder:
-            disk.rename(folder, final)
-            disk.sync_folder(final.parent)
+            DISK.rename(folder, final)
+            DISK.sync_folder(final.parent)
     return Adopted(
         final,
         manifest.step,
@@ -123,9 +134,9 @@ def adopt(
 
 
 def candidates(root: Path) -> list[Path]:
-    """The folders of a root that can be adopted, by step. Those whose names tell none come last.
+    """Return the folders of a root that can be adopted, by step; those whose names tell none come last.
 
-    One that cannot be entered is among them where its name tells a step. Raises: RootError.
+    A folder that cannot be entered is included if its name tells a step. Raises: RootError.
     """
     try:
         found = list(root.iterdir())
@@ -148,7 +159,8 @@ def _is_theirs(folder: Path) -> bool:
 
 
 def step_in(name: str) -> int | None:
-    """The step that a folder name tells: `step-1000`, `iter_0001000`, `checkpoint-500`, `global_step7`; or None."""
+    """Return the step that a folder name tells, as `step-1000`, `iter_0001000`, `checkpoint-500` or `global_step7`
+    do; or None."""
     ours = parse_step(name)
     if ours is not None:
         return ours.step if ours.kind == "step" else None
@@ -160,10 +172,14 @@ def _step_of(folder: Path, step: int | None) -> int:
     named = step_in(folder.name)
     ours = parse_step(folder.name)
     if ours is not None and (ours.kind != "step" or step not in (None, named)):
-        what = f"not that of step {step}" if ours.kind == "step" else "to what is no checkpoint yet, or no more"
+        what = (
+            f"not that of step {step}"
+            if ours.kind == "step"
+            else "to a folder that is not a checkpoint yet, or no longer"
+        )
         raise ConfigError(f"{folder.name} is a name that ckptman gives, {what}: rename it first")
     if step is None and named is None:
-        raise ConfigError(f"{folder}: its name tells no step, as step-1000 would: say which it is (--step)")
+        raise ConfigError(f"{folder}: its name tells no step, as step-1000 does: name the step with --step")
     found = step if step is not None else named
     assert found is not None
     step_folder(found)  # refuses what is none
@@ -171,7 +187,8 @@ def _step_of(folder: Path, step: int | None) -> int:
 
 
 def _manifest_in(folder: Path, step: int, final: Path) -> Manifest | None:
-    """The manifest of one that was adopted, and not yet renamed; None where there is none."""
+    """Return the manifest of a checkpoint that was adopted but not renamed; None if there is none. Raises:
+    ExistsError."""
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
@@ -184,7 +201,7 @@ def _manifest_in(folder: Path, step: int, final: Path) -> Manifest | None:
 
 
 def _check_free(folder: Path, step: int, final: Path) -> None:
-    """Raises: ExistsError where there is a checkpoint of the step, under its name or standing aside for it; OSError."""
+    """Raise ExistsError if there is a checkpoint of the step, under its name or standing aside for it."""
     for name in os.listdir(final.parent) if parse_step(final.name) else ():  # noqa: PTH208 names alone are wanted
         other = parse_step(name)
         if name != folder.name and other is not None and other.step == step and other.kind in ("step", "old"):
@@ -193,7 +210,7 @@ def _check_free(folder: Path, step: int, final: Path) -> None:
 
 
 def _data_names(saved: SavedState) -> list[str]:
-    """The data files by rank and number. Raises: CorruptError where one of them has no name of DCP's."""
+    """Return the data files by rank and number. Raises: CorruptError if one of them has no name of DCP's."""
     names = {*saved.index.files, *(at.file for at in saved.index.objects.values())}
     for name in sorted(names):
         if parse_data(name) is None:
@@ -208,7 +225,7 @@ def _data_names(saved: SavedState) -> list[str]:
 
 
 def _stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
-    """What original files are known by. Raises: CorruptError where one of them is none."""
+    """Return what original files are known by. Raises: CorruptError if one is missing or a link."""
     found = {}
     for name in names:
         try:
@@ -221,9 +238,7 @@ def _stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
 
 
 def _examine(folder: Path, done: Callable[[int], None] | None) -> ForeignReport:
-    """See that it is whole, as far as plain DCP allows. Raises: CorruptError, RootError."""
-    if transformed(folder):
-        raise CorruptError(f"{folder} is compressed, or transformed otherwise: load it, and save it again by ckptman")
+    """Check that a checkpoint is complete, as far as plain DCP allows. Raises: CorruptError, RootError."""
     report = check_foreign(folder, done=done)
     if report.problems:
         more = f" (and {len(report.problems) - _SHOWN} more)" if len(report.problems) > _SHOWN else ""
@@ -236,36 +251,36 @@ def _examine(folder: Path, done: Callable[[int], None] | None) -> ForeignReport:
     return report
 
 
-def _put_beside(folder: Path, described: Digested, disk: Disk) -> None:
-    """Write what ckptman needs, and the manifest last. Raises: ExistsError, OSError; then nothing is left of it."""
-    _clear_drafts(folder, disk)
+def _put_beside(folder: Path, described: Digested) -> None:
+    """Write what ckptman needs, and the manifest last. Raises: ExistsError, OSError; then nothing of it is left."""
+    _clear_drafts(folder)
     missing = [name for name, data in described.files.items() if not _is_there(folder / name, data)]
     written: list[Path] = []
     try:
         for name in missing:
             draft = folder / f"{name}.tmp-{os.getpid()}-{os.urandom(4).hex()}"
             written += [draft, folder / name]
-            disk.write_file(draft, described.files[name])
-            disk.rename(draft, folder / name)
-        disk.sync_folder(folder)
-        disk.replace_file(folder / MANIFEST, described.manifest.to_json())
+            DISK.write_file(draft, described.files[name])
+            DISK.rename(draft, folder / name)
+        DISK.sync_folder(folder)
+        DISK.replace_file(folder / MANIFEST, described.manifest.to_json())
     except Exception:
         if not (folder / MANIFEST).exists():
             for path in written:
                 with contextlib.suppress(OSError):
-                    disk.remove_file(path)
+                    DISK.remove_file(path)
         raise
 
 
-def _clear_drafts(folder: Path, disk: Disk) -> None:
-    """Remove what an attempt that was killed had half written: there is no other now."""
+def _clear_drafts(folder: Path) -> None:
+    """Remove half-written files of an attempt that was killed. No other attempt runs now."""
     for name in os.listdir(folder):  # noqa: PTH208 names alone are wanted
         if parse_half_written(name) is not None and _OURS.match(name):
-            disk.remove_file(folder / name)
+            DISK.remove_file(folder / name)
 
 
 def _is_there(path: Path, data: bytes) -> bool:
-    """Whether an earlier attempt wrote exactly this. Raises: ExistsError where something else has the name."""
+    """Whether an earlier attempt wrote exactly this. Raises: ExistsError if something else has the name."""
     if not os.path.lexists(path):
         return False
     with contextlib.suppress(CorruptError):
@@ -276,7 +291,7 @@ def _is_there(path: Path, data: bytes) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep others on this host from adopting the same folder meanwhile. Raises: ExistsError, OSError."""
+    """Keep other processes of this host from adopting the same folder. Raises: ExistsError, OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:

@@ -36,7 +36,7 @@ _MOST_BYTES = 2**40
 
 @dataclass(frozen=True)
 class Digested:
-    """The files that are put beside those of DCP, and the manifest that names all of them."""
+    """The files to put beside those of DCP, and the manifest that names all of them."""
 
     files: dict[str, bytes]
     manifest: Manifest
@@ -50,10 +50,10 @@ def describe(
     reason: str,
     done: Callable[[int], None] | None,
 ) -> Digested:
-    """Read all files of a checkpoint of plain DCP that is known to be whole, and describe it.
+    """Read all files of a complete checkpoint of plain DCP, and describe it.
 
-    The same bytes give the same files, whenever they are read. `data_names`: by rank and number; `final`: the name that
-    the folder will have.
+    The same bytes give the same files. `data_names`: by rank and number; `final`: the name that the folder will have.
+
     Raises: CorruptError (a value that is not loaded), OSError.
     """
     records: dict[str, FileRecord] = {}
@@ -104,7 +104,7 @@ def _load(containers: Tensors, saved: Saved, chunk: ChunkPlace) -> None:
 
 
 def _units(saved: SavedState) -> list[Unit]:
-    """The plain values by which ckptman restores a state. What has no form in JSON is left to its pickle."""
+    """Return the plain values by which ckptman restores a state. What has no form in JSON is left to its pickle."""
     units = []
     for state, value in saved.values.items():
         value = resolve(value)
@@ -123,7 +123,7 @@ def _ref(value: Any, path: str) -> Any:
 
 
 def _digests(path: Path, done: Callable[[int], None] | None) -> tuple[int, bytes, bytes]:
-    """Size in bytes, and the digests of the blocks and the groups of blocks of a file."""
+    """Return the size of a file in bytes, and the digests of its blocks and of its groups of blocks."""
     group, size = group_bytes(BLOCK_BYTES), 0
     blocks, groups = bytearray(), bytearray()
     scratch = memoryview(bytearray(_READ_BYTES))
@@ -161,7 +161,7 @@ def _manifest(
 
 
 def placed(manifest: Manifest, folder: Path, final: Path) -> Manifest:
-    """The manifest, with the sequence and the time that it has among the others beside `final` as they are now."""
+    """Return the manifest with the sequence and the time that it has among the checkpoints beside `final`."""
     entries = Catalog(final.parent).scan(abandoned=True) if parse_step(final.name) else []
     others = [each.manifest for each in entries if each.manifest is not None and not each.abandoned]
     last = max((each.sequence for each in entries), default=0)
@@ -170,9 +170,11 @@ def placed(manifest: Manifest, folder: Path, final: Path) -> Manifest:
 
 
 def _place(step: int, time_seconds: float, others: Sequence[Manifest], last: int) -> tuple[int, float]:
-    """Sequence and time of one among others: where its step belongs. DCP keeps no order of commits, and copies have
-    new dates. Those of one sequence are told apart by their times, and then by their steps. `last`: the highest
-    sequence, that of one which was abandoned included."""
+    """Return sequence and time of a checkpoint among others: where its step belongs.
+
+    DCP keeps no order of commits, and copies have new dates. Checkpoints of one sequence are ordered by time, then by
+    step. `last`: the highest sequence, those of abandoned checkpoints included.
+    """
     sequence = min((each.sequence for each in others if each.step > step), default=1 + last)
     alike = [each for each in others if each.sequence == sequence]
     earliest = max((each.time_seconds for each in alike if each.step < step), default=0.0)

@@ -27,8 +27,8 @@ Keys = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor that is exported. `source`: its flat name in the checkpoint. `dtype`: as it is saved; `as_dtype`: as it
-    is exported. `shape` is global."""
+    """A tensor to export. `source`: its flat name in the checkpoint; `shape`: global; `dtype`: as saved; `as_dtype`:
+    as exported."""
 
     source: str
     name: str
@@ -38,15 +38,18 @@ class Item:
 
     @property
     def bytes(self) -> int:
-        """As exported."""
+        """Bytes of its elements as exported."""
         return prod(self.shape) * self.as_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is exported: `tree`, nested as it was saved, with each tensor as a `TensorRef`, from `prefix` of the state
-    on; its tensors, and its plain values by name, which are not read for safetensors. `renamed`: names are not those of
-    the tree."""
+    """What to export.
+
+    `tree`: nested as it was saved, from `prefix` of the state on, with each tensor as a `TensorRef`. `items`: its
+    tensors. `values`: its plain values by name, not read for safetensors. `renamed`: whether names differ from those of
+    the tree.
+    """
 
     tree: Any
     prefix: Keys
@@ -64,10 +67,12 @@ def choose(
     dtype: torch.dtype | None,
     format: Format,
 ) -> Choice:
-    """The part of a checkpoint that is wanted: `everything`, the entry `only`, or the model; without what has a name
-    that `exclude` finds. For plain DCP names begin at the top of the state, for others below the entry.
+    """Return the wanted part of a checkpoint: `everything`, the entry `only`, or the model, without names that
+    `exclude` finds.
 
-    Raises: ConfigError (no such entry; two of one name; what has no dtype to be exported in), CorruptError.
+    For plain DCP names begin at the top of the state, for the other formats below the entry.
+
+    Raises: ConfigError (no such entry, two tensors of one name, a dtype that cannot be exported), CorruptError.
     """
     state = _state_of(saved)
     tree, prefix = _part(saved, state, only, everything)
@@ -99,23 +104,25 @@ def choose(
             values[name] = leaf
     if not items:
         what = plain(".".join(map(str, prefix))) or "the state"
-        raise ConfigError(f"{saved.folder}: there is no tensor in what is to be exported ({what})")
+        raise ConfigError(
+            f"{saved.folder}: there is no tensor to export in {what}: name another part (--only), or all of it (--all)"
+        )
     return Choice(tree, prefix, items, values, renamed)
 
 
 def excluding(patterns: Sequence[str]) -> list[re.Pattern[str]]:
-    """Raises: ConfigError."""
+    """Compile the patterns of --exclude. Raises: ConfigError."""
     found = []
     for pattern in patterns:
         try:
             found.append(re.compile(pattern))
         except re.error as error:
-            raise ConfigError(f"--exclude {pattern}: {error}: it is a regular expression of Python's re") from None
+            raise ConfigError(f"--exclude {pattern} is not a regular expression of Python's re: {error}") from None
     return found
 
 
 def renaming(strip: str, rename: Sequence[tuple[str, str]]) -> Callable[[str], str]:
-    """Gives a tensor its new name: without the prefix `strip`, then with each regular expression replaced.
+    """Return what gives a tensor its new name: without the prefix `strip`, then with each regular expression replaced.
 
     Raises: ConfigError.
     """
@@ -126,7 +133,7 @@ def renaming(strip: str, rename: Sequence[tuple[str, str]]) -> Callable[[str], s
             re.sub(pattern, replacement, "")
         except (re.error, IndexError) as error:
             raise ConfigError(
-                f"--rename {pattern}={replacement}: {error}: it is FROM=TO, as of Python's re.sub"
+                f"--rename {pattern}={replacement} is not FROM=TO as Python's re.sub takes it: {error}"
             ) from None
 
     def new_name(name: str) -> str:
@@ -144,8 +151,10 @@ def leaves(tree: Any) -> Iterator[tuple[Keys, Any]]:
 
 
 def _without(value: Any, path: Keys, is_excluded: Callable[[Keys], bool]) -> Any:
-    """The same tree without some of its leaves, and what holds nothing else. In a list that holds more None takes their
-    place: what follows keeps its name."""
+    """Return the tree without some of its leaves, and without what holds nothing else.
+
+    In a list that keeps other entries, None takes their place, so that what follows keeps its name.
+    """
     if isinstance(value, dict):
         each = {key: _without(below, (*path, str(key)), is_excluded) for key, below in value.items()}
         kept = {key: below for key, below in each.items() if below is not _NOTHING}
@@ -158,8 +167,11 @@ def _without(value: Any, path: Keys, is_excluded: Callable[[Keys], bool]) -> Any
 
 
 def _state_of(saved: SavedState) -> dict[str, Any]:
-    """The state by key. What was saved and is in no value of the index (because something beside it has no form in
-    JSON) is found by its flat name."""
+    """Return the state by key.
+
+    What was saved but is in no value of the index, because something beside it has no form in JSON, is found by its
+    flat name.
+    """
     state = {key: dict(value) if type(value) is dict else value for key, value in saved.values.items()}
     if saved.manifest is None:
         return state
@@ -220,8 +232,8 @@ def _item(saved: SavedState, source: str, name: str, dtype: torch.dtype | None) 
     size_bytes, there = prod(record.shape) * own.itemsize, int(saved.table.chunks(source).bytes.sum())
     if size_bytes > there:
         raise CorruptError(
-            f"{saved.folder}: {source} {list(record.shape)} is to have {size_bytes} bytes, and {there} were saved: "
-            f"export an older checkpoint"
+            f"{saved.folder}: {source} {list(record.shape)} has {size_bytes} bytes by its shape, but {there} were "
+            f"saved: export an older checkpoint"
         )
     # Numbers of 8 bits and less mean nothing without their scales: they stay what they are.
     is_cast = dtype is not None and own.is_floating_point and own.itemsize > 1

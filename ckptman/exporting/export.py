@@ -19,7 +19,7 @@ from ckptman.exporting.formats import config_file, dcp_files, safetensors_files,
 from ckptman.exporting.source import opened
 from ckptman.exporting.target import Format, aside_of, check_target, clear_leftovers, draft_of
 from ckptman.exporting.write import FilePlan, same_bits, write_files
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.filesystem import DISK
 from ckptman.loading.piecewise import Reader
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -30,8 +30,10 @@ _INPUTS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed
 
 @dataclass
 class Exported:
-    """What was written: the files with their sizes, and the bytes of the tensors in them. `remarks`: what was left out
-    or is odd."""
+    """The result of an export: the files with their sizes in bytes, and how many tensors of how many bytes are in them.
+
+    `remarks`: what was left out or is unusual, one sentence each.
+    """
 
     path: Path
     files: dict[str, int] = field(default_factory=dict)
@@ -56,29 +58,41 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     begin: Callable[[int], Callable[[int], None] | None] | None = None,
-    disk: Disk = DISK,
 ) -> Exported:
-    """Write the model of the checkpoint `path`, or another part of it, for other programs.
+    """Write the model of a checkpoint, or another part of it, for other programs.
+
+    Memory: about 100 MB plus the index of the checkpoint, however large its tensors are. Every block that is read is
+    checked against its digest. With several processes, call it on one of them.
 
     Args:
-        path: the folder of one checkpoint: of ckptman, plain DCP or torchtitan.
-        out: the folder (of the format torch: the file) that appears when, and only when, it is whole.
-        only, everything: another entry of the state than `model`; all of it.
-        exclude: regular expressions; what has a name in which one of them is found is left out.
-        dtype: cast tensors of floating-point numbers to `float32`, `bfloat16`, ...; those of 8 bits stay.
-        strip, rename: a prefix that names lose; then pairs of a regular expression and what takes its place.
-        tied: pairs of names. The first is left out: it has to be the same as the second, bit for bit.
-        config: the `config.json` of the model: copied, and asked whether embeddings are tied.
-        max_shard_bytes: how much a file of safetensors holds at most.
-        overwrite: replace an earlier export; it stays until the new one takes its place.
-        begin: told the bytes of all tensors, gives what is told the bytes that were written.
+        path: The folder of one checkpoint, written by ckptman, plain DCP or torchtitan.
+        out: The folder to write (for `torch`: the file). It appears when it is complete.
+        format: `safetensors`, `torch` (one file for `torch.load`) or `dcp`.
+        only: Export this entry of the state instead of `model`.
+        everything: Export the whole state.
+        exclude: Regular expressions; a name in which one of them is found is left out.
+        dtype: Cast floating-point tensors of more than 8 bits to this dtype, such as `bfloat16`.
+        strip: A prefix to remove from names.
+        rename: Pairs of a regular expression and its replacement, applied to names in order.
+        tied: Pairs of names. The first is left out; it must equal the second, bit for bit.
+        config: The `config.json` of the model: it is copied, and read for `tie_word_embeddings`.
+        max_shard_bytes: The most bytes of tensors in one safetensors file.
+        overwrite: Replace an earlier export, which stays until the new one takes its place.
+        begin: Called with the bytes of all tensors; returns a callback for the bytes written, or None.
 
-    Memory: some 100 MB and the index of the checkpoint, however large its tensors are. Every block that is read is
-    checked. Where there are several processes, one of them calls it. Raises: NotFoundError, CorruptError,
-    FormatVersionError, ConfigError, ExistsError, OSError: nothing is left of `out` then.
+    Returns:
+        What was written.
+
+    Raises:
+        NotFoundError: There is no checkpoint, or it was deleted or saved again meanwhile.
+        CorruptError: The checkpoint is damaged.
+        FormatVersionError: A newer ckptman wrote it.
+        ConfigError: An option is wrong, or the format has no form for a tensor.
+        ExistsError: `out` exists and is not an export that may be replaced.
+        OSError: Reading or writing failed. After any error nothing is left of `out`.
     """
     if format not in get_args(Format):
-        raise ConfigError(f"--format {format}: it is one of {', '.join(get_args(Format))}")
+        raise ConfigError(f"--format {format}: choose one of {', '.join(get_args(Format))}")
     if (config is not None or tied) and format != "safetensors":
         raise ConfigError(f"--config and --tied are for what Hugging Face loads (safetensors), not for {format}")
     if only is not None and everything:
@@ -86,7 +100,7 @@ def export(
     if everything and dtype is not None:
         raise ConfigError("--dtype is for weights, and --all exports optimizers and counters too: name a part (--only)")
     if max_shard_bytes < 1:
-        raise ConfigError(f"a file of {max_shard_bytes} bytes holds no tensor: ask for larger ones (--max-shard-size)")
+        raise ConfigError(f"--max-shard-size: a file holds at least 1 byte, not {max_shard_bytes}")
     folder, target = Path(path), Path(os.path.abspath(out))  # noqa: PTH100 a link stays one
     allowed = partial(check_target, folder, target, format, overwrite=overwrite, has_config=config is not None)
     allowed()
@@ -106,25 +120,25 @@ def export(
             copied, are_tied = config_file(Path(config))
             extra.append(copied)
             tied = [*tied, *(_usual_pair(choice, tied) if are_tied else ())]
-        result = Exported(target, remarks=clear_leftovers(target, disk))
+        result = Exported(target, remarks=clear_leftovers(target, DISK))
         choice = replace(choice, items=_untied(reader, choice.items, tied, result.remarks))
         plans = [*_plans(choice, format, max_shard_bytes, target, result.remarks), *extra]
         result.tensors, result.bytes = len(choice.items), sum(item.bytes for item in choice.items)
         done = begin(result.bytes) if begin is not None else None
-        disk.make_folders(target.parent)
+        DISK.make_folders(target.parent)
         draft = draft_of(target)
         try:
-            _write(draft, plans, reader, format, disk, done)
+            _write(draft, plans, reader, format, done)
             source.check()
             allowed()  # somebody may have made it meanwhile
-            aside = _move_in(draft, target, overwrite, disk)
+            aside = _move_in(draft, target, overwrite)
         except BaseException:
             with contextlib.suppress(OSError):
-                disk.remove_tree(draft)
+                DISK.remove_tree(draft)
             raise
     if aside is not None:
         try:
-            disk.remove_tree(aside)
+            DISK.remove_tree(aside)
         except OSError:
             result.remarks.append(f"{aside}, which was {target.name} before, could not be removed: remove it")
     result.files = {plan.name: plan.size_bytes for plan in plans}
@@ -148,15 +162,14 @@ def _cast_to(name: str | None) -> torch.dtype | None:
 
 
 def _usual_pair(choice: Choice, tied: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The output embedding and the input embedding, where both are there under the names that they usually have, and
-    nobody said yet to what the output is tied."""
+    """Return the output and the input embedding, if both have their usual names and the output is not tied yet."""
     names = [item.name for item in choice.items if item.name not in dict(tied)]
     inputs = [name for name in names if name.endswith(_INPUTS)]
     return [(_OUTPUT, inputs[0])] if _OUTPUT in names and len(inputs) == 1 else []
 
 
 def _untied(reader: Reader, items: list[Item], tied: Sequence[tuple[str, str]], remarks: list[str]) -> list[Item]:
-    """The tensors without those that are tied to others, as Hugging Face saves them."""
+    """Return the tensors without those that are tied to others, as Hugging Face saves them. Raises: ConfigError."""
     by_name = {item.name: item for item in items}
     for name, other in tied:
         missing = [each for each in (name, other) if each not in by_name]
@@ -177,30 +190,29 @@ def _write(
     plans: Sequence[FilePlan],
     reader: Reader,
     format: Format,
-    disk: Disk,
     done: Callable[[int], None] | None,
 ) -> None:
-    """Write all files under a name of our own: a folder, or the one file of `torch`."""
+    """Write all files under a temporary name: a folder, or the one file of `torch`."""
     if format == "torch":
-        write_files(draft.parent, [replace(plan, name=draft.name) for plan in plans], reader, disk, done)
+        write_files(draft.parent, [replace(plan, name=draft.name) for plan in plans], reader, DISK, done)
         return
-    disk.make_folder(draft)
-    write_files(draft, plans, reader, disk, done)
-    disk.sync_folder(draft)
+    DISK.make_folder(draft)
+    write_files(draft, plans, reader, DISK, done)
+    DISK.sync_folder(draft)
 
 
-def _move_in(draft: Path, target: Path, overwrite: bool, disk: Disk) -> Path | None:
-    """Give a draft its name. A folder that had it stands aside for it: return where that is now."""
+def _move_in(draft: Path, target: Path, overwrite: bool) -> Path | None:
+    """Rename the draft to its final name. Return where a folder that had the name stands now, or None."""
     aside = aside_of(draft) if overwrite and target.is_dir() else None
     try:
         if aside is not None:
-            disk.rename(target, aside)
+            DISK.rename(target, aside)
         # Refused where somebody has made a folder this very moment, and something is in it.
-        disk.rename(draft, target)
+        DISK.rename(draft, target)
     except BaseException:
         if aside is not None:
             with contextlib.suppress(OSError):
-                disk.rename(aside, target)
+                DISK.rename(aside, target)
         raise
-    disk.sync_folder(target.parent)
+    DISK.sync_folder(target.parent)
     return aside

@@ -15,7 +15,7 @@ from ckptman._torch_compat import fake_tensors
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
 from ckptman.exporting.choice import Choice, Item, Keys, leaves
 from ckptman.exporting.target import CONFIG, commented, save_id
-from ckptman.exporting.write import FilePlan, Part, parts_of
+from ckptman.exporting.write import FilePlan, parts_of
 from ckptman.format import safetensors
 from ckptman.format.chunk_table import ChunkTable
 from ckptman.format.paths import METADATA, data_name
@@ -31,12 +31,13 @@ from ckptman.state.named_state import replace_refs
 from ckptman.state.tensor_container import Recorder
 
 _MOST_CONFIG_BYTES = 64 * 1024 * 1024
+_WHICH_CONFIG = "name the config.json that transformers wrote"
 CHUNK_BYTES = 64 * 1024 * 1024
 """A larger tensor is cut into chunks of that size: plain DCP takes the memory of a chunk to read any part of it."""
 
 
 def safetensors_files(choice: Choice, max_shard_bytes: int) -> list[FilePlan]:
-    """The files that Hugging Face loads. Plain values have no place in them. Raises: ConfigError."""
+    """Plan the files that Hugging Face loads. They have no place for plain values. Raises: ConfigError."""
     items = {item.name: item for item in choice.items}
     tensors = [safetensors.Tensor(item.name, _name(item.as_dtype), item.shape) for item in choice.items]
     safetensors.check(tensors)
@@ -56,7 +57,7 @@ def safetensors_files(choice: Choice, max_shard_bytes: int) -> list[FilePlan]:
 
 
 def torch_file(choice: Choice, name: str) -> FilePlan:
-    """The file that `torch.load` reads. Raises: ConfigError (a value that it would refuse)."""
+    """Plan the file that `torch.load` reads. Raises: ConfigError (a value that `weights_only` refuses)."""
     for path, value in choice.values.items():
         _check_plain(path, value, lambda data: torch.load(data, weights_only=True))
     items = {item.source: item for item in choice.items}
@@ -90,7 +91,7 @@ def torch_file(choice: Choice, name: str) -> FilePlan:
 
 
 def dcp_files(choice: Choice, final: Path) -> list[FilePlan]:
-    """The files that plain DCP reads: one with everything, and its description. Raises: ConfigError."""
+    """Plan the files that plain DCP reads: one data file and its description. Raises: ConfigError."""
     layout = Layout()
     plan = FilePlan(data_name(0), 0)
     pieces = [(number, *box) for number, item in enumerate(choice.items) for box in _chunks(item)]
@@ -100,7 +101,7 @@ def dcp_files(choice: Choice, final: Path) -> list[FilePlan]:
         item = choice.items[number]
         at = layout.add_tensor(item.as_dtype, sizes)
         placed.append((number, offsets, sizes, at))
-        plan.parts += _parts_of_chunk(item, at.payload, offsets, sizes)
+        plan.parts += parts_of(item, at.payload, (offsets, sizes))
     objects = {}
     for name, value in choice.values.items():
         _check_plain(name, value, lambda data: load_plain(data, "it"))
@@ -124,22 +125,20 @@ def dcp_files(choice: Choice, final: Path) -> list[FilePlan]:
 
 
 def config_file(path: Path) -> tuple[FilePlan, bool]:
-    """A copy of the `config.json` of a model, and whether its output embedding is tied to its input embedding.
+    """Return a copy of a model's `config.json`, and whether it ties the output embedding to the input embedding.
 
-    Raises: NotFoundError, ConfigError, CorruptError (it is far too large for one, or no file), OSError.
+    Raises: NotFoundError, ConfigError, CorruptError (too large, or not a regular file), OSError.
     """
     try:
-        data = read_regular(
-            path, _MOST_CONFIG_BYTES, follow=True, remedy="name the config.json that transformers wrote"
-        )
+        data = read_regular(path, _MOST_CONFIG_BYTES, follow=True, remedy=_WHICH_CONFIG)
     except FileNotFoundError:
-        raise NotFoundError(f"there is no {path}: name the config.json that transformers wrote") from None
+        raise NotFoundError(f"there is no {path}: {_WHICH_CONFIG}") from None
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON ({error}): name the config.json that transformers wrote") from None
+        raise ConfigError(f"{path} is not JSON ({error}): {_WHICH_CONFIG}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} is no JSON object: name the config.json that transformers wrote")
+        raise ConfigError(f"{path} is not a JSON object: {_WHICH_CONFIG}")
     text = config.get("text_config")
     tied = [
         each["tie_word_embeddings"]
@@ -154,14 +153,6 @@ def _chunks(item: Item) -> Sequence[tuple[tuple[int, ...], tuple[int, ...]]]:
     return list(boxes(item.shape, CHUNK_BYTES // item.as_dtype.itemsize)) or [whole]
 
 
-def _parts_of_chunk(item: Item, place: int, offsets: Sequence[int], sizes: tuple[int, ...]) -> list[Part]:
-    inside = parts_of(Item(item.source, item.name, sizes, item.dtype, item.as_dtype), place)
-    return [
-        Part(item, each.place, tuple(first + low for first, low in zip(offsets, each.offsets)), each.sizes)
-        for each in inside
-    ]
-
-
 def _paths(choice: Choice) -> dict[str, Keys]:
     if choice.renamed:
         return {name: (name,) for name in (*(item.name for item in choice.items), *choice.values)}
@@ -170,7 +161,7 @@ def _paths(choice: Choice) -> dict[str, Keys]:
 
 
 def _check_plain(name: str, value: Any, load: Callable[[io.BytesIO], Any]) -> None:
-    """Raises: ConfigError where a value could not be read again without running what is in a pickle."""
+    """Raise ConfigError if a value cannot be read again by a restricted unpickler."""
     try:
         load(io.BytesIO(pickled(value)))
     except (CorruptError, pickle.UnpicklingError) as error:
@@ -181,7 +172,7 @@ def _check_plain(name: str, value: Any, load: Callable[[io.BytesIO], Any]) -> No
 
 
 def _has_payload(value: Any) -> bool:
-    """Whether a plain value is more than its pickle: there are tensors in it."""
+    """Whether a plain value has tensors in it, so that it is more than its pickle."""
     recorder = Recorder()
     with torch.serialization.skip_data():
         torch.save(value, recorder)  # type: ignore[arg-type]

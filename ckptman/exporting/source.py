@@ -25,6 +25,7 @@ class Source:
         saved = Frugal.read(self._folder)
         saved.refuse_transformed()
         if saved.manifest is None:  # the data files of ours have digests, which tell more
+            self._stamps.pop(MANIFEST, None)  # it may be adopted meanwhile
             places = saved.index.objects.values()
             self._stamps |= _stamps(self._folder, {*saved.index.files, *(place.file for place in places)})
         return saved

@@ -36,7 +36,7 @@ _TAG = re.compile(rf"(?P<pid>[0-9]+)-(?P<host>[0-9a-f]{{8}})-(?P<ticks>[0-9]+)-[
 
 
 def check_target(folder: Path, target: Path, format: Format, *, overwrite: bool, has_config: bool) -> None:
-    """See that an export may be made there. `has_config`: it comes with a `config.json`.
+    """Check that an export may be written to `target`. `has_config`: it comes with a `config.json`.
 
     Raises: ConfigError, ExistsError, OSError.
     """
@@ -73,15 +73,15 @@ def commented(end: bytes) -> bytes:
 
 
 def _not_ours(target: Path, format: Format) -> str | None:
-    """Why a path is no export of this format; None where it is one, or an empty folder."""
+    """Return why a path is not an export of this format; None if it is one, or an empty folder."""
     if format == "torch":
         if target.is_symlink() or not target.is_file():
-            return "is no file"
+            return "is not a file"
         end = _end_of(target, _ZIP_END_BYTES + len(_COMMENT))
         is_ours = end.startswith(_ZIP_END) and end.endswith(_COMMENTED)
         return None if is_ours else "is a file that no export wrote"
     if target.is_symlink() or not target.is_dir():
-        return "is no folder"
+        return "is not a folder"
     names = sorted(os.listdir(target))  # noqa: PTH208 names alone are wanted
     if MANIFEST in names:
         return "is a checkpoint"
@@ -92,7 +92,7 @@ def _not_ours(target: Path, format: Format) -> str | None:
 
 
 def _is_marked(path: Path, format: Format) -> bool:
-    """Whether a file of a folder is one by which an export is known. Raises: OSError."""
+    """Whether a file of a folder carries the mark of an export. Raises: OSError."""
     if format == "dcp":
         return path.name == METADATA and _SAVE_ID.search(_end_of(path, _SAVE_ID_BYTES)) is not None
     with contextlib.suppress(CorruptError):  # no regular file
@@ -101,7 +101,7 @@ def _is_marked(path: Path, format: Format) -> bool:
 
 
 def _end_of(path: Path, size: int) -> bytes:
-    """Return the last bytes of a file; none where it is no regular file. Raises: OSError."""
+    """Return the last bytes of a file; none if it is not a regular file. Raises: OSError."""
     try:
         fd = open_regular(path)
     except CorruptError:
@@ -113,19 +113,21 @@ def _end_of(path: Path, size: int) -> bytes:
 
 
 def draft_of(target: Path) -> Path:
-    """A name beside the target that nobody has, and that tells whose it is."""
+    """Return an unused name beside the target that tells which process uses it."""
     me = this_process("", None)
     return target.with_name(f"{target.name}.tmp-{me.pid}-{_host(me)}-{me.start_ticks}-{me.nonce}")
 
 
 def aside_of(draft: Path) -> Path:
-    """Where what had the name before stands while the draft takes it."""
+    """Return where an earlier export stands while the draft takes its name."""
     return draft.with_name(f"{draft.name}{_OLD}")
 
 
 def clear_leftovers(target: Path, disk: Disk) -> list[str]:
-    """Remove what exports to the same target left that were killed, and say so. What may be of one that still runs,
-    and an earlier export while there is no other, stay, and are named."""
+    """Remove what killed exports to the same target left, and return what to tell about it.
+
+    What may belong to a running export stays, and so does an earlier export that has no successor; both are named.
+    """
     told = []
     names: list[str] = []
     with contextlib.suppress(OSError):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +19,7 @@ from ckptman.errors import ConfigError
 from ckptman.exporting.choice import CASTS, Item
 from ckptman.io.file_writer import FileWriter
 from ckptman.io.filesystem import Disk
-from ckptman.io.workers import STRIDE_BYTES, aligned_memory
-from ckptman.loading.piecewise import PIECE_BYTES, Reader, ahead, boxes
+from ckptman.loading.piecewise import PIECE_BYTES, Reader, Shape, ahead, boxes
 from ckptman.loading.read import Fill
 from ckptman.state.file_layout import as_bytes, view_of
 
@@ -30,7 +29,7 @@ _CAST_ELEMENTS = 256 * 1024
 
 
 class Part(NamedTuple):
-    """A box of a tensor that lies in one piece in the file, from `place` on: whole rows in row-major order."""
+    """A box of a tensor that is contiguous in the file, from byte `place` on, in row-major order."""
 
     item: Item
     place: int
@@ -44,8 +43,8 @@ class Part(NamedTuple):
 
 @dataclass
 class FilePlan:
-    """A file that is to be written. `literals`: bytes that are known, by their place. `parts` by their places, too.
-    What is between is zero."""
+    """A file to write. `literals`: known bytes, each with its place; `parts`: parts of tensors. Everything else is
+    zero."""
 
     name: str
     size_bytes: int
@@ -53,30 +52,34 @@ class FilePlan:
     parts: list[Part] = field(default_factory=list)
 
 
-def parts_of(item: Item, place: int) -> Iterator[Part]:
-    """A tensor whose elements begin at a place of a file, cut into what is read at a time."""
+def parts_of(item: Item, place: int, box: tuple[Shape, Shape] | None = None) -> Iterator[Part]:
+    """Yield a tensor, or a `box` of it, in parts of a size that is read at a time. Its elements begin at byte
+    `place`."""
+    begin, shape = box or ((0,) * len(item.shape), item.shape)
     widest = max(item.dtype.itemsize, item.as_dtype.itemsize)
-    for offsets, sizes in boxes(item.shape, PIECE_BYTES // widest):
-        yield Part(item, place, offsets, sizes)
+    for inside, sizes in boxes(shape, PIECE_BYTES // widest):
+        yield Part(item, place, tuple(map(add, begin, inside)), sizes)
         place += math.prod(sizes) * item.as_dtype.itemsize
 
 
 def write_files(
     folder: Path, plans: Sequence[FilePlan], reader: Reader, disk: Disk, done: Callable[[int], None] | None
 ) -> None:
-    """Write files that nobody has made yet, and flush each to storage. The folder is not flushed.
+    """Create the files and flush each to storage, but not the folder. `done` is told the bytes of tensors written.
 
-    `done` is told the bytes of tensors that were written. Raises: CorruptError naming file and tensor, ConfigError (a
-    number that the dtype of a cast cannot hold), OSError naming the file.
+    Raises: CorruptError naming file and tensor, ConfigError (a number that does not fit the dtype of a cast), OSError
+    naming the file.
     """
     for plan in plans:
-        with FileWriter(folder / plan.name, plan.size_bytes, disk=disk, flags=os.O_EXCL) as file:
-            _fill(_Stream(file), plan, reader, done)
+        # Pieces are written as they come, from any address, so not past the page cache.
+        path, why = folder / plan.name, "an export is written in pieces of any size"
+        with FileWriter(path, plan.size_bytes, disk=disk, flags=os.O_EXCL, buffered_because=why) as file:
+            _fill(file, plan, reader, done)
             file.flush()
 
 
 def same_bits(reader: Reader, one: Item, other: Item) -> bool:
-    """Whether two tensors of a checkpoint are the same, bit for bit. Raises: CorruptError."""
+    """Whether two tensors of a checkpoint are equal, bit for bit. Raises: CorruptError."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     memories = _memories()
@@ -89,57 +92,19 @@ def same_bits(reader: Reader, one: Item, other: Item) -> bool:
     return True
 
 
-class _Stream:
-    """A file that is written from its beginning to its end: past the page cache where that can be, in whole pages from
-    memory of its own. So what is written takes no memory from others, and is on its way to storage at once."""
-
-    def __init__(self, file: FileWriter) -> None:
-        self._file = file
-        self._memory = aligned_memory(STRIDE_BYTES)
-        self._begin = self._used = 0
-
-    def put(self, data: memoryview | bytes, place: int) -> None:
-        """Bytes behind those that were put before. What is between is zero."""
-        gap = place - self._begin - self._used
-        assert gap >= 0
-        while gap:
-            gap -= self._add(memoryview(bytes(min(gap, STRIDE_BYTES))))
-        view = memoryview(data)
-        while view:
-            view = view[self._add(view) :]
-
-    def flush(self) -> None:
-        """Write what was put and not yet written."""
-        if self._used:
-            self._file.write(self._memory[: self._used], self._begin)
-        self._begin, self._used = self._begin + self._used, 0
-
-    def _add(self, data: memoryview) -> int:
-        count = min(len(data), len(self._memory) - self._used)
-        self._memory[self._used : self._used + count] = data[:count]
-        self._used += count
-        if self._used == len(self._memory):
-            self.flush()
-        return count
-
-
-def _fill(stream: _Stream, plan: FilePlan, reader: Reader, done: Callable[[int], None] | None) -> None:
-    literals = deque(sorted(plan.literals))
+def _fill(file: FileWriter, plan: FilePlan, reader: Reader, done: Callable[[int], None] | None) -> None:
+    for place, known in plan.literals:
+        file.write(memoryview(known), place)
     for batch in ahead(_batches(reader, plan.parts)):
         for part, data in batch:
-            while literals and literals[0][0] < part.place:
-                stream.put(literals[0][1], literals.popleft()[0])
             written = _cast(part.item, data)  # the view below does not keep it
-            stream.put(view_of(written), part.place)
+            file.write(view_of(written), part.place)
             if done is not None:
                 done(math.prod(part.sizes) * part.item.as_dtype.itemsize)
-    for place, known in literals:
-        stream.put(known, place)
-    stream.flush()
 
 
 def _cast(item: Item, data: torch.Tensor) -> torch.Tensor:
-    """The flat bytes of a part in the dtype of the export."""
+    """Return the flat bytes of a part in the dtype of the export. Raises: ConfigError."""
     if item.dtype == item.as_dtype:
         return data
     before = data.view(item.dtype)
@@ -159,9 +124,9 @@ def _cast(item: Item, data: torch.Tensor) -> torch.Tensor:
 
 
 def _batches(reader: Reader, parts: Iterable[Part]) -> Iterator[list[tuple[Part, torch.Tensor]]]:
-    """The parts with their bytes, as many at a time as fit. What is given stays as it is while the next ones are made.
+    """Yield the parts with their bytes, as many at a time as fit into memory.
 
-    Raises: CorruptError.
+    A batch stays valid while the next one is made. Raises: CorruptError.
     """
     memories = _memories()
     batch: list[tuple[Part, torch.Tensor]] = []

@@ -161,7 +161,7 @@ def test_while_it_is_read_no_prune_takes_it(root: Path, tmp_path: Path) -> None:
 
 SLOW = """
 import sys, time
-import ckptman
+import ckptman.exporting.export as module
 from ckptman.io.filesystem import Disk
 
 class Slow(Disk):
@@ -169,7 +169,8 @@ class Slow(Disk):
         print("here", flush=True)
         time.sleep(60)
 
-ckptman.export(sys.argv[1], sys.argv[2], disk=Slow())
+module.DISK = Slow()
+module.export(sys.argv[1], sys.argv[2])
 """
 
 

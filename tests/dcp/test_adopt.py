@@ -25,7 +25,7 @@ from ckptman.loading.checkpoint_reader import SavedState
 from tests.dcp.test_values import blank, differing
 from tests.helpers import unprivileged
 from tests.helpers.checkpoints import commit
-from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults, holds
+from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults, holds, on_disk
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process")
@@ -239,7 +239,7 @@ def test_where_it_belongs_is_decided_when_it_gets_its_name(tmp_path: Path) -> No
         commit(tmp_path, step)
     adopt(save(tmp_path / "step-1000", files=1), keep_name=True)
     with pytest.raises(Death):
-        adopt(tmp_path / "step-1000", disk=FaultyDisk(Fault(1)))  # the new manifest is written, and has no name yet
+        on_disk(FaultyDisk(Fault(1)), adopt, tmp_path / "step-1000")  # the new manifest is written, and has no name yet
     done = adopt(tmp_path / "step-1000")
     assert not [name for name in files(done.path) if ".tmp-" in name]
     assert [entry.step for entry in Catalog(tmp_path).complete()] == [100, 200, 300, 1000]
@@ -252,7 +252,7 @@ def test_one_whose_adoption_was_killed_belongs_where_its_step_is(tmp_path: Path)
     for step in (500, 100):  # by their dates, as a copy may have left them, 100 is the later one
         save(tmp_path / f"step-{step}", files=1)
     with pytest.raises(Death):
-        adopt(tmp_path / "step-500", disk=DiesBeforeItsName())
+        on_disk(DiesBeforeItsName(), adopt, tmp_path / "step-500")
     assert (tmp_path / "step-500" / "manifest.json").exists()
     for step in (100, 500):
         adopt(tmp_path / f"step-{step}")
@@ -284,7 +284,7 @@ def test_a_folder_of_many_is_adopted_and_what_is_damaged_is_told(
     assert [line.partition(" -> ")[0] for line in told.out.splitlines()] == [f"{root}/step-3", f"{root}/step-100"]
     assert f"{root}/step-20 was not adopted: " in told.err
     assert [entry.sequence for entry in Catalog(root).complete()] == [1, 2]
-    with pytest.raises(ckptman.ConfigError, match="to what is no checkpoint yet, or no more: rename it first"):
+    with pytest.raises(ckptman.ConfigError, match="a folder that is not a checkpoint yet, or no longer: rename"):
         adopt(root / "step-0000000004.tmp-0a1b2c3d-1")
     assert main(["adopt", str(root), "--json"]) == 4
     assert json.loads(capsys.readouterr().out) == {
@@ -437,7 +437,7 @@ def test_a_writer_that_is_not_done_is_noticed(folder: Path) -> None:
         if not touched:
             touched.append(os.utime(folder / "__0_0.distcp"))
 
-    with pytest.raises(ckptman.CorruptError, match="was written to while it was looked at"):
+    with pytest.raises(ckptman.CorruptError, match="was written to while it was read"):
         adopt(folder, done=touch)
     assert not (folder / "manifest.json").exists()
 
@@ -457,7 +457,7 @@ def test_wherever_it_ends_the_files_are_what_they_were_and_it_can_be_run_again(
         folder = Path(shutil.copytree(plain, root / "step-1000"))
         disk = FaultyDisk(fault)
         try:
-            adopt(folder, disk=disk)
+            on_disk(disk, adopt, folder)
         except (Death, OSError) as ending:
             assert error is None or isinstance(ending, OSError)
         reached += disk.struck

@@ -28,7 +28,7 @@ from ckptman.format.safetensors import DTYPES
 from ckptman.io.filesystem import Disk
 from tests.dcp.test_values import WRITERS, blank, differing, noise
 from tests.dcp.test_values import save as save_as
-from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults
+from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults, on_disk
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process", "ignore:ComplexHalf support is experimental")
@@ -58,7 +58,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a tensor of a few hundred KB is cut as one of many GB is."""
     monkeypatch.setattr(export_write, "PIECE_BYTES", 64 * 1024)
-    monkeypatch.setattr(export_write, "STRIDE_BYTES", 128 * 1024)
     monkeypatch.setattr(export_formats, "CHUNK_BYTES", 200 * 1024)
 
 
@@ -307,10 +306,10 @@ def test_nothing_of_others_is_replaced(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "tokenizer.json").touch()
     with pytest.raises(ckptman.ExistsError, match=r"holds tokenizer.json, which no export wrote"):
         export(folder, tmp_path / "out", overwrite=True)
-    with pytest.raises(ckptman.ExistsError, match="is no file"):
+    with pytest.raises(ckptman.ExistsError, match="is not a file"):
         export(folder, tmp_path / "out", "torch", overwrite=True)
     (tmp_path / "link").symlink_to(tmp_path / "out")
-    with pytest.raises(ckptman.ExistsError, match="is no folder"):
+    with pytest.raises(ckptman.ExistsError, match="is not a folder"):
         export(folder, tmp_path / "link", overwrite=True)
     with pytest.raises(ckptman.ConfigError, match="within the checkpoint"):
         export(folder, folder / "out")
@@ -338,16 +337,16 @@ def test_a_changed_byte_is_found_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 def _first(out: Path) -> Callable[[Disk], object]:
-    return lambda disk: export(out.parent / "saved", out, disk=disk)
+    return lambda disk: on_disk(disk, export, out.parent / "saved", out)
 
 
 def _replacing(out: Path) -> Callable[[Disk], object]:
     export(out.parent / "saved", out, dtype="bfloat16")
-    return lambda disk: export(out.parent / "saved", out, overwrite=True, disk=disk)
+    return lambda disk: on_disk(disk, export, out.parent / "saved", out, overwrite=True)
 
 
 def _file(out: Path) -> Callable[[Disk], object]:
-    return lambda disk: export(out.parent / "saved", out, "torch", disk=disk)
+    return lambda disk: on_disk(disk, export, out.parent / "saved", out, "torch")
 
 
 @pytest.mark.parametrize("error", [None, errno.ENOSPC])
@@ -395,7 +394,7 @@ def test_no_folder_is_named_like_a_file(folder: Path, tmp_path: Path, format: Fo
 
 def test_what_a_killed_export_left_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(Death):
-        export(folder, tmp_path / "out", disk=FaultyDisk(Fault(4)))
+        on_disk(FaultyDisk(Fault(4)), export, folder, tmp_path / "out")
     (left,) = names_in(tmp_path)
     assert left.startswith("out.tmp-")
     assert export(folder, tmp_path / "out").remarks[0].startswith(f"{tmp_path / left} is of another export")

@@ -24,6 +24,7 @@ from ckptman.exporting import write as export_write
 from ckptman.exporting.export import export
 from ckptman.format.paths import MANIFEST
 from ckptman.io.filesystem import Disk
+from tests.helpers.faulty_disk import on_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process", "ignore:Detected an existing checkpoint")
 FORMATS = ["safetensors", "torch", "dcp"]
@@ -33,7 +34,6 @@ FORMATS = ["safetensors", "torch", "dcp"]
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that some of a checkpoint is read before something happens, and some behind it."""
     monkeypatch.setattr(export_write, "PIECE_BYTES", 16 * 1024)
-    monkeypatch.setattr(export_write, "STRIDE_BYTES", 16 * 1024)
 
 
 def state(value: float) -> dict[str, Any]:
@@ -116,6 +116,14 @@ def test_a_data_file_that_could_not_be_listed_did_not_change_for_that(tmp_path: 
     export(tmp_path / "saved", tmp_path / "out")
     with pytest.raises(ckptman.NotFoundError, match=r"data/__0_0.distcp was written to"):
         export(tmp_path / "saved", tmp_path / "other", begin=halfway(lambda: os.utime(data, ns=(0, 0))))
+
+
+def test_one_that_is_adopted_meanwhile_is_the_same(tmp_path: Path) -> None:
+    save_plain(1, tmp_path / "saved")
+    adopt = halfway(lambda: ckptman.adopt(tmp_path / "saved", 1, keep_name=True))
+    export(tmp_path / "saved", tmp_path / "out", begin=adopt)
+    assert names_in(tmp_path) == ["out", "saved"]
+    assert (tmp_path / "saved" / MANIFEST).exists()
 
 
 @pytest.mark.parametrize("writer", ["ckptman", "dcp"])
@@ -247,7 +255,7 @@ def test_an_export_is_replaced_by_one_of_its_own_format(format: Any, saved: Path
     export(saved, out, format, max_shard_bytes=60_000)
     export(saved, out, format, dtype="float64", overwrite=True)
     for other in {*FORMATS} - {format}:
-        refused(saved, out, other, "which no export wrote|is no file|is no folder")
+        refused(saved, out, other, "which no export wrote|is not a file|is not a folder")
     if format == "dcp":
         found = {"model": {name: torch.zeros_like(each).double() for name, each in state(1)["model"].items()}}
         dcp.load(found, checkpoint_id=out)
@@ -278,7 +286,7 @@ class Interrupted(Disk):
 def test_interrupted_between_its_renames_it_puts_the_old_one_back(saved: Path, tmp_path: Path) -> None:
     export(saved, tmp_path / "out", dtype="bfloat16")
     with pytest.raises(KeyboardInterrupt):
-        export(saved, tmp_path / "out", overwrite=True, disk=Interrupted())
+        on_disk(Interrupted(), export, saved, tmp_path / "out", overwrite=True)
     assert names_in(tmp_path) == ["out", "saved"]
     assert load_file(tmp_path / "out" / "model.safetensors")["w0"].dtype == torch.bfloat16
 
@@ -294,7 +302,7 @@ class Late(Disk):
 
 def test_a_folder_that_is_made_at_the_last_moment_is_not_replaced(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
-        export(saved, tmp_path / "out", disk=Late())
+        on_disk(Late(), export, saved, tmp_path / "out")
     assert (names_in(tmp_path), names_in(tmp_path / "out")) == (["out", "saved"], ["mine"])
 
 
@@ -335,7 +343,7 @@ def test_what_cannot_be_cleared_is_named(saved: Path, tmp_path: Path) -> None:
 
     me = export_target.this_process("", None)
     left = left_by(me.pid, me.start_ticks + 1, tmp_path / "out")
-    (told,) = export(saved, tmp_path / "out", disk=Stubborn()).remarks
+    (told,) = on_disk(Stubborn(), export, saved, tmp_path / "out").remarks
     assert told.startswith(f"{left}, which an export left that was killed, could not be removed")
 
 
@@ -363,7 +371,7 @@ def test_what_has_no_form_is_left_out_by_its_name(tmp_path: Path) -> None:
     assert read.state_dict_metadata.keys() == {"model.w", "seen.0", "seen.1.a"}
     export(tmp_path / "saved", tmp_path / "without", "torch", everything=True, exclude=["^seen", "^model.table"])
     assert torch.load(tmp_path / "without", weights_only=True).keys() == {"model", "optimizer"}
-    for pattern, match in ((".", r"no tensor in what is to be exported \(model\)"), ("(", r"--exclude \(")):
+    for pattern, match in ((".", r"no tensor to export in model: "), ("(", r"--exclude \(")):
         with pytest.raises(ckptman.ConfigError, match=match):
             export(tmp_path / "saved", tmp_path / "none", exclude=[pattern])
 
@@ -403,7 +411,7 @@ def test_what_a_cast_cannot_hold_is_told_which_one_can(
 def test_a_model_without_tensors_is_called_by_its_name(tmp_path: Path) -> None:
     ckptman.save({"model": {"a": 1}, "other": torch.ones(1)}, tmp_path / "saved")
     assert (tmp_path / "saved" / MANIFEST).exists()
-    with pytest.raises(ckptman.ConfigError, match=r"no tensor in what is to be exported \(model\)"):
+    with pytest.raises(ckptman.ConfigError, match=r"no tensor to export in model: "):
         export(tmp_path / "saved", tmp_path / "out")
 
 

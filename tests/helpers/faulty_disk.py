@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 from xxhash import xxh3_128_hexdigest
@@ -125,6 +127,12 @@ def faults(error: int | None = None, when: tuple[When, ...] = WHEN) -> Iterator[
         for each in when:
             yield Fault(number, each, error)
         number += 1
+
+
+def on_disk(disk: Disk, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Call a function of the package with another file layer in the place of that of its module."""
+    with patch.object(sys.modules[function.__module__], "DISK", disk):
+        return function(*arguments, **options)
 
 
 def save(root: Path, step: int, content: bytes = b"", disk: Disk = DISK, tag: str | None = None) -> Entry:
