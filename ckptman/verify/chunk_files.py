@@ -1,4 +1,7 @@
-"""Saved tensors, their chunks, and the bytes in the files, by plain `preadv`: nothing here is shared with `reading`."""
+"""Saved tensors, their chunks, and the bytes in the files, by plain `preadv`.
+
+On purpose nothing here is shared with what a load reads with (`loading.read`, `io.range_reader`).
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,16 @@ class Saved:
 
     @property
     def rows(self) -> int:
-        """Of dimension 0; a tensor without dimensions counts as one row."""
+        """Length of dimension 0; a tensor without dimensions counts as one row."""
         return self.shape[0] if self.shape else 1
+
+    def shard_rows(self, shards: int) -> int:
+        """Rows of a full shard, as `torch.chunk` cuts them. A tensor without dimensions is whole in each."""
+        return -(-self.rows // shards)
 
 
 class Tensors:
-    """The chunks of a checkpoint and what is in them, in one process."""
+    """The chunks of a checkpoint and their bytes, in one process."""
 
     def __init__(self, state: SavedState) -> None:
         self.state = state
@@ -52,23 +59,23 @@ class Tensors:
         self._payloads: dict[tuple[str, int], int | None] = {}
 
     def file(self, name: str) -> File:
-        """A file by its name. Raises: CorruptError (it is none), OSError."""
+        """Open a file by its name. Raises: CorruptError (not a regular file), OSError."""
         return self._open(self.state.folder / name, self.state.manifest is None)
 
     def chunks(self, saved: Saved) -> Chunks:
-        """All chunks of a tensor. Raises: CorruptError where one of them cannot be."""
+        """Return all chunks of a tensor. Raises: CorruptError if one of them is impossible."""
         next(self.state.all_chunks(saved.name), None)
         return self.state.table.chunks(saved.name)
 
     def chunk(self, chunks: Chunks, row: int) -> ChunkPlace:
-        """One of them."""
+        """Return one of them."""
         columns = chunks.file, chunks.offset, chunks.bytes, chunks.payload
         file, offset, size, payload = (int(column[row]) for column in columns)
         offsets, sizes = tuple(chunks.offsets[row].tolist()), tuple(chunks.sizes[row].tolist())
         return ChunkPlace(self.state.index.files[file], offset, size, payload, offsets, sizes)
 
     def payload(self, saved: Saved, chunk: ChunkPlace) -> int | None:
-        """Where the payload of a chunk begins in its file; None where only torch can tell."""
+        """Return where the payload of a chunk begins in its file; None if only torch can tell."""
         if chunk.payload >= 0:
             return chunk.payload
         key = chunk.file, chunk.offset
@@ -77,7 +84,7 @@ class Tensors:
         return self._payloads[key]
 
     def torch_load(self, saved: Saved, chunk: ChunkPlace) -> Bytes:
-        """The elements that `torch.load` finds, as bytes [rows, ...]. Raises: CorruptError."""
+        """Return the elements that `torch.load` finds, as bytes [rows, ...]. Raises: CorruptError."""
         where = f"{self.state.folder / chunk.file}: {saved.name}"
         data = io.BytesIO(self.file(chunk.file).bytes(chunk.offset, chunk.bytes))
         tensor = load_plain(data, where)
@@ -93,7 +100,7 @@ class Tensors:
 
 
 class File:
-    """A file that is read by offset. Closed when nobody holds it any more."""
+    """A file that is read by offset, and closed when it is no longer referenced."""
 
     def __init__(self, path: Path, follow: bool) -> None:
         self._path = path
@@ -101,7 +108,7 @@ class File:
         weakref.finalize(self, os.close, self._fd)
 
     def read(self, offset: int, size: int, scratch: memoryview) -> Bytes:
-        """Bytes [offset, offset + size), in the scratch. Raises: CorruptError (the file ends before), OSError."""
+        """Read bytes [offset, offset + size) into the scratch. Raises: CorruptError (the file ends before), OSError."""
         view, done = scratch[:size], 0
         while done < size:
             count = os.preadv(self._fd, [view[done:]], offset + done)
@@ -111,18 +118,18 @@ class File:
         return np.frombuffer(view, np.uint8)
 
     def bytes(self, offset: int, size: int) -> bytes:
-        """The same, in memory of its own."""
+        """Read the same into new memory."""
         memory = bytearray(size)
         self.read(offset, size, memoryview(memory))
         return bytes(memory)
 
     def part(self, offset: int, size: int) -> PartOfFile:
-        """A part of it as a file of its own."""
+        """Return a range of it as a file of its own."""
         return PartOfFile(self._fd, offset, size, f"what begins at byte {offset} of {self._path.name}")
 
 
 def rows_of(chunks: Chunks) -> tuple[Ints, Ints]:
-    """First and last row of each chunk."""
+    """Return the first and the last row of each chunk."""
     if not chunks.offsets.shape[1]:
         return np.zeros(len(chunks), np.int64), np.ones(len(chunks), np.int64)
     return chunks.offsets[:, 0], chunks.offsets[:, 0] + chunks.sizes[:, 0]

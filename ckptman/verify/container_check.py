@@ -30,7 +30,8 @@ class Containers:
         self._sampled: set[torch.dtype] = set()
 
     def begin_in(self, saved: Saved, first: int, last: int, *, with_empty: bool) -> list[int]:
-        """The numbers of the chunks that begin in rows [first, last); `with_empty`: also of those with no elements."""
+        """Return the numbers of the chunks that begin in rows [first, last); `with_empty`: also of those without
+        elements."""
         chunks = self._tensors.chunks(saved)
         begins, _ = rows_of(chunks)
         full = chunks.sizes.all(axis=1)
@@ -39,7 +40,7 @@ class Containers:
         return found
 
     def problems(self, saved: Saved, rows: Iterable[int]) -> Iterator[str]:
-        """What is wrong with the containers of chunks, by their numbers."""
+        """Yield what is wrong with the containers of these chunks."""
         chunks = self._tensors.chunks(saved)
         for row in rows:
             try:
@@ -74,7 +75,7 @@ class Containers:
 
 
 def _frame_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame | None:
-    """What `torch.save` writes around such a tensor; None where it is larger than the memory of this machine."""
+    """Return what `torch.save` writes around such a tensor; None if it is larger than the memory of this machine."""
     try:
         return frame_of(dtype, sizes)
     except (RuntimeError, MemoryError):
@@ -90,15 +91,15 @@ def _is_around(file: File, chunk: ChunkPlace, payload: int, frame: Frame) -> boo
 
 
 def _place_by_torch(container: PartOfFile, frame: Frame | None) -> int | None:
-    """Where torch's own reader finds the payload in a container; None where it may hold something else.
+    """Return where torch's own reader finds the payload in a container; None if it may hold something else.
 
-    Raises: CorruptError (it is no container).
+    Raises: CorruptError (not a container).
     """
     try:
         reader = read_zip(container)
         records = set(reader.get_all_records())
     except (RuntimeError, ValueError) as error:
-        raise CorruptError(f"{container.where} is no container that torch can read") from error
+        raise CorruptError(f"{container.where} is not a container that torch can read") from error
     if not {"data.pkl", "data/0"} <= records or "data/1" in records:
         return None
     if frame is not None and reader.get_record("data.pkl") != frame.described:

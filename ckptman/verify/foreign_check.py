@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from ckptman._torch_compat import read_zip
 from ckptman.errors import CorruptError
 from ckptman.format.index import Index
 from ckptman.format.paths import METADATA
-from ckptman.format.torch_zip import LOCAL_HEADER_BYTES, PartOfFile, data_start, records
+from ckptman.format.torch_zip import PartOfFile, data_at, records
 from ckptman.integrity.table_check import check_table
 from ckptman.io.failure_cause import UNREADABLE
 from ckptman.io.safe_open import open_regular
 from ckptman.loading.checkpoint_reader import SavedState, size_of
-from ckptman.loading.restricted_unpickler import read_foreign_metadata, transforms_in
+from ckptman.loading.restricted_unpickler import transforms_in
 
 _READ_BYTES = 1024 * 1024
-_NAME_BYTES = 65535
 _OF_THE_BYTES = (None, errno.ENOENT, *UNREADABLE)
 """Errors that say something about the bytes; any other says that they could not be looked at. None: of an archive that
 points outside of itself."""
@@ -39,9 +37,9 @@ points outside of itself."""
 
 @dataclass
 class ForeignReport:
-    """What was found. `checked_bytes` of `bytes` in files have a checksum that is right; `problems`: damage;
-    `unread`: files of which nothing was proved, for reasons that say nothing about their bytes (permissions);
-    `remarks`: what could not be proved, and why."""
+    """What was found. `checked_bytes` of `bytes` have a correct checksum. `problems`: damage. `unread`: files of
+    which nothing was proved, for reasons that say nothing about their bytes (permissions). `remarks`: what could
+    not be proved, and why."""
 
     files: int = 0
     bytes: int = 0
@@ -53,7 +51,7 @@ class ForeignReport:
 
 
 class Container(NamedTuple):
-    """A range of bytes of a file that is to be a file of torch.save, and what is in it."""
+    """A range of bytes of a file that should be a file of torch.save, and what is in it."""
 
     file: str
     offset: int
@@ -63,21 +61,23 @@ class Container(NamedTuple):
 
 @dataclass
 class Opened:
-    """A container that was read: bytes of records with a checksum, which is right, and with none; payloads and the rest
-    apart. `problem`: what is damaged. `unread`: why it could not be looked at."""
+    """A container that was read. `problem`: what is damaged. `unread`: why it could not be read. `right`, `bare`:
+    bytes of records with a correct checksum, and with none; those of payloads under True."""
 
     where: Container
     problem: str | None = None
     unread: str | None = None
-    right: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
-    bare: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    right: Counter[bool] = field(default_factory=Counter)
+    bare: Counter[bool] = field(default_factory=Counter)
 
 
 def check_foreign(
     folder: Path, threads: int = 2, done: Callable[[int], None] | None = None, *, open_containers: bool = True
 ) -> ForeignReport:
-    """Look at everything that a foreign checkpoint says of itself. `done` is told the bytes that were read, from
-    several threads. `open_containers`: read its data files too, not only its description.
+    """Check everything that a foreign checkpoint says of itself.
+
+    `done` is called with the bytes that were read, from several threads. `open_containers`: read its data files too,
+    not only its description.
 
     Raises: CorruptError (it cannot be read at all), OSError.
     """
@@ -110,13 +110,14 @@ def _open_all(state: SavedState, report: ForeignReport, threads: int, done: Call
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(look, _containers(state)))
     broken = [each for each in found if each.problem]
-    unopened = transformed(state.folder) if broken else set()
-    closed = [each for each in broken if each.where[:3] in unopened]
-    if closed:
+    assert state.described is not None
+    unopened = transforms_in(state.described)
+    problems = [f"{_named(each.where)} {each.problem}" for each in broken if each.where[:3] not in unopened]
+    if closed := len(broken) - len(problems):
         report.remarks.append(
-            f"{len(closed)} of {len(found)} containers were transformed, such as compressed: nobody looked inside"
+            f"{closed} of {len(found)} containers were transformed, such as compressed: nobody looked inside"
         )
-    report.problems += [f"{_named(each.where)} {each.problem}" for each in broken if each.where[:3] not in unopened]
+    report.problems += problems
     report.unread = sorted({each.unread for each in found if each.unread})
     good = [each for each in found if not each.problem and not each.unread]
     for payload, kind in ((True, "the elements of tensors"), (False, "descriptions and plain values")):
@@ -133,20 +134,20 @@ def open_container(folder: Path, where: Container) -> Opened:
     opened = Opened(where)
     try:
         with open(open_regular(folder / where.file, follow=True), "rb", buffering=0) as file:
-            part = partial(PartOfFile, file.fileno(), where.offset, where.bytes)
-            # torch is stricter than zipfile about some fields. Neither reads more than the directory.
-            read_zip(part())
-            found = records(io.BufferedReader(part()))
+            archive = io.BufferedReader(PartOfFile(file.fileno(), where.offset, where.bytes))
+            found = records(archive)
+            # torch is stricter than zipfile about some fields. It hides why it could not read, so it comes second.
+            read_zip(PartOfFile(file.fileno(), where.offset, where.bytes))
             if "data.pkl" not in {_inner(record) for record in found}:
                 raise ValueError("it describes no value")
             if sum(record.file_size for record in found) > where.bytes:
                 raise ValueError("its records hold more than it does")
             for record in found:
-                _check_record(file, where, record, opened)
+                _check_record(archive, record, opened)
     except CorruptError as error:
         opened.problem = str(error)
     except (zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        opened.problem = f"is no container that torch.load reads: {str(error).partition('. ')[0][:200]}"
+        opened.problem = f"is not a container that torch.load reads: {str(error).partition('. ')[0][:200]}"
     except OSError as error:
         if error.errno in _OF_THE_BYTES:
             opened.problem = f"cannot be read: {error.strerror or error}"
@@ -155,26 +156,17 @@ def open_container(folder: Path, where: Container) -> Opened:
     return opened
 
 
-def _check_record(file: io.FileIO, where: Container, record: zipfile.ZipInfo, opened: Opened) -> None:
+def _check_record(archive: BinaryIO, record: zipfile.ZipInfo, opened: Opened) -> None:
     if record.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{record.filename[:80]} is compressed, which torch.save never does")
-    if not 0 <= record.header_offset < where.bytes:
-        raise ValueError(f"{record.filename[:80]} lies outside of it")
-    header = os.pread(file.fileno(), LOCAL_HEADER_BYTES + _NAME_BYTES, where.offset + record.header_offset)
-    name = header[LOCAL_HEADER_BYTES : LOCAL_HEADER_BYTES + int.from_bytes(header[26:28], "little")]
-    if header[:4] != b"PK\x03\x04" or name != record.orig_filename.encode("utf-8", "replace"):
-        raise ValueError(f"{record.filename[:80]} does not begin where its archive says")
-    at = record.header_offset + data_start(header)
-    end = at + record.file_size
-    if end > where.bytes:
-        raise ValueError(f"{record.filename[:80]} lies outside of it")
-    checksum = 0
-    while at < end:
-        data = os.pread(file.fileno(), min(_READ_BYTES, end - at), where.offset + at)
+    archive.seek(data_at(archive, record))
+    checksum, left = 0, record.file_size
+    while left:
+        data = archive.read(min(_READ_BYTES, left))
         if not data:
-            raise ValueError("the file ends before it does")
+            raise ValueError(f"it ends within {record.filename[:80]}")
         checksum = zlib.crc32(data, checksum)
-        at += len(data)
+        left -= len(data)
     is_payload = _inner(record).startswith("data/")
     if checksum == record.CRC:
         opened.right[is_payload] += record.file_size
@@ -185,7 +177,7 @@ def _check_record(file: io.FileIO, where: Container, record: zipfile.ZipInfo, op
 
 
 def _inner(record: zipfile.ZipInfo) -> str:
-    """The name of a record below the folder that all of them are in."""
+    """Return the name of a record below the folder that all of them are in."""
     return record.filename.partition("/")[2]
 
 
@@ -198,15 +190,10 @@ def _containers(state: SavedState) -> Iterator[Container]:
 
 
 def _outside(index: Index, sizes: dict[str, int]) -> Iterator[str]:
-    """Plain values that lie outside of their files."""
+    """Yield plain values that lie outside of their files."""
     for name, at in index.objects.items():
         if at.offset < 0 or at.bytes < 0 or at.offset + at.bytes > sizes[at.file]:
             yield f"the value {name} is to be {at.bytes} bytes at {at.offset} of {at.file}, which has {sizes[at.file]}"
-
-
-def transformed(folder: Path) -> set[tuple[str, int, int]]:
-    """File, offset and bytes of the containers that were not left as torch.save made them (DCP's stream extensions)."""
-    return {*transforms_in(read_foreign_metadata(folder / METADATA))}
 
 
 def _named(where: Container) -> str:

@@ -1,13 +1,13 @@
 """Comparing what was loaded with what was saved, by another way than it was loaded.
 
-Shares nothing with `reading` and `io.range_reader` but the chunk table. Which chunks touch some rows follows from
-arithmetic over all of them. Whole blocks are compared by the digests that were made of them when they were saved; what
-lies in the first and the last block of a range, and what has no digests, with the bytes of the file.
+On purpose it shares nothing with `loading.read` and `io.range_reader` but the chunk table: an error of theirs must not
+hide itself. Which chunks touch some rows follows from arithmetic over all of them. Whole blocks are compared by the
+digests that were made of them when they were saved; what lies in the first and the last block of a range, and what has
+no digests, with the bytes of the file.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,7 +28,7 @@ PIECE_BYTES = 256 * 1024
 
 
 class LoadedRows(NamedTuple):
-    """Rows [first, last) of a tensor that were loaded, and their bytes."""
+    """Rows [first, last) of a tensor as they were loaded, and their bytes."""
 
     saved: Saved
     first: int
@@ -40,7 +40,7 @@ class LoadedRows(NamedTuple):
 class _Part:
     """The rows of a shard that lie in one chunk, and how many of their elements differ.
 
-    `changed`: where the file holds what was loaded, and that is not what was saved.
+    `changed`: places where the file holds what was loaded, but not what was saved.
     """
 
     shard: int
@@ -54,7 +54,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Loaded bytes, and where they are in the file. `digests`: of the blocks that they are, if they are whole."""
+    """Loaded bytes and their place in the file. `digests`: of the blocks that they are, if they are whole blocks."""
 
     part: _Part
     offset: int
@@ -62,14 +62,14 @@ class _Piece:
     digests: bytes = b""
 
 
-class Witness:
-    """Compares in one process, with some threads. Not to be used by two threads at a time."""
+class IndependentCompare:
+    """Compares loaded rows with a checkpoint, in one process with a few threads. One caller at a time."""
 
     def __init__(self, tensors: Tensors, threads: int = 1) -> None:
         self._tensors, self._threads = tensors, threads
 
     def problems(self, shards: Sequence[LoadedRows]) -> Iterator[str]:
-        """How what was loaded differs from what was saved."""
+        """Yield how what was loaded differs from what was saved."""
         parts: list[_Part] = []
         pieces: list[_Piece] = []
         for number, shard in enumerate(shards):
@@ -104,7 +104,8 @@ class Witness:
             piece.part.changed.append(piece.offset + _first_wrong(piece))
 
     def _parts(self, number: int, shard: LoadedRows) -> Iterator[tuple[_Part, Bytes]]:
-        """The parts of a shard, each with its bytes as [rows, ...]. Raises: CorruptError (they do not make it up)."""
+        """Yield the parts of a shard, each with its bytes as [rows, ...]. Raises: CorruptError (they do not make it
+        up)."""
         saved, first, last = shard.saved, shard.first, shard.last
         chunks = self._tensors.chunks(saved)
         begins, ends = rows_of(chunks)
@@ -123,7 +124,7 @@ class Witness:
             yield _Part(number, chunk, begin, end, here.nbytes // saved.dtype.itemsize), here
 
     def _pieces(self, part: _Part, here: Bytes, saved: Saved) -> Iterator[_Piece]:
-        """The pieces of a part to be compared; a part that only torch can read is compared at once."""
+        """Yield the pieces of a part to compare; a part that only torch can read is compared at once."""
         inside = part.low - (part.chunk.offsets[0] if saved.shape else 0)
         payload = self._tensors.payload(saved, part.chunk)
         if payload is None:
@@ -140,13 +141,13 @@ class Witness:
 
 
 def _are_in_turn(chunks: Chunks, near: Ints, low: Ints, high: Ints, shard: LoadedRows) -> bool:
-    """Whether chunks that are as wide as the tensor follow each other and make up a shard, as most do."""
+    """Whether chunks as wide as the tensor follow each other and make up a shard, as most do."""
     begins, ends = [shard.first, *high[near].tolist()], [*low[near].tolist(), shard.last]
     return begins == ends and bool((chunks.sizes[near, 1:] == shard.saved.shape[1:]).all())
 
 
 def _box(shard: LoadedRows, low: int, high: int, chunk: ChunkPlace) -> Bytes:
-    """The bytes of local rows [low, high) that are in the columns of a chunk, as [rows, ...]."""
+    """Return the bytes of local rows [low, high) that are in the columns of a chunk, as [rows, ...]."""
     shape, item = shard.saved.shape, shard.saved.dtype.itemsize
     rows = shard.data.reshape(shard.last - shard.first, shard.saved.row_bytes)[low:high]
     if chunk.sizes[1:] == shape[1:]:
@@ -179,7 +180,7 @@ def _are_digested(piece: _Piece) -> bool:
 
 
 def _first_wrong(piece: _Piece) -> int:
-    """Where in a piece the first block begins that does not match its digest."""
+    """Return where in a piece the first block begins that does not match its digest."""
     found = _digests_of(piece)
     wanted = [piece.digests[at : at + DIGEST_BYTES] for at in range(0, len(piece.digests), DIGEST_BYTES)]
     number = next((number for number, pair in enumerate(zip(found, wanted)) if pair[0] != pair[1]), 0)
@@ -193,7 +194,7 @@ def _digests_of(piece: _Piece) -> list[bytes]:
 
 
 def _cut(here: Bytes, offset: int) -> Iterator[tuple[int, Bytes]]:
-    """Cut bytes that lie one after the other in a file, from `offset` on, into pieces that are compared at a time."""
+    """Cut bytes that are contiguous in a file, from `offset` on, into pieces that are compared at a time."""
     if not here.nbytes:
         return
     if here.nbytes <= PIECE_BYTES:
@@ -212,23 +213,13 @@ def _cut(here: Bytes, offset: int) -> Iterator[tuple[int, Bytes]]:
 
 
 def _compare(part: _Part, item_bytes: int, here: Bytes, there: Bytes) -> int:
-    """How many elements differ; the part remembers them."""
+    """Return how many elements differ, and note it in the part."""
     # Bytes, not values: NaN equals NaN, and 0.0 is not -0.0.
     there = there.reshape(here.shape)
-    if _are_equal(here, there):
+    if np.array_equal(here, there):
         return 0
     part.wrong.append(int((here != there).reshape(-1, item_bytes).any(axis=1).sum()))
     return part.wrong[-1]
-
-
-def _are_equal(one: Bytes, other: Bytes) -> bool:
-    if one.flags.c_contiguous and other.flags.c_contiguous:  # twice as fast as numpy, which makes an array of answers
-        return not _memcmp(one.ctypes.data, other.ctypes.data, one.nbytes)
-    return np.array_equal(one, other)
-
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _text(error: BaseException) -> str:

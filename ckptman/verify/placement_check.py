@@ -6,7 +6,6 @@ A load by ckptman finds tensors by the index and the chunk table, and so does th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -19,23 +18,27 @@ MOST_CHUNKS = 2**18
 """Both descriptions are in memory as objects, some KB for each chunk."""
 
 
-def placement_problems(state: SavedState) -> Iterator[str]:
-    """How `.metadata` contradicts the chunk table, by tensor. Raises: CorruptError (it cannot be read), OSError."""
+def check_placement(state: SavedState) -> tuple[list[str], list[str]]:
+    """Return how `.metadata` contradicts the chunk table, by tensor, and what of that is not proved.
+
+    A checkpoint of plain DCP has no second description. Raises: CorruptError (it cannot be read), OSError.
+    """
+    if state.manifest is None:
+        return [], []
+    if sum(record.count for record in state.index.tensors.values()) > MOST_CHUNKS:
+        return [], [f"that {METADATA}, which plain DCP reads, names the same places: there are too many chunks"]
     ours, theirs = state.metadata, read_foreign_metadata(state.folder / METADATA)
+    problems = []
     for name in sorted(ours.state_dict_metadata.keys() | theirs.state_dict_metadata.keys()):
         here, there = _described(ours, name), _described(theirs, name)
         if here != there:
-            yield f"{name}: {METADATA} describes {_words(there)}, and the index {_words(here)}"
+            problems.append(f"{name}: {METADATA} describes {_words(there)}, and the index {_words(here)}")
     for index, place in ours.storage_data.items():
-        other = theirs.storage_data.get(index)
-        if other is None or _place(other) != _place(place):
+        here, there = _where(place), _where(theirs.storage_data.get(index))
+        if here != there:
             at = f" at {list(index.offset)}" if index.offset else ""
-            yield f"{index.fqn}{at}: {METADATA} looks for it in {_where(other)}, and the chunk table in {_where(place)}"
-
-
-def too_many_to_compare(state: SavedState) -> bool:
-    """Whether there are so many chunks that their descriptions are not to be held in memory."""
-    return sum(record.count for record in state.index.tensors.values()) > MOST_CHUNKS
+            problems.append(f"{index.fqn}{at}: {METADATA} looks for it in {there}, and the chunk table in {here}")
+    return problems, []
 
 
 def _described(metadata: Metadata, name: str) -> Any:
@@ -55,12 +58,7 @@ def _words(described: Any) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)} in {len(boxes)} chunks"
 
 
-def _place(info: Any) -> tuple[str, int, int]:
-    return str(info.relative_path), info.offset, info.length
-
-
 def _where(info: Any) -> str:
     if info is None:
         return "no file"
-    name, offset, size = _place(info)
-    return f"{name}, bytes {offset} to {offset + size}"
+    return f"{info.relative_path}, bytes {info.offset} to {info.offset + info.length}"

@@ -46,8 +46,8 @@ def plan(
 ) -> Iterator[PlanReport]:
     """Plan a load on each of these numbers of ranks. Layouts are those of `reshard_check.check`.
 
-    `bandwidth` of the whole file system and `rank_bandwidth` of each rank, in bytes per second, give the seconds that a
-    load is expected to take: the larger of all bytes by the one and those of the busiest rank by the other.
+    `bandwidth` of the whole file system and `rank_bandwidth` of each rank, in bytes per second, give the expected
+    seconds of a load: the larger of all bytes by the one and those of the busiest rank by the other.
 
     Raises: NotFoundError, CorruptError, FormatVersionError if it cannot be read at all; ConfigError (no such mesh).
     """
@@ -61,7 +61,7 @@ def plan(
 
 
 class _Plan:
-    """A checkpoint that is planned onto layouts, and what is wrong with its chunk table whatever the layout."""
+    """A checkpoint that is planned onto layouts, and the problems of its chunk table, whatever the layout."""
 
     def __init__(self, state: SavedState) -> None:
         self._state = state
@@ -75,7 +75,7 @@ class _Plan:
     def report(
         self, layout: tuple[int, ...], begun: float, bandwidth: float | None, rank_bandwidth: float | None
     ) -> PlanReport:
-        """The plan of one layout."""
+        """Plan one layout."""
         world_size = math.prod(layout)
         reads = Reads(world_size, self._file_sizes, self._block_bytes)
         problems = [f"on {proof.text_of(layout)}: {why}" for why in self._plan(layout, reads)]
@@ -110,7 +110,7 @@ class _Plan:
             reads.settle()
 
     def _blocks(self, layout: tuple[int, ...]) -> Iterator[range]:
-        """The shards in blocks whose ranges can be in memory together."""
+        """Yield the shards in blocks whose ranges fit into memory together."""
         shards = layout[-1]
         rows = sum(self._state.index.tensors[each.name].count * copies_of(each, layout) for each in self._tensors)
         expected = len(self._tensors) * math.prod(layout) + rows
@@ -119,7 +119,7 @@ class _Plan:
             yield range(first, min(first + step, shards))
 
     def _container_problems(self) -> Iterator[str]:
-        """Containers that are not where, or as large as, the table says: all by arithmetic, some by looking."""
+        """Yield containers with another place or size than the table says: all by arithmetic, some by looking."""
         odd: list[tuple[Saved, int]] = []
         seen: list[tuple[Saved, int]] = []
         total = 0
@@ -143,7 +143,7 @@ class _Plan:
 
 
 def _short(saved: Saved, chunks: Chunks, readers: Readers, found: Overlaps) -> Iterator[str]:
-    """Ranks that do not get exactly as many elements as they need."""
+    """Yield the ranks that do not get exactly as many elements as they need."""
     inner = chunks.sizes[:, 1:].prod(axis=1)
     got = np.zeros(len(readers.low), np.int64)
     np.add.at(got, found.reader, (found.high - found.low) * inner[found.chunk])
@@ -157,7 +157,7 @@ def _short(saved: Saved, chunks: Chunks, readers: Readers, found: Overlaps) -> I
 
 
 def _as_written(saved: Saved, chunks: Chunks) -> NDArray[np.bool_]:
-    """Chunks whose containers are as large, and have their payloads as far inside, as torch writes them."""
+    """Return which containers have the size, and the place of the payload, that torch gives them."""
     good: NDArray[np.bool_] = chunks.payload == -1
     for sizes in _distinct(chunks.sizes):
         try:
@@ -170,7 +170,7 @@ def _as_written(saved: Saved, chunks: Chunks) -> NDArray[np.bool_]:
 
 
 def _distinct(sizes: Ints) -> Iterator[Ints]:
-    """The rows that differ from each other. Where there are few, that is most of the speed of this module."""
+    """Yield the distinct rows. Where there are few, that is most of the speed of this module."""
     left = sizes
     while len(left):
         yield left[0]
@@ -178,7 +178,7 @@ def _distinct(sizes: Ints) -> Iterator[Ints]:
 
 
 def _shared_bytes(state: SavedState, tensors: Sequence[Saved]) -> Iterator[str]:
-    """Bytes of a file that belong to two chunks by the chunk table."""
+    """Yield the bytes of a file that belong to two chunks by the chunk table."""
     rows = sum(state.index.tensors[saved.name].count for saved in tensors)
     passes = -(-rows // (2 * RANGES_AT_A_TIME))
     for number in range(passes):

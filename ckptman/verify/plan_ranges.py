@@ -53,7 +53,7 @@ class _Group:
 def readers_of(
     tensors: Sequence[Saved], layout: tuple[int, ...], shards: range
 ) -> Iterator[tuple[Saved, list[Readers]]]:
-    """For each tensor, in the order of the line, who reads what of the shards with these numbers."""
+    """Yield for each tensor, in the order of the line, which ranks read what of these shards."""
     replicas, count = (1, *layout)[-2:]
     numbers = np.array(shards, np.int64)
     firsts = range(0, replicas, MEMBERS)
@@ -76,13 +76,13 @@ def readers_of(
 
 
 def rows_of_shards(saved: Saved, count: int, numbers: Ints) -> tuple[Ints, Ints]:
-    """First and last row of some of `count` shards."""
-    share = -(-saved.rows // count)
+    """Return the first and the last row of some of `count` shards."""
+    share = saved.shard_rows(count)
     return np.minimum(numbers * share, saved.rows), np.minimum((numbers + 1) * share, saved.rows)
 
 
 def copies_of(saved: Saved, layout: tuple[int, ...]) -> int:
-    """About how many ranks read each element of a tensor."""
+    """Return about how many ranks read each element of a tensor."""
     if not saved.shape:
         return math.prod(layout)
     replicas, count = (1, *layout)[-2:]
@@ -91,7 +91,7 @@ def copies_of(saved: Saved, layout: tuple[int, ...]) -> int:
 
 
 def overlaps(chunks: Chunks, readers: Readers) -> Overlaps:
-    """All that readers and chunks have in common."""
+    """Return all that readers and chunks have in common."""
     begins, ends = rows_of(chunks)
     first = np.searchsorted(readers.high, begins, "right")
     last = np.searchsorted(readers.low, ends, "left")
@@ -105,7 +105,7 @@ def overlaps(chunks: Chunks, readers: Readers) -> Overlaps:
 
 
 def bytes_of(saved: Saved, chunks: Chunks, found: Overlaps, is_ours: bool) -> tuple[Ints, Ints]:
-    """The bytes of a file [start, end) that hold what readers and chunks have in common."""
+    """Return the bytes [start, end) of the files that hold what readers and chunks have in common."""
     begins, _ = rows_of(chunks)
     row = chunks.sizes[:, 1:].prod(axis=1)[found.chunk] * saved.dtype.itemsize
     payload = chunks.payload[found.chunk]
@@ -120,7 +120,7 @@ def bytes_of(saved: Saved, chunks: Chunks, found: Overlaps, is_ours: bool) -> tu
 
 
 class Reads:
-    """Ranges of files that ranks read, gathered, and what they come to."""
+    """The ranges of files that each rank reads, and their totals."""
 
     def __init__(self, ranks: int, file_sizes: Ints, block_bytes: int) -> None:
         self._file_sizes, self._block_bytes = file_sizes, block_bytes
@@ -129,14 +129,14 @@ class Reads:
         self._waiting: list[tuple[Ints, Ints, Ints]] = []
 
     def add(self, rank: Ints, file: Ints, start: Ints, end: Ints) -> None:
-        """Bytes [start, end) of a file, each read by one rank."""
+        """Add bytes [start, end) of files, each read by one rank."""
         self.ranges += len(rank)
         self.wanted_bytes += int((end - start).sum())
         # Narrow while they wait: there are millions.
         self._waiting.append((rank * len(self._file_sizes) + file, start, end))
 
     def settle(self) -> None:
-        """Count what was added since the last time: all ranges of a rank have to be settled together."""
+        """Count what was added since the last time. All ranges of a rank have to be settled together."""
         if not self._waiting:
             return
         key, start, end = (np.concatenate(column) for column in zip(*self._waiting))
@@ -174,7 +174,7 @@ def _readers(saved: Saved, group: _Group, count: int, numbers: Ints) -> Iterator
 
 
 def _is_shared(saved: Saved, members: int, rows: Ints) -> NDArray[np.bool_]:
-    """For shards of so many rows, whether their replicas read them together (see `loading.exchange`)."""
+    """Whether the replicas of shards of so many rows read them together (see `loading.exchange`)."""
     can = members > 1 and bool(saved.shape) and saved.row_bytes <= BAND_BYTES // members
     return (rows * saved.row_bytes >= SHARED_BYTES) & can
 

@@ -1,4 +1,4 @@
-"""What a proof of loading is about and what it says: layouts of ranks, and reports. Torch-free.
+"""What a proof of loading is about and what it says: layouts of ranks, and reports.
 
 A layout is the shape of a mesh of ranks: (8,) are 8 shards (FSDP), (2, 4) are 2 replicas of 4 shards each (HSDP).
 """
@@ -19,10 +19,10 @@ PROBLEMS_SHOWN = 20
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What came of loading on `world_size` ranks. `problems`: what kept it from loading bit for bit.
+    """The result of loading on `world_size` ranks. `problems`: what kept it from loading bit for bit.
 
-    `not_tried`: why it was not loaded at all, which says nothing of the checkpoint. `left_out`: tensors that were not
-    loaded. `notes`: what else is not proved although it loaded, such as that all ranks fit into memory together.
+    `not_tried`: why it was not loaded at all, which says nothing about the checkpoint. `left_out`: tensors that were
+    not loaded. `notes`: what else is not proved, such as that all ranks fit into memory together.
     """
 
     world_size: int
@@ -40,11 +40,11 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What it takes to load on `world_size` ranks, by arithmetic alone: no rank was started and no tensor was read.
+    """What it takes to load on `world_size` ranks, by arithmetic alone: no rank is started and no tensor is read.
 
-    `bytes_*`: what is read from storage, with the whole blocks that digests are made of and small gaps; `wanted_bytes`
-    are those that the ranks asked for. `ranges_total`: parts of saved chunks, over all ranks. `seconds`: what the
-    planning took. `load_seconds`: None where no bandwidth was given. `unproved`: what cannot be known from the table.
+    `bytes_*`: what is read from storage, with whole blocks and small gaps; `wanted_bytes`: what the ranks ask for.
+    `ranges_total`: parts of saved chunks, over all ranks. `seconds`: duration of the planning. `load_seconds`: None if
+    no bandwidth is given. `unproved`: what the table cannot tell.
     """
 
     world_size: int
@@ -61,12 +61,12 @@ class PlanReport:
 
 
 def layout_for(world_size: int, mesh: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The layout of that many ranks: the mesh where it has as many, else shards and no replicas."""
+    """Return the layout of that many ranks: the mesh if it has as many, else shards without replicas."""
     return tuple(mesh) if mesh is not None and math.prod(mesh) == world_size else (world_size,)
 
 
 def world_sizes_with(world_sizes: Sequence[int], mesh: Sequence[int] | None = None) -> list[int]:
-    """The world sizes, and that of the mesh if it is none of them. Raises: ConfigError (no mesh of one or two axes)."""
+    """Return the world sizes, with that of the mesh added. Raises: ConfigError (not a mesh of one or two axes)."""
     sizes = list(world_sizes)
     if mesh is not None:
         if len(mesh) not in (1, 2) or min(mesh) < 1:
@@ -77,7 +77,7 @@ def world_sizes_with(world_sizes: Sequence[int], mesh: Sequence[int] | None = No
 
 
 def answer(reports: Iterable[Mapping[str, Any]]) -> int:
-    """Print reports as lines of JSON for the process that asked (`cli.loading`), or what kept them from being made."""
+    """Print reports as lines of JSON for `cli.loading`, or the error that kept them from being made."""
     try:
         for report in reports:
             print(json.dumps(report), flush=True)
@@ -89,14 +89,14 @@ def answer(reports: Iterable[Mapping[str, Any]]) -> int:
 
 
 def text_of(layout: Sequence[int]) -> str:
-    """A layout in words, such as `8 ranks (2 replicas x 4 shards)`."""
+    """Return a layout in words, such as `8 ranks (2 replicas x 4 shards)`."""
     ranks = math.prod(layout)
     name = f"{ranks} rank{'' if ranks == 1 else 's'}"
     return name if len(layout) == 1 else f"{name} ({layout[0]} replicas x {layout[1]} shards)"
 
 
 def shown(problems: Iterable[str], limit: int = PROBLEMS_SHOWN) -> list[str]:
-    """The first problems, and how many more there are."""
+    """Return the first problems, and how many more there are."""
     found = list(problems)
     return found if len(found) <= limit else [*found[:limit], f"and {len(found) - limit} more"]
 

@@ -21,8 +21,10 @@ from ckptman.verify import proof
 
 
 def allow(classes: Iterable[str]) -> None:
-    """Let loads of this process make objects of these classes, written as `module.Class`. Imports their modules, also
-    from the current folder. Raises: ConfigError."""
+    """Allow loads of this process to unpickle these classes, written as `module.Class`.
+
+    Imports their modules, also from the current folder. Raises: ConfigError.
+    """
     for written in classes:
         here = str(Path.cwd())
         sys.path.append(here)
@@ -50,9 +52,9 @@ def _named(written: str) -> type:
 
 
 def check(folder: Path) -> tuple[list[str], list[str]]:
-    """What in a checkpoint a load would refuse, and which tensors are quantized, by name.
+    """Return what a load would refuse to unpickle, and the names of quantized tensors.
 
-    Raises: CorruptError, NotFoundError, FormatVersionError; OSError.
+    Raises: CorruptError, NotFoundError, FormatVersionError, OSError.
     """
     saved = SavedState.read(folder)
     refused = [str(error) for error in _refusals(saved) if saved.manifest or isinstance(error, NotAllowed)]
@@ -76,7 +78,7 @@ def _refusals(saved: SavedState) -> Iterator[CorruptError]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check the checkpoint of a request (JSON). Prints a JSON object with what was found, or with an error."""
+    """Check the checkpoint of a request (JSON). Print a JSON object with the result, or with an error."""
     request = json.loads(arguments[0])
 
     def found() -> Iterator[dict[str, list[str]]]:

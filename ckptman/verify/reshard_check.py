@@ -3,7 +3,8 @@
 `main` runs in a process of its own, because ranks are forked from it. Called by `ckptman verify --world-size`.
 
 What is loaded goes the way of a restore: DTensors on a mesh, the chunk table, ranges of bytes, replicas that read once
-and send each other the rest. What it is compared with does not: see `witness`. Digests are not checked here.
+and send each other the rest. What it is compared with does not: see `independent_compare`. Digests are not checked
+here.
 
 Where the ranks do not fit into memory together, or are too many for this machine, they load in waves: a few processes
 take the place of one rank after the other. Then each rank's own part is proved as before. Not proved is what takes all
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import signal
 import sys
@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,20 +33,18 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ckptman._torch_compat import make_dtensor
 from ckptman.comm.control import Channel, RankFailed
 from ckptman.errors import CkptmanError, RankLostError
-from ckptman.format.paths import METADATA
 from ckptman.io.workers import THREADS_ENV, cores, io_threads
 from ckptman.loading.checkpoint_reader import SavedState, resolve
 from ckptman.loading.exchange import read_together
 from ckptman.loading.read import fills_for_all, read_fills
 from ckptman.runtime.host_memory import available_bytes
-from ckptman.state.named_state import refs_in
 from ckptman.state.tensor_container import QUANTIZED
 from ckptman.verify import proof
 from ckptman.verify.chunk_files import Saved, Tensors
 from ckptman.verify.container_check import Containers
 from ckptman.verify.forked import Done, Tell, run_forked
-from ckptman.verify.independent_compare import LoadedRows, Witness
-from ckptman.verify.placement_check import placement_problems, too_many_to_compare
+from ckptman.verify.independent_compare import IndependentCompare, LoadedRows
+from ckptman.verify.placement_check import check_placement
 from ckptman.verify.proof import LoadReport
 from ckptman.verify.refusals import allow
 
@@ -64,9 +61,10 @@ _ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class Job:
-    """What each rank is to do. `silence_seconds`: how long it may take over one step.
+    """What each rank has to do. `silence_seconds`: how long one step may take.
 
-    `containers`: also see that each container holds what the chunk table says; that does not depend on the world size.
+    `containers`: also check that each container holds what the chunk table says, which does not depend on the world
+    size.
     """
 
     state: SavedState
@@ -88,12 +86,11 @@ def check(
     silence_seconds: float = 300.0,
     done: Done | None = None,
 ) -> Iterator[LoadReport]:
-    """Load a checkpoint on each of these numbers of ranks and compare. Every problem names tensor, rank and world size.
+    """Load a checkpoint on each of these numbers of ranks and compare. Problems name tensor, rank and world size.
 
-    The world size that `mesh` has is loaded as that mesh says, (S,) or (R, S): R replicas of S shards of rows; all
-    others as shards. A rank that dies, or makes no progress for `silence_seconds`, is a problem too. `done` is told
-    about once a second how much of a world size is done, from 0 to 1. Forks: call it from a process that has no other
-    thread.
+    The world size of `mesh` is loaded as that mesh, (S,) or (R, S): R replicas of S shards of rows; all others as
+    shards. A rank that dies, or makes no progress for `silence_seconds`, is a problem too. `done` is called about once
+    a second with the finished part of a world size, from 0 to 1. Forks: the calling process must have no other thread.
 
     Raises: NotFoundError, CorruptError, FormatVersionError if it cannot be read at all; ConfigError (no such mesh).
     """
@@ -103,7 +100,7 @@ def check(
     tensors = saved_tensors(state)
     left_out = [saved.name for saved in tensors if saved.dtype in QUANTIZED]
     tensors = [saved for saved in tensors if saved.dtype not in QUANTIZED]
-    misplaced, unseen = _check_placement(state)
+    misplaced, unseen = check_placement(state)
     for number, world_size in enumerate(world_sizes):
         begun = time.monotonic()
         layout = proof.layout_for(world_size, mesh)
@@ -117,17 +114,8 @@ def check(
         )
 
 
-def _check_placement(state: SavedState) -> tuple[list[str], list[str]]:
-    """Problems of where things are to be found, and what is not proved of it."""
-    if state.manifest is None:
-        return [], []
-    if too_many_to_compare(state):
-        return [], [f"that {METADATA}, which plain DCP reads, names the same places: there are too many chunks"]
-    return list(placement_problems(state)), []
-
-
 def saved_tensors(state: SavedState) -> list[Saved]:
-    """All tensors, in the order of their place on disk."""
+    """Return all tensors, in the order of their place on disk."""
     found = []
     for name, record in state.index.tensors.items():
         next(state.all_chunks(name), None)  # sees that no row of it is one that cannot be
@@ -139,18 +127,18 @@ def saved_tensors(state: SavedState) -> list[Saved]:
 
 
 def _largest_whole_bytes(state: SavedState, tensors: Sequence[Saved]) -> int:
-    """Bytes of the largest container that every rank reads as a whole, because only torch can; small ones count not."""
-    largest = PROCESS_BYTES // 8
+    """Return the bytes of the largest container that only torch can read, so that every rank reads it whole; 0 if
+    small."""
+    small = largest = PROCESS_BYTES // 8
     for saved in tensors:
-        chunks = state.table.chunks(saved.name)
-        if ((chunks.payload == -1) & (chunks.bytes > largest)).any():
-            whole = (chunk for chunk in state.all_chunks(saved.name) if state.payload(saved.name, chunk) is None)
-            largest = max([largest, *(chunk.bytes for chunk in whole)])
-    return largest if largest > PROCESS_BYTES // 8 else 0
+        for chunk in state.all_chunks(saved.name) if (state.table.chunks(saved.name).bytes > small).any() else ():
+            if chunk.bytes > largest and state.payload(saved.name, chunk) is None:
+                largest = chunk.bytes
+    return largest if largest > small else 0
 
 
 def processes_for(world_size: int, shard_bytes: int, free_bytes: int, cores: int) -> int:
-    """How many processes may take the ranks at a time: as many as ranks, if they can be in memory together."""
+    """Return how many processes load at a time: as many as ranks, if they fit into memory together."""
     room = int(free_bytes * 0.8) // (shard_bytes + PROCESS_BYTES)
     if world_size <= min(room, max(TOGETHER, 2 * cores)):
         return world_size
@@ -189,25 +177,25 @@ def _check_on(
 
 
 def check_rank(job: Job, rank: int, tell: Tell) -> list[str]:
-    """What one rank finds. Called in a forked process; inside a process group where replicas run at the same time."""
+    """Return what one rank finds. Runs in a forked process, inside a process group if replicas run together."""
     os.environ.setdefault(THREADS_ENV, str(min(io_threads(), job.threads)))  # the ranks share the cores
     # The watching parent is to be the first to lose patience: it knows which ranks are silent.
     channel = Channel(2 * job.silence_seconds + 60) if dist.is_initialized() else None
     ranks = torch.arange(math.prod(job.layout), device="cpu").view(job.layout)
     mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
     on_disk = Tensors(job.state)
-    witness, containers = Witness(on_disk, job.threads), Containers(on_disk)
+    compare, containers = IndependentCompare(on_disk, job.threads), Containers(on_disk)
     arena = _arena(max((_place(batch, job.shards)[1] for batch in job.batches), default=0))
     problems: list[str] = []
     torch.set_grad_enabled(False)
     for number, batch in enumerate(job.batches):
         targets = _targets(batch, mesh, arena)
         tell(batch[0].name, number / len(job.batches))
-        lost = _load(job.state, targets, channel, arena)
+        lost = _load(job.state, targets, channel)
         tell(f"{batch[0].name}, loaded", (number + 0.5) / len(job.batches))
         problems += [f"{name}: {why}" for name, why in lost.items() if why]
         shards = [target.shard for name, target in targets.items() if name not in lost]
-        problems += witness.problems(shards)
+        problems += compare.problems(shards)
         for saved, first, last, _ in shards if job.containers else ():
             rows = containers.begin_in(saved, first, last, with_empty=rank == 0)
             problems += containers.problems(saved, rows)
@@ -218,33 +206,23 @@ def check_rank(job: Job, rank: int, tell: Tell) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def _arena(size_bytes: int) -> _Arena:
-    """The same for each rank that a process takes the place of."""
-    return _Arena(size_bytes)
+def _arena(size_bytes: int) -> torch.Tensor:
+    """Return the memory that one batch of shards after the other is loaded into: fresh memory is slower by far.
 
-
-class _Arena:
-    """The memory that the shards of one batch after the other are loaded into: fresh memory is slower by far."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        try:
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        except (AttributeError, OSError):  # not on this system; it is only faster
-            pass
-        self.data = np.frombuffer(self._memory, np.uint8)
-        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+    All ranks that a process takes the place of share it.
+    """
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)
 class _Target:
-    """A tensor as a rank loads it, and the bytes of this rank's part: rows [first, last) as `torch.chunk` cuts them."""
+    """A tensor as a rank loads it, and the bytes of its part: rows [first, last) as `torch.chunk` cuts them."""
 
     tensor: torch.Tensor
     shard: LoadedRows
 
 
-def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: _Arena) -> dict[str, _Target]:
+def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: torch.Tensor) -> dict[str, _Target]:
     shards, coordinate = mesh.shape[-1], mesh.get_coordinate()
     assert coordinate is not None
     placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
@@ -254,11 +232,11 @@ def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: _Arena) -> dict[st
         end = start + (last - first) * saved.row_bytes
         shape = (last - first, *saved.shape[1:]) if saved.shape else ()
         if end > start:
-            local = arena.tensor[start:end].view(saved.dtype).view(shape)
+            local = arena[start:end].view(saved.dtype).view(shape)
         else:
             local = torch.empty(shape, dtype=saved.dtype, device="cpu")
         found[saved.name] = _Target(
-            _sharded(local, saved, mesh, placements), LoadedRows(saved, first, last, arena.data[start:end])
+            _sharded(local, saved, mesh, placements), LoadedRows(saved, first, last, arena[start:end].numpy())
         )
     return found
 
@@ -270,8 +248,9 @@ def _sharded(local: torch.Tensor, saved: Saved, mesh: DeviceMesh, placements: tu
     return make_dtensor(local, mesh, placements, torch.Size(saved.shape), stride, saved.dtype)
 
 
-def _load(state: SavedState, targets: Mapping[str, _Target], channel: Channel | None, arena: _Arena) -> dict[str, str]:
-    """Fill the targets as a restore does. The names that failed, with the reason; "" where another rank gives it."""
+def _load(state: SavedState, targets: Mapping[str, _Target], channel: Channel | None) -> dict[str, str]:
+    """Fill the targets as a restore does. Return the names that failed, with the reason, "" if another rank gives
+    it."""
     for target in targets.values():
         target.shard.data.fill(POISON)
     try:
@@ -284,7 +263,7 @@ def _load(state: SavedState, targets: Mapping[str, _Target], channel: Channel | 
             return dict.fromkeys(targets, f"it does not load: {why}" if why else "")
         found: dict[str, str] = {}
         for name, target in targets.items():
-            found |= _load(state, {name: target}, channel, arena)
+            found |= _load(state, {name: target}, channel)
         # Each alone loads: then all of them together do not, and the first stands for them.
         first = next(iter(targets))
         return found or {first: f"together with {len(targets) - 1} others it does not load: {why}" if why else ""}
@@ -300,7 +279,7 @@ def _read_into(state: SavedState, tensors: Mapping[str, torch.Tensor], channel: 
 
 
 def _reason(error: Exception, channel: Channel | None) -> str:
-    """What to say of an error that a read raised; nothing where it is another rank's."""
+    """Return what to say of an error of a read; nothing if it is another rank's."""
     if not isinstance(error, RankFailed):
         return _text(error)
     failure = error.failure
@@ -310,49 +289,39 @@ def _reason(error: Exception, channel: Channel | None) -> str:
 
 
 def _check_values(state: SavedState) -> list[str]:
-    """Whether the plain values can be read, and refer only to tensors that are there."""
+    """Return the plain values that cannot be read."""
     problems = []
     for name, value in state.values.items():
         try:
             resolve(value)
         except CkptmanError as error:
             problems.append(f"{name}: {error}")
-        problems += [
-            f"{name}: it refers to the tensor {ref.name}, which was not saved"
-            for ref in refs_in(value)
-            if ref.name not in state.index.tensors
-        ]
     return problems
 
 
 def _rows(saved: Saved, number: int, shards: int) -> tuple[int, int]:
-    """The rows of one shard; a tensor without dimensions is whole in each."""
+    """Return the rows of one shard; a tensor without dimensions is whole in each."""
     if not saved.shape:
         return 0, 1
-    share = -(-saved.rows // shards)
+    share = saved.shard_rows(shards)
     return min(number * share, saved.rows), min((number + 1) * share, saved.rows)
 
 
-def _share_bytes(saved: Saved, shards: int) -> int:
-    """Bytes of the largest shard of a tensor."""
-    return (-(-saved.rows // shards) if saved.shape else 1) * saved.row_bytes
-
-
 def _place(batch: Sequence[Saved], shards: int) -> tuple[list[int], int]:
-    """Where in the arena the shards of a batch begin, the same on all ranks, and where the last one ends."""
+    """Return where in the arena the shards of a batch begin, the same on all ranks, and where the last one ends."""
     starts, end = [], 0
     for saved in batch:
         starts.append(end)
-        end += -(-_share_bytes(saved, shards) // _ALIGN_BYTES) * _ALIGN_BYTES
+        end += -(-saved.shard_rows(shards) * saved.row_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
     return starts, end
 
 
 def _batches(tensors: Iterable[Saved], shards: int) -> Iterator[list[Saved]]:
-    """The same on all ranks: those that run together load them together."""
+    """Yield tensors that are loaded together, the same on all ranks."""
     batch: list[Saved] = []
     held_bytes = 0
     for saved in tensors:
-        share = _share_bytes(saved, shards)
+        share = saved.shard_rows(shards) * saved.row_bytes
         if batch and held_bytes + share > BATCH_BYTES:
             yield batch
             batch, held_bytes = [], 0
@@ -368,7 +337,7 @@ def _text(error: BaseException) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check on the world sizes of a request (JSON). Prints a JSON object for each, or one with an error."""
+    """Check the world sizes of a request (JSON). Print a JSON object for each, or one with an error."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit ends the ranks too
     request = json.loads(arguments[0])
 

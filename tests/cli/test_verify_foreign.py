@@ -216,7 +216,7 @@ def test_only_what_the_disk_cannot_read_is_damage(
     def refuse(*_: object) -> bytes:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "pread", refuse)
+    monkeypatch.setattr(os, "preadv", refuse)
     found = check_foreign(folder)
     assert bool(found.problems) == damaged
     assert found.unread == ([] if damaged else [f"__0_0.distcp cannot be read: {os.strerror(code)}"])

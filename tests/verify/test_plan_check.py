@@ -142,7 +142,7 @@ def container_elsewhere(numbers: Table, record: Any) -> str:
 
 def container_shorter(numbers: Table, record: Any) -> str:
     _row(numbers, record, 1)[2] -= 8
-    return "is no container that torch can read"
+    return "is not a container that torch can read"
 
 
 LIES = (
