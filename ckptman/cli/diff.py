@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ckptman.cli import console as text
-from ckptman.cli.differences import Findings, Side, as_dict, lines, weight
+from ckptman.cli.diff_report import Findings, Side, as_dict, lines, weight
 from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.progress import progress
 from ckptman.cli.select import choose, is_checkpoint, is_foreign
 from ckptman.errors import ConfigError, NotFoundError
-
-if TYPE_CHECKING:
-    from ckptman.format.chunk_table import TensorRecord
 
 DIFFERENT = 1
 """The exit code of a diff that found something, as of the diff that everybody knows."""
@@ -115,14 +111,20 @@ def _compare(before: Side, after: Side, wanted: Callable[[str], bool], read: boo
     """Compare all of it. Raises: CorruptError, FormatVersionError."""
     from ckptman.diff.diff import diff_tensors
     from ckptman.diff.values import diff_values
+    from ckptman.format.chunk_table import item_bytes
     from ckptman.loading.piecewise import Frugal
 
     found = Findings()
-    with _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of dtypes that are experimental wherever they are touched
         a, b = Frugal.read(before.path), Frugal.read(after.path)
         for each in (a, b) if read else ():
             each.refuse_transformed()
-        sizes = {name: _bytes(each) for name, each in a.index.tensors.items() if wanted(name)}
+        sizes = {
+            name: math.prod(each.shape) * (item_bytes(each.dtype) or 1)
+            for name, each in a.index.tensors.items()
+            if wanted(name)
+        }
         tensors = diff_tensors(a, b, wanted, read_all=read)
         with progress("comparing", sum(sizes.values())) as done:
             for tensor in tensors:
@@ -139,17 +141,3 @@ def _compare(before: Side, after: Side, wanted: Callable[[str], bool], read: boo
                 found.values.append(value)
     found.tensors.sort(key=weight)
     return found
-
-
-def _bytes(record: TensorRecord) -> int:
-    from ckptman.format.chunk_table import item_bytes
-
-    return math.prod(record.shape) * (item_bytes(record.dtype) or 1)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch warns of dtypes that are experimental or deprecated wherever they are touched."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

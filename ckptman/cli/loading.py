@@ -35,19 +35,27 @@ def load_on(
     done: Callable[[float], None] | None = None,
     allow: Sequence[str] = (),
 ) -> Iterator[LoadReport]:
-    """What kept the checkpoint from loading on each world size bit for bit (see `verify.reshard_check`).
+    """Load the checkpoint on each world size, and yield what kept it from loading bit for bit (see
+    `verify.reshard_check`).
 
-    `mesh`, (S,) or (R, S): the world size R x S is loaded as R replicas of S shards; it is added where it is none of
-    `world_sizes`. `done` is told how much of all of them is done, from 0 to 1. `allow`: classes
-    that may be unpickled, as `module.Class`.
+    `mesh`, (S,) or (R, S): the world size R x S is loaded as R replicas of S shards; it is added if it is not among
+    `world_sizes`. `done` is called with the finished part of all of them, from 0 to 1. `allow`: classes that may be
+    unpickled, as `module.Class`.
 
     Raises: CorruptError (it cannot be read at all), ConfigError (no such mesh or class), CkptmanError (the check itself
-    could not run, which says nothing of the checkpoint).
+    could not run, which says nothing about the checkpoint).
     """
     sizes = world_sizes_with(world_sizes, mesh)
-    request = {"folder": str(path), "world_sizes": sizes, "mesh": mesh, "progress": done is not None, "allow": allow}
     finished = 0
-    for found in _answers("reshard_check", request, len(sizes)):
+    for found in _answers(
+        "reshard_check",
+        len(sizes),
+        folder=str(path),
+        world_sizes=sizes,
+        mesh=mesh,
+        progress=done is not None,
+        allow=allow,
+    ):
         if "done" in found:
             assert done is not None
             done((finished + found["done"]) / len(sizes))
@@ -57,11 +65,11 @@ def load_on(
 
 
 def refused_on(path: Path, allow: Sequence[str] = ()) -> dict[str, list[str]]:
-    """What a load would refuse to unpickle, `refused`, and the tensors that are `quantized` (see `verify.refusals`).
+    """Return what a load would refuse to unpickle (`refused`), and the `quantized` tensors (see `verify.refusals`).
 
     Raises: as `load_on`.
     """
-    (found,) = _answers("refusals", {"folder": str(path), "allow": allow}, 1)
+    (found,) = _answers("refusals", 1, folder=str(path), allow=allow)
     return found
 
 
@@ -72,25 +80,18 @@ def plan_on(
     mesh: tuple[int, ...] | None = None,
     rank_bandwidth_bytes_per_second: float | None = None,
 ) -> Iterator[PlanReport]:
-    """What it takes to load the checkpoint on each world size, and what keeps it from it (see `verify.plan_check`).
+    """Plan a load on each world size (see `verify.plan_check`). Nothing is loaded and no rank is started.
 
-    Nothing is loaded and no rank is started. The bandwidths are those of the whole file system, and of one rank.
-    `mesh` as for `load_on`. Raises: as `load_on`.
+    The bandwidths are those of the whole file system, and of one rank. `mesh` as for `load_on`. Raises: as `load_on`.
     """
     sizes = world_sizes_with(world_sizes, mesh)
-    request = {
-        "folder": str(path),
-        "world_sizes": sizes,
-        "mesh": mesh,
-        "bandwidth": bandwidth_bytes_per_second,
-        "rank_bandwidth": rank_bandwidth_bytes_per_second,
-    }
-    for found in _answers("plan_check", request, len(sizes)):
+    speeds = {"bandwidth": bandwidth_bytes_per_second, "rank_bandwidth": rank_bandwidth_bytes_per_second}
+    for found in _answers("plan_check", len(sizes), folder=str(path), world_sizes=sizes, mesh=mesh, **speeds):
         yield PlanReport(**found)
 
 
-def _answers(module: str, request: dict[str, Any], expected: int) -> Iterator[dict[str, Any]]:
-    """What `main` of a module of `verify` prints, line by line, in a process of its own."""
+def _answers(module: str, expected: int, **request: Any) -> Iterator[dict[str, Any]]:
+    """Yield what `main` of a module of `verify` prints, line by line, in a process of its own. Raises: as `load_on`."""
     command = [sys.executable, "-c", _START.format(sys.path, module), json.dumps(request)]
     # One thread each: the ranks are forked, and share the cores.
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -10,7 +10,7 @@ from ckptman.cli import console as text
 from ckptman.cli.list import describe, verified
 from ckptman.cli.options import AsJson
 from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
-from ckptman.cli.tensors import TensorFacts, tensors_of
+from ckptman.cli.tensors import TensorFacts, foreign_tensors, tensors_of
 from ckptman.errors import CorruptError
 from ckptman.policies.calendar import is_known_time
 
@@ -29,9 +29,7 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
     Its origin, each tensor with shape, dtype and sharding, and its plain values.
     """
     if step is None and is_foreign(path):
-        from ckptman.cli.foreign import show_foreign
-
-        show_foreign(path, as_json)
+        _show_foreign(path, as_json)
         return
     from ckptman.catalog.verified import read_verified
     from ckptman.format.index import open_table, read_index
@@ -54,11 +52,27 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
         )
         return
     text.say(*_origin(entry, note, time.time()))
-    text.say(*tensor_lines(tensors))
+    text.say(*_tensor_lines(tensors))
     text.say(*_value_lines(values, read))
 
 
-def tensor_lines(tensors: list[TensorFacts]) -> list[str]:
+def _show_foreign(path: Path, as_json: bool) -> None:
+    """Show the tensors and the names of the plain values of a checkpoint without a manifest. Raises: CorruptError."""
+    tensors, values, changed = foreign_tensors(path)
+    if as_json:
+        facts: dict[str, Any] = {"path": str(path), "manifest": None, "tensors": [each.as_dict() for each in tensors]}
+        text.say_json({**facts, "values": values, "transforms": changed})
+        return
+    text.say(f"{text.plain(path)}: written by plain DCP; no manifest, so no step, no digests, no lineage")
+    if changed:
+        names = text.plain("; ".join(changed))
+        text.say(f"compressed, or transformed otherwise ({names}): load it by dcp.load with these extensions")
+    text.say(*_tensor_lines(tensors))
+    if values:
+        text.say(f"\n{text.count(len(values), 'plain value')}: {', '.join(map(text.plain, values))}")
+
+
+def _tensor_lines(tensors: list[TensorFacts]) -> list[str]:
     """The section about tensors, for people."""
     title = f"{text.count(len(tensors), 'tensor')}, {text.size(sum(tensor.bytes for tensor in tensors))}"
     rows = [

@@ -1,10 +1,11 @@
-"""What there is to say about a saved tensor, told from its index alone."""
+"""What there is to say about the tensors of a checkpoint, told from its index alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,15 +15,10 @@ if TYPE_CHECKING:
 Box = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes of a chunk, in elements."""
 
-_ITEM_BYTES = {
-    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """A tensor as saved. `shape` is global; `sharding` in words; `bytes` of the elements, without their containers."""
+    """A tensor as saved. `shape`: global; `sharding`: in words; `bytes`: of its elements, without their containers."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,27 +28,51 @@ class TensorFacts:
     bytes: int
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, for JSON."""
+        """Return the same, for JSON."""
         return asdict(self)
 
 
 def tensors_of(index: Index, table: ChunkTable) -> list[TensorFacts]:
-    """The tensors of a checkpoint, by name."""
+    """Return the tensors of a checkpoint, by name."""
     return [
         tensor_facts(name, each.shape, each.dtype, table.chunks(name).boxes())
         for name, each in sorted(index.tensors.items())
     ]
 
 
+def foreign_tensors(path: Path) -> tuple[list[TensorFacts], list[str], list[str]]:
+    """Return the tensors of what plain DCP or torchtitan wrote, the names of its plain values, and what transformed it.
+
+    Its description is a pickle, so this needs torch. Raises: CorruptError.
+    """
+    from ckptman.format.paths import METADATA
+    from ckptman.loading.restricted_unpickler import read_foreign_metadata, transforms_in
+
+    tensors, values = [], []
+    metadata = read_foreign_metadata(path / METADATA)
+    found: dict[str, Any] = dict(metadata.state_dict_metadata)
+    for name, described in sorted(found.items()):
+        if hasattr(described, "chunks"):
+            dtype = str(described.properties.dtype).removeprefix("torch.")
+            boxes = [(chunk.offsets, chunk.sizes) for chunk in described.chunks]
+            tensors.append(tensor_facts(name, described.size, dtype, boxes))
+        else:
+            values.append(name)
+    return tensors, values, sorted({*transforms_in(metadata).values()})
+
+
 def tensor_facts(name: str, shape: Sequence[int], dtype: str, boxes: Sequence[Box]) -> TensorFacts:
-    """What is known about a tensor that was saved in these chunks."""
-    # What is not in the table is one of the many one-byte floats.
-    total = prod(shape) * _ITEM_BYTES.get(dtype, 1)
+    """Describe a tensor that was saved in these chunks."""
+    from ckptman.format.chunk_table import item_bytes
+
+    # What nobody knows the size of is one of the many one-byte floats.
+    total = prod(shape) * (item_bytes(dtype) or 1)
     return TensorFacts(name, tuple(shape), dtype, len(boxes), sharding(shape, boxes), total)
 
 
 def sharding(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """How a tensor was cut, in words: `whole`, `4 shards along dim 0`, `2 x 2 shards along dims 0, 1`, `5 chunks`."""
+    """Return how a tensor was cut, in words: `whole`, `4 shards along dim 0`, `2 x 2 shards along dims 0, 1`, `5
+    chunks`."""
     if len(boxes) == 1:
         return "whole"
     cuts = [len({tuple(offsets)[dim] for offsets, _ in boxes}) for dim in range(len(shape))]

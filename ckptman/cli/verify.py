@@ -97,7 +97,7 @@ def verify(
 
 
 def _judge(report: Report, wishes: Wishes, say: Callable[[list[str]], None], entry: Entry | None = None) -> Report:
-    """Say what the bytes came to, go on with how it loads, and note what was proved."""
+    """Print the result of the bytes, go on with how it loads, and note what was proved."""
     say([*byte_lines(report), *refused_lines(report)])
     if report.is_checked:
         for lines in checks.check_fit(report, wishes):
@@ -111,7 +111,7 @@ def _judge(report: Report, wishes: Wishes, say: Callable[[list[str]], None], ent
 
 
 def parse_world_sizes(written: str | None) -> list[int]:
-    """`1,2,4` as numbers, each once. Raises: ConfigError."""
+    """Parse `1,2,4` into distinct numbers. Raises: ConfigError."""
     try:
         sizes = [int(part) for part in written.split(",")] if written is not None else []
     except ValueError:
@@ -125,7 +125,7 @@ def parse_world_sizes(written: str | None) -> list[int]:
 
 
 def parse_mesh(written: str | None) -> tuple[int, ...] | None:
-    """`2x4` as (2, 4). Raises: ConfigError."""
+    """Parse `2x4` into (2, 4). Raises: ConfigError."""
     if written is None:
         return None
     found = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", written)
@@ -171,7 +171,7 @@ def _raise_for(reports: list[Report]) -> None:
     """End with the worst that was found. Raises: CorruptError, FormatVersionError, RootError, NotFoundError."""
     of = text.count(len(reports), "checkpoint")
     if damaged := [report for report in reports if report.is_damaged]:
-        remedy = "A restore passes over them; bring them back from a copy, or remove their folders"
+        remedy = "A restore skips them; bring them back from a copy, or remove their folders"
         if not any(report.digests for report in damaged):
             remedy = "Bring it back from a copy"
         raise CorruptError(f"{len(damaged)} of {of} damaged or incomplete: {_names(damaged)}. {remedy}")
@@ -182,8 +182,8 @@ def _raise_for(reports: list[Report]) -> None:
     if unread := [report for report in reports if report.unread or report.not_tried]:
         raise RootError(
             errno.EACCES,
-            f"{len(unread)} of {of} could not be looked at, or not tried: {_names(unread)}. What was asked for is not "
-            f"proved: remove the cause that is told above, and verify again",
+            f"{len(unread)} of {of} could not be read, or not tried: {_names(unread)}. What was asked for is not "
+            f"proved: remove the cause that is named above, and verify again",
         )
     if all(report.gone is not None for report in reports):
         raise NotFoundError(f"{_names(reports)}: {reports[0].gone}")

@@ -23,7 +23,7 @@ NAMES_TOLD = 3
 
 @dataclass(frozen=True)
 class Wishes:
-    """What is to be proved besides the bytes, and how. Bandwidths in bytes per second."""
+    """What to prove besides the bytes, and how. Bandwidths in bytes per second."""
 
     world_sizes: list[int]
     mesh: tuple[int, ...] | None
@@ -35,7 +35,7 @@ class Wishes:
 
 
 def check_bytes(entry: Entry, wishes: Wishes) -> Report:
-    """Digests and coverage of an entry, complete or not; without digests where only a plan is asked for."""
+    """Check digests and coverage of an entry, complete or not; without digests where only a plan is asked for."""
     from ckptman.catalog.verified import identify
     from ckptman.format.manifest import missing_file, read_manifest
 
@@ -62,7 +62,7 @@ def check_bytes(entry: Entry, wishes: Wishes) -> Report:
 
 
 def check_foreign(path: Path, wishes: Wishes) -> Report:
-    """What plain DCP or torchtitan wrote, as far as it says anything of itself. Needs torch."""
+    """Check what plain DCP or torchtitan wrote, as far as it describes itself. Needs torch."""
     from ckptman.io.file_scan import default_threads
     from ckptman.verify import foreign_check
 
@@ -99,7 +99,7 @@ def _noted_in(report: Report) -> Iterator[None]:
 
 
 def check_fit(report: Report, wishes: Wishes) -> Iterator[list[str]]:
-    """Load it, or plan to, on each world size that is asked for. Yields what there is to say after each."""
+    """Load it, or plan to, on each world size that is asked for. Yield the lines to print after each."""
     if not wishes.world_sizes and wishes.mesh is None:
         return
     try:
@@ -145,7 +145,7 @@ def _plan(report: Report, wishes: Wishes) -> Iterator[list[str]]:
 
 
 def check_freshness(report: Report, entry: Entry, known: Sequence[Entry]) -> None:
-    """Remark on a checkpoint that has not one parameter of its own: all are those of the commit before it."""
+    """Remark on a checkpoint whose parameters are all those of the commit before it."""
     from ckptman.integrity.repeated_content import stale_parameters
 
     earlier = [each for each in known if each.complete and each.sequence < entry.sequence]
@@ -164,7 +164,7 @@ def check_freshness(report: Report, entry: Entry, known: Sequence[Entry]) -> Non
 
 
 def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
-    """The entries among which the commit before one is looked for: those of its root."""
+    """Return the entries among which the commit before one is looked for: those of its root."""
     from ckptman.catalog.catalog import Catalog
     from ckptman.format.paths import parse_step
 
@@ -180,7 +180,7 @@ def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
 
 
 def remember(report: Report, entry: Entry) -> None:
-    """Note beside the manifest what was proved, or found damaged. That it cannot be noted is a remark."""
+    """Note beside the manifest what was proved, or found damaged. If that fails, it is a remark."""
     from ckptman import __version__
     from ckptman.catalog.verified import forget_verified, note_damaged, note_verified
     from ckptman.io.filesystem import DISK
@@ -214,7 +214,7 @@ def remember(report: Report, entry: Entry) -> None:
 
 
 def see_whether_it_stayed(report: Report) -> None:
-    """Nothing is said of a checkpoint that a run deleted, or saved again, while it was looked at."""
+    """Take back all findings if a run deleted the checkpoint, or saved it again, while it was read."""
     from ckptman.catalog.verified import identify
 
     if report.manifest is None or report.gone is not None:
@@ -270,7 +270,7 @@ def _check_coverage(report: Report, manifest: Manifest, wishes: Wishes) -> None:
 
 
 def _check_pickles(report: Report, wishes: Wishes) -> None:
-    """Whether a load would unpickle what only a pickle holds. In a process of its own, with torch."""
+    """Check in a process with torch whether a load would unpickle what only a pickle holds."""
     from ckptman.cli.loading import refused_on
 
     try:

@@ -25,12 +25,18 @@ PROBLEMS_SHOWN = 40
 class Report:
     """What was found about one checkpoint.
 
-    `levels`: what was proved of its bytes. `digests`: it has any (plain DCP writes none). `seconds`: what reading it
-    took. `damage` and `problems`: what is not as it was saved. `unread`: what could not be looked at, so that nothing
-    is proved. `gone`: it was deleted or saved again meanwhile. `loads`: what came of loading, for each world size.
-    `not_tried`: what was asked for and could not be tried, which says nothing of the checkpoint. `refused`: what a load
-    would not unpickle. `remarks`: what somebody should know, though it proves nothing. `identity`: the files that were
-    looked at, of those that `manifest` names. `checked_bytes`: how much of a foreign one has a checksum that is right.
+    levels: what was proved of its bytes.
+    digests: whether it has any; plain DCP writes none.
+    seconds: the duration of reading it.
+    damage, problems: what is not as it was saved.
+    unread: what could not be read, so that nothing is proved.
+    gone: why it is not judged: deleted, or saved again meanwhile.
+    loads: the result of loading, by world size.
+    not_tried: what was asked for and could not be tried, which says nothing about the checkpoint.
+    refused: what a load would not unpickle.
+    remarks: what somebody should know, though it proves nothing.
+    identity: the files that were read, of those that `manifest` names.
+    checked_bytes: how much of a foreign one has a correct checksum.
     """
 
     step: int | None
@@ -66,22 +72,22 @@ class Report:
 
     @property
     def is_checked(self) -> bool:
-        """Whether nothing kept it from being looked at, and nothing was wrong."""
+        """Whether it could be read, and nothing was wrong."""
         return not self.is_damaged and not self.unread and self.gone is None and self.newer_format is None
 
     def mesh_of(self, world_size: int) -> tuple[int, ...] | None:
-        """The mesh as which it is loaded on that many processes; None: shards and no replicas."""
+        """Return the mesh for that many processes; None: shards without replicas."""
         return self.mesh if self.mesh is not None and math.prod(self.mesh) == world_size else None
 
     @property
     def problems_of_fit(self) -> list[str]:
-        """What keeps it from loading, or from being planned, somewhere."""
+        """Return what keeps it from loading, or from being planned."""
         loads = [problem for found in self.loads.values() for problem in found.problems]
         return self.refused + loads + [problem for plan in self.plans for problem in plan.problems]
 
     @property
     def is_proved(self) -> bool:
-        """Whether it was looked at and nothing speaks against it."""
+        """Whether it was read and nothing speaks against it."""
         return self.is_checked and not self.problems_of_fit
 
     @property
@@ -90,7 +96,7 @@ class Report:
         return self.is_proved and not self.not_tried
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, for JSON."""
+        """Return the same, for JSON."""
         problems = [*map(str, self.damage), *self.problems]
         return {
             "step": self.step,
@@ -115,7 +121,7 @@ class Report:
 
 
 def byte_lines(report: Report) -> list[str]:
-    """What the bytes of a checkpoint came to."""
+    """Return the result of the bytes of a checkpoint."""
     name = text.plain(report.name)
     if unchecked := report.gone or report.newer_format:
         return [f"{name}: not checked, {text.plain(unchecked)}"]
@@ -136,7 +142,7 @@ def byte_lines(report: Report) -> list[str]:
 
 
 def refused_lines(report: Report) -> list[str]:
-    """What a load would refuse."""
+    """Return what a load would refuse."""
     if not report.refused:
         return []
     remedy = "    --allow module.Class proves it for a script that allows it"
@@ -144,7 +150,7 @@ def refused_lines(report: Report) -> list[str]:
 
 
 def load_lines(report: Report, found: LoadReport) -> list[str]:
-    """How loading on a number of processes went."""
+    """Return the result of loading on a number of processes."""
     on = text.count(found.world_size, "process", "processes") + _layout(report, found.world_size)
     if found.problems:
         return [f"  on {on}: {text.paint('does not load', 'red')}", *_told(found.problems, "    ")]
@@ -153,12 +159,12 @@ def load_lines(report: Report, found: LoadReport) -> list[str]:
 
 
 def not_tried_lines(report: Report) -> list[str]:
-    """What could not be tried, the last of it."""
+    """Return the last of what could not be tried."""
     return [f"  {text.paint('not proved', 'yellow')}: {text.plain(report.not_tried[-1])}"]
 
 
 def plan_lines(report: Report, plan: PlanReport) -> list[str]:
-    """How planning a load onto a number of ranks went."""
+    """Return the result of planning a load onto a number of ranks."""
     on = text.count(plan.world_size, "rank") + _layout(report, plan.world_size)
     if plan.problems:
         return [f"  on {on}: {text.paint('cannot be planned', 'red')}", *_told(plan.problems, "    ")]
@@ -169,12 +175,12 @@ def plan_lines(report: Report, plan: PlanReport) -> list[str]:
 
 
 def remark_lines(report: Report) -> list[str]:
-    """What else there is to say."""
+    """Return the remarks."""
     return _told(report.remarks, f"  {text.paint('remark', 'yellow')}: ")
 
 
 def summary_lines(reports: Sequence[Report]) -> list[str]:
-    """What was proved of those that are good, level by level, and what was not."""
+    """Return what was proved of those that are good, level by level, and what was not."""
     good = [report for report in reports if report.is_proved]
     if not good:
         return []
@@ -207,12 +213,12 @@ def _layout(report: Report, world_size: int) -> str:
 
 
 def _told(lines: Sequence[str], before: str = "  ") -> list[str]:
-    """A screen of lines, and how many more there are."""
+    """Return a screen of lines, and how many more there are."""
     more = len(lines) - PROBLEMS_SHOWN
     rest = [f"  and {more:,} more: --json lists all of them"] if more > 0 else []
     return [f"{before}{text.plain(line)}" for line in lines[:PROBLEMS_SHOWN]] + rest
 
 
 def _listed(sizes: Iterable[tuple[int, str]]) -> str:
-    """World sizes, each with its layout where it is one: `1, 2, 8 (2 x 4)`."""
+    """Return world sizes, each with its layout if it has one: `1, 2, 8 (2 x 4)`."""
     return ", ".join(f"{size:,}{layout}" for size, layout in sorted(sizes))

@@ -25,7 +25,7 @@ Kind = Literal["same", "changed", "added", "removed", "reshaped", "retyped"]
 
 
 class Form(NamedTuple):
-    """What a tensor is: its global shape, and torch's name of its dtype."""
+    """Global shape and dtype (torch's name) of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -33,10 +33,10 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """A tensor in A (`before`) and B (`after`); None where it is not there.
+    """A tensor in A (`before`) and B (`after`); None where it does not exist.
 
-    `difference`: None where the elements were not compared: the digests agree, or the shapes or kinds of dtype do not.
-    `note`: why there are no numbers although it changed.
+    `difference`: None if the elements were not compared, because the digests agree or the shapes or kinds of dtype
+    differ. `note`: why a changed tensor has no numbers.
     """
 
     name: str
@@ -48,8 +48,10 @@ class TensorDiff:
 
 
 class _Step(NamedTuple):
-    """What the thread that reads hands over: a piece of a tensor from both, or its end. `settled`: there is nothing to
-    add to what is known."""
+    """What the reading thread hands over: a piece of a tensor from both checkpoints, or its end.
+
+    `settled`: the tensor needs no comparison.
+    """
 
     tensor: TensorDiff
     pieces: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -60,10 +62,12 @@ class _Step(NamedTuple):
 def diff_tensors(
     a: SavedState, b: SavedState, wanted: Callable[[str], bool] = lambda name: True, *, read_all: bool = False
 ) -> Iterator[TensorDiff]:
-    """All tensors of two checkpoints whose names are `wanted`, by name, the unchanged ones too.
+    """Yield the tensors of two checkpoints whose names are `wanted`, by name, unchanged ones included.
 
     `read_all`: do not trust the digests, read every tensor that both have. Holds `PIECE_BYTES` of each checkpoint,
-    twice. Raises: CorruptError naming the file.
+    twice.
+
+    Raises: CorruptError naming the file.
     """
     total = Difference()
     with Measuring() as measuring:
@@ -82,7 +86,7 @@ def _judged(tensor: TensorDiff, total: Difference) -> TensorDiff:
 
 
 class _Batch:
-    """What is read together: pieces of one large tensor, or many small tensors."""
+    """Pieces that are read together: of one large tensor, or of many small ones."""
 
     def __init__(self, readers: tuple[Reader, Reader], memory: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.steps: list[_Step] = []
@@ -145,7 +149,7 @@ def _batches(a: SavedState, b: SavedState, wanted: Callable[[str], bool], read_a
 def _to_compare(
     tensor: TensorDiff, readers: tuple[Reader, Reader], read_all: bool
 ) -> tuple[torch.dtype, torch.dtype] | None:
-    """The dtypes in which a tensor is compared; None where there is nothing to compare. Raises: CorruptError."""
+    """Return the dtypes in which a tensor is compared; None if there is nothing to compare. Raises: CorruptError."""
     if tensor.kind not in ("same", "retyped"):
         return None
     dtypes = readers[0].dtype(tensor.name), readers[1].dtype(tensor.name)
@@ -155,7 +159,7 @@ def _to_compare(
 
 
 def _described(a: SavedState, b: SavedState, name: str) -> TensorDiff:
-    """A tensor by what the indexes say of it."""
+    """Compare what the two indexes say of a tensor."""
     before, after = (
         Form(saved.index.tensors[name].shape, saved.index.tensors[name].dtype) if name in saved.index.tensors else None
         for saved in (a, b)
@@ -171,7 +175,7 @@ def _described(a: SavedState, b: SavedState, name: str) -> TensorDiff:
 
 
 def _by_bytes(a: SavedState, b: SavedState, tensor: TensorDiff, refused: Refused) -> TensorDiff:
-    """A tensor of a class that this program does not know. Raises: CorruptError where bytes cannot tell either."""
+    """Compare a tensor of an unknown class by its bytes. Raises: CorruptError if they cannot tell either."""
     same = same_containers(a, b, tensor.name) if tensor.kind == "same" else False
     if same is None:
         raise CorruptError(f"{refused}. The two were not cut alike, so their bytes cannot be compared either")

@@ -10,7 +10,7 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,9 @@ _LARGE, _SMALL = 1e300, 1e-280
 class Difference:
     """How the elements of B differ from those of A.
 
-    `measured` is False where the dtype has no arithmetic: only `changed` counts then. `largest`: the largest absolute
-    difference, `distance`: ||a - b||, `norm`: ||a||, each over what is finite in both (in A); `unmeasured`: changed
-    elements that are not. `nan` and `inf`: how many there are in A and in B.
+    `measured`: False if the dtype has no arithmetic; then only `changed` counts. `largest`: the largest absolute
+    difference; `distance`: ||a - b||; `norm`: ||a||; each over what is finite in both (in A). `unmeasured`: changed
+    elements that are not finite. `nan`, `inf`: how many there are in A and in B.
     """
 
     elements: int = 0
@@ -65,25 +65,28 @@ class Difference:
         )
 
 
-def measure(before: torch.Tensor, after: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> Difference:
-    """Compare elements that are given as flat bytes [elements x item size], with the dtypes that they have.
+def measure(
+    before: torch.Tensor,
+    after: torch.Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    pool: ThreadPoolExecutor | None = None,
+) -> Difference:
+    """Compare elements given as flat bytes [elements x item size], with their dtypes. `pool`: what shares the work.
 
-    Raises: TypeError where the dtypes differ and one of them has no arithmetic (see `comparable`).
+    Raises: TypeError if the dtypes differ and one of them has no arithmetic (see `comparable`).
     """
-    first, second = (dtype.itemsize for dtype in dtypes)
-    total = Difference()
-    for begin in range(0, before.numel() // first, SLICE_ELEMENTS):
-        end = begin + SLICE_ELEMENTS
-        total += _measure(before[begin * first : end * first], after[begin * second : end * second], dtypes)
-    return total
+    if not before.numel():
+        return Difference()
+    columns = (torch.split(data, SLICE_ELEMENTS * dtype.itemsize) for data, dtype in zip((before, after), dtypes))
+    run = map if pool is None else pool.map
+    return sum(run(partial(_measure, dtypes=dtypes), *columns), Difference())
 
 
 class Measuring:
-    """As `measure`, in a few threads where a tensor is large. torch's own threads cost more than they bring here."""
+    """Runs `measure` in a few threads for large tensors. torch's own threads cost more than they bring here."""
 
     def __init__(self, threads: int | None = None) -> None:
-        self._threads = threads or min(8, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="ckptman-measure")
+        self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="ckptman-measure")
         self._torch_threads = torch.get_num_threads()
 
     def __enter__(self) -> Measuring:
@@ -95,32 +98,19 @@ class Measuring:
         torch.set_num_threads(self._torch_threads)
 
     def measure(self, before: torch.Tensor, after: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> Difference:
-        """See there."""
-        first, second = (dtype.itemsize for dtype in dtypes)
-        elements = before.numel() // first
-        share = -(-elements // self._threads // SLICE_ELEMENTS) * SLICE_ELEMENTS
-        if elements <= 4 * SLICE_ELEMENTS:
-            return measure(before, after, dtypes)
-        parts = [
-            self._pool.submit(
-                measure,
-                before[begin * first : (begin + share) * first],
-                after[begin * second : (begin + share) * second],
-                dtypes,
-            )
-            for begin in range(0, elements, share)
-        ]
-        return sum((part.result() for part in parts), Difference())
+        """Compare as the function `measure` does."""
+        is_large = before.numel() > 4 * SLICE_ELEMENTS * dtypes[0].itemsize
+        return measure(before, after, dtypes, self._pool if is_large else None)
 
 
 def comparable(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether elements of these dtypes can be compared: the same, or both with values."""
+    """Whether elements of these dtypes can be compared: equal dtypes, or both with arithmetic."""
     return before == after or (has_values(before) and has_values(after))
 
 
 @cache
 def has_values(dtype: torch.dtype) -> bool:
-    """Whether there is arithmetic for a dtype. There are some that can be stored and nothing else."""
+    """Whether a dtype has arithmetic. Some can only be stored."""
     try:
         _values(torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu"), dtype)
     except (NotImplementedError, RuntimeError, TypeError):
@@ -162,7 +152,7 @@ def _measure(before: torch.Tensor, after: torch.Tensor, dtypes: tuple[torch.dtyp
 
 
 def _values(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Flat bytes as numbers of 64 bits. Raises: NotImplementedError, RuntimeError, TypeError where there are none."""
+    """Return flat bytes as 64-bit numbers. Raises: NotImplementedError, RuntimeError, TypeError if there are none."""
     if dtype == torch.complex32:  # torch warns of it wherever it is touched
         return torch.view_as_complex(data.view(torch.float16).to(torch.float64).view(-1, 2))
     if dtype.is_complex:
@@ -173,7 +163,7 @@ def _values(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _apart(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> NDArray[np.bool_]:
-    """Which elements have other bits."""
+    """Return which elements have different bits."""
     size = min(dtype.itemsize, 8)
     ours, theirs = (each.numpy().view(f"u{size}") for each in (before, after))
     apart: NDArray[np.bool_] = ours != theirs
@@ -184,19 +174,19 @@ _EXACT: dict[torch.dtype, Any] = {torch.int64: np.int64, torch.uint64: np.uint64
 
 
 def _exact_gap(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """Absolute differences of 64-bit integers, and the largest of them exactly."""
+    """Return the absolute differences of 64-bit integers, and the exact largest one."""
     a, b = (each.numpy().view(_EXACT[dtype]) for each in (before, after))
     gap = np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)
     return torch.from_numpy(gap.astype(np.float64)), int(gap.max())
 
 
 def _parts(numbers: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as real and imaginary parts in a row; real ones as they are."""
+    """Return complex numbers as real and imaginary parts in a row, real ones unchanged."""
     return torch.view_as_real(numbers).reshape(-1) if numbers.is_complex() else numbers
 
 
 def _finite_norm(numbers: torch.Tensor) -> float | None:
-    """The norm; None where something is not finite, or so large that its square is not."""
+    """Return the norm; None if something is not finite, or so large that its square is not."""
     parts = _parts(numbers)
     square = float(torch.dot(parts, parts))
     if not square <= _LARGE:
@@ -205,7 +195,7 @@ def _finite_norm(numbers: torch.Tensor) -> float | None:
 
 
 def _norm(parts: torch.Tensor) -> float:
-    """The norm of finite numbers, also where their squares are not."""
+    """Return the norm of finite numbers, even if their squares are not finite."""
     largest = float(parts.abs().max()) if parts.numel() else 0.0
     if not largest or math.isinf(largest):
         return largest

@@ -16,10 +16,11 @@ PIECE_BYTES = 4 * 1024 * 1024
 
 
 def digests_agree(a: SavedState, b: SavedState, name: str) -> bool:
-    """Whether a tensor that both have, with one dtype and shape, lies at the same places and has the same digests.
+    """Whether a tensor that both have, with one dtype and shape, lies at the same places with the same digests.
 
-    False says nothing. True is as certain as the digests are: bytes that changed on disk after they were saved are not
-    seen. Raises: CorruptError.
+    False says nothing. True is as certain as the digests: changes on disk after the save are not seen.
+
+    Raises: CorruptError.
     """
     if a.manifest is None or b.manifest is None or a.manifest.block_bytes != b.manifest.block_bytes:
         return False
@@ -39,7 +40,7 @@ def digests_agree(a: SavedState, b: SavedState, name: str) -> bool:
 
 
 def same_containers(a: SavedState, b: SavedState, name: str) -> bool | None:
-    """Whether the containers of a tensor are the same bytes; None if it was not cut alike. Raises: CorruptError."""
+    """Whether the containers of a tensor are the same bytes; None if it was cut differently. Raises: CorruptError."""
     ours, theirs = ({chunk[4:]: chunk for chunk in saved.all_chunks(name)} for saved in (a, b))
     if ours.keys() != theirs.keys():
         return None
@@ -51,7 +52,7 @@ def same_containers(a: SavedState, b: SavedState, name: str) -> bool | None:
 
 
 def _agree(a: SavedState, b: SavedState, file: str, low: int, high: int, name: str) -> bool:
-    """Whether bytes [low, high) of a data file are the same in both, by the digests of that file or of its blocks."""
+    """Whether bytes [low, high) of a data file are equal in both, by the digests of the file or of its blocks."""
     assert a.manifest is not None
     assert b.manifest is not None
     if low == high or a.manifest.files.get(file) == b.manifest.files.get(file):
@@ -73,7 +74,7 @@ def _agree(a: SavedState, b: SavedState, file: str, low: int, high: int, name: s
 
 
 def _block_digests(saved: SavedState, file: str, first: int, last: int) -> bytes | None:
-    """Digests of the blocks from `first` to before `last`; None where they cannot be had.
+    """Return the digests of blocks [first, last); None if they are not available.
 
     They are not checked: damaged ones agree with nothing.
     """

@@ -30,7 +30,7 @@ MISSING = _Missing()
 
 @dataclass(frozen=True, eq=False)
 class Unreadable:
-    """A value that was pickled from a class that is no plain one. Nothing of it was run. Like no other."""
+    """A pickled value of a class that is not loaded. Nothing of it was run. Equal to no other."""
 
     why: str
 
@@ -40,7 +40,7 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class ValueDiff:
-    """A plain value in A (`before`) and B (`after`); `MISSING` where it is not there."""
+    """A plain value in A (`before`) and B (`after`); `MISSING` where it does not exist."""
 
     name: str
     kind: Kind
@@ -50,7 +50,7 @@ class ValueDiff:
 
 @dataclass(frozen=True)
 class _Pickled:
-    """A value that is there as a pickle alone."""
+    """A value that exists only as a pickle."""
 
     saved: SavedState
     name: str
@@ -67,7 +67,7 @@ class _Pickled:
 
 
 def diff_values(a: SavedState, b: SavedState, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[ValueDiff]:
-    """All plain values of two checkpoints whose flat names are `wanted`, by name. Raises: CorruptError."""
+    """Yield the plain values of two checkpoints whose flat names are `wanted`, by name. Raises: CorruptError."""
     ours, theirs = _values(a), _values(b)
     for name in sorted(ours.keys() | theirs.keys()):
         if wanted(name):
@@ -88,7 +88,7 @@ def _compared(name: str, before: Any, after: Any) -> ValueDiff:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same, of the same types: NaN is like NaN, 1 is not like True."""
+    """Whether two plain values are equal and of equal types: NaN is like NaN, 1 is not like True."""
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
@@ -107,7 +107,7 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def _values(saved: SavedState) -> dict[str, Any]:
-    """The plain values by flat name: from the index, or from their pickles where there is nothing else."""
+    """Return the plain values by flat name: from the index, or from their pickles where there is nothing else."""
     found: dict[str, Any] = {}
     if saved.manifest is not None:
         for name, value in saved.values.items():

@@ -374,7 +374,7 @@ def test_what_could_not_be_tried_is_neither_good_nor_bad(
     assert main(["verify", str(tmp_path), "--world-size", "2,8"]) == 10
     told = capsys.readouterr()
     assert "  not proved: that it loads on 8 processes: each rank needs 300 bytes of memory" in told.out
-    assert "could not be looked at, or not tried: step 100" in told.err
+    assert "could not be read, or not tried: step 100" in told.err
     note = note_in(entry.path)
     assert note is not None
     assert (note.every_byte, note.world_sizes) == (True, (2,))  # what was proved stays proved
@@ -587,7 +587,7 @@ def test_what_may_not_be_read_is_neither_good_nor_damaged(
     told = capsys.readouterr()
     assert told.out.startswith("step 100: not proved, ")
     assert "  not proved: __0_0.distcp cannot be read: Permission denied\n" in told.out
-    assert "1 of 1 checkpoint could not be looked at, or not tried: step 100." in told.err
+    assert "1 of 1 checkpoint could not be read, or not tried: step 100." in told.err
     assert note_in(entry.path) is not None  # nothing was found that speaks against it
 
 

@@ -1,4 +1,4 @@
-"""What `ckptman diff` found, for people and for programs."""
+"""What `ckptman diff` found: for people, and as JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two. `manifest`: None for a foreign one."""
+    """One of the two checkpoints. `manifest`: None for a foreign one."""
 
     path: Path
     manifest: Manifest | None = None
@@ -39,7 +40,7 @@ class Side:
 
 @dataclass
 class Group:
-    """What begins with the same name: how many tensors and plain values there are of each kind."""
+    """Names that begin with the same part: how many tensors and plain values of each kind."""
 
     tensors: Counter[str] = field(default_factory=Counter)
     values: Counter[str] = field(default_factory=Counter)
@@ -47,7 +48,7 @@ class Group:
 
 @dataclass
 class Findings:
-    """What differs, and how much was compared. `unread`: tensors that are the same by their digests."""
+    """What differs, and how much was compared. `unread`: tensors that are equal by their digests."""
 
     groups: dict[str, Group] = field(default_factory=dict)
     tensors: list[TensorDiff] = field(default_factory=list)
@@ -60,19 +61,20 @@ class Findings:
         return not self.tensors and not self.values
 
     def group(self, name: str) -> Group:
-        """The group of a flat name."""
+        """Return the group of a flat name."""
         return self.groups.setdefault(name.partition(".")[0], Group())
 
 
 def weight(tensor: TensorDiff) -> tuple[int, float, str]:
-    """Sorts what is not in both alike first, then the largest changes; what cannot be measured counts as large."""
+    """Sort key: what only one has or what changed its form first, then the largest changes. What cannot be measured
+    counts as large."""
     found = tensor.difference
     relative = found.relative if found is not None and found.nan[0] == found.nan[1] else None
     return list(KINDS).index(tensor.kind), -math.inf if relative is None else -relative, tensor.name
 
 
 def as_dict(before: Side, after: Side, found: Findings) -> dict[str, Any]:
-    """All that differs, for JSON."""
+    """Return all that differs, for JSON."""
     return {
         "a": _side_dict(before),
         "b": _side_dict(after),
@@ -88,9 +90,10 @@ def as_dict(before: Side, after: Side, found: Findings) -> dict[str, Any]:
 
 
 def lines(before: Side, after: Side, found: Findings, top: int) -> list[str]:
-    """The same for people, on one screen: `top` tensors and `top` values."""
+    """Return the same for people, on one screen: `top` tensors and `top` values."""
     shown = [_side_line("A", before), _side_line("B", after)]
-    tensors, values = (sum(sum(getattr(each, what).values()) for each in found.groups.values()) for what in _WHAT)
+    tensors = sum(group.tensors.total() for group in found.groups.values())
+    values = sum(group.values.total() for group in found.groups.values())
     known = f" ({text.count(found.unread, 'tensor')} by digest: --read reads them)" if found.unread else ""
     compared = f"{text.count(tensors, 'tensor')} and {text.count(values, 'plain value')}"
     if found.same:
@@ -106,9 +109,6 @@ def lines(before: Side, after: Side, found: Findings, top: int) -> list[str]:
         rows = map(_value_row, found.values[:top])
         shown += ["", *_indented(text.table(("value", "A", "B"), rows)), *_more(len(found.values), top)]
     return shown
-
-
-_WHAT = ("tensors", "values")
 
 
 def _side_dict(side: Side) -> dict[str, Any]:
@@ -164,27 +164,22 @@ def _group_table(groups: dict[str, Group]) -> list[str]:
     headers = ("", "tensors", *(KINDS.get(kind, kind) for kind in kinds), "values", "differ")
     rows = []
     for name, group in sorted(groups.items()):
-        counts = [sum(group.tensors.values()), *(group.tensors[kind] for kind in kinds)]
-        counts += [sum(group.values.values()), sum(group.values.values()) - group.values["same"]]
+        counts = [group.tensors.total(), *(group.tensors[kind] for kind in kinds)]
+        counts += [group.values.total(), group.values.total() - group.values["same"]]
         rows.append((text.plain(name), *(f"{count:,}" if count else "-" for count in counts)))
     return text.table(headers, rows)
 
 
 def _tensor_row(tensor: TensorDiff) -> Sequence[str]:
     forms = [form for form in (tensor.before, tensor.after) if form is not None]
-    shapes, dtypes = (list(dict.fromkeys(str(each) for each in column)) for column in _columns(forms))
     return (
         text.plain(tensor.name),
         KINDS[tensor.kind],
-        " -> ".join(shapes),
-        text.plain(" -> ".join(dtypes)),
+        " -> ".join(dict.fromkeys(str(list(form.shape)) for form in forms)),
+        text.plain(" -> ".join(dict.fromkeys(form.dtype for form in forms))),
         *_numbers(tensor),
         _remark(tensor),
     )
-
-
-def _columns(forms: Sequence[Any]) -> tuple[Iterable[Any], Iterable[Any]]:
-    return [list(form.shape) for form in forms], [form.dtype for form in forms]
 
 
 def _numbers(tensor: TensorDiff) -> tuple[str, str, str]:
@@ -216,9 +211,8 @@ def _value_row(value: ValueDiff) -> Sequence[str]:
 
 
 def _beside(before: str, after: str) -> tuple[str, str]:
-    """Two texts that differ, cut to a width, both from a little before the place where they do."""
-    pairs = enumerate(zip(before, after))
-    shared = next((place for place, (mine, other) in pairs if mine != other), min(len(before), len(after)))
+    """Cut two texts that differ to a width, both from a little before the place where they do."""
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after)))
     if max(len(before), len(after)) > VALUE_WIDTH < shared + VALUE_WIDTH // 2:
         start = max(shared - VALUE_WIDTH // 3, 0)
         before, after = (f"...{each[start:]}" if start else each for each in (before, after))
