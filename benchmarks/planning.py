@@ -15,9 +15,8 @@ import torch
 from ckptman.format.chunk_table import ChunkTable
 from ckptman.format.paths import data_name
 from ckptman.format.table_assembly import assemble, pack, unpack
-from ckptman.saving.dcp_metadata import write_metadata
-from ckptman.saving.rank_file import lay_out, make_rows
-from ckptman.saving.write_plan import Held, divide
+from ckptman.saving.index_writer import write_metadata
+from ckptman.saving.write_plan import Held, divide, lay_out, make_rows
 from ckptman.state.local_shards import Box
 
 WORLDS = (256, 1024, 4096)

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.catalog.reader_lease import reading
-from ckptman.comm.control import Channel, RankFailed
+from ckptman.comm.control import AllRanks, Channel, RankFailed
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, warn
-from ckptman.format.paths import parse_step
 from ckptman.io.filesystem import DISK
 from ckptman.loading.loader import load as load_checkpoint
-from ckptman.saving.draft import Draft, SaveInfo
-from ckptman.saving.loadable import warn_of_refused
-from ckptman.saving.rank_file import RankFile, make_rank_file
-from ckptman.saving.write_plan import make_plan, signature_of
-from ckptman.saving.writer import CheckpointWriter, Content
+from ckptman.saving.preflight import warn_of_refused
+from ckptman.saving.write_plan import RankFile, plan_save, signature_of
+from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
 from ckptman.state.file_layout import pickled
 from ckptman.state.named_state import Snapshot, snapshot
 
@@ -50,32 +47,25 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
     """
     final = Path(path)
     channel = Channel(TIMEOUT_SECONDS)
-    shots: list[Snapshot] = []
-    files: list[RankFile] = []
-    name = parse_step(final.name)
-    step = name.step if name else 0
-    info = SaveInfo(step=step, reason="saved by ckptman.save", world_size=channel.world_size)
+    info = SaveInfo.for_path(final, "saved by ckptman.save")
     draft = Draft(final, info, overwrite=overwrite)
-
-    def look() -> bool:
-        shots.append(snapshot(state_dict, channel.rank, strict=False))
-        return signature_of(shots[0]) not in _COMPARED
-
     try:
-        if any(channel.run_on_all(look)):
-            warning = compare_replicas(channel, shots[0], state_dict)
-            _COMPARED.add(signature_of(shots[0]))
+        with AllRanks[bool](channel) as is_new:
+            shot = snapshot(state_dict, channel.rank, strict=False)
+            is_new.mine = signature_of(shot) not in _COMPARED
+        if any(is_new.all):
+            warning = compare_replicas(channel, shot, state_dict)
+            _COMPARED.add(signature_of(shot))
             if warning and channel.is_leader:
                 with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
                     warn(warning)
-        plan = make_plan(shots[0], channel)
-        channel.run_on_all(lambda: files.append(make_rank_file(shots[0], plan)))
-        _warn_of_refused(shots[0], files[0])
-        CheckpointWriter(DISK).save(channel, draft, Content.of(shots[0], files[0], files[0].memory(shots[0])))
+        file = plan_save(shot, channel)
+        _warn_of_refused(shot, file)
+        CheckpointWriter(DISK).save(channel, draft, Content.of(shot, file, file.memory(shot)))
     except RankFailed as failed:
         if failed.failure.error is not None:
             raise failed.failure.error from failed
-        raise CommitError(step, failed.failure.rank, failed.failure.text) from failed
+        raise CommitError(info.step, failed.failure.rank, failed.failure.text) from failed
     finally:
         draft.abandon()
         channel.close()

@@ -22,18 +22,16 @@ from ckptman.policies.save_policies import BeforeDeadline, InitTimeInterval, OnS
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.deadline import deadline_from_environment
 from ckptman.runtime.signals import SignalHandler
-from ckptman.saving.preflight import Preflight, preflight
+from ckptman.saving.preflight import Preflight
 from ckptman.saving.retention_runner import OnFull, RetentionRunner
 from ckptman.saving.saver import Saver, SaveReport
-from ckptman.saving.stale_saves import Watcher
 from ckptman.session.arguments import check_arguments, metric_numbers, step_number
 from ckptman.session.restorer import Restorer
-from ckptman.session.run_session import Attempt
+from ckptman.session.run_session import RunSession
 from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import Setting, make_watchdog
-from ckptman.state.optimizer_hooks import OptimizerHooks, updated_tensors
-from ckptman.state.step_record import Recorded, Recorder
+from ckptman.state.step_record import OptimizerHooks, Recorded, Recorder
 
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)
 """Codes of a SystemExit with which a loop leaves its block in order."""
@@ -47,7 +45,7 @@ class _Step(NamedTuple):
     state: Recorded
 
 
-def _kept(metric: Any) -> Any:
+def _copied(metric: Any) -> Any:
     """Return a metric that does not change when the loop uses its tensor again."""
     if isinstance(metric, torch.Tensor):
         return metric.detach().clone()
@@ -125,39 +123,40 @@ class Checkpointer:
         self.root, self.state = Path(root), state
         self._control = Channel(timeout_seconds)
         self._disk = disk
-        self._place = backend_for(self.root.absolute(), tiers, disk)  # the process may go to another folder
+        self._backend = backend_for(self.root.absolute(), tiers, disk)  # the process may go to another folder
         with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
+            self._session = RunSession.open(self._control, self._backend, run_id, disk)
+            undone.callback(self._session.release)
             with failing_as_one():
-                self._attempt = Attempt.open(self._control, self._place, run_id, disk)
-                undone.callback(self._attempt.release)
                 end = self._control.run_on_leader(
                     lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
                 )
-            self._watchdog = make_watchdog(watchdog, self._control, self._attempt)
+            self._watchdog = make_watchdog(watchdog, self._control, self._session)
             undone.callback(self._watchdog.close)
             self._timeout_seconds = timeout_seconds
+            self._hooks = OptimizerHooks(state)
+            undone.callback(self._hooks.close)
             self._saver = Saver(
-                self._place,
+                self._backend,
                 Channel(timeout_seconds),
-                self._attempt.journal,
-                self._attempt.claim,
-                RetentionRunner(self._place, retention, on_full, self._attempt.claim, self._attempt.journal, disk),
+                self._session.journal,
+                self._session.claim,
+                RetentionRunner(self._backend, retention, on_full, self._session.claim, self._session.journal, disk),
                 self._watchdog,
+                self._hooks,
                 background=async_save,
+                overlap=overlap,
                 disk=disk,
             )
             undone.callback(self._saver.close)
-            self._pace = Timings(process_started(), end, durable_seconds=self._attempt.save_seconds)
-            self._updates = OptimizerHooks(state, before=self._saver.hold)
-            undone.callback(self._updates.close)
-            self._recorder = Recorder(state, self._updates)
-            self._agreement = StepConsensus(
-                self._control, self._policy, self._pace, signals, self._saver, self._recorder
+            self._timings = Timings(process_started(), end, durable_seconds=self._session.save_seconds)
+            self._recorder = Recorder(state, self._hooks)
+            self._consensus = StepConsensus(
+                self._control, self._policy, self._timings, signals, self._saver, self._recorder
             )
             self._restored_from: int | None = None
-            self._ready = not self._attempt.finds_checkpoints
+            self._ready = not self._session.finds_checkpoints
             self._rehearsed = False
-            self._overlap = overlap
             self._last: _Step | None = None
             self._stepped = False
             self._pid = os.getpid()
@@ -192,16 +191,16 @@ class Checkpointer:
             self.wait()  # for a save that is still being written: it may be what is to be loaded
         except CommitError as error:
             warn(str(error))
-        restorer = Restorer(self._control, self._place, self._attempt, self.beat, self._disk)
+        restorer = Restorer(self._control, self._backend, self._session, self.beat, self._disk)
         with failing_as_one():
-            if path is None or self._attempt.finds_checkpoints:
+            if path is None or self._session.finds_checkpoints:
                 found = restorer.best(self.state, step, allow_suspect=allow_suspect)
             else:
                 found = restorer.at(self.state, Path(path))
         self._restored_from, self._ready = found, True
         self._last, self._stepped, self._rehearsed = None, False, False
-        self._saver.keeper.restored(restorer.damaged, restorer.held)
-        self._pace.start(found or 0, restored=found is not None)
+        self._saver.retention.restored(restorer.damaged, restorer.held)
+        self._timings.start(found or 0, restored=found is not None)
         self._leave_if_asked()
         self._watchdog.beat("start", 0)
         return found or 0
@@ -221,21 +220,21 @@ class Checkpointer:
             self._check_usable()
         if not self._rehearsed:
             self._rehearse()
-        if (news := self._pace.step_ended()) is not None:
-            self._attempt.note(news[0], step=step, **news[1])
+        if (news := self._timings.step_ended()) is not None:
+            self._session.note(news[0], step=step, **news[1])
         self._account_for(self._saver.poll(), None)
-        agreed = self._agreement.at(step)
-        stride = max(1, step - self._pace.previous_step)
+        agreed = self._consensus.at(step)
+        stride = max(1, step - self._timings.previous_step)
         reason = None
         try:
             if agreed is not None:
                 reason = self._act(step, metrics, agreed)
         finally:
             self._last, self._stepped = self._record(step, metrics), True
-            self._pace.step_begins(after=step)
+            self._timings.step_begins(after=step)
             self._watchdog.beat("step", step)
         if self._stop is None:
-            self._agreement.ahead(step + stride)
+            self._consensus.ahead(step + stride)
         return reason
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None, *, reason: str = "asked for") -> None:
@@ -249,14 +248,14 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
         self._check_usable()
-        self._watchdog.beat("save", self._pace.previous_step)
-        reports, failure = self._saver.wait_together(self._control, self._pace.saved_step or 0)
+        self._watchdog.beat("save", self._timings.previous_step)
+        reports, failure = self._saver.wait_together(self._control, self._timings.saved_step or 0)
         self.beat()
         self._account_for(reports, failure)
 
     def beat(self) -> None:
         """A sign of life for the watchdog, from an evaluation or whatever else takes long. A rank may call it alone."""
-        self._watchdog.beat("step" if self._stepped else "start", self._pace.previous_step)
+        self._watchdog.beat("step" if self._stepped else "start", self._timings.previous_step)
 
     def should_stop(self) -> bool:
         """Whether `step` agreed to stop: the same on every rank. The state is durable then, if the policy saves."""
@@ -299,32 +298,32 @@ class Checkpointer:
     def _end(self, again: str | None) -> None:
         """`again`: why the run is to be started again although nobody asked it to stop; None: it is finished."""
         if self._stop is None:
-            agreed = self._agreement.at(self._pace.previous_step)
+            agreed = self._consensus.at(self._timings.previous_step)
             again = next(filter(None, self._control.gather(again)), None)
-            self._settle()
+            self._end_running_save()
             self._save_the_end((agreed.stop if agreed is not None else None) or again)
         self.wait()
         self._closed = True
-        self._watchdog.beat("save", self._pace.previous_step)
+        self._watchdog.beat("save", self._timings.previous_step)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
-        self._attempt.end(state, self._pace.previous_step, self._stop or "the run ended", self.exit_code)
+        self._session.end(state, self._timings.previous_step, self._stop or "the run ended", self.exit_code)
         self._saver.close(tidy=True)
-        self._updates.close()
+        self._hooks.close()
         # Nobody leaves before the outcome is on disk: a launcher may kill the others when the first one exits.
         self._control.broadcast(None)
         self._watchdog.close()
-        self._attempt.release()
+        self._session.release()
         self._control.close()
         self._saver.channel.close()
 
     def _save_the_end(self, stop: str | None) -> None:
         """Save the last step if it is not saved, as `step` saw it, or not at all: its name would be a lie then."""
         self._stop, last = stop, self._last
-        if last is None or last.step == self._pace.saved_step:
+        if last is None or last.step == self._timings.saved_step:
             return
         if why := next(filter(None, self._control.gather(self._recorder.changed(last.state))), ""):
             if self._control.is_leader:
-                saved = "nothing" if self._pace.saved_step is None else f"step {self._pace.saved_step}"
+                saved = "nothing" if self._timings.saved_step is None else f"step {self._timings.saved_step}"
                 with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
                     warn(
                         f"step {last.step}, the last one, is not saved at the end of the run: {why}. What is there is "
@@ -336,15 +335,15 @@ class Checkpointer:
             self._save(last.step, last.metrics, "the run ended", state)
 
     def _record(self, step: int, metrics: Mapping[str, Any] | None) -> _Step:
-        if self._agreement.recording_is_slow and not self._recorder.given_up:
+        if self._consensus.recording_is_slow and not self._recorder.given_up:
             self._recorder.given_up = True
             if self._recorder.too_slow:
                 warn(
                     f"it takes too long to note after each step what {self._recorder.too_slow!r} holds, so the end of "
                     f"the run does not save its last step by itself: call save(step) after it"
                 )
-        numbers = {name: _kept(each) for name, each in metrics.items()} if isinstance(metrics, Mapping) else metrics
-        return _Step(step, numbers, self._recorder.record(self._pace.step_seconds))
+        numbers = {name: _copied(each) for name, each in metrics.items()} if isinstance(metrics, Mapping) else metrics
+        return _Step(step, numbers, self._recorder.record(self._timings.step_seconds))
 
     # ---- checking ----------------------------------------------------------------------------------------------
 
@@ -362,10 +361,10 @@ class Checkpointer:
 
     def _check_alike(self, *arguments: object) -> None:
         """Raises, on every rank: ConfigError where `restore` is called with other arguments on another rank."""
-        told = self._control.gather(Call("restore()", tuple(str(each) for each in arguments)))
-        refuse_other_calls(told)
-        for rank, (_, each) in enumerate(told):
-            if each != (first := told[0].arguments):
+        calls = self._control.gather(Call("restore()", tuple(str(each) for each in arguments)))
+        refuse_other_calls(calls)
+        for rank, (_, each) in enumerate(calls):
+            if each != (first := calls[0].arguments):
                 raise ConfigError(
                     f"restore(step={first[0]}, path={first[1]}, allow_suspect={first[2]}) on rank 0, and "
                     f"restore(step={each[0]}, path={each[1]}, allow_suspect={each[2]}) on rank {rank}: every rank has "
@@ -376,18 +375,18 @@ class Checkpointer:
 
     def _act(self, step: int, metrics: Mapping[str, Any] | None, agreed: Agreed) -> str | None:
         if agreed.stop is not None:
-            self._settle()
-        elif agreed.failed > self._saver.told:
+            self._end_running_save()
+        elif agreed.failed > self._saver.reported:
             self._raise_failure(step, agreed.failed)
         with failing_as_one():
-            decision = self._control.run_on_leader(lambda: self._agreement.decision(step, agreed.stop))
+            decision = self._control.run_on_leader(lambda: self._consensus.decision(step, agreed.stop))
         if decision is not None and decision.stop and agreed.stop is None:
-            self._settle()
+            self._end_running_save()
         if decision is not None:
             self._save(step, metrics, decision.reason)
         if agreed.stop is not None or (decision is not None and decision.stop):
             why = agreed.stop or (decision.reason if decision is not None else "")
-            self._attempt.note("stop_asked", step=step, reason=why)
+            self._session.note("stop_asked", step=step, reason=why)
             self.wait()
             self._stop = why
         return decision.reason if decision is not None else None
@@ -395,11 +394,11 @@ class Checkpointer:
     def _raise_failure(self, step: int, number: int) -> NoReturn:
         """Some rank knows that save `number` failed: wait until this one does too, and raise on all of them."""
         self.wait()
-        self._saver.told = number
-        self._pace.save_failed()
+        self._saver.reported = number
+        self._timings.save_failed()
         raise CommitError(step, -1, "another rank reports that its part of the save failed")
 
-    def _settle(self) -> None:
+    def _end_running_save(self) -> None:
         """Wait for the running save; if it failed, say so and go on, because the last chance to save comes now."""
         try:
             self.wait()
@@ -407,9 +406,9 @@ class Checkpointer:
             warn(f"{error} It is tried once more before the run ends.")
 
     def _leave_if_asked(self) -> None:
-        if (stop := self._agreement.asked_to_stop()) is not None:
+        if (stop := self._consensus.asked_to_stop()) is not None:
             self._stop = stop
-            self._attempt.note("stop_asked", step=self._pace.previous_step, reason=stop)
+            self._session.note("stop_asked", step=self._timings.previous_step, reason=stop)
             raise SystemExit(EXIT_AGAIN)
 
     # ---- saving and restoring ----------------------------------------------------------------------------------
@@ -417,36 +416,40 @@ class Checkpointer:
     def _save(
         self, step: int, metrics: Mapping[str, Any] | None, reason: str, state: Mapping[str, Any] | None = None
     ) -> None:
+        """Save, stage by stage; `state`: as the last step saw it, where that is not what it is now."""
+        state = self.state if state is None else state
         self._watchdog.beat("save", step)
-        stock = self._preflight(self.state if state is None else state)
-        if stock.failed > self._saver.told:
-            self._raise_failure(step, stock.failed)
-        if stock.lost:
+        found = self._preflight(state)
+        if found.failed > self._saver.reported:
+            self._raise_failure(step, found.failed)
+        if found.lost:
             self.wait()
             self._saver.channel = Channel(self._timeout_seconds)
-        if not stock.planned:
-            self.wait()
-            self._saver.prepare(self._control, stock.snapshot)
-        shot = stock.snapshot
+        self._plan(found)
         with failing_as_one():
             numbers = self._control.run_on_leader(lambda: metric_numbers(metrics))
-        info = self._attempt.save_info(step, reason, self._control, shot, self._restored_from, numbers)
-        overlapped = updated_tensors(self.state, shot) if self._overlap else ()
-        self._pace.save_begins(step)
+        info = self._session.save_info(step, reason, found.snapshot, self._restored_from, numbers)
+        self._timings.save_begins(step)
         try:
-            report = self._saver.save(shot, info, overlapped, Watcher(self.state, self._updates))
+            report = self._saver.save(state, found.snapshot, info)
         except CommitError as error:
             self._account_for([], error)
         else:
             self._account_for([report] if report is not None else [], None)
 
+    def _plan(self, found: Preflight) -> None:
+        """Make a plan where that of the save before does not fit any more."""
+        if not found.fits:
+            self.wait()
+            self._saver.plan(self._control, found.snapshot)
+
     def _account_for(self, reports: list[SaveReport], failure: CommitError | None) -> None:
         """Let the policies know how saves ended. Raises: the failure."""
         for report in reports:
-            self._pace.save_ended(report)
-            self._attempt.committed()
+            self._timings.save_ended(report)
+            self._session.committed()
         if failure is not None:
-            self._pace.save_failed()
+            self._timings.save_failed()
             raise failure
 
     def _preflight(self, state: Mapping[str, Any]) -> Preflight:
@@ -457,15 +460,12 @@ class Checkpointer:
                 f"them. Call restore() before the first step, or name another root"
             )
         self._recorder.refresh()
-        return preflight(self._control, state, self._updates, self._saver)
+        return self._saver.preflight(self._control, state)
 
     def _rehearse(self) -> None:
         """At the first step: what cannot be saved is better known now, and the first save finds its plan and memory."""
         self._rehearsed = True
-        stock = self._preflight(self.state)
-        if not stock.planned:
-            self.wait()
-            self._saver.prepare(self._control, stock.snapshot)
+        self._plan(self._preflight(self.state))
 
     # ---- closing -----------------------------------------------------------------------------------------------
 
@@ -474,14 +474,14 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        self._attempt.blame(error)
+        self._session.blame(error)
         # A save that runs may be a second from durable, and is bounded by its own timeout.
-        self._watchdog.beat("save", self._pace.previous_step)
+        self._watchdog.beat("save", self._timings.previous_step)
         _, failed = self._saver.wait()
         if failed is not None:
             warn(str(failed))
-        self._attempt.fail(self._pace.previous_step, error)
+        self._session.fail(self._timings.previous_step, error)
         self._saver.close()
-        self._updates.close()
+        self._hooks.close()
         self._watchdog.close()
-        self._attempt.release()
+        self._session.release()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -177,32 +177,27 @@ class Channel:
             raise RankFailed(result)
         return cast(T, result)
 
-    def gather_on_leader(self, local: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
-        """Bring each rank's value to the leader, combine them there, and give each rank its part of the result.
+    def gather_on_leader(self, local: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
+        """Bring each rank's result of `local` to the leader, and hand what `combine` makes of them there to all.
 
         Raises: RankFailed on every rank if `local` failed on any, or `combine` on the leader.
         """
         mine = self._attempt(local)
-        if self.group is None:
-            return cast(R, self._parts([mine], combine)[0])
-        gathered: list[Any] | None = [None] * self.world_size if self.is_leader else None
-        with self._contact():
-            dist.gather_object(mine, gathered, dst=0, group=self.group)
-        parts = self._parts(gathered, combine, tell=True) if gathered is not None else None
-        box: list[Any] = [None]
-        with self._contact():
-            dist.scatter_object_list(box, parts, src=0, group=self.group)
-        if isinstance(box[0], Failure):
-            raise RankFailed(box[0])
-        return cast(R, box[0])
+        gathered: list[Any] | None = [mine] if self.group is None else None
+        if self.group is not None:
+            gathered = [None] * self.world_size if self.is_leader else None
+            with self._contact():
+                dist.gather_object(mine, gathered, dst=0, group=self.group)
+        result = self.broadcast(None if gathered is None else self._combined(gathered, combine))
+        if isinstance(result, Failure):
+            raise RankFailed(result)
+        return cast(R, result)
 
     def run_on_all(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on each rank and hand all results to all. Raises: RankFailed on every rank if one failed."""
-        results = self.gather(self._attempt(work))
-        for result in results:
-            if isinstance(result, Failure):
-                raise RankFailed(result)
-        return results  # type: ignore[return-value]
+        with AllRanks[T](self) as ranks:
+            ranks.mine = work()
+        return ranks.all
 
     @contextmanager
     def _contact(self) -> Iterator[None]:
@@ -213,16 +208,11 @@ class Channel:
             self.lost = True
             raise RankLostError(str(error).strip().splitlines()[0]) from error
 
-    def _parts(self, values: list[Any], combine: Callable[[list[T]], Sequence[R]], tell: bool = False) -> list[Any]:
-        failure = next((each for each in values if isinstance(each, Failure)), None)
-        if failure is None:
-            result = self._attempt(lambda: list(combine(values)))
-            if not isinstance(result, Failure):
-                return result
-            failure = result
-        if tell:
-            return [failure] * self.world_size
-        raise RankFailed(failure)
+    def _combined(self, results: list[Any], combine: Callable[[list[T]], R]) -> R | Failure:
+        for each in results:
+            if isinstance(each, Failure):
+                return each
+        return self._attempt(lambda: combine(results))
 
     def _attempt(self, work: Callable[[], T]) -> T | Failure:
         # CheckpointException of torch is a BaseException; a rank that dies of one without telling hangs the others.
@@ -230,6 +220,37 @@ class Channel:
             return work()
         except (Exception, CheckpointException) as error:  # noqa: BLE001 every rank must hear of it
             return failure_of(self.rank, error)
+
+
+class AllRanks(Generic[T]):
+    """What every rank does inside the block, or none has done: a failure on one rank is raised on all of them.
+
+        with AllRanks[int](channel) as ranks:
+            ranks.mine = count()
+        total = sum(ranks.all)
+
+    Every rank enters it. Raises: RankFailed on every rank if one failed, RankLostError.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.mine: T = cast(T, None)
+        """What this rank hands to the others, set inside the block."""
+        self.all: list[T] = []
+        """After the block, what each rank handed over, in order of rank."""
+
+    def __enter__(self) -> AllRanks[T]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # CheckpointException of torch is a BaseException; a rank that dies of one without telling hangs the others.
+        if error is not None and not isinstance(error, Exception | CheckpointException):
+            return
+        sent: Any = self.mine if error is None else failure_of(self._channel.rank, error)
+        self.all = self._channel.gather(sent)
+        for each in self.all:
+            if isinstance(each, Failure):
+                raise RankFailed(each)
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:

@@ -25,7 +25,7 @@ from ckptman.io.checksums import BLOCK_BYTES, digest_bytes, group_bytes
 from ckptman.io.safe_open import open_regular, read_regular
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState, resolve
 from ckptman.policies.calendar import time_to_store
-from ckptman.saving.rank_file import make_rows
+from ckptman.saving.write_plan import make_rows
 from ckptman.state.file_layout import Placed
 from ckptman.verify.chunk_files import Saved, Tensors
 

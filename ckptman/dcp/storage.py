@@ -42,17 +42,16 @@ from ckptman.io.checksums import digest_bytes
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.loading.read import NOT_USABLE, Fill, read_fills
-from ckptman.saving.draft import Draft
-from ckptman.saving.index_writer import IndexWriter, Part, write_part
-from ckptman.saving.loadable import warn_of_refused
-from ckptman.saving.rank_file import lay_out, make_rows, refuse_meta
-from ckptman.saving.write_plan import Described
+from ckptman.saving.index_writer import IndexWriter, RankResult
+from ckptman.saving.preflight import warn_of_refused
+from ckptman.saving.write_plan import Described, lay_out, make_rows, refuse_meta
+from ckptman.saving.writer import Draft, SaveInfo, write_rank_files
 from ckptman.state.file_layout import Image, Layout, Placed, pickled
 from ckptman.state.named_state import Snapshot, snapshot_of
 from ckptman.state.tensor_container import is_plain
 
-_PART = "ckptman.part"
-"""The name under which what a rank wrote travels to the leader among its write results."""
+_RESULT = "ckptman.result"
+"""The name under which the result of a rank travels to the leader among DCP's write results."""
 
 
 class StorageWriter(FileSystemWriter):
@@ -80,7 +79,8 @@ class StorageWriter(FileSystemWriter):
         self._begin_draft(Path(checkpoint_id or self._draft.final))
 
     def _begin_draft(self, final: Path) -> None:
-        self._draft = Draft(final, None, overwrite=self._overwriting, disk=self._disk)
+        info = SaveInfo.for_path(final, "saved by dcp.save")
+        self._draft = Draft(final, info, overwrite=self._overwriting, disk=self._disk)
         # DCP tells nobody that another rank has failed: the draft goes when the leader's writer is used again, or goes.
         self._abandon = weakref.finalize(self, _abandon, self._draft, os.getpid())
 
@@ -122,14 +122,14 @@ class StorageWriter(FileSystemWriter):
             )
         snapshot = _snapshot_behind(planner)
         image, placed = _lay_out(plan, planner, {name for unit in snapshot.units for name in unit.names})
-        part = write_part(Path(assignment.draft), assignment.rank, image, (), self._disk)
-        part.own_tensors, part.rows = _describe(placed)
-        part.objects = {item.index.fqn: (at.offset, at.bytes) for item, at in placed if _is_object(item)}
-        part.units = _units(snapshot, placed, with_bare_units=assignment.rank == 0)
+        result, _ = write_rank_files(Path(assignment.draft), assignment.rank, image, (), self._disk)
+        result.own_tensors, result.rows = _describe(placed)
+        result.objects = {item.index.fqn: (at.offset, at.bytes) for item, at in placed if _is_object(item)}
+        result.units = _units(snapshot, placed, with_bare_units=assignment.rank == 0)
         name = data_name(assignment.rank)
         results = [WriteResult(item.index, at.bytes, StorageInfo(name, at.offset, at.bytes)) for item, at in placed]
         future: Future[list[WriteResult]] = Future()
-        future.set_result([*results, WriteResult(MetadataIndex(_PART), 0, part)])
+        future.set_result([*results, WriteResult(MetadataIndex(_RESULT), 0, result)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -141,17 +141,17 @@ class StorageWriter(FileSystemWriter):
             raise
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        parts: list[Part] = []
+        saved: list[RankResult] = []
         metadata.storage_data = {}
         for result in (each for rank in results for each in rank):
-            if isinstance(result.storage_data, Part):
-                parts.append(result.storage_data)
+            if isinstance(result.storage_data, RankResult):
+                saved.append(result.storage_data)
             else:
                 metadata.storage_data[result.index] = result.storage_data
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self._draft.final), save_id=self.save_id)
         metadata.version = "1.0.0"
         try:
-            IndexWriter().describe(self._draft.folder, (), parts, self._disk)
+            files = IndexWriter(self._disk).write_index(self._draft.folder, (), saved)
         except ValueError as error:
             raise ConfigError(
                 f"{error}. A checkpoint holds whole tensors: let all ranks that hold parts of them save it together "
@@ -159,7 +159,6 @@ class StorageWriter(FileSystemWriter):
             ) from error
         described = pickle.dumps(metadata)
         self._disk.write_file(self._draft.folder / METADATA, described)
-        files = {name: record for part in parts for name, record in part.files.items()}
         files[METADATA] = FileRecord(bytes=len(described), digest=digest_bytes(described))
         self._draft.commit(files, len(results))
 

@@ -18,14 +18,15 @@ from ckptman.exporting.target import CONFIG, commented, save_id
 from ckptman.exporting.write import FilePlan, parts_of
 from ckptman.format import safetensors
 from ckptman.format.chunk_table import ChunkTable
+from ckptman.format.index import Location
 from ckptman.format.paths import METADATA, data_name
 from ckptman.format.table_assembly import assemble
 from ckptman.format.value_codec import TensorRef
 from ckptman.io.safe_open import read_regular
 from ckptman.loading.piecewise import boxes
 from ckptman.loading.restricted_unpickler import load_plain
-from ckptman.saving.dcp_metadata import StoredObject, write_metadata
-from ckptman.saving.rank_file import make_rows
+from ckptman.saving.index_writer import write_metadata
+from ckptman.saving.write_plan import make_rows
 from ckptman.state.file_layout import Layout, in_order, pickled
 from ckptman.state.named_state import replace_refs
 from ckptman.state.tensor_container import Recorder
@@ -106,7 +107,7 @@ def dcp_files(choice: Choice, final: Path) -> list[FilePlan]:
     for name, value in choice.values.items():
         _check_plain(name, value, lambda data: load_plain(data, "it"))
         where = layout.add_bytes(pickled(value))
-        objects[name] = StoredObject(data_name(0), where.offset, where.bytes)
+        objects[name] = Location(file=data_name(0), offset=where.offset, bytes=where.bytes)
     plan.literals, plan.size_bytes = layout.literals, layout.end
     described = [(item.name, _name(item.as_dtype), item.shape) for item in choice.items]
     records, table = assemble(described, [make_rows(placed)])

@@ -20,7 +20,7 @@ from ckptman.policies.limit import in_bytes, needs_capacity
 from ckptman.policies.rules import Record, RetentionPolicy
 from ckptman.policies.sanity_checks import keeps_any, slip
 from ckptman.runtime.journal import Journal
-from ckptman.saving.draft import SaveInfo
+from ckptman.saving.writer import SaveInfo
 
 OnFull = Literal["fail", "prune"]
 _CLOSE_SECONDS = 30.0

@@ -1,4 +1,7 @@
-"""Saving: plan, stage, write, commit, prune; in the training thread or behind it, one checkpoint after the other."""
+"""Saving, stage by stage: preflight, plan, stage, write, gather, commit; then older checkpoints go.
+
+It runs in the training thread or behind it, one checkpoint after the other.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,34 @@ import contextlib
 import socket
 import threading
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.writer_lock import Claim
-from ckptman.comm.control import Channel, RankFailed
-from ckptman.errors import CommitError, ConfigError, RankLostError
+from ckptman.comm.control import AllRanks, Channel, RankFailed, failing_as_one
+from ckptman.comm.replicas import compare_replicas
+from ckptman.errors import CommitError, ConfigError, RankLostError, warn
 from ckptman.format.paths import step_folder
 from ckptman.io.failure_cause import FULL
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.wakeup import Task, Worker
-from ckptman.runtime.host_memory import available_bytes
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.watchdog import Watchdog
-from ckptman.saving.draft import Draft, SaveInfo
-from ckptman.saving.loadable import refused_tensors
-from ckptman.saving.rank_file import RankFile, make_rank_file
+from ckptman.saving.preflight import Preflight, preflight, refused_tensors
 from ckptman.saving.retention_runner import RetentionRunner
-from ckptman.saving.staging import Staged, Stager
-from ckptman.saving.stale_saves import Judge, Moment, Seen, Watch, Watcher, watch_for
-from ckptman.saving.write_plan import make_plan, signature_of
-from ckptman.saving.writer import CheckpointWriter, Content
+from ckptman.saving.staging import Staged, Stager, refusal
+from ckptman.saving.stale_saves import Seen
+from ckptman.saving.write_plan import RankFile, plan_save
+from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
 from ckptman.state.named_state import Snapshot
+from ckptman.state.step_record import OptimizerHooks, updated_tensors
 
 _TRIES = 3
 """How often a save is written that finds the disk full, each time with more room."""
-RESERVE_BYTES = 512 * 1024 * 1024
-"""Host memory that staging leaves to each rank: what a save takes besides, and some for the user's own program."""
 
 
 @dataclass(frozen=True)
@@ -50,160 +49,207 @@ class SaveReport:
 
 
 class Saver:
-    """Writes checkpoints of one run. Every rank has one; only the leader's has the `claim` and prunes."""
+    """Writes checkpoints of one run. Every rank has one; only the leader's has the `claim` and prunes.
+
+    Args:
+        channel: what the ranks talk over while they save.
+        hooks: of the optimizers in the state; their next step waits for what is still being copied.
+        background: copy to host memory, and write from there in a thread.
+        overlap: what optimizer steps alone change may still be copied when `save` returns.
+    """
 
     def __init__(
         self,
-        place: LocalBackend,
+        backend: LocalBackend,
         channel: Channel,
         journal: Journal | None,
         claim: Claim | None,
-        keeper: RetentionRunner,
+        retention: RetentionRunner,
         watchdog: Watchdog,
+        hooks: OptimizerHooks,
         *,
         background: bool,
+        overlap: bool = False,
         disk: Disk = DISK,
-        available: Callable[[], int] = available_bytes,
     ) -> None:
-        self._place, self._journal, self._claim, self._watchdog = place, journal, claim, watchdog
-        self.channel = channel
-        """What the ranks talk over while they save. One that has `lost` a rank is replaced before the next save."""
-        self.keeper = keeper
-        self._disk, self._available = disk, available
-        self._pool = Worker("ckptman-save") if background else None
-        self._stager = Stager(self._may_take, lambda: self._pool is None or self._pool.idle) if background else None
-        self._running: deque[Task[SaveReport]] = deque()
-        self._writing = CheckpointWriter(disk)
-        self._judge = Judge()
-        self._watch: Watch | None = None
-        self._file: RankFile | None = None
-        self._neighbours = 1
+        self._backend, self._journal, self._claim, self._watchdog = backend, journal, claim, watchdog
+        self.channel, self.retention, self._hooks, self._overlap, self._disk = channel, retention, hooks, overlap, disk
+        hooks.before_step = self.wait_staged
+        self._thread = Worker("ckptman-save") if background else None
+        self._stager = Stager(self._thread) if self._thread is not None else None
         self._asynchronous = background
+        self._running: deque[Task[SaveReport]] = deque()
         self._staged: list[Staged] = []
+        self._writer = CheckpointWriter(disk)
+        self._file: RankFile | None = None
         self._number = 0
         self._warned: set[str] = set()
         self.failed = 0
-        """The number of the save that has failed in the background without anybody being told; 0: none."""
-        self.told = 0
-        """The number of the last save whose failure the training loop was told, counted from 1."""
+        """The number of the save that has failed in the background and was not reported; 0: none."""
+        self.reported = 0
+        """The number of the last save whose failure was reported to the training loop, counted from 1."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a save was begun."""
-        return self._number > 0
+    # ---- the stages --------------------------------------------------------------------------------------------
 
-    def knows(self, snapshot: Snapshot) -> bool:
-        """Whether the plan that was made fits a snapshot."""
-        return self._file is not None and self._file.plan.signature == signature_of(snapshot)
+    def preflight(self, control: Channel, state: Mapping[str, Any]) -> Preflight:
+        """Take a snapshot of what is to be saved, and see that it can be. Every rank calls it, over `control`.
 
-    def prepare(self, control: Channel, snapshot: Snapshot) -> None:
-        """Make the plan, and take and warm the memory that the first save needs. Every rank calls it, over `control`.
-
-        Raises: ConfigError on every rank alike.
+        Raises: ConfigError, on every rank alike.
         """
-        file = None
+        signature = self._file.plan.signature if self._file is not None else None
+        found = preflight(control, state, self._hooks, failed=self.failed, lost=self.channel.lost, signature=signature)
+        if not self._number and (warning := compare_replicas(control, found.snapshot, state)):
+            self._warn_once("replicas", warning)
+        return found
 
-        def plan() -> tuple[str, int, int]:
-            nonlocal file
-            file = make_rank_file(snapshot, made)
+    def plan(self, control: Channel, snapshot: Snapshot) -> None:
+        """Agree on who writes what, and take and warm the memory that the first save needs. Every rank calls it, over
+        `control`, while no save is running.
+
+        Raises: ConfigError, on every rank alike.
+        """
+        file = plan_save(snapshot, control)
+        with failing_as_one(), AllRanks[tuple[str, int, int]](control) as needs:
             if refused := list(refused_tensors(file.special(snapshot))):
                 raise ConfigError("; ".join(refused))
-            # What an earlier plan holds is given back before the new slot is taken.
-            held = self._stager.held_bytes if self._stager is not None else 0
-            return socket.gethostname(), file.end, self._available() + held
-
-        made = make_plan(snapshot, control)
-        try:
-            needs = control.run_on_all(plan)
-        except RankFailed as failed:
-            raise failed.as_ckptman_error() from failed
-        assert file is not None
+            needs.mine = self._stager.needs(file) if self._stager is not None else ("", 0, 0)
         self._file = file
-        self._neighbours = sum(host == socket.gethostname() for host, _, _ in needs)
-        if self._stager is not None:
-            self._prepare_slot(control, file, snapshot, _too_little(needs))
-
-    def _prepare_slot(self, control: Channel, file: RankFile, snapshot: Snapshot, refusal: str | None) -> None:
-        stager, pool = self._stager, self._pool
-        assert stager is not None
-        assert pool is not None
-
-        def take() -> None:
-            stager.prepare(file, file.memory(snapshot))
-            pool.start()  # a save that finds no thread must not wait for one until its slot holds another
-
+        if self._stager is None or self._thread is None:
+            return
+        self._stager.neighbours = sum(host == socket.gethostname() for host, _, _ in needs.all)
         self._asynchronous = True
-        if refusal is not None:
-            self._refuse(refusal)
+        if reason := refusal(needs.all):
+            self._block_from_now_on(reason)
             return
         try:
-            control.run_on_all(take)
+            with AllRanks[None](control):
+                self._stager.prepare(file, file.memory(snapshot))
+                self._thread.start()  # a save that finds no thread must not wait for one until its slot holds another
         except RankFailed as failed:  # out of memory comes in many classes
-            self._refuse(
+            self._block_from_now_on(
                 f"rank {failed.failure.rank} could not take memory for a private copy, or start a thread to write it: "
                 f"{failed.failure.text}"
             )
 
-    def save(
-        self,
-        snapshot: Snapshot,
-        info: SaveInfo,
-        overlapped: Collection[str] = (),
-        watcher: Watcher | None = None,
-    ) -> SaveReport | None:
-        """Save. In the background, returns None as soon as the private copy is made; `wait` gives the report.
+    def save(self, state: Mapping[str, Any], snapshot: Snapshot, info: SaveInfo) -> SaveReport | None:
+        """Stage and write. In the background, returns None as soon as the copy is made; `wait` gives the report.
 
-        `overlapped`: flat names of tensors that may still be copied when this returns; `hold` waits for them.
-        `watcher`: knows which tensors should have changed since the save before; where none has, a warning says so.
-        Raises: CommitError, on every rank alike. Called by every rank, after `prepare` of a snapshot of this kind.
+        Every rank calls it, after `plan` of a snapshot of this kind. Raises: CommitError, on every rank alike.
         """
         begun = time.monotonic()
         self._number += 1
-        number, file = self._number, self._file
-        assert file is not None
-        watch = self._watch_for(file, snapshot, watcher)
-        moment = watcher.moment(info.step) if watcher is not None else Moment(info.step)
+        assert self._file is not None
         self._note("save_begun", step=info.step, reason=info.reason)
         if self._running:
             self._note("save_queued", step=info.step)
-        if self._pool is None or self._stager is None or not self._asynchronous or _is_leaving():
-            content_or_error: Content | Exception
+        if self._thread is None or not self._asynchronous or _is_leaving():
+            content = self._stage(state, snapshot, info.step, None)
             try:
-                content_or_error = Content.of(snapshot, file, file.memory(snapshot), watch)
-            except Exception as error:  # noqa: BLE001
-                content_or_error = error
-            try:
-                return self._write(number, content_or_error, info, moment, begun, None)
+                return self._write(self._number, content, info, begun, None)
             finally:
-                self.told, self.failed = self._number, 0
-        # A rank that cannot stage takes its failure along into the save, where all the others hear of it.
-        staged = None
+                self.reported, self.failed = self._number, 0
+        content = self._stage(state, snapshot, info.step, self._stager)
+        stall_seconds = time.monotonic() - begun
+        self._note("save_staged", step=info.step, seconds=stall_seconds)
         try:
-            later = {number for number, piece in enumerate(file.pieces) if piece.name in overlapped}
-            staged = self._stager.stage(file, file.memory(snapshot), later)
-            content_or_error = Content.of(snapshot, file, staged, watch)
-            self._staged += [staged] if later else []
+            self._running.append(self._thread.submit(self._write, self._number, content, info, begun, stall_seconds))
+        except RuntimeError:  # closed; after anything else the save may run, and the slot is its own
+            _release(content)
+            raise
+        return None
+
+    def _stage(
+        self, state: Mapping[str, Any], snapshot: Snapshot, step: int, stager: Stager | None
+    ) -> Content | Exception:
+        """What is to be written; without a stager the live tensors. A rank that cannot take it along takes its error
+        into the save, where all the others hear of it."""
+        file, staged = self._file, None
+        assert file is not None
+        try:
+            watch = self._writer.stale_saves.watch(step, file, snapshot, state, self._hooks.count)
+            memory = file.memory(snapshot)
+            if stager is None:
+                return Content.of(snapshot, file, memory, watch)
+            names: Collection[str] = updated_tensors(state, snapshot) if self._overlap else ()
+            later = {number for number, piece in enumerate(file.pieces) if piece.name in names}
+            staged = stager.stage(file, memory, later)
+            content = Content.of(snapshot, file, staged, watch)
         except BaseException as error:
             if staged is not None:
                 staged.release()
             if not isinstance(error, Exception):  # Ctrl-C, after which somebody may go on
                 raise
-            content_or_error = error
-        stall_seconds = time.monotonic() - begun
-        self._note("save_staged", step=info.step, seconds=stall_seconds)
-        try:
-            work = (number, content_or_error, info, moment, begun, stall_seconds)
-            self._running.append(self._pool.submit(self._write, *work))
-        except RuntimeError:  # closed; after anything else the save may run, and the slot is its own
-            if staged is not None:
-                staged.release()
-            raise
-        return None
+            return error
+        if later:
+            self._staged.append(staged)
+        return content
 
-    def hold(self) -> None:
+    def _write(
+        self, number: int, content: Content | Exception, info: SaveInfo, begun: float, stall_seconds: float | None
+    ) -> SaveReport:
+        """Write, gather, commit; in the background thread, or in the training thread where that waits."""
+        try:
+            buffered_because, seen = self._commit(content, info)
+        except RankFailed as error:
+            self._give_up(number, CommitError(info.step, error.failure.rank, error.failure.text), error)
+        except RankLostError as error:
+            self._give_up(number, CommitError(info.step, -1, error.cause), error)
+        except Exception as error:  # noqa: BLE001 whatever it is, the training loop has to hear of it
+            self._give_up(number, CommitError(info.step, -1, f"{type(error).__name__}: {error}"), error)
+        finally:
+            self.retention.save_ended()
+            _release(content)
+        seconds = time.monotonic() - begun
+        try:
+            self._note("save_durable", sync=True, step=info.step, seconds=seconds, reason=info.reason)
+            if buffered_because is not None and "buffered" not in self._warned:
+                self._warned.add("buffered")
+                self._note("direct_io_unavailable", reason=buffered_because)
+            self.retention.prune()
+        except Exception as error:  # noqa: BLE001 the save is durable: a warning that is an error must not undo it
+            self._note("prune_failed", cause=f"{type(error).__name__}: {error}")
+        if self.channel.is_leader and isinstance(content, Content):
+            self._report_stale(content, seen)
+        return SaveReport(info.step, seconds if stall_seconds is None else stall_seconds, seconds)
+
+    def _commit(self, content: Content | Exception, info: SaveInfo) -> tuple[str | None, Seen | None]:
+        """Write a draft and make it a checkpoint; where the disk is full, once more with more room. Raises: RankFailed,
+        RankLostError, and whatever else went wrong on this rank."""
+        final = Path(self._backend.root) / step_folder(info.step)
+        tries_left = _TRIES
+        while True:
+            tries_left -= 1
+            self.retention.save_begins()
+            draft = Draft(final, info, overwrite=True, backend=self._backend, claim=self._claim, disk=self._disk)
+            try:
+                with self._watchdog.saving(info.step):
+                    return self._writer.save(self.channel, draft, content)
+            except RankFailed as error:
+                draft.abandon()  # what it wrote may be what fills the disk
+                if not tries_left or not self._make_room(error, info):
+                    raise
+            except Exception:
+                draft.abandon()
+                raise
+
+    def _make_room(self, error: RankFailed, info: SaveInfo) -> bool:
+        """Where the disk is full: whether there is more room now, and it is worth another try. Every rank calls it, as
+        every rank has the error. Raises: RankFailed, RankLostError."""
+        if error.failure.errno not in FULL:
+            return False
+        return self.channel.run_on_leader(lambda: self.retention.make_room(info, error.failure.text))
+
+    def _give_up(self, number: int, failure: CommitError, error: Exception) -> NoReturn:
+        self.failed = number
+        self._note("save_failed", step=failure.step, rank=failure.rank, cause=failure.cause)
+        raise failure from error
+
+    # ---- how saves end -----------------------------------------------------------------------------------------
+
+    def wait_staged(self) -> None:
         """Before the state changes: wait until what is being copied is copied."""
         while self._staged:
-            self._staged[-1].hold()
+            self._staged[-1].wait_staged()
             self._staged.pop()  # only now: after a Ctrl-C the next one waits again
 
     def wait(self) -> tuple[list[SaveReport], CommitError | None]:
@@ -217,15 +263,15 @@ class Saver:
                 reports.append(self._running.popleft().result())
             except CommitError as error:
                 failure = failure or error
-        self.told, self.failed = max(self.told, self.failed), 0
+        self.reported, self.failed = max(self.reported, self.failed), 0
         return reports, failure
 
     def wait_together(self, control: Channel, step: int) -> tuple[list[SaveReport], CommitError | None]:
         """The same with what the other ranks know: one that failed fails all. Every rank calls it, over `control`."""
         reports, failure = self.wait()
         # A rank that was lost at the last moment may have been lost for some only: they go on together all the same.
-        outcomes = control.gather((failure is not None, self.told))
-        self.told = max(told for _, told in outcomes)
+        outcomes = control.gather((failure is not None, self.reported))
+        self.reported = max(reported for _, reported in outcomes)
         if failure is None and any(failed for failed, _ in outcomes):
             failure = CommitError(step, -1, "another rank reports that its part of it failed")
         return reports, failure
@@ -239,100 +285,16 @@ class Saver:
 
     def close(self, *, tidy: bool = False) -> None:
         """Stop the background threads. What runs is waited for. `tidy`: the run ended as it should."""
-        if self._pool is not None:
-            self._pool.close()
+        if self._thread is not None:
+            self._thread.close()
         if self._stager is not None:
             self._stager.close()
-        self.keeper.close(tidy=tidy)
+        self.retention.close(tidy=tidy)
 
-    def _write(
-        self,
-        number: int,
-        content: Content | Exception,
-        info: SaveInfo,
-        moment: Moment,
-        begun: float,
-        stall_seconds: float | None,
-    ) -> SaveReport:
-        draft: Draft | None = None
-        try:
-            for tries_left in reversed(range(_TRIES)):
-                draft = self._draft(info)
-                try:
-                    with self._watchdog.saving(info.step):
-                        buffered_because, seen = self._writing.save(self.channel, draft, content)
-                    break
-                except RankFailed as error:
-                    # What it wrote goes first: it may be what fills the disk.
-                    draft.abandon()
-                    if not tries_left or not self._make_room(error, info):
-                        raise
-        except RankFailed as error:
-            self._give_up(number, draft, info.step, error.failure.rank, error.failure.text, error)
-        except RankLostError as error:
-            self._give_up(number, draft, info.step, -1, error.cause, error)
-        except Exception as error:  # noqa: BLE001 whatever it is, the training loop has to hear of it
-            self._give_up(number, draft, info.step, -1, f"{type(error).__name__}: {error}", error)
-        finally:
-            self.keeper.save_ended()
-            if isinstance(content, Content) and isinstance(content.tensors, Staged):
-                content.tensors.release()
-        seconds = time.monotonic() - begun
-        try:
-            self._note("save_durable", sync=True, step=info.step, seconds=seconds, reason=info.reason)
-            if buffered_because is not None and "buffered" not in self._warned:
-                self._warned.add("buffered")
-                self._note("direct_io_unavailable", reason=buffered_because)
-            self.keeper.prune()
-        except Exception as error:  # noqa: BLE001 the save is durable: a warning that is an error must not undo it
-            self._note("prune_failed", cause=f"{type(error).__name__}: {error}")
-        self._judge_freshness(moment, seen)
-        return SaveReport(info.step, seconds if stall_seconds is None else stall_seconds, seconds)
+    # ---- what is reported --------------------------------------------------------------------------------------
 
-    def _draft(self, info: SaveInfo) -> Draft:
-        self.keeper.save_begins()
-        return Draft(
-            Path(self._place.root) / step_folder(info.step),
-            info,
-            overwrite=True,
-            place=self._place,
-            tag=self._claim.next_tag() if self._claim else None,
-            disk=self._disk,
-            on_commit=self._claim.check if self._claim else None,
-        )
-
-    def _give_up(
-        self, number: int, draft: Draft | None, step: int, rank: int, cause: str, error: Exception
-    ) -> NoReturn:
-        self.failed = number
-        if self.channel.is_leader and draft is not None:
-            draft.abandon()
-        self._note("save_failed", step=step, rank=rank, cause=cause)
-        raise CommitError(step, rank, cause) from error
-
-    def _make_room(self, error: RankFailed, info: SaveInfo) -> bool:
-        """Where a save failed because the disk is full: whether there is more room now, and it is worth another try.
-
-        Every rank calls it, as every rank has the error. Raises: RankFailed, RankLostError.
-        """
-        if error.failure.errno not in FULL:
-            return False
-        return self.channel.run_on_leader(lambda: self.keeper.make_room(info, error.failure.text))
-
-    def _watch_for(self, file: RankFile, snapshot: Snapshot, watcher: Watcher | None) -> Watch | None:
-        if watcher is None:
-            return None
-        if self._watch is None or self._watch.file is not file:
-            self._watch = None
-            with contextlib.suppress(Exception):  # not to know what should change is no reason not to save
-                self._watch = watch_for(file, watcher.names(snapshot))
-        return self._watch
-
-    def _judge_freshness(self, moment: Moment, seen: Seen | None) -> None:
-        if not self.channel.is_leader:
-            return
-        stale = self._judge.stale(moment, seen)
-        if stale is None:
+    def _report_stale(self, content: Content, seen: Seen | None) -> None:
+        if content.watch is None or (stale := self._writer.stale_saves.judge(content.watch, seen)) is None:
             return
         self._note(
             "stale",
@@ -344,50 +306,34 @@ class Saver:
         )
         if stale.first:
             with contextlib.suppress(Warning):  # one that is an error must not undo a save that is durable
-                warnings.warn(stale.text, RuntimeWarning, stacklevel=2)
+                warn(stale.text)
 
-    def _refuse(self, reason: str) -> None:
-        """Saves block training from now on, because there is no memory to stage in."""
+    def _block_from_now_on(self, reason: str) -> None:
+        """There is no memory to stage in."""
         self._asynchronous = False
         if self._stager is not None:
             self._stager.give_back()
         self._note("async_refused", reason=reason)
-        if self.channel.is_leader:
-            self.warn_once("async", f"saves will block training until they are durable: {reason}")
+        self._warn_once("async", f"saves will block training until they are durable: {reason}")
 
-    def _may_take(self, size_bytes: int) -> bool:
-        """Whether there is memory for one more slot, also if all ranks of this host want one now."""
-        return self._available() >= self._neighbours * (size_bytes + RESERVE_BYTES)
-
-    def warn_once(self, what: str, text: str) -> None:
-        """A warning of a kind that comes once in the life of a process."""
-        if what not in self._warned:
+    def _warn_once(self, what: str, text: str) -> None:
+        """Warn on the leader, once in the life of a process."""
+        if self.channel.is_leader and what not in self._warned:
             self._warned.add(what)
             with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                warn(text)
 
     def _note(self, event: str, *, sync: bool = False, **fields: object) -> None:
         if self._journal is not None:
             self._journal.record(event, sync=sync, **fields)
 
 
+def _release(content: Content | Exception) -> None:
+    """Free the slot in which it was staged, if it was."""
+    if isinstance(content, Content) and isinstance(content.tensors, Staged):
+        content.tensors.release()
+
+
 def _is_leaving() -> bool:
     """Whether the interpreter is past its last statement: it does no more work in the background then."""
     return not threading.main_thread().is_alive()
-
-
-def _too_little(needs: Sequence[tuple[str, int, int]]) -> str | None:
-    """Which host has too little memory for the slots of all its ranks; None: each has enough.
-
-    `needs`: for each rank its host, the bytes it needs and the bytes that host has left.
-    """
-    for host in dict.fromkeys(host for host, _, _ in needs):
-        here = [(need, left) for name, need, left in needs if name == host]
-        need = sum(each for each, _ in here) + RESERVE_BYTES * len(here)
-        left = min(each for _, each in here)
-        if need > left:
-            return (
-                f"a private copy for async saves needs {need / 2**30:.1f} GiB of host memory on {host}, and "
-                f"{left / 2**30:.1f} GiB are left there. Say async_save=False, or ask for more memory (sbatch --mem)"
-            )
-    return None

@@ -8,9 +8,10 @@ a second one is made when a save comes while the first is still being written.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -18,10 +19,13 @@ import torch
 
 from ckptman.io.wakeup import Task, Wakeup, Worker
 from ckptman.io.workers import aligned_memory
-from ckptman.saving.rank_file import RankFile
+from ckptman.runtime.host_memory import available_bytes
+from ckptman.saving.write_plan import RankFile
 from ckptman.state.file_layout import flat, put, view_of
 
 SLOTS = 2
+RESERVE_BYTES = 512 * 1024 * 1024
+"""Host memory that staging leaves to each rank: what a save takes besides, and some for the user's own program."""
 
 
 class Slot:
@@ -49,15 +53,37 @@ class Slot:
 
 
 class Staged:
-    """A copy that is complete after `wait`."""
+    """A copy that is complete after `wait`.
 
-    def __init__(self, slot: Slot, freed: Wakeup, wait: Callable[[], None], hold: Callable[[], None]) -> None:
-        self.slot, self._freed = slot, freed
+    `copied`: what a thread still copies; `events`: what devices still copy, from `sources`, which are kept until then:
+    freed ones would be overwritten by the next forward.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        freed: Wakeup,
+        copied: Task[None] | None = None,
+        events: Sequence[tuple[torch.device, Any]] = (),
+        sources: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.slot, self._freed, self._copied, self._events = slot, freed, copied, events
+        self._sources = sources
         self._released = threading.Lock()
-        self.wait = wait
-        """Until all is copied, on the calling thread."""
-        self.hold = hold
+
+    def wait(self) -> None:
+        """Wait until all is copied, on the calling thread."""
+        if self._copied is not None:
+            self._copied.result()
+        for _, event in self._events:
+            event.synchronize()
+
+    def wait_staged(self) -> None:
         """Keep what comes next on this thread, or on its device's stream, from changing what is still being copied."""
+        if self._copied is not None:
+            self._copied.wait()  # what went wrong is for the save to tell, not for the optimizer step that waits here
+        for device, event in self._events:
+            torch.get_device_module(device).current_stream(device).wait_event(event)
 
     def release(self) -> None:
         """The copy is no longer needed. Once is enough: the slot may have another copy in it by then."""
@@ -71,16 +97,24 @@ class Staged:
 class Stager:
     """Makes private copies, in at most `SLOTS` slots.
 
-    `may_take`: whether there is memory for a slot of so many bytes; `idle`: whether nobody is reading from a slot.
+    Args:
+        saves: the thread that writes from the slots. While it is idle, all of them are free.
     """
 
-    def __init__(self, may_take: Callable[[int], bool], idle: Callable[[], bool]) -> None:
-        self._may_take, self._idle = may_take, idle
+    def __init__(self, saves: Worker) -> None:
+        self._saves = saves
+        self.neighbours = 1
+        """How many ranks this host has, this one included."""
         self._slots: list[Slot] = []
         self._freed = Wakeup()
         self._file: RankFile | None = None
         self._copier = Worker("ckptman-stage")
         self._streams: dict[torch.device, Any] = {}
+
+    def needs(self, file: RankFile) -> tuple[str, int, int]:
+        """This host, the bytes that a slot for `file` takes, and those that are left once the slots of before are given
+        back."""
+        return socket.gethostname(), file.end, available_bytes() + self.held_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -114,14 +148,14 @@ class Stager:
                 return self._from_device(slot, memory, now, later)
             if not later:
                 slot.copy(memory, now)
-                return Staged(slot, self._freed, _nothing, _nothing)
+                return Staged(slot, self._freed)
             copied: Task[None] = self._copier.submit(slot.copy, memory, later)
             try:
                 slot.copy(memory, now)
             except BaseException:
-                _over(copied)  # a slot that is free is one that nobody writes to
+                copied.wait()  # a slot that is free is one that nobody writes to
                 raise
-            return Staged(slot, self._freed, copied.result, lambda: _over(copied))
+            return Staged(slot, self._freed, copied)
         except BaseException:
             slot.free = True
             raise
@@ -133,15 +167,19 @@ class Stager:
         self._file = None
 
     def _free_slot(self, file: RankFile, memory: Sequence[torch.Tensor]) -> Slot:
-        if all(not slot.free for slot in self._reclaimed()) and len(self._slots) < SLOTS and self._may_take(file.end):
+        if all(not slot.free for slot in self._reclaimed()) and len(self._slots) < SLOTS and self._has_room(file):
             with contextlib.suppress(MemoryError, RuntimeError, OSError):  # then it waits for the first
                 self._slots.append(Slot(file, memory))
         self._freed.wait_for(lambda: any(slot.free for slot in self._reclaimed()))
         return next(slot for slot in self._slots if slot.free)
 
+    def _has_room(self, file: RankFile) -> bool:
+        """Whether there is memory for one more slot, also if all ranks of this host want one now."""
+        return available_bytes() >= self.neighbours * (file.end + RESERVE_BYTES)
+
     def _reclaimed(self) -> list[Slot]:
         """The slots. All are free where nobody can be using one: Ctrl-C may keep a save from giving its slot back."""
-        if self._idle() and self._copier.idle:
+        if self._saves.idle and self._copier.idle:
             for slot in self._slots:
                 slot.free = True
         return self._slots
@@ -149,7 +187,7 @@ class Stager:
     def _from_device(
         self, slot: Slot, memory: Sequence[torch.Tensor], now: Sequence[int], later: Collection[int]
     ) -> Staged:
-        events: list[tuple[Any, torch.device, Any]] = []
+        events: list[tuple[torch.device, Any]] = []
         urgent: list[Any] = []
         for device in dict.fromkeys(each.device for each in memory if each.device.type != "cpu"):
             module = torch.get_device_module(device)
@@ -165,21 +203,25 @@ class Stager:
                 slot.copy(memory, [number for number in now if memory[number].device == device])
                 urgent.append(stream.record_event())
                 slot.copy(memory, [number for number in later if memory[number].device == device])
-                events.append((module, device, stream.record_event()))
+                events.append((device, stream.record_event()))
         slot.copy(memory, [number for number in range(len(memory)) if memory[number].device.type == "cpu"])
         for event in urgent:
             event.synchronize()
+        return Staged(slot, self._freed, None, events, tuple(memory))
 
-        def wait(_kept: Sequence[torch.Tensor] = tuple(memory)) -> None:
-            # The sources are kept until they are copied: freed ones would be overwritten by the next forward.
-            for _, _, event in events:
-                event.synchronize()
 
-        def hold() -> None:
-            for module, device, event in events:
-                module.current_stream(device).wait_event(event)
-
-        return Staged(slot, self._freed, wait, hold)
+def refusal(needs: Sequence[tuple[str, int, int]]) -> str | None:
+    """Which host has too little memory for the slots of all its ranks; None: each has enough. `needs`: of each rank."""
+    for host in dict.fromkeys(host for host, _, _ in needs):
+        here = [(need, left) for name, need, left in needs if name == host]
+        need = sum(each for each, _ in here) + RESERVE_BYTES * len(here)
+        left = min(each for _, each in here)
+        if need > left:
+            return (
+                f"a private copy for async saves needs {need / 2**30:.1f} GiB of host memory on {host}, and "
+                f"{left / 2**30:.1f} GiB are left there. Say async_save=False, or ask for more memory (sbatch --mem)"
+            )
+    return None
 
 
 def _allocate(size: int, pinned: bool) -> torch.Tensor:
@@ -195,12 +237,3 @@ def _allocate(size: int, pinned: bool) -> torch.Tensor:
             raise MemoryError(f"{size} bytes of host memory cannot be pinned: {code}")
         weakref.finalize(memory.obj, runtime.cudaHostUnregister, allocated.data_ptr())
     return allocated
-
-
-def _nothing() -> None:
-    pass
-
-
-def _over(copied: Task[None]) -> None:
-    """Wait. What went wrong is for the save to tell, not for the optimizer step that waits here."""
-    copied.wait()

@@ -10,6 +10,7 @@ digested. From save to save one digest is kept.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,24 +23,14 @@ from xxhash import xxh3_128
 
 from ckptman._torch_compat import full_names
 from ckptman.io.checksums import BLOCK_BYTES, DIGEST_BYTES
-from ckptman.saving.rank_file import RankFile
+from ckptman.saving.write_plan import RankFile
 from ckptman.state.file_layout import Image, Placed
 from ckptman.state.named_state import Snapshot
-from ckptman.state.optimizer_hooks import OptimizerHooks
 
-NAMES_TOLD = 3
+_NAMED = 3
 Bits = NDArray[np.bool_]
 Range = tuple[int, int]
 """Begin and end, in bytes of the data file."""
-
-
-class Moment(NamedTuple):
-    """What the training thread knows when a save begins: `updates`, optimizer steps so far (None: nobody counts them);
-    `resting`: every learning rate is 0, so that optimizer steps change nothing."""
-
-    step: int
-    updates: int | None = None
-    resting: bool = False
 
 
 class Seen(NamedTuple):
@@ -52,41 +43,11 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Watcher:
-    """Knows which tensors of a state training should change. Called in the training thread."""
+class _Places:
+    """Where the parameters lie in the data file of this rank.
 
-    state: Mapping[str, Any]
-    updates: OptimizerHooks | None = None
-
-    def names(self, snapshot: Snapshot) -> set[str]:
-        """Flat names of the parameters that the optimizers update; without one, of those that ask for gradients."""
-        known = {id(each) for optimizer in self._optimizers for each in _parameters_of(optimizer)}
-        names: set[str] = set()
-        for key, module in self.state.items():
-            if not isinstance(module, torch.nn.Module):
-                continue
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                if parameter.requires_grad and (not self._optimizers or id(parameter) in known):
-                    names |= {f"{key}.{each}" for each in full_names(module, name)}
-        return names & snapshot.tensors.keys()
-
-    def moment(self, step: int) -> Moment:
-        """What is known now, when a save of `step` begins."""
-        rates = [group["lr"] for each in self._optimizers for group in each.param_groups if "lr" in group]
-        counted = self.updates.count if self.updates is not None and self._optimizers else None
-        return Moment(step, counted, bool(rates) and all(map(_is_zero, rates)))
-
-    @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [each for each in self.state.values() if isinstance(each, torch.optim.Optimizer)]
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Where the watched tensors lie in the data file of this rank.
-
-    `blocks`: numbers of the blocks in which nothing else can change; `ranges`: what is watched in other blocks;
-    `pickled`: numbers of the watched among the file's pickled pieces. `tensors`: how many of them begin in this file.
+    `blocks`: numbers of the blocks in which nothing else can change; `ranges`: what of them is in other blocks;
+    `pickled`: numbers among the file's pickled pieces. `tensors`: how many of them begin in this file.
     """
 
     file: RankFile
@@ -96,56 +57,18 @@ class Watch:
     tensors: int
     names: tuple[str, ...]
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether this rank writes nothing that is watched."""
-        return not (len(self.blocks) or self.ranges or self.pickled)
 
+class Watch(NamedTuple):
+    """What the training thread knows when a save begins.
 
-class Memory:
-    """What one rank remembers of the parameters in the save before. Called in the thread that saves."""
+    `places` of the parameters, None where this rank writes none; `updates`: optimizer steps so far, None where nobody
+    counts them; `resting`: every learning rate is 0, so that optimizer steps change nothing.
+    """
 
-    def __init__(self) -> None:
-        self._last: tuple[RankFile, bytes] | None = None
-        self._next: tuple[RankFile, bytes] | None = None
-
-    def begin(self) -> None:
-        """A save begins."""
-        self._next = None
-
-    def look(self, watch: Watch, image: Image, pickled: Sequence[Placed], blocks: bytes) -> Seen | None:
-        """Compare what was just written with the save before. `blocks`: digests of the file; None: nothing to see."""
-        if watch.is_empty:
-            return None
-        try:
-            self._next = watch.file, _digest_of(watch, image, pickled, blocks)
-        except Exception:  # noqa: BLE001 the checkpoint is good, whatever is wrong with looking at it
-            return None
-        known = self._last is not None and self._last[0] is watch.file
-        same = known and self._last is not None and self._last[1] == self._next[1]
-        return Seen(same, watch.tensors, watch.names)
-
-    def committed(self) -> None:
-        """The save is one that later ones can be compared with."""
-        self._last = self._next
-
-
-class Judge:
-    """Says whether a save is stale. Leader only, in the thread that saves."""
-
-    def __init__(self) -> None:
-        self._last: Moment | None = None
-        self._warned = False
-
-    def stale(self, now: Moment, seen: Seen | None) -> Stale | None:
-        """Called after each commit, with what all ranks saw."""
-        last, self._last = self._last, now
-        if last is None or seen is None or not seen.same or now.step <= last.step or last.resting or now.resting:
-            self._warned = self._warned and seen is not None and seen.same
-            return None
-        updates = None if now.updates is None or last.updates is None else now.updates - last.updates
-        first, self._warned = not self._warned, True
-        return Stale(now.step, last.step, updates, seen.tensors, seen.names, first)
+    step: int
+    places: _Places | None
+    updates: int | None
+    resting: bool
 
 
 @dataclass(frozen=True)
@@ -177,17 +100,80 @@ class Stale:
         )
 
 
+class StaleSaves:
+    """Finds saves that have the parameters of the one before. Every rank has one; the leader's judges."""
+
+    def __init__(self) -> None:
+        self._places: tuple[RankFile, _Places | None] | None = None
+        self._last: tuple[RankFile, bytes] | None = None
+        self._next: tuple[RankFile, bytes] | None = None
+        self._last_watch: Watch | None = None
+        self._warned = False
+
+    def watch(self, step: int, file: RankFile, snapshot: Snapshot, state: Mapping[str, Any], updates: int) -> Watch:
+        """Note what is known when a save begins, in the training thread. `updates`: optimizer steps so far."""
+        optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
+        if self._places is None or self._places[0] is not file:
+            places = None
+            with contextlib.suppress(Exception):  # not to know what should change is no reason not to save
+                places = _find(file, _parameter_names(state, optimizers) & snapshot.tensors.keys())
+            self._places = file, places
+        rates = [group["lr"] for each in optimizers for group in each.param_groups if "lr" in group]
+        resting = bool(rates) and all(map(_is_zero, rates))
+        return Watch(step, self._places[1], updates if optimizers else None, resting)
+
+    def compare(self, watch: Watch | None, image: Image, pickled: Sequence[Placed], blocks: bytes) -> Seen | None:
+        """Compare what was just written with the save before. `blocks`: digests of the file; None: nothing to see."""
+        self._next = None
+        if watch is None or watch.places is None:
+            return None
+        places = watch.places
+        try:
+            self._next = places.file, _digest_of(places, image, pickled, blocks)
+        except Exception:  # noqa: BLE001 the checkpoint is good, whatever is wrong with looking at it
+            return None
+        same = self._last is not None and self._last[0] is places.file and self._last[1] == self._next[1]
+        return Seen(same, places.tensors, places.names)
+
+    def committed(self) -> None:
+        """The save is one that later ones can be compared with."""
+        self._last = self._next
+
+    def judge(self, now: Watch, seen: Seen | None) -> Stale | None:
+        """Say whether the save is stale, after its commit, by what all ranks saw. Leader only."""
+        last, self._last_watch = self._last_watch, now
+        if last is None or seen is None or not seen.same or now.step <= last.step or last.resting or now.resting:
+            self._warned = self._warned and seen is not None and seen.same
+            return None
+        updates = None if now.updates is None or last.updates is None else now.updates - last.updates
+        first, self._warned = not self._warned, True
+        return Stale(now.step, last.step, updates, seen.tensors, seen.names, first)
+
+
 def seen_by_all(parts: Iterable[Seen | None]) -> Seen | None:
     """What the ranks saw together; None: none of them wrote a parameter."""
     seen = [each for each in parts if each is not None]
     if not seen:
         return None
     names = dict.fromkeys(name for each in seen for name in each.names)
-    return Seen(all(each.same for each in seen), sum(each.tensors for each in seen), tuple(names)[:NAMES_TOLD])
+    return Seen(all(each.same for each in seen), sum(each.tensors for each in seen), tuple(names)[:_NAMED])
 
 
-def watch_for(file: RankFile, names: Collection[str]) -> Watch:
-    """Find the tensors of these names in the data file of this rank."""
+def _parameter_names(state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> set[str]:
+    """Flat names of the parameters that the optimizers update; without one, of those that ask for gradients."""
+    known = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    return {
+        f"{key}.{each}"
+        for key, module in state.items()
+        if isinstance(module, torch.nn.Module)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and (not optimizers or id(parameter) in known)
+        for each in full_names(module, name)
+    }
+
+
+def _find(file: RankFile, names: Collection[str]) -> _Places | None:
+    """Find the tensors of these names in the data file of this rank; None: there are none."""
     item_bytes = {
         name: getattr(torch, dtype).itemsize for name, dtype, _ in (*file.plan.tensors, *file.plan.own_tensors)
     }
@@ -202,23 +188,25 @@ def watch_for(file: RankFile, names: Collection[str]) -> Watch:
             largest[piece.name] = max(size, largest.get(piece.name, 0))
     pickled = tuple(number for number, piece in enumerate(file.pickled) if piece.name in names)
     largest |= {file.pickled[number].name: 0 for number in pickled}
+    if not largest:
+        return None
     begun = [piece for piece in (*file.pieces, *file.pickled) if piece.name in largest and not any(piece.offsets)]
     mine, theirs = _touched(watched, file.end), _touched(others, file.end)
-    return Watch(
+    return _Places(
         file,
         np.flatnonzero(mine & ~theirs),
         tuple(_inside(watched, mine & theirs)),
         pickled,
         len(begun),
-        tuple(sorted(largest, key=lambda name: -largest[name])[:NAMES_TOLD]),
+        tuple(sorted(largest, key=lambda name: -largest[name])[:_NAMED]),
     )
 
 
-def _digest_of(watch: Watch, image: Image, pickled: Sequence[Placed], blocks: bytes) -> bytes:
+def _digest_of(watched: _Places, image: Image, pickled: Sequence[Placed], blocks: bytes) -> bytes:
     """A digest of all that is watched, from the digests of the blocks of the file and from its image."""
-    hasher = xxh3_128(np.frombuffer(blocks, f"V{DIGEST_BYTES}")[watch.blocks].tobytes())
-    places = [pickled[number] for number in watch.pickled]
-    ranges = [*watch.ranges, *((place.offset, place.offset + place.bytes) for place in places)]
+    hasher = xxh3_128(np.frombuffer(blocks, f"V{DIGEST_BYTES}")[watched.blocks].tobytes())
+    places = [pickled[number] for number in watched.pickled]
+    ranges = [*watched.ranges, *((place.offset, place.offset + place.bytes) for place in places)]
     scratch = memoryview(bytearray(max((high - low for low, high in ranges), default=0)))
     for low, high in ranges:
         hasher.update(image.view(low, scratch[: high - low]))
@@ -243,10 +231,6 @@ def _inside(ranges: Iterable[Range], blocks: Bits) -> Iterable[Range]:
             yield low, min(high, (first + 1) * BLOCK_BYTES)
         if last != first and blocks[last]:
             yield last * BLOCK_BYTES, high
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
-    return (each for group in optimizer.param_groups for each in group["params"])
 
 
 def _is_zero(rate: Any) -> bool:

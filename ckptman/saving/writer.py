@@ -1,29 +1,65 @@
-"""One save from end to end: begin, write on all ranks, describe, commit."""
+"""One save from end to end: begin a draft, write a file on each rank, gather what they wrote, commit.
+
+`Checkpointer`, `ckptman.save` and `StorageWriter` all save by what is here.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import uuid
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+import ckptman
 from ckptman._torch_compat import is_traceable_wrapper_subclass, transform_subclass
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.object_store import check_folder
+from ckptman.catalog.reader_lease import lease
+from ckptman.catalog.replaceable import may_be_replaced
+from ckptman.catalog.writer_lock import Claim
 from ckptman.comm.control import Channel
-from ckptman.format.paths import METADATA
+from ckptman.errors import ExistsError
+from ckptman.format.index import values_json
+from ckptman.format.manifest import FileRecord, Manifest, Mesh
+from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, parse_step, values_name
 from ckptman.format.table_assembly import pack
-from ckptman.io.filesystem import Disk
-from ckptman.saving.draft import Draft
-from ckptman.saving.index_writer import IndexWriter, Part, write_part
-from ckptman.saving.rank_file import RankFile, memory_of
+from ckptman.io.checksums import BLOCK_BYTES, digest_bytes
+from ckptman.io.file_writer import write_source
+from ckptman.io.filesystem import DISK, Disk, holding
+from ckptman.policies.calendar import time_to_store
+from ckptman.saving.index_writer import IndexWriter, RankResult
 from ckptman.saving.staging import Staged
-from ckptman.saving.stale_saves import Memory, Seen, Watch, seen_by_all
+from ckptman.saving.stale_saves import Seen, StaleSaves, Watch, seen_by_all
+from ckptman.saving.write_plan import RankFile, memory_of
 from ckptman.state.file_layout import Image, Layout, Placed, pickled
 from ckptman.state.named_state import Snapshot
+
+
+@dataclass(frozen=True)
+class SaveInfo:
+    """What the manifest says besides sizes and digests."""
+
+    step: int = 0
+    reason: str = "saved by dcp.save"
+    mesh: Mesh | None = None
+    run_id: str = ""
+    job_id: str | None = None
+    attempt: int = 1
+    restored_from: int | None = None
+    metrics: Mapping[str, float] | None = None
+
+    @classmethod
+    def for_path(cls, final: Path, reason: str) -> SaveInfo:
+        """What is known of a save that no run makes: its step, where its name is a step's."""
+        name = parse_step(final.name)
+        return cls(name.step if name else 0, reason)
 
 
 @dataclass
@@ -60,12 +96,108 @@ class Content:
             watch,
         )
 
+    def image(self) -> tuple[Image, list[Placed], dict[str, tuple[int, int]]]:
+        """The data file as it will be, with the places of the pickled tensors and objects in it. Waits until what is
+        staged is copied."""
+        layout = Layout(self.file.end)
+        places = [layout.add_bytes(pickled(each)) for each in self.pickled]
+        objects = {}
+        for name, value in self.objects.items():
+            place = layout.add_bytes(pickled(value))
+            objects[name] = (place.offset, place.bytes)
+        if isinstance(self.tensors, Staged):
+            self.tensors.wait()
+            return Image(layout.literals, self.tensors.slot.memory), places, objects
+        tensors = [(place.payload, each) for place, each in zip(self.file.places, self.tensors)]
+        return Image([*self.file.literals, *tensors, *layout.literals]), places, objects
 
-class Saved(NamedTuple):
-    """A save that is durable: why some bytes did not go by direct I/O, or None; and what was seen of the parameters."""
 
-    buffered_because: str | None
-    seen: Seen | None
+class Draft:
+    """A save that nobody sees yet, in a folder beside its final name. Leader only.
+
+    Args:
+        backend: of the root of a run; None: of the folder that `final` is in.
+        claim: the run's, on its root; None where whoever saves has none.
+    """
+
+    def __init__(
+        self,
+        final: Path,
+        info: SaveInfo,
+        *,
+        overwrite: bool,
+        backend: LocalBackend | None = None,
+        claim: Claim | None = None,
+        disk: Disk = DISK,
+    ) -> None:
+        self.final = final
+        self._info, self._overwrite, self._claim = info, overwrite, claim
+        self._backend = backend or LocalBackend(final.parent.absolute(), disk)
+        self._folder: str | None = None
+        self._held = contextlib.ExitStack()
+
+    def begin(self) -> str:
+        """Make the folder that all ranks write to, and return its path.
+
+        Raises: ConfigError (an address), ExistsError, RootError, OSError.
+        """
+        check_folder(self.final)
+        if os.path.lexists(self.final):
+            if not self._overwrite:
+                raise ExistsError(f"{self.final} exists already: save under another name, or say overwrite=True")
+            if not may_be_replaced(self.final):
+                raise ExistsError(f"{self.final} is no checkpoint, and is not replaced by one: name another path")
+        self._backend.make()
+        tag = self._claim.next_tag() if self._claim is not None else new_nonce()
+        if self._claim is None and parse_step(self.final.name) is not None:
+            # A run's claim on its root says that it is alive; whoever saves without one says so of this save.
+            self._held.enter_context(lease(self.final.parent, [f"{self.final.name}.tmp-{tag}"], what="save"))
+        self._folder = self._backend.begin(self.final.name, tag)
+        self._held.enter_context(holding(self.folder))
+        return self._folder
+
+    @property
+    def folder(self) -> Path:
+        """Where `begin` made it."""
+        assert self._folder is not None
+        return Path(self._folder)
+
+    def commit(self, files: dict[str, FileRecord], world_size: int) -> None:
+        """Make it a checkpoint. Raises: OSError, BusyError."""
+        folder = str(self.folder)
+        if self._claim is not None:
+            self._claim.check()
+        self._backend.commit(folder, self._manifest(files, world_size))
+        self._folder = None
+        self._held.close()
+
+    def abandon(self) -> None:
+        """After a failed save: remove what was written. Never raises."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            self._backend.abandon(folder)
+        self._held.close()
+
+    def _manifest(self, files: dict[str, FileRecord], world_size: int) -> Manifest:
+        info = self._info
+        return Manifest(
+            step=info.step,
+            # Outside a root, under a name that is not a step's, there are no others to come after.
+            sequence=1 + (self._backend.last_sequence() if parse_step(self.final.name) else 0),
+            time_seconds=time_to_store(time.time()),
+            reason=info.reason,
+            world_size=world_size,
+            mesh=info.mesh,
+            torch_version=torch.__version__,
+            ckptman_version=ckptman.__version__,
+            run_id=info.run_id,
+            job_id=info.job_id,
+            attempt=info.attempt,
+            restored_from=info.restored_from,
+            metrics=dict(info.metrics or {}),
+            block_bytes=BLOCK_BYTES,
+            files=files,
+        )
 
 
 class CheckpointWriter:
@@ -73,82 +205,77 @@ class CheckpointWriter:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._describer = IndexWriter()
-        self._memory = Memory()
-        self._sent = b""
-        """The rows that the leader has from the save before; empty: none."""
+        self._index = IndexWriter(disk)
+        self.stale_saves = StaleSaves()
+        self._rows = b""
+        """The rows of the chunk table that this rank wrote last."""
+        self._leader_has_rows = False
 
-    def save(self, channel: Channel, draft: Draft, content: Content | Exception) -> Saved:
+    def save(self, channel: Channel, draft: Draft, content: Content | Exception) -> tuple[str | None, Seen | None]:
         """Write one checkpoint. `content` may be the reason why this rank has nothing to write. Every rank calls it.
 
+        Returns why some bytes did not go by direct I/O, or None; and what was seen of the parameters.
         Raises: RankFailed on every rank, RankLostError where a peer is gone or silent for longer than the timeout.
         """
-
-        def begin(_: list[None]) -> list[str]:
-            return [draft.begin()] * channel.world_size
-
-        def may_begin() -> None:
-            if isinstance(content, Exception):
-                raise content
-
-        folder = Path(channel.gather_on_leader(may_begin, begin))
+        folder = channel.gather_on_leader(partial(_check, content), lambda _: draft.begin())
         assert isinstance(content, Content)
-        rows = b""
+        write = partial(self._write, Path(folder), channel.rank, content)
+        commit = partial(self._commit, draft, content.file)
+        try:
+            found = channel.gather_on_leader(write, commit)
+        except BaseException:
+            self._leader_has_rows = False
+            raise
+        self._leader_has_rows = True
+        self.stale_saves.committed()
+        return found
 
-        def write() -> Part:
-            nonlocal rows
-            part, rows = self._write(folder, channel.rank, content, sent)
-            return part
-
-        def finish(parts: list[Part]) -> list[Saved]:
-            self._finish(draft, content.file, parts)
-            because = next((each.buffered_because for each in parts if each.buffered_because), None)
-            return [Saved(because, seen_by_all(each.seen for each in parts))] * len(parts)
-
-        sent, self._sent = self._sent, b""
-        self._memory.begin()
-        saved = channel.gather_on_leader(write, finish)
-        self._sent = rows
-        self._memory.committed()
-        return saved
-
-    def _write(self, folder: Path, rank: int, content: Content, sent: bytes) -> tuple[Part, bytes]:
-        image, places, objects = _image(content)
-        look = None if content.watch is None else partial(self._memory.look, content.watch, image, places)
-        part = write_part(folder, rank, image, content.own_units, self._disk, look)
-        rows = pack(content.file.rows(places))
+    def _write(self, folder: Path, rank: int, content: Content) -> RankResult:
+        image, places, objects = content.image()
+        result, blocks = write_rank_files(folder, rank, image, content.own_units, self._disk)
+        result.seen = self.stale_saves.compare(content.watch, image, places, blocks)
+        before, self._rows = self._rows, pack(content.file.rows(places))
+        result.rows = None if self._leader_has_rows and self._rows == before else self._rows
         plan = content.file.plan
-        part.rows = rows if rows != sent else None
-        part.own_tensors, part.paths = plan.own_tensors, dict(plan.own_paths)
-        part.objects, part.units = objects, content.units
-        return part, rows
+        result.own_tensors, result.paths = plan.own_tensors, dict(plan.own_paths)
+        result.objects, result.units = objects, content.units
+        return result
 
-    def _finish(self, draft: Draft, file: RankFile, parts: Sequence[Part]) -> None:
-        index = self._describer.describe(draft.folder, file.plan.tensors, parts, self._disk)
-        paths = dict(file.plan.paths)
-        for part in parts:
-            paths |= part.paths
-        files = {name: record for part in parts for name, record in part.files.items()}
-        files[METADATA] = self._describer.write_metadata(
-            draft.folder, index, paths, draft.final, str(uuid.uuid4()), self._disk
-        )
-        draft.commit(files, len(parts))
+    def _commit(self, draft: Draft, file: RankFile, results: list[RankResult]) -> tuple[str | None, Seen | None]:
+        files = self._index.write_index(draft.folder, file.plan.tensors, results)
+        files[METADATA] = self._index.write_metadata(draft.folder, results, file.plan.paths, draft.final)
+        draft.commit(files, len(results))
+        buffered_because = next((each.buffered_because for each in results if each.buffered_because), None)
+        return buffered_because, seen_by_all([each.seen for each in results])
 
 
-def _image(content: Content) -> tuple[Image, list[Placed], dict[str, tuple[int, int]]]:
-    """The file as it will be, with the places of the pickled tensors and objects in it."""
-    file = content.file
-    layout = Layout(file.end)
-    places = [layout.add_bytes(pickled(each)) for each in content.pickled]
-    objects = {}
-    for name, value in content.objects.items():
-        place = layout.add_bytes(pickled(value))
-        objects[name] = (place.offset, place.bytes)
-    if isinstance(content.tensors, Staged):
-        content.tensors.wait()
-        return Image(layout.literals, content.tensors.slot.memory), places, objects
-    tensors = [(place.payload, each) for place, each in zip(file.places, content.tensors)]
-    return Image([*file.literals, *tensors, *layout.literals]), places, objects
+def write_rank_files(
+    folder: Path, rank: int, image: Image, own_units: Sequence[Mapping[str, Any]], disk: Disk
+) -> tuple[RankResult, bytes]:
+    """Write the files of one rank, durably. Returns what they are, and the digests of the data file's blocks.
+
+    Raises: OSError.
+    """
+    result, blocks = RankResult(), b""
+    small: dict[str, bytes] = {}
+    with holding(folder):
+        if image.size_bytes:
+            written = write_source(folder / data_name(rank), image, disk=disk)
+            digests, blocks = written.digests, written.digests.blocks
+            result.files[data_name(rank)] = FileRecord(bytes=digests.size_bytes, digest=written.digest)
+            result.buffered_because = written.buffered_because
+            small[blocks_name(rank)] = blocks + digests.groups
+        if own_units:
+            small[values_name(rank)] = values_json(own_units)
+        for name, data in small.items():
+            disk.write_file(folder / name, data)
+            result.files[name] = FileRecord(bytes=len(data), digest=digest_bytes(data))
+    return result, blocks
+
+
+def _check(content: Content | Exception) -> None:
+    if isinstance(content, Exception):
+        raise content
 
 
 def _copied(value: Any) -> Any:

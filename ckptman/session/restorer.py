@@ -22,7 +22,7 @@ from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.wakeup import Worker
 from ckptman.loading.fit import State
 from ckptman.loading.loader import load
-from ckptman.session.run_session import Attempt, refuse_other_checkpoints
+from ckptman.session.run_session import RunSession, refuse_other_checkpoints
 from ckptman.transfer.copy import Means, copy_checkpoint
 from ckptman.transfer.progress import Meter
 
@@ -62,7 +62,7 @@ class Restorer:
     """Finds the checkpoint to start from and loads it. Every rank has one and calls it alike."""
 
     def __init__(
-        self, control: Channel, place: LocalBackend, attempt: Attempt, beat: Callable[[], None], disk: Disk = DISK
+        self, control: Channel, place: LocalBackend, attempt: RunSession, beat: Callable[[], None], disk: Disk = DISK
     ) -> None:
         self._control, self._place, self._attempt, self._beat = control, place, attempt, beat
         self._disk = disk

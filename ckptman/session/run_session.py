@@ -10,13 +10,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.prune import clear, find_leftovers
 from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.catalog.writer_lock import Claim, claim
-from ckptman.comm.control import Channel
+from ckptman.comm.control import AllRanks, Channel, failing_as_one
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, masked, warn
 from ckptman.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
 from ckptman.io.failure_cause import FULL, cause_of, is_broken_device
@@ -26,7 +26,7 @@ from ckptman.runtime.bad_nodes import report_node, this_node
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.measurements import typical_save_seconds
 from ckptman.runtime.outcome import OUTCOME_ENV, Outcome, attempt_number, read_outcome, write_outcome
-from ckptman.saving.draft import SaveInfo
+from ckptman.saving.writer import SaveInfo
 from ckptman.session.drain_process import Drainer
 from ckptman.state.named_state import Snapshot, mesh_of
 
@@ -35,7 +35,7 @@ _MOST_ATTEMPTS = 10**6
 
 
 @dataclass
-class Attempt:
+class RunSession:
     """What is known about this attempt; `claim` and `journal` are the leader's, the others have None."""
 
     root: Path
@@ -55,16 +55,14 @@ class Attempt:
     """The state with which it ended; "" while it goes on."""
 
     @classmethod
-    def open(cls, control: Channel, place: LocalBackend, run_id: str | None, disk: Disk) -> Attempt:
-        """Take the root and begin. Every rank calls it. Raises, through RankFailed: BusyError, RootError."""
-        kept: list[Attempt] = []
-
-        def begin() -> Attempt:
-            kept.append(_begin(place, run_id, control.world_size, disk))
-            return replace(kept[0], claim=None, journal=None, drainer=None)
-
-        told = control.run_on_leader(begin)
-        return kept[0] if kept else told
+    def open(cls, control: Channel, backend: LocalBackend, run_id: str | None, disk: Disk) -> RunSession:
+        """Take the root and begin. Every rank calls it. Raises, on every rank alike: BusyError, RootError."""
+        session: RunSession | None = None
+        with failing_as_one(), AllRanks[RunSession | None](control) as ranks:
+            if control.is_leader:
+                session = _begin(backend, run_id, control.world_size, disk)
+                ranks.mine = replace(session, claim=None, journal=None, drainer=None)
+        return session or cast(RunSession, ranks.all[0])
 
     def note(self, event: str, *, sync: bool = False, **fields: object) -> None:
         """Write an event to the journal; nothing on ranks that are not the leader."""
@@ -142,8 +140,7 @@ class Attempt:
         self,
         step: int,
         reason: str,
-        control: Channel,
-        shot: Snapshot,
+        snapshot: Snapshot,
         restored_from: int | None,
         metrics: Mapping[str, float],
     ) -> SaveInfo:
@@ -151,8 +148,7 @@ class Attempt:
         return SaveInfo(
             step=step,
             reason=reason,
-            world_size=control.world_size,
-            mesh=mesh_of(shot.tensors),
+            mesh=mesh_of(snapshot.tensors),
             run_id=self.run_id,
             job_id=self.job_id,
             attempt=self.number,
@@ -170,40 +166,40 @@ class Attempt:
             self.claim.release()
 
 
-def _begin(place: LocalBackend, run_id: str | None, world_size: int, disk: Disk) -> Attempt:
+def _begin(backend: LocalBackend, run_id: str | None, world_size: int, disk: Disk) -> RunSession:
     _check_privacy()
-    place.make()
-    if place.tiers:
-        place.run_ids = _run_ids(place.root, run_id)
-    entries = place.list(abandoned=True)
+    backend.make()
+    if backend.tiers:
+        backend.run_ids = _run_ids(backend.root, run_id)
+    entries = backend.list(abandoned=True)
     if not entries:
-        refuse_other_checkpoints(place.root)
+        refuse_other_checkpoints(backend.root)
     manifests = [entry.manifest for entry in entries if entry.manifest is not None]
     run_id = run_id or (manifests[-1].run_id if manifests else "") or uuid.uuid4().hex[:12]
     job_id = os.environ.get("SLURM_JOB_ID")
-    held = _claim(place.root, run_id, job_id, disk)
+    held = _claim(backend.root, run_id, job_id, disk)
     try:
         # What killed saves left may be what fills the disk, so it goes before the first save and not after it.
-        _clear_leftovers(place.root, held.next_tag(), disk)
+        _clear_leftovers(backend.root, held.next_tag(), disk)
         # Looked at again: until the claim was ours, another run may have saved.
-        finds = bool(entries or place.list(abandoned=True))
-        events = _events(place.root)
+        finds = bool(entries or backend.list(abandoned=True))
+        events = _events(backend.root)
         saves = typical_save_seconds(events)
-        attempt = Attempt(place.root, _number(events), run_id, job_id, finds, saves, suspects(crashes_of(events)), held)
-        attempt.journal = Journal(journal_path(place.root), disk=disk)
-        attempt.journal.rotate()
-        attempt.journal.bind(attempt=attempt.number)
-        claim_tiers(place.root, place.tiers, run_id, place.run_ids, disk)
-        if place.tiers:
-            write_tiers(place.root, place.tiers, disk)
-            attempt.drainer = Drainer(place.root.absolute(), attempt.journal)
+        session = RunSession(backend.root, _number(events), run_id, job_id, finds, saves, suspects(crashes_of(events)), held)
+        session.journal = Journal(journal_path(backend.root), disk=disk)
+        session.journal.rotate()
+        session.journal.bind(attempt=session.number)
+        claim_tiers(backend.root, backend.tiers, run_id, backend.run_ids, disk)
+        if backend.tiers:
+            write_tiers(backend.root, backend.tiers, disk)
+            session.drainer = Drainer(backend.root.absolute(), session.journal)
         where = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}
-        attempt.note("attempt_started", sync=True, run_id=run_id, **where)
-        attempt.write_outcome("running", 0, "", 0)
+        session.note("attempt_started", sync=True, run_id=run_id, **where)
+        session.write_outcome("running", 0, "", 0)
     except BaseException:
         held.release()
         raise
-    return attempt
+    return session
 
 
 def refuse_other_checkpoints(root: Path, *, below: bool = False) -> None:

@@ -20,7 +20,7 @@ from ckptman.runtime.journal import Journal
 from ckptman.runtime.outcome import ATTEMPT_ENV, read_outcome
 from ckptman.runtime.process_end import PART_SECONDS, end_process, within
 from ckptman.runtime.watchdog import Watchdog
-from ckptman.session.run_session import Attempt
+from ckptman.session.run_session import RunSession
 
 Setting = float | Patience | Literal["auto"] | None
 _LEADER, _DEPUTY = 0, 1
@@ -44,7 +44,7 @@ def patience_of(setting: Setting, world_size: int, environ: Mapping[str, str]) -
     return Patience(float(setting))
 
 
-def make_watchdog(setting: Setting, control: Channel, attempt: Attempt) -> Watchdog:
+def make_watchdog(setting: Setting, control: Channel, attempt: RunSession) -> Watchdog:
     """The watchdog of this rank, which watches from now on unless `setting` says otherwise. Raises: ConfigError."""
     patience = patience_of(setting, control.world_size, os.environ)
     # Told now: where rank 0 keeps the store, nobody could ask for it later.
@@ -66,7 +66,7 @@ class LastWords:
     a launcher may kill all others when the first one exits.
     """
 
-    def __init__(self, roll: Roll, attempt: Attempt, rank: int, world_size: int, look_seconds: float) -> None:
+    def __init__(self, roll: Roll, attempt: RunSession, rank: int, world_size: int, look_seconds: float) -> None:
         self._roll, self._attempt, self._rank, self._world_size = roll, attempt, rank, world_size
         # The others look at other times, and learnt a little more or less.
         self._roll_seconds = 2.0 + 4 * look_seconds

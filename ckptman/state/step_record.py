@@ -1,4 +1,5 @@
-"""What `Checkpointer.step` saw of a state, so that the save at the end of a run is of that step, or is not made.
+"""What `Checkpointer.step` saw of a state, so that the save at the end of a run is of that step, or is not made; and
+the steps of optimizers, counted, and held back while what they change is being copied.
 
 A training loop may go on after its last `step()`: it fetches a batch too many, or breaks after a forward pass. Of
 modules and optimizers it is noticed whether they were changed since, by the version counters that torch keeps of
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,12 +19,12 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptman._torch_compat import buffers_of, local_tensor, parameters_of, versions_of
 from ckptman.state.generators import RNGState
-from ckptman.state.local_shards import is_dense
-from ckptman.state.named_state import is_stateful
-from ckptman.state.optimizer_hooks import OptimizerHooks
+from ckptman.state.local_shards import is_dense, local_parts
+from ckptman.state.named_state import Snapshot, is_stateful
 
 SHARE = 0.02
 """How much of a step recording may take: an object that takes longer is not asked at each step."""
@@ -32,6 +34,49 @@ _SLOW_SECONDS = 0.1
 """What so many steps in a row have to take together: less than that, and the machine may only have been busy."""
 _CLONED_BYTES = 16 * 1024
 _FIXED = frozenset((int, float, str, bytes, bool, complex, type(None), torch.Size, torch.dtype))
+
+
+class OptimizerHooks:
+    """Counts the steps that the optimizers of a state make, and calls `before_step` ahead of each: what they change may
+    still be being copied.
+
+    `others`: what other optimizers of this process have made a step since this was cleared. One may be within another
+    object of the state, and what the fused kind changes is not counted by torch.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.before_step: Callable[[], None] | None = None
+        self.count = 0
+        """Steps so far of the optimizers of the state."""
+        self.others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._own = {id(each) for each in state.values() if isinstance(each, torch.optim.Optimizer)}
+        optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
+        self._hooks = [each.register_step_pre_hook(self._about_to_step) for each in optimizers]
+        self._hooks.append(register_optimizer_step_post_hook(_calling(weakref.WeakMethod(self._stepped))))
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Inside, steps do not count: torch makes one on zero gradients to learn what state an optimizer has."""
+        count = self.count
+        try:
+            yield
+        finally:
+            self.count = count
+
+    def close(self) -> None:
+        """Take the hooks off again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _about_to_step(self, *_: object) -> None:
+        if self.before_step is not None:
+            self.before_step()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) in self._own:
+            self.count += 1
+        else:
+            self.others.add(optimizer)
 
 
 class Marks:
@@ -124,8 +169,8 @@ class Recorded:
 class Recorder:
     """Records a state at the end of steps. Every rank has one."""
 
-    def __init__(self, state: Mapping[str, Any], updates: OptimizerHooks) -> None:
-        self._state, self._updates = state, updates
+    def __init__(self, state: Mapping[str, Any], hooks: OptimizerHooks) -> None:
+        self._state, self._hooks = state, hooks
         self._walks: dict[str, tuple[torch.nn.Module, Callable[[], Iterable[torch.Tensor]]]] = {}
         self._slow: list[float] = []
         self.too_slow = ""
@@ -139,8 +184,8 @@ class Recorder:
 
     def record(self, step_seconds: float | None) -> Recorded:
         """Return what is to be seen of the state now. Never raises: what is wrong with it is for a save to tell."""
-        found = Recorded(tuple(self._state), updates=self._updates.count)
-        self._updates.others.clear()
+        found = Recorded(tuple(self._state), updates=self._hooks.count)
+        self._hooks.others.clear()
         try:
             self._record(found, step_seconds)
         except Exception as error:  # noqa: BLE001 a user's state_dict() may raise anything
@@ -151,9 +196,9 @@ class Recorder:
         """Return what keeps the state from being saved as that of `then`, in words; "": nothing does."""
         if then.unknown:
             return then.unknown
-        if self._updates.count != then.updates:
+        if self._hooks.count != then.updates:
             return "an optimizer has made a step since"
-        if not then.addresses.isdisjoint(_addresses_of(self._updates.others)):
+        if not then.addresses.isdisjoint(_addresses_of(self._hooks.others)):
             return "an optimizer has made a step since, on tensors of the state"
         if then.names != tuple(self._state):
             return "the state has other entries by now"
@@ -210,6 +255,33 @@ class Recorder:
         if known is None or known[0] is not module:
             known = self._walks[name] = module, _walk(module)
         return known[1]()
+
+
+def _calling(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    """Return what calls a method of an object that it does not keep alive: a hook of the process may outlive it."""
+
+    def call(optimizer: object, *_: object) -> None:
+        if (stepped := method()) is not None:
+            stepped(optimizer)
+
+    return call
+
+
+def updated_tensors(state: Mapping[str, Any], snapshot: Snapshot) -> set[str]:
+    """Flat names of the tensors that change in optimizer steps alone: the parameters the optimizers of the state have,
+    and the optimizers' own state. A forward pass may change anything else, buffers above all."""
+    optimizers = {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)}
+    parameters = [
+        each for optimizer in optimizers.values() for group in optimizer.param_groups for each in group["params"]
+    ]
+    memory = {part.data_ptr() for each in parameters for _, part in local_parts(each)}
+    # Not its groups: a learning rate that is a tensor changes when a schedule says so.
+    states = tuple(f"{name}.state." for name in optimizers)
+    names = set()
+    for name, tensor in snapshot.tensors.items():
+        if name.startswith(states) or any(part.data_ptr() in memory for _, part in local_parts(tensor)):
+            names.add(name)
+    return names
 
 
 def _walk(module: torch.nn.Module) -> Callable[[], Iterable[torch.Tensor]]:

@@ -15,7 +15,7 @@ from ckptman.format.pickle_guard import NotAllowed
 from ckptman.format.value_codec import paths_in
 from ckptman.io.safe_open import open_regular
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.saving.loadable import refusal_of
+from ckptman.saving.preflight import refusal_of
 from ckptman.state.tensor_container import QUANTIZED
 from ckptman.verify import proof
 

@@ -18,8 +18,8 @@ from ckptman.policies.limit import AtMost
 from ckptman.policies.rules import KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
 from ckptman.policies.sanity_checks import slip
 from ckptman.runtime.journal import Journal, read_journal
-from ckptman.saving.draft import SaveInfo
 from ckptman.saving.retention_runner import RetentionRunner
+from ckptman.saving.writer import SaveInfo
 from tests.helpers.checkpoints import commit, steps_of
 
 NAN = math.nan

@@ -17,8 +17,8 @@ from ckptman.catalog.catalog import Catalog
 from ckptman.format.paths import journal_path
 from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.runtime.journal import read_journal
-from ckptman.saving import saver as saving
-from ckptman.saving.draft import Draft
+from ckptman.saving import stale_saves
+from ckptman.saving.writer import Draft
 from tests.helpers.apps import App
 from tests.helpers.ranks import run_ranks
 
@@ -318,7 +318,7 @@ def test_a_check_that_fails_fails_no_save(tmp_path: Path, monkeypatch: pytest.Mo
     run = Run()
     run.train()
     with monkeypatch.context() as patched:
-        patched.setattr(saving, "watch_for", broken)
+        patched.setattr(stale_saves, "_find", broken)
         assert save_after(tmp_path / "one", run.state, run.train, run.train) == []
     monkeypatch.setattr("ckptman.saving.stale_saves._digest_of", broken)
     assert save_after(tmp_path / "two", run.state, run.train, run.train) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,9 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ckptman.comm.control import Failure, RankFailed, failure_of
 from ckptman.errors import ConfigError
-from ckptman.saving.write_plan import CUT_BYTES, Held, Piece, WritePlan, divide, make_plan, signature_of
+from ckptman.saving.write_plan import CUT_BYTES, Held, Piece, WritePlan, divide, plan_save, signature_of
 from ckptman.state.local_shards import Box
 from ckptman.state.named_state import snapshot
 from tests.helpers.ranks import run_ranks
@@ -170,17 +169,6 @@ class End:
     def gather(self, value: Any) -> list[Any]:
         return self._line.gather(self.rank, value)
 
-    def run_on_all(self, work: Callable[[], Any]) -> list[Any]:
-        try:
-            mine: Any = work()
-        except Exception as error:
-            mine = failure_of(self.rank, error)
-        found = self._line.gather(self.rank, mine)
-        for each in found:
-            if isinstance(each, Failure):
-                raise RankFailed(each)
-        return found
-
 
 def plans_of(states: Sequence[dict[str, Any]]) -> tuple[list[WritePlan | Exception], Line]:
     """The plans that ranks with these states agree on, and what was sent for it."""
@@ -189,7 +177,7 @@ def plans_of(states: Sequence[dict[str, Any]]) -> tuple[list[WritePlan | Excepti
 
     def run(rank: int) -> None:
         try:
-            found[rank] = make_plan(snapshot(states[rank], rank), End(line, rank))  # type: ignore[arg-type]
+            found[rank] = plan_save(snapshot(states[rank], rank), End(line, rank)).plan  # type: ignore[arg-type]
         except Exception as error:
             found[rank] = error
 

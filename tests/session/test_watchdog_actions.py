@@ -311,7 +311,7 @@ def test_only_a_stopped_process_of_this_run_is_killed(
 @pytest.mark.parametrize("leads", [True, False])
 def test_what_breaks_because_a_watchdog_ended_a_rank_does_not_hide_why(tmp_path: Path, leads: bool) -> None:
     with pytest.raises(RuntimeError, match="connection reset"), Checkpointer(tmp_path, {"a": 1}) as checkpointer:
-        own = checkpointer._attempt
+        own = checkpointer._session
         if not leads:  # the deputy opens the journal when it speaks for the leader
             own.claim = None
         own.write_outcome("failed", 7, "Stalled: no sign of life; not heard of: rank 3", EXIT_STALLED)

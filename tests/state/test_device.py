@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,8 @@ import torch
 
 from ckptman.loading import read as read_module
 from ckptman.loading.read import BUFFERS, Uploads
-from ckptman.saving.rank_file import RankFile
 from ckptman.saving.staging import Stager
+from ckptman.saving.write_plan import RankFile
 from tests.saving.test_staging import file_of
 
 DEVICE = torch.device("cuda", 0)
@@ -135,7 +136,7 @@ def test_a_copy_from_a_device_waits_for_what_is_urgent_and_for_no_more(device: D
     inner = [torch.full((300,), 1.0), torch.full((200,), 2.0), torch.full((100,), 3.0)]
     file, memory = file_of({"x": {"a": inner[0], "b": inner[1], "c": inner[2]}})
     on_device: list[torch.Tensor] = [OnDevice(each, device) for each in memory[:2]]
-    stager = Stager(lambda size: True, lambda: False)
+    stager = Stager(SimpleNamespace(idle=False))  # type: ignore[arg-type]
     device.main.submit(lambda: memory[0].fill_(7.0))  # the step before has not ended yet
     staged = stager.stage(file, [*on_device, memory[2]], {1})
     (stream,) = device.streams
@@ -144,7 +145,7 @@ def test_a_copy_from_a_device_waits_for_what_is_urgent_and_for_no_more(device: D
     assert torch.equal(staged_bytes(file, staged.slot, 0, memory[0]), torch.full((300,), 7.0))
     assert torch.equal(staged_bytes(file, staged.slot, 2, memory[2]), memory[2])
     assert not staged_bytes(file, staged.slot, 1, memory[1]).any()
-    staged.hold()
+    staged.wait_staged()
     assert isinstance(device.main.waits[-1], Event), "the next step waits on the device, not the host"
     staged.wait()
     assert torch.equal(staged_bytes(file, staged.slot, 1, memory[1]), torch.full((200,), 2.0))

@@ -32,8 +32,7 @@ from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import Outcome, read_outcome
 from ckptman.state import step_record
-from ckptman.state.optimizer_hooks import OptimizerHooks
-from ckptman.state.step_record import Recorder
+from ckptman.state.step_record import OptimizerHooks, Recorder
 from tests.helpers.ranks import run_ranks
 
 NEVER = ckptman.EverySteps(10**6) | ckptman.OnStop()
@@ -229,7 +228,7 @@ class Slow:
 
 def test_an_object_that_is_slow_to_tell_its_state_is_not_asked_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(0.05, monkeypatch)
-    recorder = Recorder({"slow": slow}, OptimizerHooks({"slow": slow}, before=lambda: None))
+    recorder = Recorder({"slow": slow}, OptimizerHooks({"slow": slow}))
     for _ in range(3):
         assert not recorder.too_slow
         recorder.record(0.1)
@@ -241,7 +240,7 @@ def test_an_object_that_is_slow_to_tell_its_state_is_not_asked_at_each_step(monk
 
 def test_a_machine_that_is_busy_for_a_moment_is_not_taken_for_a_slow_object(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(0.01, monkeypatch)
-    recorder = Recorder({"slow": slow}, OptimizerHooks({"slow": slow}, before=lambda: None))
+    recorder = Recorder({"slow": slow}, OptimizerHooks({"slow": slow}))
     for _ in range(9):
         recorder.record(0.01)
     slow.seconds = 0.0

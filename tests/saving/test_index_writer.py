@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptman.format.chunk_table import HEAD, ChunkTable, TensorRecord, item_bytes
+from ckptman.format.index import Location
 from ckptman.loading.restricted_unpickler import read_foreign_metadata
-from ckptman.saving import dcp_metadata as module
-from ckptman.saving.dcp_metadata import StoredObject, write_metadata
+from ckptman.saving import index_writer as module
+from ckptman.saving.index_writer import write_metadata
 
 Paths = dict[str, tuple[str | int, ...]]
 DTYPES = sorted(
@@ -63,7 +64,7 @@ def by_objects(
     records: dict[str, TensorRecord],
     table: ChunkTable,
     files: list[str],
-    objects: dict[str, StoredObject],
+    objects: dict[str, Location],
     paths: Paths,
 ) -> Metadata:
     """The same out of DCP's own classes."""
@@ -99,9 +100,9 @@ def exact(metadata: Metadata) -> list[object]:
 
 
 OBJECTS = {
-    "optim.lr": StoredObject("__0_0.distcp", 2**40, 300),
-    "rng": StoredObject("__1_0.distcp", 0, 2**33),
-    "": StoredObject("ü", 1, 2),
+    "optim.lr": Location(file="__0_0.distcp", offset=2**40, bytes=300),
+    "rng": Location(file="__1_0.distcp", offset=0, bytes=2**33),
+    "": Location(file="ü", offset=1, bytes=2),
 }
 
 
@@ -226,7 +227,7 @@ def test_dcp_loads_by_it(tmp_path: Path) -> None:
         records[name] = TensorRecord(dtype=dtype, shape=shape, start=len(rows), count=1, axis=0)
         rows += [0, info.offset, info.length, -1, *[0] * len(shape), *shape]
     info = real.storage_data[MetadataIndex("n.lr")]
-    objects = {"n.lr": StoredObject(info.relative_path, info.offset, info.length)}
+    objects = {"n.lr": Location(file=info.relative_path, offset=info.offset, bytes=info.length)}
     with (tmp_path / ".metadata").open("wb") as out:
         table = ChunkTable(records, np.array(rows, np.int64))
         write_metadata(out, records, table, [info.relative_path], objects, real.planner_data, "", "")
