@@ -25,7 +25,7 @@ from ckptman.runtime.signals import SignalHandler
 from ckptman.saving.preflight import Preflight
 from ckptman.saving.retention_runner import OnFull, RetentionRunner
 from ckptman.saving.saver import Saver, SaveReport
-from ckptman.session.arguments import check_arguments, metric_numbers, step_number
+from ckptman.session.arguments import check_arguments, step_number
 from ckptman.session.restorer import Restorer
 from ckptman.session.run_session import RunSession
 from ckptman.session.step_consensus import Agreed, StepConsensus
@@ -426,9 +426,7 @@ class Checkpointer:
             self.wait()
             self._saver.channel = Channel(self._timeout_seconds)
         self._plan(found)
-        with failing_as_one():
-            numbers = self._control.run_on_leader(lambda: metric_numbers(metrics))
-        info = self._session.save_info(step, reason, found.snapshot, self._restored_from, numbers)
+        info = self._session.save_info(self._control, step, reason, found.snapshot, self._restored_from, metrics)
         self._timings.save_begins(step)
         try:
             report = self._saver.save(state, found.snapshot, info)

@@ -1,1 +1,1 @@
-"""The ranks of a run and how they talk: a control group of their own, and what they find out of each other."""
+"""How the ranks of a run communicate: a control group of their own, and what they find out of each other."""

@@ -1,4 +1,4 @@
-"""The ranks of a run and how they talk: two process groups of their own, so that nothing of ours meets a training step.
+"""How the ranks of a run communicate: two process groups of their own, so that nothing of ours meets a training step.
 
 One is for the decisions of the training thread, one for saves in the background. Both are gloo, on the CPU: nothing
 here touches a device, and a collective of a save can never interleave with one of the training step.
@@ -53,24 +53,24 @@ class RankFailed(Exception):
     def as_ckptman_error(self, left: str = "") -> CkptmanError:
         """The error of the rank that failed if it is one of ours, else one that names rank and cause, and what is
         `left`."""
-        told = f"rank {self.failure.rank} failed: {self.failure.text}"
+        failed = f"rank {self.failure.rank} failed: {self.failure.text}"
         if self.failure.errno is None:  # of the code that was asked for its state, as a rule
             remedy = "Its own traceback, above this one, says where"
         else:
             remedy = "If it is the disk: check the mount, its permissions and its quota on that rank"
-        return self.failure.error or CkptmanError(". ".join(filter(None, (told, remedy, left))))
+        return self.failure.error or CkptmanError(". ".join(filter(None, (failed, remedy, left))))
 
 
 class Call(NamedTuple):
-    """What a rank is asked to do, told to the others where they may have been asked for something else."""
+    """What a rank is asked to do, sent to the others where they may have been asked for something else."""
 
     verb: str
     arguments: Any
 
 
-def refuse_other_calls(told: Sequence[Call]) -> None:
+def refuse_other_calls(calls: Sequence[Call]) -> None:
     """Raises: ConfigError where the ranks, in order, do not do the same."""
-    verbs = [each.verb if isinstance(each, Call) else "another call" for each in told]
+    verbs = [each.verb if isinstance(each, Call) else "another call" for each in calls]
     for rank, verb in enumerate(verbs):
         if verb != verbs[0]:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The last talk of ranks that are stuck: who still answers, and who was stopped and has to be ended by a neighbour."""
+"""The report of ranks that are stuck: who still answers, and who was stopped and has to be ended by a neighbour."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOOK_SECONDS = 0.1
 _NAMED = 8
 
 
-class Roll:
+class HangReport:
     """Who of the ranks still answers, asked in the store of the default process group. Only ranks that are stuck do."""
 
     def __init__(self, rank: int, world_size: int, attempt: int, leader: Process | None = None) -> None:
@@ -128,8 +128,8 @@ class Roll:
             groups.setdefault(place, []).append(rank)
         if len(groups) == 1:
             return "all ranks answer, and are stuck after the same step: their stacks say where"
-        told = [f"rank {ranks[0]}{' and others' * (len(ranks) > 1)} {place}" for place, ranks in groups.items()]
-        return f"all ranks answer, at different places: {'; '.join(told[:_NAMED])}"
+        answers = [f"rank {ranks[0]}{' and others' * (len(ranks) > 1)} {place}" for place, ranks in groups.items()]
+        return f"all ranks answer, at different places: {'; '.join(answers[:_NAMED])}"
 
 
 def this_process() -> Process:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from ckptman._torch_compat import ShardedTensor
-from ckptman.comm.control import Channel, RankFailed
+from ckptman.comm.control import AllRanks, Channel, failing_as_one
 from ckptman.errors import ConfigError
 from ckptman.state.file_layout import put, view_of
 from ckptman.state.named_state import Snapshot
@@ -25,14 +25,14 @@ SMALL_BYTES = 64 * 1024
 TOTAL_BYTES = 16 * 1024 * 1024
 """Nor are more than so many bytes. A tensor counts as `LEAST_BYTES` at least: each costs a copy from its device."""
 LEAST_BYTES = 1024
-TELLERS = 64
-"""So many ranks whose tensors differ tell the others their digests, name by name."""
+SENDERS = 64
+"""So many ranks whose tensors differ send the others their digests, name by name."""
 _OF_BATCH_NORM = ("running_mean", "running_var")
 
 Digests = dict[str, int]
 
 
-def compare_replicas(control: Channel, shot: Snapshot, state: Mapping[str, Any]) -> str | None:
+def compare_replicas(control: Channel, snapshot: Snapshot, state: Mapping[str, Any]) -> str | None:
     """Compare the small tensors that ranks have as a whole. Every rank calls it, over `control`.
 
     Returns what to warn of: buffers of modules that differ, as those of batch norm do between the ranks of
@@ -40,37 +40,35 @@ def compare_replicas(control: Channel, shot: Snapshot, state: Mapping[str, Any])
     """
     if control.world_size == 1:
         return None
-    mine: list[Digests] = []
-
-    def digest() -> tuple[str, ...]:
-        mine.extend(_digests(shot, state))
-        return tuple(xxh3_128_hexdigest(repr(each).encode()) for each in mine)
-
-    try:
-        told = control.run_on_all(digest)
-    except RankFailed as failed:
-        raise failed.as_ckptman_error() from failed
-    if text := _difference(control, mine[0], [each[0] for each in told]):
+    with failing_as_one(), AllRanks[tuple[str, ...]](control) as ranks:
+        strict, buffers = _digests(snapshot, state)
+        ranks.mine = tuple(xxh3_128_hexdigest(repr(each).encode()) for each in (strict, buffers))
+    if text := _difference(control, strict, [each[0] for each in ranks.all]):
         raise ConfigError(
             f"{text}, and one is saved for all: make it a DTensor, put it into an object with per_rank = True, or give "
             f"it an entry of its own in the state of each rank, such as f'x.rank{{rank}}'"
         )
-    if text := _difference(control, mine[1], [each[1] for each in told]):
+    if text := _difference(control, buffers, [each[1] for each in ranks.all]):
         return f"{text}: those of the lowest rank are saved, as DistributedDataParallel takes those of rank 0"
     return None
 
 
-def _digests(shot: Snapshot, state: Mapping[str, Any]) -> tuple[Digests, Digests]:
+def _digests(snapshot: Snapshot, state: Mapping[str, Any]) -> tuple[Digests, Digests]:
     """Those that have to be the same, and those of buffers."""
     strict: Digests = {}
     buffers: Digests = {}
     left = TOTAL_BYTES
-    for name, tensor in sorted(shot.tensors.items()):
-        if isinstance(tensor, DTensor | ShardedTensor) or not is_plain(tensor) or tensor.is_meta or shot.is_own(name):
+    for name, tensor in sorted(snapshot.tensors.items()):
+        if (
+            isinstance(tensor, DTensor | ShardedTensor)
+            or not is_plain(tensor)
+            or tensor.is_meta
+            or snapshot.is_own(name)
+        ):
             continue
         if tensor.nbytes > SMALL_BYTES or (left := left - max(tensor.nbytes, LEAST_BYTES)) < 0:
             continue
-        is_buffer = name in shot.from_lowest and isinstance(state[str(shot.paths[name][0])], torch.nn.Module)
+        is_buffer = name in snapshot.from_lowest and isinstance(state[str(snapshot.paths[name][0])], torch.nn.Module)
         is_buffer = is_buffer or name.endswith(_OF_BATCH_NORM)  # also in a state dict that was handed over
         (buffers if is_buffer else strict)[name] = _digest(tensor)
     return strict, buffers
@@ -82,16 +80,16 @@ def _digest(tensor: torch.Tensor) -> int:
     return int(xxh3_64_intdigest(view_of(held)))
 
 
-def _difference(control: Channel, mine: Digests, told: Sequence[str]) -> str | None:
+def _difference(control: Channel, mine: Digests, sent: Sequence[str]) -> str | None:
     """Which tensors differ between which two ranks; None: no rank has another one than those before it."""
-    first_of = {digest: rank for rank, digest in reversed(list(enumerate(told)))}
+    first_of = {digest: rank for rank, digest in reversed(list(enumerate(sent)))}
     if len(first_of) == 1:
         return None
     # Ranks may have other names, such as those of another stage of a pipeline.
-    tellers = sorted(first_of.values())[:TELLERS]
+    senders = sorted(first_of.values())[:SENDERS]
     known: dict[str, tuple[int, int]] = {}
     differing: dict[str, tuple[int, int]] = {}
-    for rank, digests in enumerate(control.gather(mine if control.rank in tellers else {})):
+    for rank, digests in enumerate(control.gather(mine if control.rank in senders else {})):
         for name, digest in digests.items():
             first, other = known.setdefault(name, (rank, digest))
             if other != digest:

@@ -33,15 +33,15 @@ class RetentionRunner:
 
     def __init__(
         self,
-        place: LocalBackend,
+        backend: LocalBackend,
         policy: RetentionPolicy | None,
         on_full: OnFull,
         claim: Claim | None,
         journal: Journal | None,
         disk: Disk,
     ) -> None:
-        self._root, self._policy, self._on_full = place.root, policy, on_full
-        self._catalogue = place.catalogue
+        self._root, self._policy, self._on_full = backend.root, policy, on_full
+        self._catalogue = backend.catalogue
         self._claim, self._journal, self._disk = claim, journal, disk
         self._damaged: set[int] = set()
         self._held = contextlib.ExitStack()
@@ -114,7 +114,7 @@ class RetentionRunner:
     def _carry_out(self, remove: Callable[..., None], coming: Record | None = None) -> tuple[Pruned, list[int]]:
         """Plan and delete. Returns what was done, and the steps that went. Raises: what a plan raises.
 
-        What cannot be removed is told, and keeps nothing else from being removed.
+        What cannot be removed is warned of, and keeps nothing else from being removed.
         """
         assert self._claim is not None
         if needs_capacity(self._policy):
@@ -127,7 +127,7 @@ class RetentionRunner:
         if plan.deletions and (cause := slip(self._policy, records, time.time(), goes_on=True)):
             # Where other rules keep some, a metric may well come later, and until then the disk would fill up.
             if keeps_any(self._policy, records, time.time()):
-                self._tell_once(f"older checkpoints are pruned by the other rules alone: {cause}")
+                self._warn_once(f"older checkpoints are pruned by the other rules alone: {cause}")
             else:
                 self._failed(cause)
                 plan = planned(None)
@@ -164,9 +164,9 @@ class RetentionRunner:
 
     def _failed(self, cause: str) -> None:
         self._note("prune_failed", cause=cause)
-        self._tell_once(f"older checkpoints could not be pruned, and the disk fills up: {cause}")
+        self._warn_once(f"older checkpoints could not be pruned, and the disk fills up: {cause}")
 
-    def _tell_once(self, text: str) -> None:
+    def _warn_once(self, text: str) -> None:
         if not self._warned:
             self._warned = True
             _warn(text)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
-
-import torch
 
 from ckptman.catalog.backends.object_store import check_folder
 from ckptman.errors import ConfigError, warn
@@ -76,20 +73,3 @@ def step_number(step: Any) -> int:
     if not 0 <= number <= MAX_STEP:
         raise ConfigError(f"a step is a number from 0 to {MAX_STEP}, not {number}")
     return number
-
-
-def metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics that are numbers; of others a warning is all that comes, because a label must not cost a save.
-
-    Raises: ConfigError (no mapping).
-    """
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise ConfigError(f"metrics are numbers by name, such as {{'loss': 0.5}}, not a {type(metrics).__name__}")
-    numbers = {}
-    for name, value in (metrics or {}).items():
-        try:
-            numbers[str(name)] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        except Exception as error:  # noqa: BLE001 a user's own class may raise anything
-            with contextlib.suppress(Warning):  # also where warnings are errors: the other ranks go on to save
-                warn(f"the metric {name!r} is not a number and is left out: {error}")
-    return numbers

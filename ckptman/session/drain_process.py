@@ -34,7 +34,7 @@ class Drainer:
     def __init__(self, root: Path, journal: Journal) -> None:
         self._root, self._journal = root, journal
         self._process: subprocess.Popen[bytes] | None = None
-        self._told: tuple[IO[bytes], IO[bytes]] | None = None
+        self._outputs: tuple[IO[bytes], IO[bytes]] | None = None
         self._again = True  # an attempt before may have left something
         self._warned: set[str] = set()
 
@@ -95,26 +95,26 @@ class Drainer:
         command = [sys.executable, "-m", "ckptman", "drain", str(self._root), "--json"]
         # The outcome of the attempt is for the run to write.
         environ = {name: value for name, value in os.environ.items() if name != OUTCOME_ENV}
-        with contextlib.ExitStack() as told:
+        with contextlib.ExitStack() as opened:
             try:
-                files = [told.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+                files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=files[0], stderr=files[1], env=environ
                 )
             except OSError as error:
                 self._complain(f"no drain could be started ({error})")
                 return
-            self._told = files[0], files[1]
-            told.pop_all()
+            self._outputs = files[0], files[1]
+            opened.pop_all()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICE)
 
     def _reap(self) -> None:
-        process, told, self._process, self._told = self._process, self._told, None, None
-        if process is None or told is None:
+        process, outputs, self._process, self._outputs = self._process, self._outputs, None, None
+        if process is None or outputs is None:
             return
         texts = []
-        for file in told:
+        for file in outputs:
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
             file.close()
@@ -145,9 +145,9 @@ def _work_done(pid: int) -> tuple[int, int]:
     return counters.read_chars + counters.write_chars, int(times.user + times.system)
 
 
-def _tasks(told: str) -> list[dict[str, Any]]:
+def _tasks(output: str) -> list[dict[str, Any]]:
     try:
-        tasks: list[dict[str, Any]] = json.loads(told)["tasks"]
+        tasks: list[dict[str, Any]] = json.loads(output)["tasks"]
     except (ValueError, KeyError, TypeError):
         return []
     return tasks

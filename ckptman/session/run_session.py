@@ -9,8 +9,11 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
+
+import torch
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.prune import clear, find_leftovers
@@ -98,8 +101,8 @@ class RunSession:
     def end(
         self, state: Literal["finished", "stopped", "failed"], step: int, reason: str, exit_code: int, **fields: object
     ) -> None:
-        """Write outcome and last event, which has the `fields` too. Trouble on the way is told and does not hide why
-        the attempt ended."""
+        """Write outcome and last event, which has the `fields` too. Trouble on the way is a warning, and does not hide
+        why the attempt ended."""
         self.ended = state
         if state == "failed" and self._failed_already():
             return
@@ -129,22 +132,28 @@ class RunSession:
     def fail(self, step: int, error: BaseException) -> None:
         """End with an error."""
         name = type(error).__name__
-        told = {"error": name, "cause": cause_of(error)}
+        fields = {"error": name, "cause": cause_of(error)}
         try:
             text = f"{name}: {error}"
         except Exception:  # noqa: BLE001 a user's class of errors may have no text
             text = name
-        self.end("failed", step, text, getattr(error, "exit_code", 1), **told)
+        self.end("failed", step, text, getattr(error, "exit_code", 1), **fields)
 
     def save_info(
         self,
+        control: Channel,
         step: int,
         reason: str,
         snapshot: Snapshot,
         restored_from: int | None,
-        metrics: Mapping[str, float],
+        metrics: Mapping[str, Any] | None,
     ) -> SaveInfo:
-        """What the manifest of a save of this attempt says about it; of the `metrics` the leader's count."""
+        """What the manifest of a save of this attempt says about it; of the `metrics` the leader's count.
+
+        Every rank calls it. Raises: ConfigError, on every rank alike (the metrics are no mapping).
+        """
+        with failing_as_one():
+            numbers = control.run_on_leader(partial(_metric_numbers, metrics))
         return SaveInfo(
             step=step,
             reason=reason,
@@ -153,7 +162,7 @@ class RunSession:
             job_id=self.job_id,
             attempt=self.number,
             restored_from=restored_from,
-            metrics=metrics,
+            metrics=numbers,
         )
 
     def release(self) -> None:
@@ -269,3 +278,20 @@ def _number(events: Sequence[Mapping[str, Any]]) -> int:
     highest = max((each for each in numbers if type(each) is int and each < _MOST_ATTEMPTS), default=0)
     started = len([event for event in events if event.get("event") == "attempt_started"])
     return max(highest + 1, started + 1, attempt_number(os.environ))
+
+
+def _metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics that are numbers; of others a warning is all that comes, because a label must not cost a save.
+
+    Raises: ConfigError (no mapping).
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics are numbers by name, such as {{'loss': 0.5}}, not a {type(metrics).__name__}")
+    numbers = {}
+    for name, value in (metrics or {}).items():
+        try:
+            numbers[str(name)] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except Exception as error:  # noqa: BLE001 a user's own class may raise anything
+            with contextlib.suppress(Warning):  # also where warnings are errors: the other ranks go on to save
+                warn(f"the metric {name!r} is not a number and is left out: {error}")
+    return numbers

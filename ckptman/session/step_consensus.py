@@ -14,7 +14,6 @@ from ckptman.errors import CkptmanError, ConfigError, RankLostError
 from ckptman.policies.save_policies import Decision, SavePolicy
 from ckptman.runtime.signals import SignalHandler
 from ckptman.saving.saver import Saver
-from ckptman.session.foresight import Foresight
 from ckptman.session.timings import Timings
 from ckptman.state.step_record import Recorder
 
@@ -44,13 +43,18 @@ class StepConsensus:
         self,
         control: Channel,
         policy: SavePolicy,
-        pace: Timings,
+        timings: Timings,
         signals: SignalHandler | None,
         saver: Saver,
         recorder: Recorder,
     ) -> None:
-        self._control, self._policy, self._pace, self._signals, self._saver = control, policy, pace, signals, saver
-        self._foresight = Foresight(policy, pace)
+        self._control, self._policy, self._timings, self._signals, self._saver = (
+            control,
+            policy,
+            timings,
+            signals,
+            saver,
+        )
         self._exchange, self._recorder = Exchange(control, FLAGS), recorder
         self.recording_is_slow = False
         """Whether it takes any rank too long to record the state at each step."""
@@ -93,7 +97,7 @@ class StepConsensus:
     def decision(self, step: int, stop: str | None) -> Decision | None:
         """The decision behind what was agreed on. Leader only. Raises: what the policy raised."""
         if stop is not None:
-            return self._policy.decide(self._pace.facts(step, ahead=False, stop=stop))
+            return self._policy.decide(self._timings.facts(step, ahead=False, stop=stop))
         if isinstance(self._planned, CkptmanError):
             raise self._planned
         return self._planned
@@ -111,9 +115,7 @@ class StepConsensus:
     def _plan(self, step: int, ahead: bool) -> Decision | CkptmanError | None:
         # A policy that raises must not leave the other ranks waiting: the error travels as a decision.
         try:
-            if ahead:
-                return self._foresight.decide(step)
-            return self._policy.decide(self._pace.facts(step, ahead=False))
+            return self._policy.decide(self._timings.facts(step, ahead=ahead))
         except Exception as error:  # noqa: BLE001 a user's own policy may raise anything
             return ConfigError(f"the save policy failed: {type(error).__name__}: {error}")
 

@@ -28,12 +28,9 @@ class Timings:
         durable_seconds: float | None = None,
     ) -> None:
         self.deadline = deadline
-        self.now = monotonic
-        """The clock that intervals are measured by, in seconds."""
+        self._monotonic = monotonic
         self.previous_step = 0
         """The last step that ended; before the first, the one training starts from."""
-        self.version = 0
-        """Counts what changes the facts besides the passing of steps and time."""
         self._process_started, self._wall = process_started, wall
         self._meter = StepMeter()
         self._init_seconds: float | None = None
@@ -59,7 +56,7 @@ class Timings:
     def start(self, step: int, restored: bool) -> None:
         """Training starts after `step`."""
         self._start_step = self.previous_step = step
-        self._step_began = self.now()
+        self._step_began = self._monotonic()
         self._saved = (step if restored else None, self._step_began)
         self._committed = self._saved
 
@@ -69,26 +66,23 @@ class Timings:
         `first_step`: the first one of this attempt. `pace_changed`: steps have become so much slower or faster that
         intervals were derived anew.
         """
-        drifted = self._meter.observe(max(0.0, self.now() - self._step_began))
+        drifted = self._meter.observe(max(0.0, self._monotonic() - self._step_began))
         if self._init_seconds is None:
             self._init_seconds = self._seconds_since_start()
-            self.version += 1
             return "first_step", {"init_seconds": self._init_seconds}
         if drifted:
-            self.version += 1
             return "pace_changed", {"step_seconds": self._meter.step_seconds}
         return None
 
     def step_begins(self, after: int) -> None:
         """The step after `after` begins: what was spent since `step_ended` is not counted as its time."""
         self.previous_step = after
-        self._step_began = self.now()
+        self._step_began = self._monotonic()
 
     def save_begins(self, step: int) -> None:
         """A save of `step` begins."""
-        self._saved = (step, self.now())
+        self._saved = (step, self._monotonic())
         self._begun.append(self._saved)
-        self.version += 1
 
     def save_ended(self, report: SaveReport) -> None:
         """A save is durable."""
@@ -98,27 +92,25 @@ class Timings:
             if begun[0] == report.step:
                 self._committed = begun
                 break
-        self.version += 1
 
     def save_failed(self) -> None:
         """A save failed, and none is running: what was committed last is what counts."""
         self._saved = self._committed
         self._begun.clear()
-        self.version += 1
 
     def facts(self, step: int, *, ahead: bool, stop: str | None = None) -> Facts:
         """The facts at the end of `step`; `ahead`: it is the next one, so one step's time is added to now."""
         step_seconds = self._meter.step_seconds
         later = step_seconds or 0.0 if ahead else 0.0
-        now = self._wall()
-        # By a broken clock nobody can tell: a signal still can.
-        left = None if self.deadline is None or not is_known_time(now) else self.deadline - now - later
+        left = None
+        if self.deadline is not None and is_known_time(now := self._wall()):  # a signal comes by a broken clock too
+            left = self.deadline - now - later
         return Facts(
             step,
             self.previous_step,
             self._saved[0],
             self._start_step,
-            self.now() - self._saved[1] + later,
+            self._monotonic() - self._saved[1] + later,
             self._init_seconds,
             step_seconds,
             self._stall_seconds,
@@ -129,7 +121,7 @@ class Timings:
 
     def _seconds_since_start(self) -> float:
         """What the attempt took until now; without a clock that can be believed, since this was made."""
-        now, here = self._wall(), self.now() - self._made
+        now, here = self._wall(), self._monotonic() - self._made
         is_told = is_known_time(now) and is_known_time(self._process_started)
         return max(now - self._process_started, here) if is_told else here
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ckptman._torch_compat import abort_default_group
 from ckptman.comm.control import Channel
-from ckptman.comm.hang_report import Roll, this_process
+from ckptman.comm.hang_report import HangReport, this_process
 from ckptman.errors import EXIT_STALLED, ConfigError
 from ckptman.format.paths import journal_path, outcome_path, stacks_path
 from ckptman.policies.hang_timeout import Patience, Stall
@@ -44,16 +44,16 @@ def patience_of(setting: Setting, world_size: int, environ: Mapping[str, str]) -
     return Patience(float(setting))
 
 
-def make_watchdog(setting: Setting, control: Channel, attempt: RunSession) -> Watchdog:
+def make_watchdog(setting: Setting, control: Channel, session: RunSession) -> Watchdog:
     """The watchdog of this rank, which watches from now on unless `setting` says otherwise. Raises: ConfigError."""
     patience = patience_of(setting, control.world_size, os.environ)
     # Told now: where rank 0 keeps the store, nobody could ask for it later.
-    roll = Roll(control.rank, control.world_size, attempt.number, control.broadcast(this_process()))
+    report = HangReport(control.rank, control.world_size, session.number, control.broadcast(this_process()))
     look_seconds = (patience or Patience()).look_seconds
-    watchdog = Watchdog(patience, LastWords(roll, attempt, control.rank, control.world_size, look_seconds))
+    watchdog = Watchdog(patience, LastWords(report, session, control.rank, control.world_size, look_seconds))
     if patience is not None:
-        roll.register()
-        attempt.note("watchdog", floor_seconds=patience.floor_seconds, factor=patience.factor)
+        report.register()
+        session.note("watchdog", floor_seconds=patience.floor_seconds, factor=patience.factor)
     watchdog.start()
     return watchdog
 
@@ -66,48 +66,50 @@ class LastWords:
     a launcher may kill all others when the first one exits.
     """
 
-    def __init__(self, roll: Roll, attempt: RunSession, rank: int, world_size: int, look_seconds: float) -> None:
-        self._roll, self._attempt, self._rank, self._world_size = roll, attempt, rank, world_size
+    def __init__(
+        self, report: HangReport, session: RunSession, rank: int, world_size: int, look_seconds: float
+    ) -> None:
+        self._report, self._session, self._rank, self._world_size = report, session, rank, world_size
         # The others look at other times, and learnt a little more or less.
-        self._roll_seconds = 2.0 + 4 * look_seconds
+        self._report_seconds = 2.0 + 4 * look_seconds
 
     def __call__(self, stall: Stall, arm: Callable[[float], None]) -> None:
-        arm(self._roll_seconds + 8 * PART_SECONDS)
+        arm(self._report_seconds + 8 * PART_SECONDS)
         text = f"rank {self._rank} of {self._world_size} (host {socket.gethostname()}, pid {os.getpid()}): {stall}"
-        stacks = stacks_path(self._attempt.root, self._attempt.number, self._rank)
-        telling = (self._roll_seconds + 4 * PART_SECONDS, lambda: self._tell(stall))
-        end_process(text, stacks, [telling, (PART_SECONDS, abort_process_group)])
+        stacks = stacks_path(self._session.root, self._session.number, self._rank)
+        saying = (self._report_seconds + 4 * PART_SECONDS, lambda: self._say(stall))
+        end_process(text, stacks, [saying, (PART_SECONDS, abort_process_group)])
 
-    def _tell(self, stall: Stall) -> None:
-        roll = self._roll
-        within(PART_SECONDS, lambda: roll.answer(stall.where))
+    def _say(self, stall: Stall) -> None:
+        report = self._report
+        within(PART_SECONDS, lambda: report.answer(stall.where))
         if self._rank in (_LEADER, _DEPUTY):
-            within(self._roll_seconds + PART_SECONDS, lambda: roll.call(self._roll_seconds))
-        if self._rank == _LEADER or (self._rank == _DEPUTY and self._leader_is_silent(roll)):
-            within(PART_SECONDS, lambda: self._write(stall, roll.text() + ("" if roll.silent else _IF_NO_HANG)))
-            within(PART_SECONDS, roll.end)
+            within(self._report_seconds + PART_SECONDS, lambda: report.call(self._report_seconds))
+        if self._rank == _LEADER or (self._rank == _DEPUTY and self._leader_is_silent(report)):
+            within(PART_SECONDS, lambda: self._write(stall, report.text() + ("" if report.silent else _IF_NO_HANG)))
+            within(PART_SECONDS, report.end)
         else:
-            within(self._roll_seconds + 2 * PART_SECONDS, roll.await_end)
-        within(PART_SECONDS, roll.kill_stopped)
+            within(self._report_seconds + 2 * PART_SECONDS, report.await_end)
+        within(PART_SECONDS, report.kill_stopped)
 
-    def _leader_is_silent(self, roll: Roll) -> bool:
-        found = read_outcome(outcome_path(self._attempt.root))
-        return (roll.silent is None or _LEADER in roll.silent) and (found is None or found.state == "running")
+    def _leader_is_silent(self, report: HangReport) -> bool:
+        found = read_outcome(outcome_path(self._session.root))
+        return (report.silent is None or _LEADER in report.silent) and (found is None or found.state == "running")
 
     def _write(self, stall: Stall, who: str) -> None:
         """Say on disk how the attempt ended: the outcome first, which is what a chain goes by."""
-        attempt, step = self._attempt, stall.step
+        session, step = self._session, stall.step
         reason = f"Stalled: {stall}; {who}"
-        within(PART_SECONDS / 2, lambda: attempt.write_outcome("failed", step, reason, EXIT_STALLED))
-        if attempt.journal is None:
-            attempt.journal = Journal(journal_path(attempt.root))
-            attempt.journal.bind(attempt=attempt.number)
-        attempt.note("failed", sync=True, step=step, reason=reason, error="Stalled", cause="environment")
-        for node, why in self._roll.bad_nodes().items():
+        within(PART_SECONDS / 2, lambda: session.write_outcome("failed", step, reason, EXIT_STALLED))
+        if session.journal is None:
+            session.journal = Journal(journal_path(session.root))
+            session.journal.bind(attempt=session.number)
+        session.note("failed", sync=True, step=step, reason=reason, error="Stalled", cause="environment")
+        for node, why in self._report.bad_nodes().items():
             report_node(node, why, os.environ)
 
 
 def abort_process_group() -> None:
-    """Let no kernel of a collective spin on: the devices are free for the next attempt. gloo needs nothing."""
+    """Let no kernel of a collective spin on: the devices are free for the next session. gloo needs nothing."""
     if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         abort_default_group()

@@ -96,6 +96,8 @@ class Marks:
         return self._then[1]
 
     def _look(self) -> tuple[list[int], list[int]]:
+        if not self._tensors:  # as of most objects, at each step
+            return [], []
         local: list[Any] = [local_tensor(each) if type(each) is DTensor else each for each in self._tensors]
         try:
             return versions_of(local), list(map(torch.Tensor.data_ptr, local))
@@ -128,9 +130,9 @@ class Settings:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.groups = [
-            {key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
+        self.groups = [dict(group) for group in optimizer.param_groups]
+        for group in self.groups:
+            del group["params"]
         self._marks = Marks(each for group in self.groups for each in group.values() if isinstance(each, torch.Tensor))
         self._state, self._sizes = optimizer.state, self._look()
 

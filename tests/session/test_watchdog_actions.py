@@ -19,7 +19,7 @@ import torch
 
 import ckptman
 from ckptman.checkpointer import Checkpointer
-from ckptman.comm.hang_report import Roll
+from ckptman.comm.hang_report import HangReport
 from ckptman.errors import EXIT_STALLED, ConfigError
 from ckptman.format.paths import journal_path, outcome_path, stacks_path
 from ckptman.io.filesystem import Disk
@@ -242,7 +242,7 @@ def test_what_the_setting_means() -> None:
 
 
 def roll(world_size: int, silent: list[int] | None, places: dict[int, str]) -> str:
-    found = Roll(0, world_size, 1)
+    found = HangReport(0, world_size, 1)
     found.silent, found.places = silent, places
     return found.text()
 
@@ -272,7 +272,7 @@ def test_what_is_told_about_the_others() -> None:
     ],
 )
 def test_nodes_of_silent_ranks(nodes: str, silent: list[int] | None, bad: dict[str, str]) -> None:
-    found = Roll(0, len(nodes), 1)
+    found = HangReport(0, len(nodes), 1)
     found.silent, found._store = silent, torch.distributed.HashStore()
     for rank, node in enumerate(nodes):
         found._store.set(f"ckptman/stalled/1/node/{rank}", node)
@@ -293,7 +293,7 @@ def test_only_a_stopped_process_of_this_run_is_killed(
         if stops:
             child.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        roll = Roll(0, 2, 1)
+        roll = HangReport(0, 2, 1)
         roll.silent, roll._store = [0, 1], torch.distributed.HashStore()
         place = [other_host or socket.gethostname(), child.pid, process.create_time() + late_seconds]
         roll._store.set("ckptman/stalled/1/process/1", json.dumps(place))
