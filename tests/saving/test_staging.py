@@ -535,9 +535,8 @@ def refused_on_one(root: str, short: int) -> tuple[list[str], bool, bool]:
     left = RESERVE_BYTES // 2 if dist.get_rank() == short else 1 << 50
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with patched_memory(lambda: left):
-            checkpointer = ckptman.Checkpointer(root, {"s": {"w": torch.ones(300_000)}}, deadline=None)
-        with checkpointer:
+        state = {"s": {"w": torch.ones(300_000)}}
+        with patched_memory(lambda: left), ckptman.Checkpointer(root, state, deadline=None) as checkpointer:
             checkpointer.save(1)
             durable = (Path(root) / "step-0000000001" / "manifest.json").exists()
             asynchronous = checkpointer._saver._asynchronous
