@@ -194,7 +194,9 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, disk: Dis
         finds = bool(entries or backend.list(abandoned=True))
         events = _events(backend.root)
         saves = typical_save_seconds(events)
-        session = RunSession(backend.root, _number(events), run_id, job_id, finds, saves, suspects(crashes_of(events)), held)
+        session = RunSession(
+            backend.root, _number(events), run_id, job_id, finds, saves, suspects(crashes_of(events)), held
+        )
         session.journal = Journal(journal_path(backend.root), disk=disk)
         session.journal.rotate()
         session.journal.bind(attempt=session.number)
