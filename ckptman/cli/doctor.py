@@ -21,8 +21,8 @@ from ckptman.cli.options import AsJson, is_size, option, parse_size, path_argume
 from ckptman.errors import CkptmanError, ConfigError
 
 if TYPE_CHECKING:
-    from ckptman.doctor.facts import TorchFacts
     from ckptman.doctor.finding import Finding
+    from ckptman.doctor.surroundings import TorchFacts
 
 # No path to typer: it would look at the folder in this process, and hang where its file system does.
 Folder = Annotated[
@@ -141,15 +141,15 @@ def _checkpoint_bytes(path: Path) -> int | None:
 
 
 def _survey(against_bytes: int | None, timeout: float, note: Callable[[str], None]) -> list[Finding]:
-    from ckptman.doctor.surroundings import Means, survey
+    from ckptman.doctor.surroundings import Host, survey
 
     note("torch")
-    return survey(_torch_facts(timeout), Means(), against_bytes)
+    return survey(_torch_facts(timeout), Host(), against_bytes)
 
 
 def _torch_facts(timeout: float) -> TorchFacts:
     """Asked in a process of its own: a driver that is broken may hang whoever asks for devices."""
-    from ckptman.doctor.facts import TorchFacts
+    from ckptman.doctor.surroundings import TorchFacts
     from ckptman.io.isolated_process import Died, NoAnswer, run_isolated
 
     def ask() -> TorchFacts:

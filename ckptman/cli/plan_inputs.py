@@ -21,10 +21,11 @@ from ckptman.forecast.checkpoint_size import (
     with_optimizer,
 )
 from ckptman.forecast.failure_rates import MOST_GPUS
-from ckptman.forecast.figures import Figure, bytes_text
+from ckptman.forecast.figures import Figure
 from ckptman.forecast.gpu_memory import Batch, Shape, Weights, likely_shape
 from ckptman.forecast.save_costs import TABLE, TABLE_SOURCE, Tier
 from ckptman.policies.checks import check_count
+from ckptman.policies.limit import size_text
 
 if TYPE_CHECKING:
     from ckptman.forecast.checkpoint_size import Values
@@ -295,7 +296,7 @@ def tiers_of(written: Sequence[str], nodes: int, gpus: int) -> list[Tier]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"--tier: {twice[0]} is given twice; give each tier a name of its own")
     return tiers or [
-        Tier(name, rate, rate, f"{bytes_text(rate)}/s in all", TABLE_SOURCE) for name, rate in TABLE
+        Tier(name, rate, rate, f"{size_text(rate)}/s in all", TABLE_SOURCE) for name, rate in TABLE
     ]  # fmt: skip
 
 
@@ -318,7 +319,7 @@ def _given(name: str, what: str, most: float | None, nodes: int, gpus: int) -> T
         if what.endswith(ending):
             what, times, per = what.removesuffix(ending), count, f"x {count} {noun}"
     rate = parse_rate(f"--tier {name}", what)
-    return _limited(name, rate * times, rate * times, most, f"{bytes_text(rate)}/s {per}", "as given")
+    return _limited(name, rate * times, rate * times, most, f"{size_text(rate)}/s {per}", "as given")
 
 
 def _measured(name: str, folder: Path, most: float | None, nodes: int) -> Tier:
@@ -329,11 +330,11 @@ def _measured(name: str, folder: Path, most: float | None, nodes: int) -> Tier:
     if not rates[0]:
         raise ConfigError(f"--tier {name}: {folder} could not be measured: ckptman doctor {folder} says why")
     write, read = float(rates[0]), float(rates[1] or rates[0])
-    how = f"{bytes_text(write)}/s of this node x {nodes} nodes" if nodes > 1 else f"{bytes_text(write)}/s of this node"
+    how = f"{size_text(write)}/s of this node x {nodes} nodes" if nodes > 1 else f"{size_text(write)}/s of this node"
     return _limited(name, write * nodes, read * nodes, most, how, f"measured in {folder}; ckptman doctor")
 
 
 def _limited(name: str, write: float, read: float, most: float | None, how: str, source: str) -> Tier:
     if most is None:
         return Tier(name, write, read, how, source)
-    return Tier(name, min(write, most), min(read, most), f"{how}, at most {bytes_text(most)}/s", source)
+    return Tier(name, min(write, most), min(read, most), f"{how}, at most {size_text(most)}/s", source)

@@ -65,19 +65,19 @@ def _rows(made: Plan, headers: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _fits(memory: Sequence[Figure], room: int) -> list[str]:
-    from ckptman.forecast.figures import bytes_text
+    from ckptman.policies.limit import size_text
 
     lines = []
     for name, how in (("total_plain", "without"), ("total_checkpointed", "with")):
         verdict = "fits" if value_of(memory, name) <= room else "does not fit"
-        lines.append(f"{how} activation checkpointing it {verdict} in {bytes_text(room)}")
+        lines.append(f"{how} activation checkpointing it {verdict} in {size_text(room)}")
     return lines
 
 
 def _advice(made: Plan) -> list[str]:
     """What to do, by the numbers: the tier that yields most, and what to write where."""
-    from ckptman.forecast.figures import bytes_text
     from ckptman.forecast.save_costs import BOUND_SECONDS
+    from ckptman.policies.limit import size_text
 
     lines = []
     lasting = [each for each in made.tiers if each[0].lasts]
@@ -100,7 +100,7 @@ def _advice(made: Plan) -> list[str]:
         if made.limit_bytes is not None and value_of(figures, "disk") > made.limit_bytes:
             lines.append(
                 f"{text.plain(tier.name)}: {_text(figures, 'disk')} are there while a save is on its way, and "
-                f"--max-bytes is {bytes_text(made.limit_bytes)}: a limit trims when the save is durable"
+                f"--max-bytes is {size_text(made.limit_bytes)}: a limit trims when the save is durable"
             )
         if not tier.lasts:
             lines.append(f"{text.plain(tier.name)}: memory of a node, and gone with it")

@@ -200,7 +200,7 @@ def _policy_for(root: Path, wishes: _Wishes) -> RetentionPolicy | None:
     policy = wishes.policy if wishes.policy is not None else read_policy(root)
     if not needs_capacity(policy):
         return policy
-    from ckptman.doctor.capacity import capacity_bytes
+    from ckptman.doctor.quota import capacity_bytes
 
     return in_bytes(policy, capacity_bytes(root))
 

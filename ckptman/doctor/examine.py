@@ -55,7 +55,7 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Means:
+class MountAccess:
     """What the checks act through: the disk, commands, the kernel's tables, the clock.
 
     `repeat_seconds`: for how long the checks that try something again and again do so.
@@ -86,7 +86,7 @@ def examine(
     size_bytes: int = SIZE_BYTES,
     against_bytes: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    means: Means | None = None,
+    means: MountAccess | None = None,
     note: Note = lambda name: None,
 ) -> list[Finding]:
     """Examine the file system of a folder. `note` is told the name of each check before it begins.
@@ -97,7 +97,7 @@ def examine(
     """
     checks = _Checks(timeout_seconds, note)
     share = timeout_seconds * _SHARE_OF_TIMEOUT
-    means = means or Means(run=partial(run_command, timeout_seconds=min(_COMMAND_SECONDS, share)))
+    means = means or MountAccess(run=partial(run_command, timeout_seconds=min(_COMMAND_SECONDS, share)))
     means = replace(means, repeat_seconds=min(means.repeat_seconds, share))
     mounts = mount.parse_mountinfo(means.mountinfo())
     try:
@@ -240,7 +240,7 @@ def _find(folder: Path, timeout_seconds: float) -> _Where:
         raise RootError(error.errno or errno.EIO, message) from error
 
 
-def _stripes(mounted: mount.Mount | None, where: _Where, means: Means) -> str | None:
+def _stripes(mounted: mount.Mount | None, where: _Where, means: MountAccess) -> str | None:
     if mounted is None or mounted.kind != "lustre":
         return None
     try:
@@ -250,7 +250,7 @@ def _stripes(mounted: mount.Mount | None, where: _Where, means: Means) -> str | 
 
 
 def _check_room(
-    checks: _Checks, where: _Where, mounted: mount.Mount | None, against_bytes: int | None, means: Means
+    checks: _Checks, where: _Where, mounted: mount.Mount | None, against_bytes: int | None, means: MountAccess
 ) -> int:
     """Space and quota; the bytes that are free for us."""
     space = checks.do("space", lambda: mount.check_space(means.statvfs(where.path), against_bytes))
@@ -266,7 +266,7 @@ def _check_room(
     return min([free, *(each for each in left if each is not None)])
 
 
-def _check_promises(checks: _Checks, own: Path, size: int, mounted: mount.Mount | None, means: Means) -> None:
+def _check_promises(checks: _Checks, own: Path, size: int, mounted: mount.Mount | None, means: MountAccess) -> None:
     disk = means.disk
     unsafe = mount.unsafe_sync(mounted)
 
@@ -287,7 +287,7 @@ def _check_promises(checks: _Checks, own: Path, size: int, mounted: mount.Mount 
     checks.do("links", lambda: promises.check_links(own))
 
 
-def _check_speed(checks: _Checks, own: Path, size: int, in_memory: bool, means: Means) -> None:
+def _check_speed(checks: _Checks, own: Path, size: int, in_memory: bool, means: MountAccess) -> None:
     limit = min(_SPEED_SECONDS, checks.timeout_seconds * _SHARE_OF_TIMEOUT)
     checks.do("small files", lambda: speed.check_small_files(own, means.repeat_seconds, means.disk))
     if size < LEAST_BYTES:

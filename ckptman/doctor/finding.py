@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from ckptman.policies import limit
 
 Verdict = Literal["ok", "slow", "warning", "FAILED", "unknown"]
 
@@ -32,16 +35,17 @@ class Finding:
         }
 
 
-def size_text(count: float) -> str:
-    """Bytes as storage is sold and checkpoints are talked about, in powers of 1000: `70 GB`, `1.5 TB`, `512 B`."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if round(value) < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:,.4g} PB"
+def size_text(size_bytes: float) -> str:
+    """Return bytes to three digits: nothing here is measured to more."""
+    return limit.size_text(size_bytes, digits=3)
 
 
 def why(error: OSError) -> str:
     """The reason of an error of the system, without the name of a folder that is gone when it is read."""
     return error.strerror or str(error)
+
+
+def first_number(text: str) -> int | None:
+    """The whole number that a text begins with, as in `4(x2)`; None without one, or with more than nine digits."""
+    found = re.match(r"[0-9]{1,9}(?![0-9])", text)
+    return int(found[0]) if found else None

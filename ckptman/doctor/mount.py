@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptman.doctor.facts import first_number
-from ckptman.doctor.finding import Finding, Verdict, size_text
+from ckptman.doctor.finding import Finding, Verdict, first_number, size_text
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 

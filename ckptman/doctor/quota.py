@@ -1,17 +1,20 @@
-"""Quotas, where the file system tells them: asked of the commands that sites have for it. Never required."""
+"""Quotas, where a command of the site tells them, and what a file system holds in all. Never required."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 from ckptman.doctor.finding import Finding, size_text
-from ckptman.doctor.mount import Mount, room_for
+from ckptman.doctor.mount import MOUNTINFO, Mount, find_mount, parse_mountinfo, room_for
+from ckptman.runtime.deadline import run_command
 
 Run = Callable[[Sequence[str]], str]
 """Runs a command and returns what it prints. Raises: OSError, subprocess.SubprocessError."""
@@ -59,6 +62,26 @@ def quotas(folder: str, mount: Mount, run: Run, uid: int, gid: int) -> list[Quot
         return []
     commands = (("user", "-u"), ("group", "-g"))
     return [*chain(*(parse_quota(_ask(run, "quota", "-w", "-p", flag, "-f", mount.point), w) for w, flag in commands))]
+
+
+def capacity_bytes(root: Path, run: Run = run_command) -> int:
+    """Return the bytes of the file system under a root, or of the smallest quota that counts for it: what a limit in
+    percent is of. Raises: OSError.
+
+    A quota that no command tells is not known. Called by `ckptman prune`, and by a run as it starts.
+    """
+    space = os.statvfs(root)
+    sizes = [space.f_blocks * space.f_frsize]
+    path = os.path.realpath(root)
+    try:
+        mounts = parse_mountinfo(MOUNTINFO.read_text(errors="surrogateescape"))
+    except OSError:
+        mounts = []
+    mounted = find_mount(mounts, path)
+    if mounted is not None:
+        found = quotas(path, mounted, run, os.getuid(), Path(path).stat().st_gid)
+        sizes += [each.limit_bytes for each in found if each.limit_bytes is not None]
+    return min(sizes)
 
 
 def parse_quota(printed: str, whose: str) -> list[Quota]:

@@ -17,12 +17,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ckptman.doctor.facts import TorchFacts, first_number
-from ckptman.doctor.finding import Finding, size_text
+from ckptman.doctor.finding import Finding, first_number, size_text
 from ckptman.doctor.quota import Run
+from ckptman.errors import ConfigError
 from ckptman.policies.intervals import seconds_text
 from ckptman.runtime.deadline import deadline_from_environment, run_command
 from ckptman.runtime.host_memory import available_bytes
+from ckptman.scheduler.slurm.batch_script import parse
+from ckptman.scheduler.slurm.options import warned
 
 LEAST_TORCH = (2, 11)
 STAGING_SLOTS = 2
@@ -32,16 +34,29 @@ _SHM_BYTES = 2**30
 _OPEN_FILES = 4096
 _TIME_ERROR = 5
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_SIGNAL = re.compile(r"^#SBATCH\s+(?:.*\s)?--signal[=\s]\s*(\S+)", re.MULTILINE)
-_SIGNAL_VALUE = re.compile(r"(?:(?P<flags>[RB]+):)?(?:SIG)?(?P<name>\w+)(?:@(?P<seconds>[0-9]{1,9}))?", re.IGNORECASE)
-_DEFAULT_WARNING_SECONDS = 60
 _FAR_SECONDS = 10 * 365 * 86400
 """No job ends so long from now, or ended so long ago."""
 
 
 @dataclass(frozen=True)
-class Means:
-    """What the checks look at. Tests put other things in place of them."""
+class TorchFacts:
+    """What torch says of itself. `device`: cuda, rocm or cpu. `backends`: those of torch.distributed that it has.
+
+    `problem`: why torch, or its devices, cannot be used; the rest may be empty then. `unanswered`: it was given up,
+    after how long, and nothing is known.
+    """
+
+    version: str = ""
+    device: str = "cpu"
+    device_names: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    problem: str | None = None
+    unanswered: str | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the checks look at."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     run: Run = run_command
@@ -52,9 +67,9 @@ class Means:
     now: Callable[[], float] = time.time
 
 
-def survey(torch: TorchFacts, means: Means, against_bytes: int | None = None) -> list[Finding]:
+def survey(torch: TorchFacts, host: Host, against_bytes: int | None = None) -> list[Finding]:
     """Every check. `against_bytes`: what one process saves."""
-    environ = means.environ
+    environ = host.environ
     processes = local_processes(environ)
     return [
         Finding("python", "ok", ".".join(map(str, sys.version_info[:3])), "", {"executable": sys.executable}),
@@ -62,12 +77,12 @@ def survey(torch: TorchFacts, means: Means, against_bytes: int | None = None) ->
         check_devices(torch, environ),
         check_backends(torch),
         check_world(environ),
-        *check_job(environ, means.run, means.now(), against_bytes),
-        check_memory(means.available, processes, against_bytes),
-        check_shared_memory(means.statvfs),
-        check_open_files(means.limit),
-        check_locked_memory(means.limit, torch, against_bytes),
-        check_clock(means.clock_state()),
+        *check_job(environ, host.run, host.now(), against_bytes),
+        check_memory(host.available, processes, against_bytes),
+        check_shared_memory(host.statvfs),
+        check_open_files(host.limit),
+        check_locked_memory(host.limit, torch, against_bytes),
+        check_clock(host.clock_state()),
     ]
 
 
@@ -207,18 +222,19 @@ def check_time_left(environ: Mapping[str, str], run: Run, now_seconds: float) ->
 def check_warning(environ: Mapping[str, str], run: Run, job_id: str, against_bytes: int | None) -> Finding:
     """`--signal` of the job, against the time of a save; looked for in the environment and in the batch script."""
     try:
-        written = environ.get("SBATCH_SIGNAL") or _from_script(run(("scontrol", "write", "batch_script", job_id, "-")))
-    except (OSError, subprocess.SubprocessError):
-        written = None
-    parsed = _SIGNAL_VALUE.fullmatch(written) if written else None
-    if parsed is None:
+        if written := environ.get("SBATCH_SIGNAL"):
+            asked = warned({"--signal": written})
+        else:
+            asked = warned(parse(run(("scontrol", "write", "batch_script", job_id, "-")), "the batch script").options)
+    except (OSError, subprocess.SubprocessError, ConfigError):
+        asked = None
+    if asked is None:
         advice = "without one, BeforeDeadline stops the run in time; #SBATCH --signal=USR2@180 asks for one"
         return Finding("warning signal", "unknown", "none is seen (not the one of an option of sbatch)", advice)
     hints: list[str] = []
-    seconds = int(parsed["seconds"] or _DEFAULT_WARNING_SECONDS)
-    name = parsed["name"].upper()
+    name, seconds = asked.name, asked.seconds
     value = f"{name} {seconds_text(seconds)} before the end"
-    if "B" in (parsed["flags"] or "").upper():
+    if asked.batch_only:
         hints.append("it goes to the batch script only, which has to pass it on")
     if name in ("USR1", "10"):
         hints.append("NCCL may take SIGUSR1: USR2 is safer")
@@ -326,11 +342,6 @@ def local_processes(environ: Mapping[str, str]) -> int:
         if number := first_number(environ.get(name, "")):
             return number
     return 1
-
-
-def _from_script(script: str) -> str | None:
-    found = _SIGNAL.findall(script)
-    return found[-1].strip("\"'") if found else None
 
 
 def _limit_text(limit: int) -> str:

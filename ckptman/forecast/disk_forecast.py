@@ -11,10 +11,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptman.forecast.figures import Figure, bytes_text, time_text
+from ckptman.forecast.figures import Figure, time_text
 from ckptman.policies.calendar import KeepByPeriod, KeepWithin
 from ckptman.policies.checks import check_positive
-from ckptman.policies.limit import limited, rules_of
+from ckptman.policies.limit import limited, rules_of, size_text
 from ckptman.policies.rules import KeepBest, KeepEvery, KeepLast, KeepSteps, RetentionPolicy
 from ckptman.policies.save_policies import AnyOf, DerivedInterval, EverySeconds, EverySteps, Facts, SavePolicy
 
@@ -102,7 +102,7 @@ def disk_figures(policy: RetentionPolicy | None, bytes_each: int, saves: Saves, 
     return [
         Figure("saves", saves.count, "count", made),
         Figure("kept", kept, "count", f"{rules}; of {saves.count:,} saves"),
-        Figure("disk", copies * bytes_each, "bytes", f"{counted} x {bytes_text(bytes_each)}"),
+        Figure("disk", copies * bytes_each, "bytes", f"{counted} x {size_text(bytes_each)}"),
     ]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptman.policies.intervals import seconds_text
+from ckptman.policies.limit import size_text
 
 Unit = Literal["bytes", "bytes_per_second", "seconds", "count", "share"]
 
@@ -38,22 +39,12 @@ class Figure:
 def value_text(value: float, unit: Unit) -> str:
     """`70 GB`, `2 GB/s`, `35 s`, `1,024`, `97.5 %`."""
     if unit == "bytes":
-        return bytes_text(value)
+        return size_text(value)
     if unit == "bytes_per_second":
-        return f"{bytes_text(value)}/s"
+        return f"{size_text(value)}/s"
     if unit == "seconds":
         return time_text(value)
     return f"{100 * value:.4g} %" if unit == "share" else f"{value:,.6g}" if value < 1e6 else f"{value:,.0f}"
-
-
-def bytes_text(count: float) -> str:
-    """Bytes in powers of 1000, as storage is sold and checkpoints are talked about: `70 GB`, `1.5 TB`."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if abs(value) < 999.5 or unit == "PB":
-            break
-        value /= 1000
-    return f"{value:,.4g} {unit}"
 
 
 def time_text(seconds: float) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptman.forecast.figures import Figure, bytes_text
+from ckptman.forecast.figures import Figure
 from ckptman.policies.checks import check_count, check_positive
+from ckptman.policies.limit import size_text
 
 _HEAD_WIDTH = 128
 _LLAMA = "shapes of Llama 2 and 3: 12 x layers x dim^2 parameters"
@@ -103,7 +104,7 @@ def memory_figures(weights: Weights, shape: Shape, batch: Batch) -> list[Figure]
     parameters = -(-(count * weights.item_bytes + weights.frozen_bytes) // cut)
     held = f"{count:,} x {weights.item_bytes} B"
     if weights.frozen:
-        held = f"({held} + {bytes_text(weights.frozen_bytes)} of {weights.frozen:,} that are frozen)"
+        held = f"({held} + {size_text(weights.frozen_bytes)} of {weights.frozen:,} that are frozen)"
     gradient_bytes = count * _FLOAT_BYTES if weights.accumulates else trained
     gradients = Figure(
         "gradients",
@@ -152,7 +153,7 @@ def activation_figures(shape: Shape, batch: Batch) -> list[Figure]:
     kept = f"{shape.layers} layers x {tokens:,} tokens x {each} x {item} B"
     again = (
         f"{shape.layers} layers x {tokens:,} tokens x {shape.dim:,} x {item} B + the larger of one layer "
-        f"({bytes_text(layer)}) and the loss ({bytes_text(logits)})"
+        f"({size_text(layer)}) and the loss ({size_text(logits)})"
     )
     return [
         Figure("activations", shape.layers * layer + logits, "bytes", f"{kept} + {at_loss}", shape.source),

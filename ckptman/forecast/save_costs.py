@@ -7,10 +7,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ckptman.forecast.figures import Figure, bytes_text, time_text
+from ckptman.forecast.figures import Figure, time_text
 from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
 from ckptman.policies.checks import check_positive
 from ckptman.policies.intervals import daly_interval_seconds
+from ckptman.policies.limit import size_text
 from ckptman.policies.save_policies import BeforeDeadline
 
 BOUND_SECONDS = 900.0
@@ -80,18 +81,18 @@ def tier_figures(tier: Tier, saving: Saving, life: Life) -> list[Figure]:
     check_positive("plan", "staging rate", saving.staging_bytes_per_second)
     save = saving.total_bytes / tier.write_bytes_per_second
     load = saving.total_bytes / tier.read_bytes_per_second
-    size = bytes_text(saving.total_bytes)
+    size = size_text(saving.total_bytes)
     staged = saving.largest_bytes / saving.staging_bytes_per_second
     stall = save if saving.blocking else min(staged, save)
     restart = life.init_seconds + load
-    copied = f"{bytes_text(saving.largest_bytes)} of a rank / {bytes_text(saving.staging_bytes_per_second)}/s"
+    copied = f"{size_text(saving.largest_bytes)} of a rank / {size_text(saving.staging_bytes_per_second)}/s"
     stalled = "as long as the save: saves block training" if saving.blocking else f"private copy: {copied}"
     if not saving.blocking and staged > save:
         stalled += f" = {time_text(staged)}, but no longer than the save, {time_text(save)}"
     return [
         Figure("rate", tier.write_bytes_per_second, "bytes_per_second", tier.how, tier.source),
-        Figure("save", save, "seconds", f"{size} / {bytes_text(tier.write_bytes_per_second)}/s"),
-        Figure("load", load, "seconds", f"{size} / {bytes_text(tier.read_bytes_per_second)}/s"),
+        Figure("save", save, "seconds", f"{size} / {size_text(tier.write_bytes_per_second)}/s"),
+        Figure("load", load, "seconds", f"{size} / {size_text(tier.read_bytes_per_second)}/s"),
         Figure("stall", stall, "seconds", stalled, "" if saving.blocking else saving.source),
         Figure(
             "restart", restart, "seconds", f"init {time_text(life.init_seconds)} + load {time_text(load)}", life.source

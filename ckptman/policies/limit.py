@@ -160,9 +160,11 @@ def trim(
     return going, max(0, over)
 
 
-def size_text(size_bytes: int) -> str:
-    """Bytes as people say them: 2 TB, 1.5 kB."""
-    for power, unit in ((5, "PB"), (4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        if size_bytes >= 1000**power:
-            return f"{size_bytes / 1000**power:.6g} {unit}"
-    return f"{size_bytes} B"
+def size_text(size_bytes: float, digits: int = 4) -> str:
+    """Return bytes in powers of 1000, as storage is sold and checkpoints are talked about: `70 GB`, `1.5 TB`."""
+    value = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if abs(value) < 999.5 or unit == "PB":
+            break
+        value /= 1000
+    return f"{value:,.{digits}g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"

@@ -118,7 +118,7 @@ class RetentionRunner:
         """
         assert self._claim is not None
         if needs_capacity(self._policy):
-            from ckptman.doctor.capacity import capacity_bytes
+            from ckptman.doctor.quota import capacity_bytes
 
             self._policy = in_bytes(self._policy, capacity_bytes(self._root))
         planned = partial(plan_prune, self._root, damaged=self._damaged, wait=False, catalogue=self._catalogue)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptman.doctor.facts import TorchFacts
+from ckptman.doctor.surroundings import TorchFacts
 
 
 def torch_facts() -> TorchFacts:

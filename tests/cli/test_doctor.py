@@ -20,15 +20,15 @@ from ckptman.cli.app import main
 from ckptman.cli.options import parse_size
 from ckptman.doctor import examine as checks
 from ckptman.doctor import promises, renames, surroundings
-from ckptman.doctor.facts import TorchFacts
 from ckptman.doctor.finding import Finding
 from ckptman.doctor.mount import FAMILIES, LOCAL
+from ckptman.doctor.surroundings import TorchFacts
 from ckptman.errors import ConfigError
 from ckptman.io.filesystem import Disk
 from tests.helpers.checkpoints import commit
 
 QUICK = ["--size", "2MiB"]
-MEANS = checks.Means
+MEANS = checks.MountAccess
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def no_job_and_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(checks, "Means", partial(MEANS, repeat_seconds=0.05))
+    monkeypatch.setattr(checks, "MountAccess", partial(MEANS, repeat_seconds=0.05))
     monkeypatch.setattr(verb, "_torch_facts", lambda timeout: TorchFacts("2.13.0+cpu", "cpu", (), ("gloo",)))
 
 
@@ -128,7 +128,7 @@ def test_a_read_only_folder_is_1(
         def make_folder(self, path: Path) -> None:
             raise OSError(errno.EROFS, "Read-only file system", str(path))
 
-    monkeypatch.setattr(checks, "Means", partial(MEANS, disk=ReadOnly()))
+    monkeypatch.setattr(checks, "MountAccess", partial(MEANS, disk=ReadOnly()))
     assert main(["doctor", str(tmp_path)]) == 1
     assert "writable (Read-only file system): read-only: nothing can be saved" in capsys.readouterr().err
 

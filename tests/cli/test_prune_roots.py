@@ -191,7 +191,7 @@ def test_without_options_the_rules_of_the_run_count(tmp_path: Path, capsys: pyte
 def test_a_run_that_keeps_everything_and_a_limit_in_percent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptman.doctor import capacity
+    from ckptman.doctor import quota
 
     root = make(tmp_path / "root", 100, 200, 300)
     run_folder(root).mkdir()
@@ -200,7 +200,7 @@ def test_a_run_that_keeps_everything_and_a_limit_in_percent(
     assert kept(root) == [100, 200, 300]
     write_policy(root, AtMost(percent=50))
     size = Catalog(root).entry(100).require_manifest().total_bytes
-    monkeypatch.setattr(capacity, "capacity_bytes", lambda root: size * 4)
+    monkeypatch.setattr(quota, "capacity_bytes", lambda root: size * 4)
     assert main(["prune", str(root)]) == 0
     assert kept(root) == [200, 300]
 

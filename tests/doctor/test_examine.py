@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ckptman.doctor import promises, renames
-from ckptman.doctor.examine import LEAST_BYTES, Means, bill, examine
+from ckptman.doctor.examine import LEAST_BYTES, MountAccess, bill, examine
 from ckptman.doctor.finding import Finding
 from ckptman.errors import BusyError, NotFoundError, RootError
 from ckptman.io.filesystem import DISK, Disk
@@ -50,7 +50,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def quick(folder: Path, disk: Disk = DISK, **more: Any) -> dict[str, Finding]:
     """Examine a folder on a disk; what was found, by name."""
-    means = replace(Means(disk=disk, run=Commands({}), repeat_seconds=0.05), **more.pop("means", {}))
+    means = replace(MountAccess(disk=disk, run=Commands({}), repeat_seconds=0.05), **more.pop("means", {}))
     found = examine(folder, size_bytes=SIZE, means=means, **{"timeout_seconds": 20.0, **more})
     return {each.name: each for each in found}
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ckptman.doctor import surroundings
-from ckptman.doctor.facts import TorchFacts
 from ckptman.doctor.surroundings import (
-    Means,
+    Host,
+    TorchFacts,
     check_backends,
     check_clock,
     check_devices,
@@ -40,7 +40,7 @@ GB = 10**9
 
 
 def test_every_check_has_a_finding_here_and_needs_no_torch() -> None:
-    found = survey(CPU, Means(environ={}))
+    found = survey(CPU, Host(environ={}))
     assert [each.name for each in found] == [
         *("python", "torch", "devices", "backends", "world", "job", "host memory", "/dev/shm", "open files"),
         *("locked memory", "clock"),
@@ -162,14 +162,16 @@ def test_the_job_and_the_time_that_is_left() -> None:
     ],
 )
 def test_the_warning_signal(script: Any, verdict: str, value: str, advice: str) -> None:
-    found = check_warning(JOB, Commands({SCRIPT: script}), "7", None)
+    found = check_warning(
+        JOB, Commands({SCRIPT: f"#!/bin/bash\n{script}" if isinstance(script, str) else script}), "7", None
+    )
     assert found.verdict == verdict
     assert value in found.value
     assert advice in found.advice
 
 
 def test_the_warning_signal_against_a_save() -> None:
-    run = Commands({SCRIPT: "#SBATCH --signal=USR2@10\n"})
+    run = Commands({SCRIPT: "#!/bin/bash\n#SBATCH --signal=USR2@10\n"})
     assert check_warning({**JOB, "SBATCH_SIGNAL": f"USR2@{'9' * 400}"}, run, "7", 70 * GB).verdict == "unknown"
     found = check_warning({**JOB, "SBATCH_SIGNAL": "USR2@100"}, run, "7", 70 * GB)
     assert (found.verdict, run.asked) == ("ok", [])

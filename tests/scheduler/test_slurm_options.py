@@ -35,12 +35,13 @@ def test_time_limits(text: str, seconds: float | None) -> None:
     ("text", "meant"),
     [
         ("USR2@180", Warned("USR2", 180)),
-        ("B:USR2@90", Warned("USR2", 90)),
-        ("b:sigterm", Warned("TERM", 60)),
+        ("B:USR2@90", Warned("USR2", 90, True)),
+        ("b:sigterm", Warned("TERM", 60, True)),
         ("R:10@5", Warned("10", 5)),
-        ("RB:USR1@7", Warned("USR1", 7)),
+        ("RB:USR1@7", Warned("USR1", 7, True)),
         ("", None),
         ("@30", None),
+        (f"USR2@{'9' * 400}", None),
     ],
 )
 def test_warnings(text: str, meant: Warned | None) -> None:

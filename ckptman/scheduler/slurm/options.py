@@ -22,15 +22,17 @@ _SHORT = {
 }
 _DEFAULT_WARNING_SECONDS = 60
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
-_SIGNAL = re.compile(r"(?:[RB]{1,2}:)?(?P<name>\w+)(?:@(?P<seconds>\d+))?", re.ASCII | re.IGNORECASE)
+_SIGNAL = re.compile(r"(?:(?P<flags>[RB]{1,2}):)?(?P<name>\w+)(?:@(?P<seconds>\d{1,9}))?", re.ASCII | re.IGNORECASE)
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<stride>\d+))?)?", re.ASCII)
 
 
 class Warned(NamedTuple):
-    """What `--signal` asks for: a signal, by its name or number, so long before the time limit."""
+    """What `--signal` asks for: a signal, by its name or number, so long before the time limit. `batch_only`: the batch
+    script gets it, and not the tasks."""
 
     name: str
     seconds: int
+    batch_only: bool = False
 
 
 def read_options(words: list[str]) -> dict[str, str]:
@@ -97,7 +99,7 @@ def warned(options: Mapping[str, str]) -> Warned | None:
     if match is None:
         return None
     seconds = int(match["seconds"]) if match["seconds"] else _DEFAULT_WARNING_SECONDS
-    return Warned(match["name"].upper().removeprefix("SIG"), seconds)
+    return Warned(match["name"].upper().removeprefix("SIG"), seconds, "B" in (match["flags"] or "").upper())
 
 
 def array_tasks(text: str) -> list[int]:
