@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptman.cli.console import plain, say
+from ckptman.cli.options import parse_seconds
 from ckptman.errors import ConfigError, SchedulerError
 
 if TYPE_CHECKING:
@@ -76,8 +77,6 @@ First = Annotated[
 Another = Annotated[bool, typer.Option("--another", help="Even if a chain of the same script goes on already.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be submitted, and leave no trace.")]
 
-_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
-
 
 def submit(
     command: Command,
@@ -139,7 +138,7 @@ def submit(
         crash_limit=crash_limit,
         stall_limit=stall_limit,
         max_attempts=max_attempts,
-        max_walltime_seconds=_length(max_walltime),
+        max_walltime_seconds=None if max_walltime is None else parse_seconds("--max-walltime", max_walltime),
         until_seconds=_date(until, now),
         another=another,
     )
@@ -187,19 +186,6 @@ def _run_here(
     )
 
 
-def _length(text: str | None) -> float | None:
-    """Seconds of `90m`, `36h` or `10d`. Raises: ConfigError."""
-    if text is None:
-        return None
-    try:
-        seconds = float(text[:-1]) * _UNITS[text[-1:]]
-    except (KeyError, ValueError):
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"--max-walltime {text!r} is no length of time: give minutes, hours or days as 90m, 36h, 10d")
-    return seconds
-
-
 def _date(text: str | None, now: float) -> float | None:
     """Unix seconds of a date, local time unless it names its zone. Raises: ConfigError."""
     if text is None:
@@ -207,7 +193,7 @@ def _date(text: str | None, now: float) -> float | None:
     try:
         seconds = datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
-        raise ConfigError(f"--until {text!r} is no date: give it as 2026-12-24 or 2026-12-24T18:00") from None
+        raise ConfigError(f"--until {text!r} is not a date: give it as 2026-12-24 or 2026-12-24T18:00") from None
     if seconds <= now:
         raise ConfigError(f"--until {text} is past: no attempt would begin")
     return seconds

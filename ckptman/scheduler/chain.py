@@ -18,6 +18,8 @@ from ckptman.policies.resubmit import Attempt, decide
 from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, read_outcome
 
 Ending = Literal["finished", "stopped", "crashed"]
+CHAINS = "ckptman-chains"
+"""The folder that holds chains, in the directory where they were submitted."""
 Say = Callable[[str], None]
 
 
@@ -152,7 +154,7 @@ def gone_text(root: str) -> str:
 
 def new_chain_dir(base: Path, now: time.struct_time, pid: int) -> Path:
     """A name for the folder of a new chain: `<base>/ckptman-chains/20261121-150300-4711`."""
-    return base / "ckptman-chains" / f"{time.strftime('%Y%m%d-%H%M%S', now)}-{pid}"
+    return base / CHAINS / f"{time.strftime('%Y%m%d-%H%M%S', now)}-{pid}"
 
 
 def _fresh(chain_dir: Path) -> Path:

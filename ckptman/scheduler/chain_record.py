@@ -26,10 +26,9 @@ from ckptman.errors import CorruptError, ExistsError, FormatVersionError, NotFou
 from ckptman.io.filesystem import DISK
 from ckptman.io.safe_open import read_regular
 from ckptman.runtime.journal import Journal
+from ckptman.scheduler.chain import CHAINS
 
 FORMAT = 1
-CHAINS = "ckptman-chains"
-"""The folder that holds chains, in the directory where they were submitted."""
 SPEC = "chain.json"
 _MOST_BYTES = 16 * 1024 * 1024
 """No record of a chain is larger."""

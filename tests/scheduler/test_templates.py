@@ -18,7 +18,7 @@ import pytest
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, NotFoundError, UnknownKeyError
 from ckptman.scheduler.slurm.batch_script import parse
-from ckptman.scheduler.slurm.template_keys import WHAT, MatrixKeys, TrainingKeys, minutes
+from ckptman.scheduler.slurm.template_keys import WHAT, MatrixKeys, TrainingKeys
 from ckptman.scheduler.slurm.templates import TEMPLATES, read_settings, render_template
 
 REPOSITORY = Path(__file__).parents[2]
@@ -290,11 +290,6 @@ def test_keys_and_templates_that_do_not_exist() -> None:
         script("verify", "nodes=4")
     with pytest.raises(NotFoundError, match="known: generic, torchrun"):
         script("../secret")
-
-
-def test_minutes_are_those_of_slurm() -> None:
-    given = ("90", "90:30", "04:00:00", "1-12", "1-12:30", "1-00:00:30", "0")
-    assert [minutes(each) for each in given] == [90, 90.5, 240, 2160, 2190, 1440.5, 0]
 
 
 def test_every_key_is_explained_and_on_the_page() -> None:

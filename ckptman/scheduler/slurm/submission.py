@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerError
 from ckptman.forecast.save_costs import SHORTEST_LIMIT_SECONDS, warning_seconds
-from ckptman.scheduler.chain_record import CHAINS, Chain, JobRecord, Mode, Spec, find_chains
+from ckptman.scheduler.chain import new_chain_dir
+from ckptman.scheduler.chain_record import Chain, JobRecord, Mode, Spec, find_chains
 from ckptman.scheduler.history import avoided, job_number_after, measured_save_seconds
 from ckptman.scheduler.slurm.batch_script import BatchScript, batch_file, parse
 from ckptman.scheduler.slurm.commands import QueueFullError, Slurm, UnreachableError, submission_environment
@@ -62,7 +63,7 @@ def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: fl
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(
-            f"{wish.script} is no batch script, but binary: name the file you would give to sbatch"
+            f"{wish.script} is not a batch script, but binary: name the file you would give to sbatch"
         ) from None
     script = parse(text, str(wish.script))
     variables = {name: value for name, value in environ.items() if name.startswith("SBATCH_")}
@@ -99,8 +100,7 @@ def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: fl
         until_seconds=wish.until_seconds,
         created_seconds=now,
     )
-    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{os.getpid()}"
-    base = (folder or workdir / CHAINS / name).resolve()
+    base = (folder or new_chain_dir(workdir, time.localtime(now), os.getpid())).resolve()
     others = [] if wish.another else [(each, each.spec) for each in find_chains(workdir)]
     width = len(str(max((task for task in tasks if task is not None), default=0)))
     made = []

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from ckptman.errors import ConfigError, UnknownKeyError
+from ckptman.scheduler.slurm.options import limit_seconds
 
 # What no text in a batch script may hold: sbatch reads lines, and a terminal obeys control characters.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LINE_BREAK = re.compile("[\t\n]")
-_TIME = re.compile(r"(\d+)(?::(\d+))?(?::(\d+))?|(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
 _TRAIN = "python -m ckptman.train --config run.toml"
 _POINT = (
     "bash -c 'exec python -m ckptman.train --config run.toml --set run.steps=50 "
@@ -63,9 +63,66 @@ WHAT = {
 }
 """What each key means, for people."""
 
+
+def _words(value: str) -> str:
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"{str(error).lower()}: close the quotes as in a shell") from None
+    if not words:
+        raise ValueError(f"nothing to run: give a command, such as {_TRAIN}")
+    return value
+
+
+def _time(value: str) -> str:
+    if limit_seconds({"--time": value}) is None:
+        raise ValueError(
+            "not a time limit of at least 1 minute: give minutes (90), hours (04:00:00) or days and hours (1-12:00:00)"
+        )
+    return value
+
+
+def _name_of_log(value: str) -> str:
+    if "%" in value or "\\" in value:
+        raise ValueError("% and \\ mean something else to Slurm in the name of a log: use a name without them")
+    return value
+
+
+def _name_of_job(value: str) -> str:
+    if "/" in value:
+        raise ValueError("the log is named after it, and / would be a folder: use a name without it")
+    return _name_of_log(value)
+
+
+def _variables(value: Mapping[str, str]) -> Mapping[str, str]:
+    for name in value:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} is no name of an environment variable: use letters, digits and _")
+    return value
+
+
+def _options(value: tuple[str, ...]) -> tuple[str, ...]:
+    for option in value:
+        if not re.fullmatch(r"(?s)--[a-z][a-z0-9-]*(=.+)?", option):
+            raise ValueError(f"{option!r} is not an option: write it as --name=value")
+    return value
+
+
+def _points(value: str) -> str:
+    if not value.split() or not all(re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,3}", each) for each in value.split()):
+        raise ValueError("write points as nodes x ranks of a node, such as 1x1 1x8 2x8")
+    return " ".join(value.split())
+
+
 Count = Annotated[int, Field(gt=0)]
-Name = Annotated[str, Field(min_length=1)]
+Command = Annotated[str, AfterValidator(_words)]
+JobName = Annotated[str, Field(min_length=1), AfterValidator(_name_of_job)]
+LogFolder = Annotated[str, Field(min_length=1), AfterValidator(_name_of_log)]
+Time = Annotated[str, AfterValidator(_time)]
 Memory = Annotated[str, Field(pattern=r"^(\d+[KMGT]?)?$")]
+Variables = Annotated[Mapping[str, str], AfterValidator(_variables)]
+Options = Annotated[tuple[str, ...], AfterValidator(_options)]
+Points = Annotated[str, AfterValidator(_points)]
 
 
 class JobKeys(BaseModel):
@@ -73,20 +130,20 @@ class JobKeys(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
-    command: str = ""
-    job_name: Name = "ckptman"
+    command: Command = ""
+    job_name: JobName = "ckptman"
     account: str = ""
     partition: str = ""
     qos: str = ""
-    time: str = "01:00:00"
+    time: Time = "01:00:00"
     cpus_per_task: Count = 1
     mem: Memory = ""
-    log_folder: Name = "."
+    log_folder: LogFolder = "."
     modules: str = ""
     venv: str = ""
     setup: tuple[str, ...] = ()
-    env: Mapping[str, str] = {}
-    sbatch: tuple[str, ...] = ()
+    env: Variables = {}
+    sbatch: Options = ()
 
     @field_validator("*")
     @classmethod
@@ -101,52 +158,13 @@ class JobKeys(BaseModel):
                 raise ValueError(f"{found[0]!r} would end the #SBATCH line: give it on one line, without tabs")
         return value
 
-    @field_validator("command")
-    @classmethod
-    def _command_has_words(cls, value: str) -> str:
-        return _with_words(value, _TRAIN)
-
-    @field_validator("job_name", "log_folder")
-    @classmethod
-    def _name_is_one(cls, value: str, info: pydantic.ValidationInfo) -> str:
-        if info.field_name == "job_name" and "/" in value:
-            raise ValueError("the log is named after it, and / would be a folder: use a name without it")
-        if "%" in value or "\\" in value:
-            raise ValueError("% and \\ mean something else to Slurm in the name of a log: use a name without them")
-        return value
-
-    @field_validator("time")
-    @classmethod
-    def _time_is_one(cls, value: str) -> str:
-        if not _TIME.fullmatch(value):
-            raise ValueError("no time limit: give minutes (90), hours (04:00:00) or days and hours (1-12:00:00)")
-        if not minutes(value):
-            raise ValueError("a limit of nothing, which Slurm takes for none: give at least 1 minute")
-        return value
-
-    @field_validator("env")
-    @classmethod
-    def _names_are_names(cls, value: Mapping[str, str]) -> Mapping[str, str]:
-        for name in value:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"{name!r} is no name of an environment variable: use letters, digits and _")
-        return value
-
-    @field_validator("sbatch")
-    @classmethod
-    def _options_are_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for option in value:
-            if not re.fullmatch(r"--[a-z][a-z0-9-]*(=.+)?", option):
-                raise ValueError(f"{option!r} is no option: write it as --name=value")
-        return value
-
 
 class TrainingKeys(JobKeys):
     """A job of several ranks on GPUs."""
 
-    command: str = _TRAIN
-    job_name: Name = "train"
-    time: str = "24:00:00"
+    command: Command = _TRAIN
+    job_name: JobName = "train"
+    time: Time = "24:00:00"
     cpus_per_task: Count = 8
     nodes: Annotated[int, Field(ge=1)] = 1
     gpus_per_node: Annotated[int, Field(ge=0)] = 4
@@ -155,18 +173,13 @@ class TrainingKeys(JobKeys):
     exclusive: bool = False
     warning_seconds: Annotated[int, Field(gt=0, le=65535)] = 180
     container: str = ""
-    container_command: str = "singularity exec --nv"
+    container_command: Command = "singularity exec --nv"
     container_binds: str = ""
 
     @property
     def tasks(self) -> int:
         """Ranks of a node."""
         return self.tasks_per_node or self.gpus_per_node or 1
-
-    @field_validator("container_command")
-    @classmethod
-    def _container_command_has_words(cls, value: str) -> str:
-        return _with_words(value, "singularity exec")
 
 
 class LeonardoKeys(TrainingKeys):
@@ -186,7 +199,7 @@ class LumiKeys(TrainingKeys):
     gpus_per_node: Annotated[int, Field(ge=0)] = 8
     exclusive: bool = True
     container: str = "pytorch.sif"
-    container_command: str = "singularity exec"
+    container_command: Command = "singularity exec"
     container_binds: str = _LUMI_BINDS
     cpu_masks: Annotated[str, Field(pattern=r"^((0x)?[0-9a-fA-F]+(,(0x)?[0-9a-fA-F]+)*)?$")] = _LUMI_MASKS
 
@@ -203,65 +216,36 @@ class SuperpodKeys(TrainingKeys):
 class MatrixKeys(TrainingKeys):
     """An array of short runs. 0 nodes and -1 GPUs: as many as the largest point needs."""
 
-    command: str = _POINT
-    job_name: Name = "scaling"
-    time: str = "00:30:00"
-    matrix: str = "1x1 1x2 1x4 1x8 2x8"
+    command: Command = _POINT
+    job_name: JobName = "scaling"
+    time: Time = "00:30:00"
+    matrix: Points = "1x1 1x2 1x4 1x8 2x8"
     nodes: Annotated[int, Field(ge=0)] = 0
     gpus_per_node: Annotated[int, Field(ge=-1)] = -1
-
-    @field_validator("matrix")
-    @classmethod
-    def _points_are_points(cls, value: str) -> str:
-        if not value.split() or not all(re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,3}", each) for each in value.split()):
-            raise ValueError("write points as nodes x ranks of a node, such as 1x1 1x8 2x8")
-        return " ".join(value.split())
 
 
 class TokenizeKeys(JobKeys):
     """One process that starts as many as it has cores."""
 
-    command: str = "python -m ckptman.train.tokenize tokens text --vocab-size 16384"
-    job_name: Name = "tokenize"
-    time: str = "04:00:00"
+    command: Command = "python -m ckptman.train.tokenize tokens text --vocab-size 16384"
+    job_name: JobName = "tokenize"
+    time: Time = "04:00:00"
     cpus_per_task: Count = 16
 
 
 class VerifyKeys(JobKeys):
     """Reads checkpoints."""
 
-    command: str = "ckptman verify runs/checkpoints --all"
-    job_name: Name = "verify"
+    command: Command = "ckptman verify runs/checkpoints --all"
+    job_name: JobName = "verify"
     cpus_per_task: Count = 8
 
 
 class PruneKeys(JobKeys):
     """Deletes checkpoints; as it is, it only says which."""
 
-    command: str = "ckptman prune runs/checkpoints --keep-last 3 --dry-run"
-    job_name: Name = "prune"
-
-
-def _with_words(value: str, such_as: str) -> str:
-    try:
-        words = shlex.split(value)
-    except ValueError as error:
-        raise ValueError(f"{str(error).lower()}: close the quotes as in a shell") from None
-    if not words:
-        raise ValueError(f"nothing to run: give a command, such as {such_as}")
-    return value
-
-
-def minutes(time: str) -> float:
-    """The minutes of a time limit, as Slurm reads it."""
-    if "-" in time:
-        days, _, rest = time.partition("-")
-        hours, least, seconds = (*(int(part) for part in rest.split(":")), 0, 0)[:3]
-        return int(days) * 1440 + hours * 60 + least + seconds / 60
-    parts = [int(part) for part in time.split(":")]
-    if len(parts) == 3:
-        return parts[0] * 60 + parts[1] + parts[2] / 60
-    return parts[0] + (parts[1] / 60 if len(parts) == 2 else 0)
+    command: Command = "ckptman prune runs/checkpoints --keep-last 3 --dry-run"
+    job_name: JobName = "prune"
 
 
 def check_keys(kind: type[JobKeys], values: Mapping[str, Any], where: str) -> JobKeys:
@@ -288,7 +272,7 @@ def _misfits(keys: JobKeys) -> Sequence[str]:
     if not isinstance(keys, TrainingKeys):
         return []
     problems = []
-    if keys.warning_seconds >= minutes(keys.time) * 60:
+    if keys.warning_seconds >= (limit_seconds({"--time": keys.time}) or 0):
         problems.append(
             f"warning_seconds: {keys.warning_seconds} is no less than the time limit ({keys.time}): the job would be "
             f"told to stop as it starts"
