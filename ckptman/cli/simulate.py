@@ -38,7 +38,8 @@ FAILURES = 5_000
 MOST_RUNS = 1_000
 MOST_EVENTS = 100_000
 """Failures and runs that are played: more take minutes and tell no more."""
-_CURVE = 13
+_POINTS, _CURVE_STEP = 97, 8
+"""So many intervals are searched for the best; the curve shows one in so many of them."""
 _BAR = 44
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _PICTURE_COLUMNS = 100
@@ -80,8 +81,11 @@ def simulate(
     mean, words = _mean(mtbf, gpus, rate, recorded, trace)
     wanted = [parse_seconds("--interval", each) for each in interval or []]
     played, seconds = _failures(recorded, mean, length, runs, seed)
-    found = _play(played, seconds, costs, mean, wanted)
-    chart = _chart(_curve(played, seconds, costs, mean), found)
+    grid = _grid(played, seconds, costs, mean)
+    best = max(grid, key=lambda each: each.goodput)
+    named = [("best fixed", best.interval_seconds), *_intervals(costs, mean, wanted)]
+    found = [_named(name, played, seconds, costs, each) for name, each in named]
+    chart = _chart(grid[::_CURVE_STEP], found)
     if svg is not None:
         _draw(svg, chart, f"Goodput by interval: {words}")
     if as_json:
@@ -187,27 +191,32 @@ def _at_random(generator: Any, mean: float, seconds: float) -> list[float]:
     return found
 
 
-def _play(
-    runs: Sequence[Sequence[float]], seconds: float, costs: Costs, mean: float, wanted: Sequence[float]
-) -> list[_Named]:
-    """What each policy yields; the best fixed interval first."""
+def _grid(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, mean: float) -> list[Played]:
+    """Intervals from as often as can be to some times the derived one: the best is searched for among them."""
+    from ckptman.forecast.goodput import best_interval_seconds
+    from ckptman.forecast.save_costs import LEAST_INTERVAL_SECONDS
+    from ckptman.forecast.simulation import play_grid
+
+    least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
+    most = max(2 * least, 8 * best_interval_seconds(costs.stall_seconds, min(mean, seconds)))
+    return play_grid(runs, seconds, costs, least, most, _POINTS)
+
+
+def _intervals(costs: Costs, mean: float, wanted: Sequence[float]) -> list[tuple[str, float]]:
+    """The intervals that policies take, with their names, and those that were asked for."""
     from ckptman.forecast.goodput import best_interval_seconds
     from ckptman.forecast.save_costs import BOUND_SECONDS, LEAST_INTERVAL_SECONDS
-    from ckptman.forecast.simulation import best_fixed
     from ckptman.policies.intervals import daly_interval_seconds
 
     least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
-    derived = max(least, best_interval_seconds(costs.stall_seconds, mean))
-    daly = max(least, daly_interval_seconds(costs.stall_seconds, mean, costs.restart_seconds))
-    named = [
-        ("derived", derived),
-        ("DalyInterval", daly),
+    daly = daly_interval_seconds(costs.stall_seconds, mean, costs.restart_seconds)
+    return [
+        ("derived", max(least, best_interval_seconds(costs.stall_seconds, mean))),
+        ("DalyInterval", max(least, daly)),
         ("InitTimeInterval", max(least, min(4 * costs.restart_seconds, BOUND_SECONDS))),
         ("every 15 min", max(least, BOUND_SECONDS)),
         *((f"every {_time(each)}{_held(each, costs)}", each) for each in wanted),
     ]
-    best = best_fixed(runs, seconds, costs, *_bounds(costs, mean, seconds))
-    return [_named(name, runs, seconds, costs, each) for name, each in [("best fixed", best.interval_seconds), *named]]
 
 
 def _held(interval: float, costs: Costs) -> str:
@@ -221,21 +230,6 @@ def _named(name: str, runs: Sequence[Sequence[float]], seconds: float, costs: Co
     each = sorted(play(failures, seconds, costs, interval).goodput for failures in runs)
     edge = len(each) // 20
     return _Named(name, play_all(runs, seconds, costs, interval), (each[edge], each[-1 - edge]))
-
-
-def _bounds(costs: Costs, mean: float, seconds: float) -> tuple[float, float]:
-    """Between which the best interval is searched for: from as often as can be to some times the derived one."""
-    from ckptman.forecast.goodput import best_interval_seconds
-    from ckptman.forecast.save_costs import LEAST_INTERVAL_SECONDS
-
-    least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
-    return least, max(2 * least, 8 * best_interval_seconds(costs.stall_seconds, min(mean, seconds)))
-
-
-def _curve(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, mean: float) -> list[Played]:
-    from ckptman.forecast.simulation import grid_of, play_all
-
-    return [play_all(runs, seconds, costs, each) for each in grid_of(*_bounds(costs, mean, seconds), _CURVE)]
 
 
 _HEADERS = ("policy", "interval", "saves", "lost", "stalled", "restarting", "goodput", "9 of 10 runs", "of the best")

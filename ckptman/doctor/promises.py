@@ -22,6 +22,7 @@ from ckptman.catalog.writer_lock import Claim, claim
 from ckptman.doctor.finding import Finding, why
 from ckptman.errors import BusyError, CkptmanError
 from ckptman.io.failure_cause import FULL
+from ckptman.io.file_writer import FileWriter
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.isolated_process import IsolatedProcess
 from ckptman.io.workers import ALIGN_BYTES
@@ -144,19 +145,13 @@ def check_clock(folder: Path, disk: Disk = DISK, now: Callable[[], float] = time
 
 def check_direct(folder: Path, disk: Disk = DISK) -> Finding:
     """Whether files can be written past the page cache, as saves do where they can."""
-    fd = os.open(folder / "direct", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        set_direct(fd)
-        with mmap.mmap(-1, ALIGN_BYTES) as memory, memoryview(memory) as view:
-            disk.write_at(fd, view, 0)
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
-        advice = "saves go through the page cache: somewhat slower, and the cache counts as memory of the job"
-        return Finding("direct I/O", "slow", f"refused: {why(error)}", advice, {"accepted": False})
-    finally:
-        os.close(fd)
-    return Finding("direct I/O", "ok", "accepted", "", {"accepted": True})
+    page = memoryview(mmap.mmap(-1, ALIGN_BYTES))
+    with FileWriter(folder / "direct", 0, disk=disk) as file:
+        file.write(page, 0)
+    if file.is_direct:
+        return Finding("direct I/O", "ok", "accepted", "", {"accepted": True})
+    advice = "saves go through the page cache: somewhat slower, and the cache counts as memory of the job"
+    return Finding("direct I/O", "slow", f"refused: {file.buffered_because}", advice, {"accepted": False})
 
 
 def check_reserve(folder: Path, size_bytes: int, disk: Disk = DISK) -> Finding:
@@ -184,13 +179,6 @@ def check_links(folder: Path) -> Finding:
     except OSError as error:
         return Finding("links", "ok", f"symbolic links are refused: {why(error)}", "ckptman needs none")
     return Finding("links", "ok", "symbolic links can be made")
-
-
-def set_direct(fd: int) -> None:
-    """Let an open file pass the page cache by. Raises: OSError where that is refused."""
-    if not hasattr(os, "O_DIRECT"):
-        raise OSError(errno.ENOTSUP, "no direct I/O on this system")
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
 
 def _rival(pipe: Connection, folder: Path, root: Path, disk: Disk) -> None:

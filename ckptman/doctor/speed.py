@@ -1,25 +1,24 @@
 """How fast a mount is: durable writes and cold reads with one stream and with several, and small files.
 
-Moved as saves and loads move bytes: 4 MiB a call, past the page cache where the file system takes that. What is written
-cannot be compressed. Every test ends after some seconds, with what it has moved by then. Called in a process of its own
-(`run_isolated`). Raises: OSError.
+Written and read by what saves and loads do it with: 4 MiB a call, past the page cache where the file system takes that.
+What is written cannot be compressed. Every test ends after some seconds, with what it has moved by then. Called in a
+process of its own (`run_isolated`). Raises: OSError.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptman.doctor.finding import Finding, Verdict, size_text
-from ckptman.doctor.promises import set_direct
+from ckptman.io.file_reader import FileReader
+from ckptman.io.file_writer import FileWriter
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES
 
@@ -155,80 +154,44 @@ def _together(streams: int, work: Callable[[int], tuple[int, bool]]) -> list[tup
 
 def _write(path: Path, data: memoryview, size: int, stop: float, disk: Disk) -> tuple[int, bool]:
     """Write a file until it is full or the time is over, and flush it: how many bytes, and whether by direct I/O."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    done, unflushed = 0, 0
-    try:
-        file = _File(fd)
-        disk.reserve(fd, size)
+    done = unflushed = 0
+    with FileWriter(path, size, disk=disk, flags=os.O_EXCL) as file:
         # At least one call, so that there is a rate.
         while done < size and (not done or time.monotonic() < stop):
-            count = file.transfer(disk.write_at, fd, data[: min(len(data), size - done)], done)
-            done, unflushed = done + count, unflushed + count
-            if unflushed >= _FLUSH_BYTES and not file.direct:
-                disk.sync_file(fd)  # else the last flush takes longer than the test may
+            piece = data[: min(len(data), size - done)]
+            file.write(piece, done)
+            done, unflushed = done + len(piece), unflushed + len(piece)
+            if unflushed >= _FLUSH_BYTES and not file.is_direct:
+                file.flush()  # else the last flush takes longer than the test may
                 unflushed = 0
-        if done < size:
-            os.ftruncate(fd, done)
-        disk.sync_file(fd)
-    finally:
-        os.close(fd)
-    return done, file.direct
+        file.flush(done)
+    return done, file.is_direct
 
 
 def _read(paths: Sequence[Path], stop: float) -> tuple[int, bool]:
-    done, directs = 0, list[bool]()
-    data = memoryview(mmap.mmap(-1, STRIDE_BYTES))
+    """Read files until they end or the time is over: how many bytes, and whether all of them by direct I/O."""
+    done, direct = 0, True
+    scratch = memoryview(mmap.mmap(-1, STRIDE_BYTES))
     for path in paths:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            file, offset = _File(fd), 0
-            while not done or time.monotonic() < stop:
-                count = file.transfer(os.preadv, fd, [data], offset)
+        with closing(FileReader(path)) as file:
+            offset, size = 0, os.fstat(file.open()).st_size
+            while offset < size and (not done or time.monotonic() < stop):
+                wanted = min(len(scratch), size - offset)
+                count = file.read_direct(offset, wanted, scratch)
                 if not count:
-                    break
+                    direct = False
+                    count = file.read([scratch[:wanted]], offset)
                 done, offset = done + count, offset + count
-            directs.append(file.direct)
-        finally:
-            os.close(fd)
-    return done, all(directs)
-
-
-class _File:
-    """An open file that is moved by direct I/O as far as that is taken."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        try:
-            set_direct(fd)
-            self.direct = True
-        except OSError:
-            self.direct = False
-
-    def transfer(self, call: Callable[..., int], *args: object) -> int:
-        """One read or write; again through the page cache where it is refused."""
-        try:
-            return call(*args)
-        except OSError as error:
-            if not self.direct or error.errno != errno.EINVAL:
-                raise
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-            self.direct = False
-            return call(*args)
+    return done, direct
 
 
 def _drop(path: Path) -> bool | None:
     """Take a file out of the page cache; whether its first byte is gone from it, None where nobody can say."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closing(FileReader(path)) as file:
         with suppress(OSError):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return not os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return True
-    except (OSError, AttributeError):
-        return None
-    finally:
-        os.close(fd)
+            os.posix_fadvise(file.open(), 0, 0, os.POSIX_FADV_DONTNEED)
+        cached = file.is_cached(0)
+    return None if cached is None else not cached
 
 
 def _repeat(paths: Sequence[Path], work: Callable[[Path], object], limit_seconds: float) -> _Repeated:

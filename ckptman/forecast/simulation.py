@@ -6,14 +6,11 @@ ones. Between two failures everything is arithmetic, so a month costs microsecon
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptman.forecast.goodput import Costs
 from ckptman.policies.checks import check_positive
-
-_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -95,39 +92,10 @@ def play_all(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, inte
     )
 
 
-def grid_of(shortest: float, longest: float, points: int) -> list[float]:
-    """Intervals between two bounds, each a fixed factor longer than the one before. Raises IntervalError."""
-    check_positive("grid_of", "shortest", shortest)
+def play_grid(
+    runs: Sequence[Sequence[float]], seconds: float, costs: Costs, shortest: float, longest: float, points: int
+) -> list[Played]:
+    """Play intervals between two bounds, each a fixed factor longer than the one before. Raises IntervalError."""
+    check_positive("play_grid", "shortest", shortest)
     factor = max(longest / shortest, 1.0001) ** (1 / (points - 1))
-    return [shortest * factor**number for number in range(points)]
-
-
-def best_fixed(
-    runs: Sequence[Sequence[float]], seconds: float, costs: Costs, shortest: float, longest: float, points: int = 48
-) -> Played:
-    """The fixed interval that yields most on these runs, searched for between two bounds: first on a grid whose steps
-    are factors, then around its best."""
-
-    def played(interval: float) -> Played:
-        return play_all(runs, seconds, costs, interval)
-
-    grid = [played(interval) for interval in grid_of(shortest, longest, points)]
-    place = max(range(points), key=lambda number: grid[number].goodput)
-    low, high = grid[max(place - 1, 0)].interval_seconds, grid[min(place + 1, points - 1)].interval_seconds
-    around = _narrow(played, low, high)
-    return max([grid[place], *around], key=lambda each: each.goodput)
-
-
-def _narrow(played: Callable[[float], Played], low: float, high: float, rounds: int = 12) -> list[Played]:
-    """Golden section. On few failures the yield has steps, so everything that was tried is told."""
-    tried = []
-    left, right = played(high - _GOLDEN * (high - low)), played(low + _GOLDEN * (high - low))
-    for _ in range(rounds):
-        tried += [left, right]
-        if left.goodput >= right.goodput:
-            high, right = right.interval_seconds, left
-            left = played(high - _GOLDEN * (high - low))
-        else:
-            low, left = left.interval_seconds, right
-            right = played(low + _GOLDEN * (high - low))
-    return tried
+    return [play_all(runs, seconds, costs, shortest * factor**number) for number in range(points)]

@@ -258,10 +258,13 @@ def test_direct_io_that_is_refused_is_slow_and_other_errors_fail(tmp_path: Path)
         number = errno.EINVAL
 
         def write_at(self, fd: int, data: memoryview, offset: int) -> int:
-            raise OSError(self.number, os.strerror(self.number))
+            if os.O_DIRECT & fcntl.fcntl(fd, fcntl.F_GETFL):
+                raise OSError(self.number, os.strerror(self.number))
+            return os.pwrite(fd, data, offset)
 
     found = promises.check_direct(tmp_path, Refusing())
-    assert (found.verdict, found.value) == ("slow", "refused: Invalid argument")
+    assert found.verdict == "slow"
+    assert "Invalid argument" in found.value
     Refusing.number = errno.EIO
     with pytest.raises(OSError, match="Input/output"):
         promises.check_direct(tmp_path, Refusing())
