@@ -325,6 +325,32 @@ def test_every_error_is_in_the_errors_page_with_its_exit_code() -> None:
             assert re.search(rf"^\| `{name}` \| {error.exit_code} \|", page, re.MULTILINE), name
 
 
+GUIDES = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in ("docs/internals.md", "CONTRIBUTING.md")}
+CLASSES_OF_OTHERS = {"DTensor"}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_module_and_name_in_a_guide_to_the_code_exists(guide: str) -> None:
+    """A path is below `ckptman/` or the repository, or beside the one before; `name()` is in a module of its item."""
+    text = re.sub(r"```.*?```", "", GUIDES[guide], flags=re.DOTALL)
+    package = "\n".join(path.read_text() for path in (REPOSITORY / "ckptman").rglob("*.py"))
+    for item in re.split(r"\n\s*\n|\n(?=\d+\. |\| |- )", text):
+        words = re.findall(r"`([^`\n]+)`", item)
+        folders, code = [REPOSITORY / "ckptman", REPOSITORY], ""
+        for path in (each for each in words if re.fullmatch(r"\w[\w/-]*/|[\w/-]+\.py", each) and "NAME" not in each):
+            place = next((folder / path for folder in folders if (folder / path).exists()), None)
+            assert place is not None, f"{guide} names {path}, which does not exist: {item}"
+            folders = [REPOSITORY / "ckptman", REPOSITORY, place if place.is_dir() else place.parent]
+            code += place.read_text() if place.is_file() else ""
+        for name in (each for each in words if re.fullmatch(r"[\w.]+\(\)", each)):
+            for part in name.removesuffix("()").split("."):
+                found = re.search(rf"^\s*(?:class|def) {part}\b", code, re.MULTILINE)
+                assert found, f"{guide} names {name}, which is in none of the modules beside it: {item}"
+        for name in (each for each in words if re.fullmatch(r"[A-Z]\w*[a-z]\w*", each)):
+            known = name in CLASSES_OF_OTHERS or re.search(rf"^class {name}\b", package, re.MULTILINE)
+            assert known, f"{guide} names {name}, which is not a class of the package: {item}"
+
+
 def without_code(page: str) -> str:
     return re.sub(r"```.*?```|`[^`\n]*`", "", text_of(page), flags=re.DOTALL)
 
