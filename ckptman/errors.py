@@ -114,7 +114,13 @@ def warn(text: str) -> None:
 
 
 class CkptmanError(Exception):
-    """The root of every error that ckptman raises on purpose."""
+    """The root of every error that ckptman raises on purpose.
+
+    Its message says what is wrong, where, and what to do.
+
+    Attributes:
+        exit_code: What a command, or `Checkpointer.exit_code`, ends with for this class.
+    """
 
     exit_code = 1
 
@@ -123,15 +129,21 @@ class CkptmanError(Exception):
 
 
 class ConfigError(CkptmanError, ValueError):
-    """Wrong usage or configuration."""
+    """Wrong usage or configuration. Correct the call, the option or the file that the message names."""
 
     exit_code = 2
 
 
 class UnknownKeyError(ConfigError):
-    """A configuration key that does not exist.
+    """A configuration key that does not exist. Use one of those that are listed.
 
-    Attributes: `key` as the user wrote it (dotted), `known` the keys allowed in its place.
+    Args:
+        key: The key as the user wrote it (dotted).
+        known: The keys that are allowed in its place.
+        where: The file or section that has it.
+
+    Attributes:
+        key, known, where: As given.
     """
 
     def __init__(self, key: str, known: Sequence[str], where: str = "") -> None:
@@ -144,27 +156,33 @@ class UnknownKeyError(ConfigError):
 
 
 class IntervalError(ConfigError):
-    """An interval, a count or a factor that cannot be: negative, zero or not a number."""
+    """An interval, a count or a factor that cannot be: negative, zero or not a number. Give a positive one."""
 
 
 class NotFoundError(CkptmanError, FileNotFoundError):
-    """No such root, step or path."""
+    """No such root, step or path. Check its name; `ckptman list ROOT` shows what is there."""
 
     exit_code = 3
 
 
 class CorruptError(CkptmanError):
-    """Bytes, sizes or a manifest are not what was saved."""
+    """Bytes, sizes or a manifest are not what was saved.
+
+    Restore an older checkpoint, or bring this one back from a copy; `ckptman verify` shows what is damaged.
+    """
 
     exit_code = 4
 
 
 class SuspectError(CorruptError):
-    """What was saved is what is there, but a run crashed twice at the same step after loading it."""
+    """What was saved is what is there, but a run crashed twice at the same step after loading it.
+
+    Restore an older checkpoint, or this one once more with `allow_suspect=True`.
+    """
 
 
 class ExistsError(CkptmanError, FileExistsError):
-    """Something is already there, and ckptman does not overwrite it."""
+    """Something is already there, and ckptman does not overwrite it. Choose another name, or move it away."""
 
     exit_code = 5
 
@@ -176,7 +194,15 @@ _OF_THE_STATE = ("TypeError", "AttributeError", "PicklingError", "NotImplemented
 class CommitError(CkptmanError):
     """A save did not become durable. What was committed before is untouched, and the run can save again.
 
-    Attributes: `step`; `rank` whose failure it was (-1: not known); `cause`, its error as text.
+    Remove the cause (a full disk, a quota, a value that cannot be written); the next save starts afresh.
+
+    Args:
+        step: Optimizer steps completed when it was saved.
+        rank: The rank whose failure it was; -1 where that is not known.
+        cause: The error of that rank as text.
+
+    Attributes:
+        step, rank, cause: As given.
     """
 
     exit_code = 6
@@ -201,10 +227,18 @@ class CommitError(CkptmanError):
 
 
 class MismatchError(CkptmanError):
-    """The checkpoint does not fit what it is to be loaded into.
+    """The checkpoint does not fit what it is to be loaded into. Raised before any byte is copied.
 
-    Attributes: `missing` (wanted, not saved), `unexpected` (saved, not wanted), and `mismatched`, lines that hold
-    both shapes or types side by side. Raised before any byte is copied.
+    Build the model as it was saved, or restore another checkpoint; `ckptman show` lists its tensors.
+
+    Args:
+        where: The checkpoint.
+        missing: Names that are wanted and were not saved.
+        unexpected: Names that were saved and are not wanted.
+        mismatched: Lines with both shapes or types side by side.
+
+    Attributes:
+        where, missing, unexpected, mismatched: As given.
     """
 
     exit_code = 7
@@ -233,13 +267,22 @@ class MismatchError(CkptmanError):
 
 
 class SchedulerError(CkptmanError):
-    """Slurm or the local scheduler refused, or cannot be reached."""
+    """Slurm or the local scheduler refused, or cannot be reached. Remove the cause that is named, and try again."""
 
     exit_code = 8
 
 
 class FormatVersionError(CkptmanError):
-    """Written by a newer ckptman. Attributes: `where`, `found`, `known` (the newest version this ckptman reads)."""
+    """Written by a newer ckptman. Upgrade ckptman, or name an older step.
+
+    Args:
+        where: The file.
+        found: The format version that it has.
+        known: The newest version that this ckptman reads.
+
+    Attributes:
+        where, found, known: As given.
+    """
 
     exit_code = 9
 
@@ -255,15 +298,26 @@ class FormatVersionError(CkptmanError):
 
 
 class RootError(CkptmanError, OSError):
-    """The checkpoint root is no folder, or cannot be read or written. Never read as "no checkpoints yet"."""
+    """The checkpoint root is no folder, or cannot be read or written. Never taken for "no checkpoints yet".
+
+    Check the mount and its permissions. `errno` and `strerror` are those of the system.
+    """
 
     exit_code = 10
 
 
 class BusyError(CkptmanError):
-    """Another run that is alive writes to this root.
+    """Another run that is alive writes to this root. Stop that one first, or give this run a root of its own.
 
-    Attributes: `host`, `pid`, `job_id` of that run; `own`: it is of the very process that asked.
+    Args:
+        root: The checkpoint root.
+        host: The host of the run that has it.
+        pid: Its process there.
+        job_id: Its Slurm job, or None.
+        own: Whether it is the very process that asked: a Checkpointer of before is still open.
+
+    Attributes:
+        root, host, pid, job_id, own: As given.
     """
 
     exit_code = 11
@@ -288,7 +342,16 @@ class BusyError(CkptmanError):
 
 
 class RankLostError(CkptmanError):
-    """Another rank of this run is gone, or silent for longer than the timeout. Attribute: `cause`, what was seen."""
+    """Another rank of this run is gone, or silent for longer than the timeout.
+
+    The log of that rank says why. Start the run again: it goes on from its newest checkpoint.
+
+    Args:
+        cause: What was seen.
+
+    Attributes:
+        cause: As given.
+    """
 
     exit_code = 12
 

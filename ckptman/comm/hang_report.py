@@ -14,7 +14,7 @@ import psutil
 import torch.distributed as dist
 
 from ckptman._torch_compat import default_store
-from ckptman.runtime.bad_nodes import this_node
+from ckptman.runtime.outcome import this_node
 
 Process = tuple[str, int, float]
 _LOOK_SECONDS = 0.1

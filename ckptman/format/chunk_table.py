@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from ckptman.errors import CorruptError
-from ckptman.io.failure_cause import ELSEWHERE
+from ckptman.io.failure_cause import reading
 from ckptman.io.safe_open import open_regular
 
 Ints = NDArray[np.int64]
@@ -164,12 +164,8 @@ class RowFile:
 
     def __getitem__(self, which: slice) -> Ints:
         size = (which.stop - which.start) * LITTLE.itemsize
-        try:
+        with reading(self._path, _REMEDY):
             data = os.pread(self._fd, size, which.start * LITTLE.itemsize)
-        except OSError as error:
-            if error.errno in ELSEWHERE:
-                raise
-            raise CorruptError(f"{self._path} cannot be read: {error.strerror or error}; {_REMEDY}") from error
         if len(data) != size:
             raise CorruptError(f"{self._path} ends early: it has changed since it was opened; {_REMEDY}")
         return np.frombuffer(data, LITTLE)

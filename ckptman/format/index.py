@@ -20,7 +20,7 @@ from ckptman.format.chunk_table import ChunkTable, TensorRecord
 from ckptman.format.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_versioned
 from ckptman.format.paths import CHUNKS, INDEX, digests_name, rank_of, values_name
 from ckptman.io.checksums import Digests, digest_bytes, digest_file, digest_of_blocks, digests_bytes, group_bytes
-from ckptman.io.failure_cause import ELSEWHERE
+from ckptman.io.failure_cause import reading
 from ckptman.io.safe_open import read_regular
 
 MOST_BYTES = 4 * 1024**3
@@ -99,13 +99,9 @@ def ranks_with_values(manifest: Manifest) -> list[int]:
 def open_table(folder: Path, manifest: Manifest, index: Index) -> ChunkTable:
     """The chunk table of a checkpoint, checked against its digest. Raises: CorruptError; OSError (`ELSEWHERE`)."""
     path, record = folder / CHUNKS, _record(folder, CHUNKS, manifest)
-    try:
+    with reading(path, _remedy(folder)):
         table = ChunkTable.open(path, index.tensors, record.bytes)
         size, blocks = digest_file(path, manifest.block_bytes)
-    except OSError as error:
-        if error.errno in ELSEWHERE:
-            raise
-        raise CorruptError(f"{path} cannot be read: {error.strerror or error}; {_remedy(folder)}") from error
     if size != record.bytes or digest_of_blocks(blocks) != record.digest:
         raise _changed(path, folder)
     return table
@@ -119,13 +115,8 @@ def data_files(manifest: Manifest, index: Index) -> list[tuple[str, int]]:
 def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
     """A whole file of a checkpoint, checked against its digest. Raises: CorruptError; OSError (`ELSEWHERE`)."""
     path, record = folder / name, _record(folder, name, manifest)
-    try:
-        # A byte more, to see whether it has grown.
-        data = read_regular(path, record.bytes + 1)
-    except OSError as error:
-        if error.errno in ELSEWHERE:
-            raise
-        raise CorruptError(f"{path} cannot be read: {error.strerror or error}; {_remedy(folder)}") from error
+    with reading(path, _remedy(folder)):
+        data = read_regular(path, record.bytes + 1)  # a byte more, to see whether it has grown
     if len(data) != record.bytes:
         raise CorruptError(f"{path} has {len(data)} bytes instead of {record.bytes}; {_remedy(folder)}")
     if digest_bytes(data, manifest.block_bytes) != record.digest:

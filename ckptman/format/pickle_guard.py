@@ -8,8 +8,9 @@ takes minutes, or set attributes on a class.
 
 from __future__ import annotations
 
-import pickle
+import pickletools
 from collections.abc import Callable
+from typing import Any
 
 from ckptman.errors import CorruptError
 
@@ -19,40 +20,10 @@ MAX_MARKS = 1000
 FREE = 1_000_000
 """Steps that any pickle may take, besides some for each of its bytes."""
 _STEPS_PER_BYTE = 16
-
-_FIXED = {
-    **dict.fromkeys(pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.EMPTY_TUPLE, 0),
-    **{code[0]: size for code, size in ((pickle.BININT, 4), (pickle.BININT1, 1), (pickle.BININT2, 2))},
-    pickle.BINFLOAT[0]: 8,
-}
-"""Instructions that put a value on the stack, and the bytes that follow them."""
-_EMPTY = set(pickle.EMPTY_LIST + pickle.EMPTY_DICT + pickle.EMPTY_SET)
-_COUNTED = {
-    code[0]: size
-    for code, size in (
-        (pickle.SHORT_BINUNICODE, 1),
-        (pickle.BINUNICODE, 4),
-        (pickle.BINUNICODE8, 8),
-        (pickle.SHORT_BINBYTES, 1),
-        (pickle.BINBYTES, 4),
-        (pickle.BINBYTES8, 8),
-        (pickle.BYTEARRAY8, 8),
-        (pickle.SHORT_BINSTRING, 1),
-        (pickle.BINSTRING, 4),
-        (pickle.LONG1, 1),
-        (pickle.LONG4, 4),
-    )
-}
-"""The same, with a count of so many bytes ahead of what follows."""
-_BYTES_CODES = set(pickle.SHORT_BINBYTES + pickle.BINBYTES + pickle.BINBYTES8)
-_LATIN = {b"latin1", b"latin-1"}
+_FRAME_HEAD_BYTES = 9
+_LATIN = {"latin1", "latin-1"}
 """How picklers name the one encoding by which they write bytes as a text. Others can take minutes for a small one."""
-_ENCODERS = {b"encode", b"bytearray"}
-_LINES = {code[0] for code in (pickle.INT, pickle.LONG, pickle.FLOAT, pickle.STRING, pickle.UNICODE)}
-_TUPLES = {pickle.TUPLE1[0]: 1, pickle.TUPLE2[0]: 2, pickle.TUPLE3[0]: 3}
-_CALLS = {pickle.REDUCE[0]: 2, pickle.NEWOBJ[0]: 2, pickle.NEWOBJ_EX[0]: 3}
-_PUTS = {pickle.BINPUT[0]: 1, pickle.LONG_BINPUT[0]: 4}
-_GETS = {pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}
+_ENCODERS = {"encode", "bytearray"}
 
 
 class HostilePickle(ValueError):
@@ -109,90 +80,22 @@ class _Reader:
 
     def run(self) -> None:
         """Raises: HostilePickle, IndexError, KeyError, ValueError."""
-        data, stack = self._data, self._stack
-        others = self._others()
-        while True:
-            code = data[self._at]
-            self._at += 1
-            if code in _FIXED:
-                self._skip(_FIXED[code])
-                stack.append(_ATOM)
-            elif code in _COUNTED:
-                size = self._number(_COUNTED[code])
-                self._skip(size)
-                if code in _BYTES_CODES:
-                    stack.append(_BYTES)
-                else:
-                    stack.append(_LATIN_NAME if size < 8 and data[self._at - size : self._at] in _LATIN else _ATOM)
-            elif code in _GETS:
-                stack.append(self._memo[self._number(_GETS[code])])
-            elif code in _PUTS:
-                self._put(self._number(_PUTS[code]))
-            elif code in _TUPLES:
-                self._tuple(self._take(_TUPLES[code]))
-            elif code in _CALLS:
-                self._reduce(self._take(_CALLS[code]))
-            elif code in _EMPTY:
-                stack.append(_Thing())
-            elif code in _LINES:
-                stack.append(_LATIN_NAME if self._line() in _LATIN else _ATOM)
-            elif code == pickle.PROTO[0]:
-                self._skip(1)
-            elif code == pickle.FRAME[0]:
-                size, begin = self._number(8), self._at
-                self._skip(size)
-                self._at = begin
-            elif code == pickle.STOP[0]:
-                self._take(1)
-                return
-            elif code in others:
-                others[code]()
+        put = self._stack.append
+        for opcode, argument, at in pickletools.genops(self._data):
+            name, self._at = opcode.name, at or 0
+            if name in _VALUES:
+                put(_VALUES[name])
+            elif name in _TEXTS:
+                put(_LATIN_NAME if argument in _LATIN else _ATOM)
+            elif name in _MAKES:
+                make, count = _MAKES[name]
+                make(self, self._take_to_mark() if count is None else self._take(count))
+            elif name in _OTHERS:
+                _OTHERS[name](self, argument)
             else:
-                raise HostilePickle(f"it has the instruction {bytes([code])!r}, which no checkpoint needs")
+                raise HostilePickle(f"it has the instruction {name}, which no checkpoint needs")
 
-    def _others(self) -> dict[int, Callable[[], None]]:
-        return {
-            pickle.MARK[0]: self._mark,
-            pickle.MEMOIZE[0]: lambda: self._put(len(self._memo)),
-            pickle.TUPLE[0]: lambda: self._tuple(self._take_to_mark()),
-            pickle.LIST[0]: lambda: self._call(self._take_to_mark()),
-            pickle.DICT[0]: lambda: self._call(self._take_to_mark()),
-            pickle.FROZENSET[0]: lambda: self._call(self._take_to_mark()),
-            pickle.APPEND[0]: lambda: self._add(self._take(1)),
-            pickle.APPENDS[0]: lambda: self._add(self._take_to_mark()),
-            pickle.ADDITEMS[0]: lambda: self._add(self._take_to_mark()),
-            pickle.SETITEM[0]: lambda: self._add(self._take(2)),
-            pickle.SETITEMS[0]: lambda: self._add(self._take_to_mark()),
-            pickle.BUILD[0]: self._build,
-            pickle.GLOBAL[0]: self._global,
-            pickle.STACK_GLOBAL[0]: self._stack_global,
-            pickle.BINPERSID[0]: lambda: self._call(self._take(1)),
-            pickle.POP[0]: self._pop,
-            pickle.POP_MARK[0]: self._pop_mark,
-            pickle.PUT[0]: lambda: self._put(int(self._line())),
-            pickle.GET[0]: lambda: self._stack.append(self._memo[int(self._line())]),
-        }
-
-    # ---- bytes that follow an instruction ----------------------------------------------------------------------
-
-    def _number(self, size: int) -> int:
-        data = self._data[self._at : self._at + size]
-        self._skip(size)
-        return int.from_bytes(data, "little")
-
-    def _skip(self, size: int) -> None:
-        self._at += size
-        if self._at > len(self._data):
-            raise HostilePickle(f"it claims {size} more bytes than it has")
-
-    def _line(self) -> bytes:
-        end = self._data.find(b"\n", self._at)
-        if end < 0:
-            raise HostilePickle("it ends within a line")
-        line, self._at = self._data[self._at : end], end + 1
-        return line
-
-    # ---- the stack ---------------------------------------------------------------------------------------------
+    # ---- the stack and the memo --------------------------------------------------------------------------------
 
     def _take(self, count: int) -> list[_Thing]:
         if len(self._stack) - count < (self._marks[-1] if self._marks else 0):
@@ -207,77 +110,119 @@ class _Reader:
         del self._stack[at:]
         return taken
 
-    def _mark(self) -> None:
+    def mark(self, _: object) -> None:
         if len(self._marks) >= MAX_MARKS:
             raise HostilePickle(f"it is nested more than {MAX_MARKS} deep")
         self._marks.append(len(self._stack))
 
-    def _pop(self) -> None:
+    def pop(self, _: object) -> None:
         if self._marks and self._marks[-1] == len(self._stack):
             self._marks.pop()
         else:
             self._take(1)
 
-    def _pop_mark(self) -> None:
-        self._take_to_mark()
-
-    def _put(self, number: int) -> None:
+    def put(self, number: int | None) -> None:
+        number = len(self._memo) if number is None else number
         # A pickler numbers what it remembers one after the other.
-        if not 0 <= number <= self._at:
+        if not 0 <= number <= self._at + 1:
             raise HostilePickle(f"it wants room to remember {number} objects, and has {len(self._data)} bytes")
         self._memo[number] = self._stack[-1]
 
+    def get(self, number: int) -> None:
+        self._stack.append(self._memo[number])
+
+    def frame(self, size: int) -> None:
+        if size > len(self._data) - self._at - _FRAME_HEAD_BYTES:
+            raise HostilePickle(f"it claims {size} more bytes than it has")
+
     # ---- what is built -----------------------------------------------------------------------------------------
 
-    def _tuple(self, held: list[_Thing]) -> None:
+    def new(self, _: object) -> None:
+        self._stack.append(_Thing())
+
+    def tuple(self, held: list[_Thing]) -> None:
         depth = 1 + max((each.depth for each in held), default=0)
         if depth > MAX_DEPTH:
             raise HostilePickle(f"its tuples are nested more than {MAX_DEPTH} deep")
         kind = ""
         if not held or (len(held) == 2 and held[1] is _LATIN_NAME) or (len(held) == 1 and held[0].kind == "bytes"):
             kind = _ENCODED
-        self._stack.append(_Thing(1 + sum(each.parts for each in held), depth, kind))
+        self._stack.append(_Thing(1 + sum([each.parts for each in held]), depth, kind))
         self._bound(self._stack[-1].parts)
 
-    def _reduce(self, held: list[_Thing]) -> None:
+    def reduce(self, held: list[_Thing]) -> None:
         encodes = held[0] is _ENCODER
         if encodes and held[1] is not _ATOM and held[1].kind != _ENCODED:  # an atom: the empty tuple
             raise HostilePickle("it encodes a text as no pickler does")
-        self._call(held[1:] if encodes else held, "bytes" if encodes else "")
+        self.call(held[1:] if encodes else held, "bytes" if encodes else "")
 
-    def _call(self, held: list[_Thing], kind: str = "") -> None:
+    def call(self, held: list[_Thing], kind: str = "") -> None:
         """Something is made of what it is given, and may look at all of that, to hash it above all."""
-        self._tuple(held)
+        self.tuple(held)
         self._stack[-1].kind = kind
         self._work(self._stack[-1].parts)
 
-    def _add(self, held: list[_Thing]) -> None:
+    def add(self, held: list[_Thing]) -> None:
         target = self._stack[-1]
         if target.kind in _HOLDS_NOTHING:
             raise HostilePickle("it adds something to what holds nothing")
-        more = sum(each.parts for each in held)
+        more = sum([each.parts for each in held])
         target.parts += more
         self._bound(target.parts)
         self._work(more)
 
-    def _build(self) -> None:
-        held = self._take(1)
+    def build(self, held: list[_Thing]) -> None:
         if self._stack[-1].kind == _GLOBAL:
             raise HostilePickle("it changes a class or a function instead of an object")
-        self._add(held)
+        self.add(held)
 
-    def _global(self) -> None:
-        self._line()
-        self._stack.append(_ENCODER if self._line() in _ENCODERS else _Thing(kind=_GLOBAL))
+    def ask(self, names: str) -> None:
+        self._stack.append(_ENCODER if names.rpartition(" ")[2] in _ENCODERS else _Thing(kind=_GLOBAL))
 
-    def _stack_global(self) -> None:
-        self._take(2)
+    def ask_by_stack(self, _: object) -> None:
         self._stack.append(_Thing(kind=_GLOBAL))
+
+    def nothing(self, _: object) -> None:
+        pass
 
     def _work(self, steps: int) -> None:
         self._steps += steps
         self._bound(self._steps)
 
     def _bound(self, steps: int) -> None:
-        if steps > FREE + _STEPS_PER_BYTE * self._at:
+        if steps > FREE + _STEPS_PER_BYTE * (self._at + 1):
             raise HostilePickle("it refers to the same objects over and over, without end")
+
+
+_VALUES = {
+    **dict.fromkeys(("NONE", "NEWTRUE", "NEWFALSE", "EMPTY_TUPLE", "BYTEARRAY8"), _ATOM),
+    **dict.fromkeys(("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"), _ATOM),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _BYTES),
+}
+"""Instructions that put a value on the stack."""
+_TEXTS = {
+    *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+}
+_MAKES: dict[str, tuple[Callable[[_Reader, list[_Thing]], None], int | None]] = {
+    **{name: (_Reader.tuple, count) for name, count in (("TUPLE", None), ("TUPLE1", 1), ("TUPLE2", 2), ("TUPLE3", 3))},
+    **dict.fromkeys(("LIST", "DICT", "FROZENSET"), (_Reader.call, None)),
+    "BINPERSID": (_Reader.call, 1),
+    **{name: (_Reader.reduce, count) for name, count in (("REDUCE", 2), ("NEWOBJ", 2), ("NEWOBJ_EX", 3))},
+    **{name: (_Reader.add, count) for name, count in (("APPEND", 1), ("APPENDS", None), ("ADDITEMS", None))},
+    **{name: (_Reader.add, count) for name, count in (("SETITEM", 2), ("SETITEMS", None))},
+    "BUILD": (_Reader.build, 1),
+    "POP_MARK": (_Reader.nothing, None),
+    "STACK_GLOBAL": (_Reader.ask_by_stack, 2),
+    "STOP": (_Reader.nothing, 1),
+}
+"""Instructions that take so many things from the stack, or all above the last mark (None)."""
+_OTHERS: dict[str, Callable[[_Reader, Any], None]] = {
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"), _Reader.new),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Reader.put),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Reader.get),
+    "MARK": _Reader.mark,
+    "POP": _Reader.pop,
+    "GLOBAL": _Reader.ask,
+    "FRAME": _Reader.frame,
+    "PROTO": _Reader.nothing,
+}

@@ -72,20 +72,26 @@ class BlockDigester:
         self.size_bytes = 0
 
     def update(self, data: bytes | memoryview) -> None:
+        """Digest what comes next."""
         view = memoryview(data)
         if not view.nbytes:  # a view with a zero in its shape cannot be cast
             return
-        view = view.cast("B")
+        view, block, at = view.cast("B"), self._block_bytes, 0
         self.size_bytes += len(view)
-        while view:
-            piece, view = view[: self._room], view[self._room :]
+        while at < len(view):
+            if self._room == block and at + block <= len(view):
+                self.blocks.append(xxh3_128_digest(view[at : at + block]))
+                at += block
+                continue
+            piece = view[at : at + self._room]
             self._current.update(piece)
             self._room -= len(piece)
+            at += len(piece)
             if not self._room:
                 self._close_block()
 
     def finish(self) -> str:
-        """The digest of the whole stream, as 32 hexadecimal characters."""
+        """Return the digest of the whole stream, as 32 hexadecimal characters."""
         if self._room < self._block_bytes:
             self._close_block()
         return digest_of_blocks(self.blocks)
@@ -98,28 +104,11 @@ class BlockDigester:
 
 def digest_segments(segments: Sequence[memoryview], block_bytes: int) -> list[bytes]:
     """The digests of the blocks that segments make one after the other; the last block may be shorter."""
-    digests: list[bytes] = []
-    hasher, room = xxh3_128(), block_bytes
+    digester = BlockDigester(block_bytes)
     for segment in segments:
-        at, size = 0, len(segment)
-        if room < block_bytes:
-            at = min(room, size)
-            hasher.update(segment[:at])
-            room -= at
-            if room:
-                continue
-            digests.append(hasher.digest())
-            hasher.reset()
-            room = block_bytes
-        while at + block_bytes <= size:
-            digests.append(xxh3_128_digest(segment[at : at + block_bytes]))
-            at += block_bytes
-        if at < size:
-            hasher.update(segment[at:])
-            room -= size - at
-    if room < block_bytes:
-        digests.append(hasher.digest())
-    return digests
+        digester.update(segment)
+    digester.finish()
+    return digester.blocks
 
 
 def digest_of_blocks(blocks: Sequence[bytes]) -> str:
@@ -139,25 +128,12 @@ def digest_file(path: Path, block_bytes: int = BLOCK_BYTES) -> tuple[int, list[b
 
     Raises: CorruptError (it is no file), OSError.
     """
-    blocks: list[bytes] = []
-    size = 0
+    digester = BlockDigester(block_bytes)
     with open(open_regular(path), "rb", buffering=0) as file:
-        # A byte more than there is, to see the end; and not all that a damaged block size asks for.
-        there = os.fstat(file.fileno()).st_size
-        buffer = memoryview(bytearray(min(block_bytes * max(1, _READ_BYTES // block_bytes), there + 1)))
+        buffer = memoryview(bytearray(max(1, min(_READ_BYTES, os.fstat(file.fileno()).st_size))))
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while True:
-            filled = 0
-            while filled < len(buffer):
-                count = file.readinto(buffer[filled:])
-                if not count:
-                    break
-                filled += count
-            blocks += [
-                xxh3_128_digest(buffer[start : min(start + block_bytes, filled)])
-                for start in range(0, filled, block_bytes)
-            ]
-            size += filled
-            if filled < len(buffer):
-                return size, blocks
+        while count := file.readinto(buffer):
+            digester.update(buffer[:count])
+    digester.finish()
+    return digester.size_bytes, digester.blocks

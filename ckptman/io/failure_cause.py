@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
-from ckptman.errors import BusyError, CommitError, RankLostError, SchedulerError
+from ckptman.errors import BusyError, CommitError, CorruptError, RankLostError, SchedulerError
 
 SHORTAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """This process or its host has no memory or no descriptor left."""
@@ -63,6 +66,20 @@ _TEXTS = re.compile(
 
 Trouble = Literal["shortage", "away", "denied", "device"]
 Cause = Literal["environment", "program"]
+
+
+@contextmanager
+def reading(path: Path, remedy: str) -> Iterator[None]:
+    """Inside, what the system refuses of a file counts as damage of it, unless the fault is elsewhere (`ELSEWHERE`).
+
+    Raises: CorruptError; OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in ELSEWHERE:
+            raise
+        raise CorruptError(f"{path} cannot be read: {error.strerror or error}; {remedy}") from error
 
 
 def trouble_of_load(text: str, code: int | None) -> Trouble | None:

@@ -39,9 +39,8 @@ from ckptman.format.table_assembly import assemble
 from ckptman.format.torch_zip import PartOfFile
 from ckptman.format.value_codec import TensorRef, decode, paths_in
 from ckptman.io.checksums import Digests, digest_file, digest_of_blocks
-from ckptman.io.range_reader import ReadReport, read_wanted
+from ckptman.io.range_reader import ReadReport, Wanted, read_wanted
 from ckptman.io.safe_open import open_regular
-from ckptman.io.spans import Wanted
 from ckptman.loading.restricted_unpickler import load_plain, read_foreign_metadata, transforms_in
 from ckptman.state.tensor_container import payload_of
 

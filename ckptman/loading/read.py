@@ -16,8 +16,7 @@ from ckptman._torch_compat import is_overlapping
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.pickle_guard import NotAllowed
 from ckptman.io.checksums import BLOCK_BYTES
-from ckptman.io.range_reader import ReadReport
-from ckptman.io.spans import Wanted
+from ckptman.io.range_reader import ReadReport, Wanted
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
 from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.state.file_layout import address_of, flat, put, view_of

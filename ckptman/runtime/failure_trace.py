@@ -8,7 +8,6 @@ out, it is the last failure. What comes after `#` is a comment.
 from __future__ import annotations
 
 import codecs
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
 from ckptman.format.paths import journal_path
 from ckptman.io.safe_open import open_regular, read_regular
-from ckptman.runtime.journal import read_journal
+from ckptman.runtime.journal import number_in, read_journal
 from ckptman.runtime.measurements import typical_save_seconds
 
 _REMEDY = "give a text file of failure times, a journal or a root"
@@ -89,7 +88,7 @@ def trace_of(events: Sequence[Mapping[str, Any]], where: Path) -> Trace:
     elapsed, last = 0.0, None
     alive = started = failed = False
     for event in events:
-        time = _number(event.get("time"))
+        time = number_in(event.get("time"))
         if time is None:
             continue
         if event.get("event") == "attempt_started":
@@ -177,12 +176,5 @@ def _number_text(written: str) -> float | None:
 
 
 def _numbers(events: Sequence[Mapping[str, Any]], name: str, field: str) -> list[float]:
-    found = (_number(event.get(field)) for event in events if event.get("event") == name)
+    found = (number_in(event.get(field)) for event in events if event.get("event") == name)
     return [each for each in found if each is not None]
-
-
-def _number(value: object) -> float | None:
-    """A journal is text that anybody may have damaged."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 <= value <= 1e12 and math.isfinite(value) else None

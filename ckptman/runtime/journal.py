@@ -27,6 +27,8 @@ ROTATE_BYTES = 8 * 1024 * 1024
 """Some 50,000 events: months of a run that saves every half hour."""
 MOST_BYTES = 32 * 1024 * 1024
 _MOST_LINE_BYTES = 1024 * 1024
+_LARGEST = 1e12
+"""Seconds: more than that was never measured."""
 
 _OPEN = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
@@ -175,6 +177,13 @@ def _events(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             torn += 1
     return events, torn
+
+
+def number_in(value: object) -> float | None:
+    """Return what a journal has as a number; None where it is none that a run has written, as anybody may edit it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value <= _LARGEST else None
 
 
 def _plain(value: object) -> object:

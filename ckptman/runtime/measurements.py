@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.format.paths import journal_path
-from ckptman.runtime.journal import read_journal
+from ckptman.runtime.journal import number_in, read_journal
 
 LAST_SAVES = 5
 """How many saves are looked at: one slow save must not count for ever."""
-_LARGEST = 1e12
-"""Seconds: what is more was never measured."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def typical_save_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
 
     Of fewer than three the longest. One save that met a file system in trouble is not what the next one takes.
     """
-    took = [_number(event.get("seconds")) for event in events if event.get("event") == "save_durable"]
+    took = [number_in(event.get("seconds")) for event in events if event.get("event") == "save_durable"]
     last = sorted([seconds for seconds in took if seconds is not None][-LAST_SAVES:], reverse=True)
     return (last[1] if len(last) > 2 else last[0]) if last else None
 
@@ -71,11 +69,4 @@ def _first(events: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _time(event: Mapping[str, Any]) -> float | None:
-    return _number(event.get("time"))
-
-
-def _number(value: object) -> float | None:
-    """A journal is text that anybody may have damaged. To Python a bool is a number, and an int has no bound."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 <= value <= _LARGEST else None
+    return number_in(event.get("time"))

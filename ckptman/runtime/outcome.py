@@ -1,8 +1,13 @@
-"""How an attempt ended, written to disk: a launcher may swallow the exit code (torchrun always does)."""
+"""How an attempt ended, written to disk: a launcher may swallow the exit code (torchrun always does).
+
+And beside it the nodes that had better not be used again, which later attempts of the chain leave out.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +25,8 @@ ATTEMPT_ENV = "CKPTMAN_ATTEMPT"
 MOST_BYTES = 1024 * 1024
 """No outcome is larger: its one long text is the message of an error, and is cut where that is longer."""
 _MOST_REASON = 64 * 1024
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_BESIDE, _LONGEST_REASON = ".node-", 500
 State = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -100,6 +107,34 @@ def attempt_number(environ: Mapping[str, str]) -> int:
             raise ConfigError(f"{name} is {text!r}, not the number of an attempt: unset it")
         return int(text) + first
     return 1
+
+
+def report_node(node: str, reason: str, environ: Mapping[str, str], disk: Disk = DISK) -> None:
+    """Tell the chain that a node is bad, and why. Nothing where there is no chain. Raises: OSError.
+
+    A batch script can do so too: `echo "why" > "$CKPTMAN_OUTCOME.node-$SLURMD_NODENAME"`. Any rank may call it.
+    """
+    asked_for = environ.get(OUTCOME_ENV)
+    if asked_for and _NODE.fullmatch(node):
+        disk.replace_file(Path(f"{asked_for}{_BESIDE}{node}"), reason[:_LONGEST_REASON].encode())
+
+
+def reported_nodes(outcome: Path) -> dict[str, str]:
+    """The nodes that an attempt reported beside its outcome, and why. Raises: OSError."""
+    start = outcome.name + _BESIDE
+    found = {}
+    for path in sorted(outcome.parent.iterdir()):
+        name = path.name.removeprefix(start)
+        if path.name.startswith(start) and _NODE.fullmatch(name):
+            with path.open("rb") as file:
+                text = file.read(_LONGEST_REASON).decode(errors="replace")
+            found[name] = " ".join(text.split()) or "it was reported"
+    return found
+
+
+def this_node(environ: Mapping[str, str]) -> str:
+    """The name that Slurm, or else the machine, gives to the node of this process."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _garbage(path: Path, why: str) -> CorruptError:

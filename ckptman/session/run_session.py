@@ -25,10 +25,17 @@ from ckptman.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_
 from ckptman.io.failure_cause import FULL, cause_of, is_broken_device
 from ckptman.io.filesystem import Disk, folder_mode
 from ckptman.policies.crash_loop import crashes_of, suspects
-from ckptman.runtime.bad_nodes import report_node, this_node
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.measurements import typical_save_seconds
-from ckptman.runtime.outcome import OUTCOME_ENV, Outcome, attempt_number, read_outcome, write_outcome
+from ckptman.runtime.outcome import (
+    OUTCOME_ENV,
+    Outcome,
+    attempt_number,
+    read_outcome,
+    report_node,
+    this_node,
+    write_outcome,
+)
 from ckptman.saving.writer import SaveInfo
 from ckptman.session.drain_process import Drainer
 from ckptman.state.named_state import Snapshot, mesh_of

@@ -15,11 +15,9 @@ from ckptman.comm.hang_report import HangReport, this_process
 from ckptman.errors import EXIT_STALLED, ConfigError
 from ckptman.format.paths import journal_path, outcome_path, stacks_path
 from ckptman.policies.hang_timeout import Patience, Stall
-from ckptman.runtime.bad_nodes import report_node
 from ckptman.runtime.journal import Journal
-from ckptman.runtime.outcome import ATTEMPT_ENV, read_outcome
-from ckptman.runtime.process_end import PART_SECONDS, end_process, within
-from ckptman.runtime.watchdog import Watchdog
+from ckptman.runtime.outcome import ATTEMPT_ENV, read_outcome, report_node
+from ckptman.runtime.watchdog import PART_SECONDS, Watchdog, end_process, within
 from ckptman.session.run_session import RunSession
 
 Setting = float | Patience | Literal["auto"] | None

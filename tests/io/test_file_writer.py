@@ -23,13 +23,11 @@ from hypothesis import strategies as st
 
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.io import range_reader as ranges
-from ckptman.io import spans
 from ckptman.io import workers as parallel
 from ckptman.io.checksums import Digests, digest_file, digest_of_blocks, group_bytes
 from ckptman.io.file_writer import Written, write_source
 from ckptman.io.filesystem import DISK, Disk
-from ckptman.io.range_reader import read_wanted
-from ckptman.io.spans import Wanted
+from ckptman.io.range_reader import Wanted, read_wanted
 from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES, io_threads
 
 KIB, MIB = 1024, 1024 * 1024
@@ -442,7 +440,7 @@ def test_ranges_that_are_none_are_refused(tmp_path: Path) -> None:
         Wanted("x", 0, 9, into=place),
         Wanted("x", 0, 8),
         Wanted("x", 0, 8, into=place, deliver=lambda *_: None),
-        Wanted("x", 0, spans.WHOLE_BYTES + 1, deliver=lambda *_: None, whole=True),
+        Wanted("x", 0, ranges.WHOLE_BYTES + 1, deliver=lambda *_: None, whole=True),
     ):
         with pytest.raises(ValueError, match="x"):
             read_wanted(tmp_path, [each], None)

@@ -18,9 +18,9 @@ from ckptman import checkpointer as checkpointer_module
 from ckptman.format.paths import journal_path
 from ckptman.io.filesystem import Disk
 from ckptman.policies.save_policies import Decision, Facts, SavePolicy
-from ckptman.runtime.bad_nodes import reported_nodes
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.measurements import StartUp, save_seconds, start_up, typical_save_seconds
+from ckptman.runtime.outcome import reported_nodes
 from ckptman.session.timings import Timings
 
 Event = dict[str, Any]

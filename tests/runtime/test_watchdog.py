@@ -21,7 +21,7 @@ import pytest
 
 from ckptman.errors import EXIT_STALLED
 from ckptman.policies.hang_timeout import Patience, Stall
-from ckptman.runtime import process_end as ending
+from ckptman.runtime import watchdog as ending
 from ckptman.runtime.watchdog import Watchdog
 
 SLACK_SECONDS = 10.0
@@ -30,7 +30,7 @@ SLACK_SECONDS = 10.0
 HEAD = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
-from ckptman.runtime.process_end import end_process
+from ckptman.runtime.watchdog import end_process
 from ckptman.runtime.watchdog import Watchdog
 from ckptman.policies.hang_timeout import Patience
 
@@ -124,7 +124,7 @@ touch_a_mapped_page()
 def test_the_end_itself_cannot_hang(tmp_path: Path) -> None:
     """The stacks go to a file system that hangs, standard error is a pipe that is full."""
     body = """
-import ckptman.runtime.process_end as stall
+import ckptman.runtime.watchdog as stall
 stall.PART_SECONDS = 0.3
 stall.write_stacks = stall.say = lambda *args: threading.Event().wait()
 say("hangs")

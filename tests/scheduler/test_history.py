@@ -10,9 +10,8 @@ import pytest
 
 from ckptman.cli.app import main
 from ckptman.format.paths import journal_path
-from ckptman.runtime.bad_nodes import report_node, reported_nodes
 from ckptman.runtime.journal import Journal, read_journal
-from ckptman.runtime.outcome import OUTCOME_ENV
+from ckptman.runtime.outcome import OUTCOME_ENV, report_node, reported_nodes
 from ckptman.scheduler.attempt import ROOT_LOOKS
 from ckptman.scheduler.chain_record import Chain, EndRecord
 from ckptman.scheduler.history import AVOIDED_SECONDS, avoided, warned_too_late
