@@ -112,12 +112,12 @@ def _compare(before: Side, after: Side, wanted: Callable[[str], bool], read: boo
     from ckptman.diff.diff import diff_tensors
     from ckptman.diff.values import diff_values
     from ckptman.format.chunk_table import item_bytes
-    from ckptman.loading.piecewise import Frugal
+    from ckptman.loading.box_reader import BoundedState
 
     found = Findings()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of dtypes that are experimental wherever they are touched
-        a, b = Frugal.read(before.path), Frugal.read(after.path)
+        a, b = BoundedState.read(before.path), BoundedState.read(after.path)
         for each in (a, b) if read else ():
             each.refuse_transformed()
         sizes = {

@@ -24,8 +24,8 @@ from ckptman.format.paths import MANIFEST, METADATA, parse_data, parse_half_writ
 from ckptman.io.file_scan import Stamp, stamp_of
 from ckptman.io.filesystem import DISK
 from ckptman.io.safe_open import read_regular
+from ckptman.loading.box_reader import BoundedState
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.piecewise import Frugal
 from ckptman.verify.foreign_check import ForeignReport, check_foreign
 
 REASON = "adopted: plain DCP wrote it"
@@ -102,7 +102,7 @@ def adopt(
         report = ForeignReport()
         if manifest is None:
             first = _stamps(folder, [METADATA])
-            saved = Frugal.read(folder)
+            saved = BoundedState.read(folder)
             saved.refuse_transformed()
             names = _data_names(saved)
             before = first | _stamps(folder, names)

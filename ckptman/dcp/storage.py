@@ -167,9 +167,14 @@ class StorageReader(FileSystemReader):
     """Reads what ckptman, plain DCP or torchtitan wrote, never by an unrestricted unpickler.
 
     Only the byte ranges that this rank needs are read (and small gaps between them), in parallel and straight into the
-    tensors where their memory allows it. Each rank reads by itself: `ckptman.load` reads once what several need. With
-    `verify` (the default) every block that was read is checked against its digest before `dcp.load` returns. What plain
-    DCP wrote has no digests. Raises: CorruptError, NotFoundError, FormatVersionError.
+    tensors where their memory allows it. Each rank reads by itself: `ckptman.load` reads once what several need.
+
+    Args:
+        path: the folder of one checkpoint.
+        verify: check every block that is read against its digest before `dcp.load` returns. What plain DCP wrote has no
+            digests.
+
+    Raises, through DCP on every rank: CorruptError, NotFoundError, FormatVersionError.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:

@@ -16,8 +16,8 @@ import torch
 from ckptman.diff.difference import Difference, Measuring, comparable
 from ckptman.diff.digest_compare import digests_agree, same_containers
 from ckptman.errors import CorruptError
+from ckptman.loading.box_reader import PIECE_BYTES, BoxReader, Refused, Shape, boxes, prefetched
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.piecewise import PIECE_BYTES, Reader, Refused, Shape, ahead, boxes
 from ckptman.loading.read import Fill
 
 BATCH_STEPS = 1024
@@ -71,7 +71,7 @@ def diff_tensors(
     """
     total = Difference()
     with Measuring() as measuring:
-        for batch in ahead(_batches(a, b, wanted, read_all)):
+        for batch in prefetched(_batches(a, b, wanted, read_all)):
             for step in batch:
                 if step.pieces is not None:
                     total += measuring.measure(*step.pieces, step.dtypes)
@@ -88,7 +88,7 @@ def _judged(tensor: TensorDiff, total: Difference) -> TensorDiff:
 class _Batch:
     """Pieces that are read together: of one large tensor, or of many small ones."""
 
-    def __init__(self, readers: tuple[Reader, Reader], memory: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(self, readers: tuple[BoxReader, BoxReader], memory: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.steps: list[_Step] = []
         self._readers, self._memory = readers, memory
         self._fills: tuple[list[Fill], list[Fill]] = [], []
@@ -119,7 +119,7 @@ class _Batch:
 
 
 def _batches(a: SavedState, b: SavedState, wanted: Callable[[str], bool], read_all: bool) -> Iterator[list[_Step]]:
-    readers = Reader(a), Reader(b)
+    readers = BoxReader(a), BoxReader(b)
     # Two pairs: one is compared while the other is filled. Memory that is not used is not taken.
     memory = [(_memory(), _memory()), (_memory(), _memory())]
     batch = _Batch(readers, memory[0])
@@ -147,7 +147,7 @@ def _batches(a: SavedState, b: SavedState, wanted: Callable[[str], bool], read_a
 
 
 def _to_compare(
-    tensor: TensorDiff, readers: tuple[Reader, Reader], read_all: bool
+    tensor: TensorDiff, readers: tuple[BoxReader, BoxReader], read_all: bool
 ) -> tuple[torch.dtype, torch.dtype] | None:
     """Return the dtypes in which a tensor is compared; None if there is nothing to compare. Raises: CorruptError."""
     if tensor.kind not in ("same", "retyped"):

@@ -12,8 +12,8 @@ import torch
 
 from ckptman.errors import CorruptError
 from ckptman.format.value_codec import TensorRef, leaves_in
+from ckptman.loading.box_reader import why_refused
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.piecewise import why_refused
 from ckptman.state.file_layout import as_bytes
 from ckptman.state.local_shards import is_dense
 

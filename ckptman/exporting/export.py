@@ -20,7 +20,7 @@ from ckptman.exporting.source import opened
 from ckptman.exporting.target import Format, aside_of, check_target, clear_leftovers, draft_of
 from ckptman.exporting.write import FilePlan, same_bits, write_files
 from ckptman.io.filesystem import DISK
-from ckptman.loading.piecewise import Reader
+from ckptman.loading.box_reader import BoxReader
 
 MAX_SHARD_BYTES = 5_000_000_000
 _OUTPUT = "lm_head.weight"
@@ -105,7 +105,7 @@ def export(
     allowed = partial(check_target, folder, target, format, overwrite=overwrite, has_config=config is not None)
     allowed()
     with reading(folder, what="export"), opened(folder) as source:
-        reader = Reader(source.read())
+        reader = BoxReader(source.read())
         choice = choose(
             reader.saved,
             only,
@@ -168,7 +168,7 @@ def _usual_pair(choice: Choice, tied: Sequence[tuple[str, str]]) -> list[tuple[s
     return [(_OUTPUT, inputs[0])] if _OUTPUT in names and len(inputs) == 1 else []
 
 
-def _untied(reader: Reader, items: list[Item], tied: Sequence[tuple[str, str]], remarks: list[str]) -> list[Item]:
+def _untied(reader: BoxReader, items: list[Item], tied: Sequence[tuple[str, str]], remarks: list[str]) -> list[Item]:
     """Return the tensors without those that are tied to others, as Hugging Face saves them. Raises: ConfigError."""
     by_name = {item.name: item for item in items}
     for name, other in tied:
@@ -188,7 +188,7 @@ def _untied(reader: Reader, items: list[Item], tied: Sequence[tuple[str, str]], 
 def _write(
     draft: Path,
     plans: Sequence[FilePlan],
-    reader: Reader,
+    reader: BoxReader,
     format: Format,
     done: Callable[[int], None] | None,
 ) -> None:

@@ -23,7 +23,7 @@ from ckptman.format.paths import METADATA, data_name
 from ckptman.format.table_assembly import assemble
 from ckptman.format.value_codec import TensorRef
 from ckptman.io.safe_open import read_regular
-from ckptman.loading.piecewise import boxes
+from ckptman.loading.box_reader import boxes
 from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.saving.index_writer import write_metadata
 from ckptman.saving.write_plan import make_rows

@@ -9,8 +9,8 @@ from pathlib import Path
 from ckptman.errors import CkptmanError, CorruptError, NotFoundError
 from ckptman.format.paths import MANIFEST, METADATA
 from ckptman.io.file_scan import Stamp, stamp_of
+from ckptman.loading.box_reader import BoundedState
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.piecewise import Frugal
 
 
 class Source:
@@ -22,7 +22,7 @@ class Source:
 
     def read(self) -> SavedState:
         """Read its index. Raises: NotFoundError, CorruptError, FormatVersionError, OSError."""
-        saved = Frugal.read(self._folder)
+        saved = BoundedState.read(self._folder)
         saved.refuse_transformed()
         if saved.manifest is None:  # the data files of ours have digests, which tell more
             self._stamps.pop(MANIFEST, None)  # it may be adopted meanwhile

@@ -19,7 +19,7 @@ from ckptman.errors import ConfigError
 from ckptman.exporting.choice import CASTS, Item
 from ckptman.io.file_writer import FileWriter
 from ckptman.io.filesystem import Disk
-from ckptman.loading.piecewise import PIECE_BYTES, Reader, Shape, ahead, boxes
+from ckptman.loading.box_reader import PIECE_BYTES, BoxReader, Shape, boxes, prefetched
 from ckptman.loading.read import Fill
 from ckptman.state.file_layout import as_bytes, view_of
 
@@ -63,7 +63,7 @@ def parts_of(item: Item, place: int, box: tuple[Shape, Shape] | None = None) -> 
 
 
 def write_files(
-    folder: Path, plans: Sequence[FilePlan], reader: Reader, disk: Disk, done: Callable[[int], None] | None
+    folder: Path, plans: Sequence[FilePlan], reader: BoxReader, disk: Disk, done: Callable[[int], None] | None
 ) -> None:
     """Create the files and flush each to storage, but not the folder. `done` is told the bytes of tensors written.
 
@@ -78,7 +78,7 @@ def write_files(
             file.flush()
 
 
-def same_bits(reader: Reader, one: Item, other: Item) -> bool:
+def same_bits(reader: BoxReader, one: Item, other: Item) -> bool:
     """Whether two tensors of a checkpoint are equal, bit for bit. Raises: CorruptError."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
@@ -92,10 +92,10 @@ def same_bits(reader: Reader, one: Item, other: Item) -> bool:
     return True
 
 
-def _fill(file: FileWriter, plan: FilePlan, reader: Reader, done: Callable[[int], None] | None) -> None:
+def _fill(file: FileWriter, plan: FilePlan, reader: BoxReader, done: Callable[[int], None] | None) -> None:
     for place, known in plan.literals:
         file.write(memoryview(known), place)
-    for batch in ahead(_batches(reader, plan.parts)):
+    for batch in prefetched(_batches(reader, plan.parts)):
         for part, data in batch:
             written = _cast(part.item, data)  # the view below does not keep it
             file.write(view_of(written), part.place)
@@ -123,7 +123,7 @@ def _cast(item: Item, data: torch.Tensor) -> torch.Tensor:
     return as_bytes(after)
 
 
-def _batches(reader: Reader, parts: Iterable[Part]) -> Iterator[list[tuple[Part, torch.Tensor]]]:
+def _batches(reader: BoxReader, parts: Iterable[Part]) -> Iterator[list[tuple[Part, torch.Tensor]]]:
     """Yield the parts with their bytes, as many at a time as fit into memory.
 
     A batch stays valid while the next one is made. Raises: CorruptError.

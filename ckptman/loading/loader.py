@@ -6,20 +6,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from ckptman.comm.control import Channel, RankFailed
 from ckptman.errors import CkptmanError, CorruptError, MismatchError
-from ckptman.io.failure_cause import trouble_of_load
+from ckptman.io.failure_cause import Trouble, trouble_of_load
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.loading.exchange import read_together
 from ckptman.loading.fit import Fit, State, name_as
 from ckptman.loading.read import NOT_USABLE
 from ckptman.state.optimizers import as_before_on_error
 
-T = TypeVar("T")
+_TROUBLES: dict[Trouble, str] = {
+    "shortage": "rank {rank} has not enough memory or open files to load it ({text}): load it on more ranks, ask "
+    "for more memory, or allow more open files (ulimit -n); `ckptman verify {folder}` tells if it is what was saved",
+    "away": "the file system does not answer on rank {rank} ({text}): check the mount there, and start again; "
+    "`ckptman verify {folder}` tells if it is what was saved",
+    "denied": "this user may not read it on rank {rank} ({text}): check its permissions there, and start again",
+    "device": "the device of rank {rank} failed ({text}): leave its node out, and start again; "
+    "`ckptman verify {folder}` tells if it is what was saved",
+}
+"""What to say where a rank could not load, and that says nothing about the checkpoint."""
 
 
 def load(channel: Channel, state: State, folder: Path, *, strict: bool = True, verify: bool = True) -> None:
@@ -97,35 +105,18 @@ def _fill(channel: Channel, saved: SavedState, targets: Mapping[str, torch.Tenso
 
 @contextmanager
 def _corrupt_on_all(folder: Path) -> Iterator[None]:
-    """What failed on one rank inside counts as corrupt on all."""
+    """What failed on one rank inside counts as corrupt on all, unless its error blames something else."""
     try:
         yield
     except RankFailed as failed:
-        if failed.failure.error is not None:
-            raise failed.failure.error from failed
-        trouble = trouble_of_load(failed.failure.text, failed.failure.errno)
-        if trouble == "shortage":
-            raise CkptmanError(
-                f"{folder}: rank {failed.failure.rank} has not enough memory or open files to load it "
-                f"({failed.failure.text}): load it on more ranks, ask for more memory, or allow more open files "
-                f"(ulimit -n); `ckptman verify {folder}` tells if it is what was saved"
-            ) from failed
-        if trouble == "away":
-            raise CkptmanError(
-                f"{folder}: the file system does not answer on rank {failed.failure.rank} ({failed.failure.text}): "
-                f"check the mount there, and start again; `ckptman verify {folder}` tells if it is what was saved"
-            ) from failed
-        if trouble == "denied":
-            raise CkptmanError(
-                f"{folder}: this user may not read it on rank {failed.failure.rank} ({failed.failure.text}): check its "
-                f"permissions there, and start again"
-            ) from failed
-        if trouble == "device":
-            raise CkptmanError(
-                f"{folder}: the device of rank {failed.failure.rank} failed ({failed.failure.text}): leave its node "
-                f"out, and start again; `ckptman verify {folder}` tells if it is what was saved"
-            ) from failed
+        failure = failed.failure
+        if failure.error is not None:
+            raise failure.error from failed
+        trouble = trouble_of_load(failure.text, failure.errno)
+        if trouble is not None:
+            told = _TROUBLES[trouble].format(rank=failure.rank, text=failure.text, folder=folder)
+            raise CkptmanError(f"{folder}: {told}") from failed
         raise CorruptError(
-            f"{folder} cannot be read on rank {failed.failure.rank}: {failed.failure.text}; check the mount "
-            f"there, or restore an older checkpoint"
+            f"{folder} cannot be read on rank {failure.rank}: {failure.text}; check the mount there, or restore an "
+            f"older checkpoint"
         ) from failed

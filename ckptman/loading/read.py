@@ -110,7 +110,7 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
         # A tensor of a class of its own has memory that only its own copy_ knows.
         payload = saved.payload(fill.name, fill.chunk) if is_plain(fill.target) else None
         if payload is not None:
-            wanted += _Cut(fill, dtype, uploads.to(fill.target.device)).from_payload(payload)
+            wanted += Cut(fill, dtype, uploads.to(fill.target.device)).from_payload(payload)
             continue
         if fill.chunk.bytes > room:
             special.append([])
@@ -138,7 +138,7 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
     return report
 
 
-class _Cut:
+class Cut:
     """Cuts a part of a chunk into ranges of bytes: straight into the target where both are one run of bytes."""
 
     def __init__(self, fill: Fill, dtype: torch.dtype, put: Callable[[torch.Tensor, torch.Tensor], None]) -> None:

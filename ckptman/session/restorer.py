@@ -67,7 +67,7 @@ class Restorer:
         self._control, self._place, self._attempt, self._beat = control, place, attempt, beat
         self._disk = disk
         self.damaged: set[int] = set()
-        """Commit sequences of the checkpoints that were passed over although they look complete."""
+        """Commit sequences of the checkpoints that were skipped although they look complete."""
         self.held = contextlib.ExitStack()
         """Holds what was loaded until it is closed: no prune takes it from a run that went on from it."""
 
@@ -82,7 +82,7 @@ class Restorer:
             if not entry.in_folder and (trouble := self._fetch(entry)) is not None:
                 if not left:
                     raise trouble
-                self._pass_over(entry, trouble)
+                self._skip(entry, trouble)
                 continue
             try:
                 self._load(state, entry.path)
@@ -99,7 +99,7 @@ class Restorer:
                 refused.append(str(error))
                 if entry.path.parent == self._place.root:
                     self.damaged.add(entry.sequence)
-                self._pass_over(entry, error)
+                self._skip(entry, error)
                 continue
             self._attempt.note("restored", step=entry.step, path=str(entry.path), seconds=time.monotonic() - begun)
             return entry.step
@@ -179,7 +179,7 @@ class Restorer:
             raise NotFoundError(f"{self._place.root} has no checkpoint of step {step}; the latest there are: {known}")
         for entry in entries:
             if not entry.complete and entry.newer_format is None and step is None:
-                self._pass_over(entry, CorruptError(entry.problem))
+                self._skip(entry, CorruptError(entry.problem))
         chosen = choose(entries, step)
         return chosen if step is not None or allow_suspect else self._without_suspects(chosen)
 
@@ -192,10 +192,10 @@ class Restorer:
             raise SuspectError(f"{self._place.root}: step {step} is all there is to go on from, and {reasons[step]}")
         for entry in chosen:
             if entry.step in reasons and entry.sequence > left[0].sequence:
-                self._pass_over(entry, SuspectError(reasons[entry.step]))
+                self._skip(entry, SuspectError(reasons[entry.step]))
         return left
 
-    def _pass_over(self, entry: Entry, why: Exception) -> None:
+    def _skip(self, entry: Entry, why: Exception) -> None:
         self._attempt.note("restore_refused", step=entry.step, reason=str(why))
         if self._control.is_leader:
-            warn(f"the checkpoint of step {entry.step} is passed over: {plain(why)}")
+            warn(f"skipping the checkpoint of step {entry.step}: {plain(why)}")

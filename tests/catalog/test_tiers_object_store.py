@@ -70,10 +70,10 @@ def test_what_the_root_has_lost_a_part_of_is_fetched_again(tmp_path: Path, bucke
     tiers = [ckptman.Tier(url)]
     run(str(root), tiers, 30)
     (root / "step-0000000030" / "__0_0.distcp").unlink()
-    with pytest.warns(RuntimeWarning, match="step 30 is passed over"):
+    with pytest.warns(RuntimeWarning, match="skipping the checkpoint of step 30"):
         assert run(str(root), tiers, 30) == 30
     flip_byte(root / "step-0000000030" / "__0_0.distcp")
-    with pytest.warns(RuntimeWarning, match="step 30 is passed over"):
+    with pytest.warns(RuntimeWarning, match="skipping the checkpoint of step 30"):
         assert run(str(root), tiers, 30) == 30
     assert main(["verify", str(root)]) == 0
 

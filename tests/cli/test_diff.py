@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckptman
 from ckptman.cli.app import main
 from ckptman.format.paths import step_folder
-from ckptman.loading.piecewise import Frugal, boxes
+from ckptman.loading.box_reader import BoundedState, boxes
 from tests.dcp.test_values import DTYPES, QUANTIZED, WRITERS, bits, name_of, noise
 from tests.dcp.test_values import save as save_as
 from tests.helpers.ranks import run_ranks
@@ -243,8 +243,8 @@ def test_saved_by_one_rank_and_by_four(tmp_path: Path, diff: Diff, monkeypatch: 
     norm = float(whole(True)["w"]["rows"].double().norm())
     assert diff["w.rows"]["relative_norm"] == pytest.approx(1 / norm, rel=1e-5)
 
-    frugal = Frugal.read(tmp_path / "same-4")
-    monkeypatch.setattr("ckptman.loading.piecewise.KEPT_BYTES", 1)
+    frugal = BoundedState.read(tmp_path / "same-4")
+    monkeypatch.setattr("ckptman.loading.box_reader.KEPT_BYTES", 1)
     assert all(frugal.digests(file) is not None for file in frugal.index.files)
     assert len(frugal._digests) == 1, "digests grow with a checkpoint"
     assert diff(tmp_path / "same-4", tmp_path / "same-4", "--read") == 0

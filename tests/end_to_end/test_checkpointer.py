@@ -619,7 +619,7 @@ def test_a_damaged_checkpoint_does_not_push_out_the_good_one(tmp_path: Path) -> 
     index = tmp_path / "step-0000000003" / "index.json"
     index.write_bytes(index.read_bytes()[:-1] + b"?")
     with open_run(tmp_path, {"epoch": 1}, retention=ckptman.KeepLast(2)) as checkpointer:
-        with pytest.warns(RuntimeWarning, match="passed over"):
+        with pytest.warns(RuntimeWarning, match="skipping the checkpoint"):
             assert checkpointer.restore() == 2
         checkpointer.step(5)
     assert [each.step for each in Catalog(tmp_path).complete()] == [2, 3, 5]

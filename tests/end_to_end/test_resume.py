@@ -171,7 +171,7 @@ def test_a_checkpoint_that_is_refused_is_noted_as_damaged(tmp_path: Path, restor
         if restore:
             stack.enter_context(pytest.raises(ckptman.CorruptError))
         else:
-            stack.enter_context(pytest.warns(RuntimeWarning, match="step 2 is passed over"))
+            stack.enter_context(pytest.warns(RuntimeWarning, match="skipping the checkpoint of step 2"))
         assert one_step(tmp_path, restore, 3, retention=ckptman.KeepLast(1)) == 1
     notes = [read_verified(entry.path, entry.require_manifest()) for entry in Catalog(tmp_path).complete()]
     assert [(note.every_byte, bool(note.damaged)) for note in notes if note] == [(True, False), (False, True)]

@@ -91,7 +91,7 @@ def test_a_damaged_copy_gives_way_to_the_next_one_of_the_same(tmp_path: Path) ->
     tiers = [ckptman.Tier(far)]
     run(str(root), tiers, 40)
     flip_byte(root / "step-0000000040" / "__0_0.distcp")
-    with pytest.warns(RuntimeWarning, match="step 40 is passed over"):
+    with pytest.warns(RuntimeWarning, match="skipping the checkpoint of step 40"):
         assert run(str(root), tiers, 40) == 40
     (restored,) = events(root, "restored")
     assert restored["path"] == str(far / "step-0000000040")

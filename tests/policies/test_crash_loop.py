@@ -100,7 +100,9 @@ def test_a_run_goes_back_behind_a_checkpoint_that_crashed_it_twice(tmp_path: Pat
     for _ in range(2):
         with pytest.raises(ValueError, match="loss is NaN"):
             Poisoned(True).run(tmp_path, 8)
-    with pytest.warns(RuntimeWarning, match="step 3 is passed over: attempts 2 and 3 loaded it and crashed both after"):
+    with pytest.warns(
+        RuntimeWarning, match="skipping the checkpoint of step 3: attempts 2 and 3 loaded it and crashed both after"
+    ):
         assert Poisoned(True).run(tmp_path, 8) == 2
     refused = [each for each in read_journal(journal_path(tmp_path))[0] if each["event"] == "restore_refused"]
     assert [each["step"] for each in refused] == [3]

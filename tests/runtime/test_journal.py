@@ -311,7 +311,9 @@ def test_an_attempt_begins_a_new_file_where_the_journal_is_too_large(
     before, size = read_journal(path), path.stat().st_size
     assert not previous_path(path).exists()
     monkeypatch.setattr(journal_module, "ROTATE_BYTES", size - 1)
-    with pytest.warns(RuntimeWarning, match="step 20 is passed over: attempts 3 and 4 loaded it and crashed"):
+    with pytest.warns(
+        RuntimeWarning, match="skipping the checkpoint of step 20: attempts 3 and 4 loaded it and crashed"
+    ):
         attempt(tmp_path, 11)
     assert previous_path(path).stat().st_size == size
     events, torn = read_journal(path)

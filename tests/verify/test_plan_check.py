@@ -210,13 +210,13 @@ def _read_by_a_restore(state: Any, saved: Any, low: int, high: int) -> list[tupl
     """Which bytes of which files a restore reads for rows [low, high)."""
     import torch
 
-    from ckptman.loading.read import _Cut, fills_for_box
+    from ckptman.loading.read import Cut, fills_for_box
 
     shape = (high - low, *saved.shape[1:]) if saved.shape else ()
     memory = torch.empty(shape, dtype=torch.uint8, device="meta")
     found = []
     for fill in fills_for_box(state, saved.name, (low, *[0] * (len(shape) - 1))[: len(shape)], memory):
-        ranges = list(_Cut(fill, saved.dtype, lambda target, source: None).from_payload(fill.chunk.payload))
+        ranges = list(Cut(fill, saved.dtype, lambda target, source: None).from_payload(fill.chunk.payload))
         assert sum(each.bytes for each in ranges) == fill.target.numel() * saved.dtype.itemsize
         first, last = min(each.offset for each in ranges), max(each.offset + each.bytes for each in ranges)
         found.append((fill.chunk.file, first, last))

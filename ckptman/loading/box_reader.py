@@ -40,7 +40,7 @@ def why_refused(error: CorruptError) -> str:
     return f"it holds a {found[1]}, which is not loaded" if found else "it is no plain pickle, and is not loaded"
 
 
-class Frugal(SavedState):
+class BoundedState(SavedState):
     """A checkpoint of which only the digests that were used last are kept: all of them grow with it."""
 
     def digests(self, file: str) -> Digests | None:
@@ -71,7 +71,7 @@ def boxes(shape: Sequence[int], limit: int) -> Iterator[tuple[Shape, Shape]]:
             yield (*outside, row, *(0 for _ in shape[dim + 1 :])), sizes
 
 
-def ahead(items: Iterator[T]) -> Iterator[T]:
+def prefetched(items: Iterator[T]) -> Iterator[T]:
     """The items of an iterator, each of which is made in another thread while the one before is used."""
     with Worker("ckptman-ahead") as pool:
         coming = pool.submit(next, items, _END)
@@ -80,7 +80,7 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
             yield item
 
 
-class Reader:
+class BoxReader:
     """Reads boxes of the tensors of one checkpoint. Every block that is read is checked.
 
     A container that only `torch.load` can read is read as a whole, and kept until the next one is.
