@@ -277,6 +277,7 @@ def test_a_tensor_and_a_plain_value_are_not_taken_for_each_other(tmp_path: Path)
     with pytest.raises(ckptman.MismatchError) as caught:
         ckptman.load({"b": torch.zeros(1)}, tmp_path / "x")
     assert caught.value.missing == ("b",)
+    assert "b: checkpoint a plain value, this run a tensor" in str(caught.value)
 
 
 def test_dicts_in_lists_in_dicts(tmp_path: Path) -> None:

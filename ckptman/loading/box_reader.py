@@ -35,7 +35,7 @@ class Refused(CorruptError):
 
 
 def why_refused(error: CorruptError) -> str:
-    """In a few words, what the restricted unpickler refused: torch tells it in a page of advice."""
+    """Return in a few words what the restricted unpickler refused: torch says it in a page of advice."""
     found = re.search(r"GLOBAL (\S+)", str(error.__cause__))
     return f"it holds a {found[1]}, which is not loaded" if found else "it is no plain pickle, and is not loaded"
 
@@ -44,7 +44,7 @@ class BoundedState(SavedState):
     """A checkpoint of which only the digests that were used last are kept: all of them grow with it."""
 
     def digests(self, file: str) -> Digests | None:
-        """As in the base class."""
+        """Return what the base class does."""
         found = super().digests(file)
         if found is not None:
             self._digests[file] = self._digests.pop(file)  # the last one used is the last one dropped
@@ -57,7 +57,7 @@ class BoundedState(SavedState):
 
 
 def boxes(shape: Sequence[int], limit: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut a tensor into boxes of at most `limit` elements, in row-major order: offsets and sizes."""
+    """Cut a tensor into boxes of at most `limit` elements, in row-major order. Yields offsets and sizes."""
     if math.prod(shape) <= limit:
         if math.prod(shape):
             yield (0,) * len(shape), tuple(shape)
@@ -72,7 +72,7 @@ def boxes(shape: Sequence[int], limit: int) -> Iterator[tuple[Shape, Shape]]:
 
 
 def prefetched(items: Iterator[T]) -> Iterator[T]:
-    """The items of an iterator, each of which is made in another thread while the one before is used."""
+    """Yield the items of an iterator, each made in another thread while the one before is used."""
     with Worker("ckptman-ahead") as pool:
         coming = pool.submit(next, items, _END)
         while (item := coming.result()) is not _END:
@@ -91,12 +91,12 @@ class BoxReader:
         self._held: tuple[tuple[str, int], torch.Tensor] | None = None
 
     def dtype(self, name: str) -> torch.dtype:
-        """What `read` gives: of quantized tensors the numbers that they stand for. Raises: CorruptError."""
+        """Return the dtype that `read` gives: of quantized tensors that of their values. Raises: CorruptError."""
         dtype = self.saved.dtype(name)
         return torch.float32 if str(dtype).startswith(("torch.qint", "torch.quint")) else dtype
 
     def fills(self, name: str, offsets: Shape, sizes: Shape, data: torch.Tensor) -> list[Fill]:
-        """What has to be read to fill `data`, the flat bytes of a box; what cannot be left for later is read at once.
+        """Return what is to be read to fill `data`, the flat bytes of a box. What cannot be read later is read at once.
 
         Raises: CorruptError, Refused.
         """

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whoever wrote it: tensors by flat name, and the plain values around them."""
+"""Read what a checkpoint holds, whoever wrote it: tensors by flat name, and the plain values around them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ class SavedState:
 
     @classmethod
     def read(cls, folder: Path, rank: int | None = None) -> SavedState:
-        """`rank`: of what each rank saved for itself, read only what is for this one; None: for all.
+        """Read the description of a checkpoint.
+
+        Args:
+            rank: of what each rank saved for itself, read only what is for this one; None: for all.
 
         Raises: NotFoundError (no checkpoint there), CorruptError, FormatVersionError.
         """
@@ -101,7 +104,7 @@ class SavedState:
         )
 
     def refuse_transformed(self) -> None:
-        """Raises: CorruptError where plain DCP changed what torch.save made, such as compressed it."""
+        """Refuse what plain DCP transformed after torch.save, such as by compression. Raises: CorruptError."""
         changed = transforms_in(self.described) if self.described is not None else {}
         if changed:
             raise CorruptError(
@@ -112,17 +115,17 @@ class SavedState:
 
     @property
     def identity(self) -> str:
-        """What tells it from another checkpoint of the same name; "" for a foreign one."""
+        """Return what tells it from another checkpoint of the same name; "" for a foreign one."""
         return self.manifest.identity if self.manifest is not None else ""
 
     def tensor(self, name: str) -> TensorRecord:
-        """Shape and dtype of a tensor."""
+        """Return shape and dtype of a tensor. Raises: CorruptError."""
         if name not in self.index.tensors:
             raise CorruptError(f"{self.folder}: {name} is referred to and not saved: restore an older checkpoint")
         return self.index.tensors[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor. Raises: CorruptError."""
+        """Return the dtype of a tensor. Raises: CorruptError."""
         text = self.tensor(name).dtype
         dtype = vars(torch).get(text)  # not getattr: that imports what torch leaves for later
         if not isinstance(dtype, torch.dtype):
@@ -133,21 +136,21 @@ class SavedState:
         return dtype
 
     def chunks_in(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[ChunkPlace]:
-        """The chunks of a tensor that have elements in a box. Raises: CorruptError."""
+        """Yield the chunks of a tensor that have elements in a box. Raises: CorruptError."""
         self.check((name,))
         chunks = self.table.chunks(name)
         for row in chunks.overlapping(offsets, sizes):
             yield self._place(chunks, int(row))
 
     def all_chunks(self, name: str) -> Iterator[ChunkPlace]:
-        """All chunks of a tensor. Raises: CorruptError."""
+        """Yield all chunks of a tensor. Raises: CorruptError."""
         self.check((name,))
         chunks = self.table.chunks(name)
         for row in range(len(chunks)):
             yield self._place(chunks, row)
 
     def payload(self, name: str, chunk: ChunkPlace) -> int | None:
-        """Where the payload of a chunk begins in its file; None where only `torch.load` can read it."""
+        """Return where the payload of a chunk begins in its file; None where only `torch.load` can read it."""
         if chunk.payload >= 0:
             return chunk.payload
         if self.manifest is not None:
@@ -167,26 +170,26 @@ class SavedState:
         return read_wanted(self.folder, wanted, digests or None)
 
     def read_range(self, file: str, offset: int, size: int, label: str, *, verify: bool = True) -> bytearray:
-        """Bytes of a data file. Raises: CorruptError, OSError."""
+        """Return bytes of a data file. Raises: CorruptError, OSError."""
         data = bytearray(size)
         self.read_wanted([Wanted(file, offset, size, into=memoryview(data), label=label)], verify=verify)
         return data
 
     def pickle_of(self, name: str, *, verify: bool = True) -> bytes:
-        """The pickle of a plain value. Raises: CorruptError, OSError."""
+        """Return the pickle of a plain value. Raises: CorruptError, OSError."""
         at = self.object(name)
         return bytes(self.read_range(at.file, at.offset, at.bytes, name, verify=verify))
 
     def unpickled(self, name: str, data: bytes) -> Any:
-        """A plain value out of its pickle, by the restricted unpickler. Raises: CorruptError."""
+        """Load a plain value from its pickle, by the restricted unpickler. Raises: CorruptError."""
         return load_plain(io.BytesIO(data), f"{self.folder}: the value {name}")
 
     def plain_value(self, name: str, *, verify: bool = True) -> Any:
-        """A plain value of which there is a pickle. Raises: CorruptError, OSError."""
+        """Read and load a plain value of which there is a pickle. Raises: CorruptError, OSError."""
         return self.unpickled(name, self.pickle_of(name, verify=verify))
 
     def object(self, name: str) -> Location:
-        """Where the pickle of a plain value lies. Raises: CorruptError."""
+        """Return where the pickle of a plain value lies. Raises: CorruptError."""
         if name not in self.index.objects:
             raise CorruptError(f"{self.folder}: {name} is referred to and not saved: restore an older checkpoint")
         place = self.index.objects[name]
@@ -200,7 +203,7 @@ class SavedState:
         return place
 
     def digests(self, file: str) -> Digests | None:
-        """The block digests of a data file; None for a foreign checkpoint. Raises: CorruptError."""
+        """Return the block digests of a data file; None for a foreign checkpoint. Raises: CorruptError."""
         if self.manifest is None:
             return None
         if file not in self._digests:
@@ -209,7 +212,7 @@ class SavedState:
 
     @cached_property
     def metadata(self) -> Metadata:
-        """What DCP plans with. It grows with the number of chunks: ckptman itself plans without it."""
+        """Return what DCP plans with. It grows with the number of chunks: ckptman itself plans without it."""
         described: dict[str, Any] = {}
         places: dict[MetadataIndex, Any] = {}
         for name, record in self.index.tensors.items():
@@ -231,7 +234,7 @@ class SavedState:
         return Metadata(state_dict_metadata=described, planner_data=paths, storage_data=places)
 
     def written_metadata(self) -> Metadata:
-        """`.metadata` as it was written, whoever did that. Raises: CorruptError."""
+        """Return `.metadata` as it was written, by ckptman or by plain DCP. Raises: CorruptError."""
         if self.described is not None:
             return self.described
         if self.manifest is not None:
@@ -239,7 +242,7 @@ class SavedState:
         return read_foreign_metadata(self.folder / METADATA)
 
     def chunk(self, index: MetadataIndex) -> ChunkPlace:
-        """The chunk that DCP names by its offset. Raises: CorruptError."""
+        """Return the chunk that DCP names by its offset. Raises: CorruptError."""
         offsets = tuple(index.offset or ())
         for place in self.chunks_in(index.fqn, offsets, (1,) * len(offsets)):
             if place.offsets == offsets:
@@ -261,7 +264,7 @@ class SavedState:
         return set()
 
     def check(self, names: Iterable[str]) -> None:
-        """See that the rows of these tensors can be, if not yet done; many at once are faster. Raises: CorruptError."""
+        """Check the rows of these tensors, where not yet done; many at once are faster. Raises: CorruptError."""
         new = [name for name in names if name not in self._checked]
         if new:
             for name in new:
@@ -286,7 +289,7 @@ def _own(manifest: Manifest, rank: int) -> list[int]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file; -1 where there is none."""
+    """Return the size of a file in bytes; -1 where there is none."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -294,9 +297,9 @@ def size_of(path: Path) -> int:
 
 
 def read_to_load(folder: Path, rank: int | None = None) -> SavedState:
-    """As `SavedState.read`; who is about to load what nobody can check, though ckptman wrote it, is told so.
+    """Read the description of a checkpoint that is about to be loaded, and warn where it lost its manifest.
 
-    The files are those that the manifest names, by their sizes: of several ranks the first one looks.
+    Rank 0, or whoever loads alone, checks that the files are those that the manifest names, by their sizes.
 
     Raises: as `SavedState.read`; CorruptError where a file is another, or where it can be read by torch alone.
     """
@@ -314,7 +317,7 @@ def read_to_load(folder: Path, rank: int | None = None) -> SavedState:
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
-    """See that no other program has saved over a checkpoint: its plain values would be those of the save before.
+    """Check that no other program has saved over a checkpoint: its plain values would be those of the save before.
 
     Raises: CorruptError, OSError.
     """
@@ -352,7 +355,7 @@ def _values_of(index: Index, folder: Path) -> dict[str, Any]:
 
 
 def _index_of(folder: Path, metadata: Metadata) -> tuple[Index, ChunkTable]:
-    """The index of a checkpoint that plain DCP wrote. Where payloads begin is not known yet."""
+    """Return the index of a checkpoint that plain DCP wrote. Where payloads begin is not known yet."""
     files: dict[str, int] = {}
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
     numbers: dict[str, int] = {}
@@ -391,7 +394,7 @@ def _index_of(folder: Path, metadata: Metadata) -> tuple[Index, ChunkTable]:
 
 
 def _foreign_values(saved: SavedState, metadata: Metadata) -> dict[str, Any]:
-    """The nested state that plain DCP flattened, rebuilt from the paths in its metadata."""
+    """Rebuild the nested state that plain DCP flattened from the paths in its metadata."""
     folder, values, paths = saved.folder, dict[str, Any](), metadata.planner_data or {}
     for name, described in metadata.state_dict_metadata.items():
         path = paths.get(name, (name,)) if isinstance(paths, dict) else None
@@ -415,7 +418,7 @@ class Lazy:
 
 
 def resolve(value: Any) -> Any:
-    """A value with what was not yet read, read."""
+    """Return a value with each `Lazy` in it read."""
     if isinstance(value, Lazy):
         return value.read()
     if type(value) is dict:

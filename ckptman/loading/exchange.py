@@ -75,7 +75,7 @@ class Band(NamedTuple):
 
     @property
     def target(self) -> torch.Tensor:
-        """Where this rank's part of them belongs."""
+        """Return where this rank's part of them belongs."""
         return self.shared.memory.narrow(0, self.first, self.rows)
 
 
@@ -109,7 +109,7 @@ def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, tor
 def _groups(
     channel: Channel, targets: Mapping[str, torch.Tensor]
 ) -> tuple[dict[tuple[int, ...], list[SharedTensor]], list[str]]:
-    """The tensors that this rank reads together with others, by group, and the names of those it reads by itself."""
+    """Return the tensors that this rank reads together with others, by group, and the names of its own."""
     groups: dict[tuple[int, ...], list[SharedTensor]] = {}
     own = []
     everyone = tuple(range(channel.world_size))
@@ -166,7 +166,7 @@ def _shared(
 
 
 def _group_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[Member, ...]]:
-    """The ranks that hold parts of the same rows of a DTensor, and their parts."""
+    """Return the ranks that hold parts of the same rows of a DTensor, and their parts."""
     mine = tensor.device_mesh.get_coordinate()
     assert mine is not None
     return _group_in_mesh(tuple(tensor.shape), tensor.device_mesh, tensor.placements, tuple(mine))
@@ -221,7 +221,7 @@ class _Exchange:
         return read_bytes
 
     def _read(self, number: int) -> tuple[list[torch.Tensor], int]:
-        """This rank's bands of one round, whole rows. What goes wrong is kept in `error`: the others wait for them."""
+        """Read this rank's bands of one round, whole rows. An error is kept in `error`: the others wait for them."""
         if self.error is not None:
             return [], 0
         try:
@@ -240,7 +240,7 @@ class _Exchange:
             return [], 0
 
     def _exchange(self, number: int, pieces: list[torch.Tensor]) -> bool:
-        """Send each member what it needs of this rank's bands, and take what it has. Whether any member failed."""
+        """Send each member what it needs of this rank's bands, and take what it has. Returns whether any failed."""
         sent = self._pack(number, pieces)
         sizes = {
             rank: 1 + sum(_bytes_for(band, self._me) for band in self._band(member, number))
@@ -258,7 +258,7 @@ class _Exchange:
         return False
 
     def _pack(self, number: int, pieces: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The messages to the others: a flag, 1 if something went wrong here, and the bytes they need."""
+        """Return the messages to the others: a flag, 1 if something went wrong here, and the bytes they need."""
         mine = self._band(self._me, number)
         sizes = {
             rank: sum(_bytes_for(band, member) for band in mine)
@@ -318,7 +318,7 @@ def _at_once(work: Callable[[int], T], number: int) -> Task[T]:
 
 
 def _bands(tensors: Sequence[SharedTensor], member: int, members: int) -> Iterator[list[Band]]:
-    """What one member reads, round by round: an equal length of all their rows, cut between rows."""
+    """Yield what one member reads, round by round: an equal length of all rows, cut between rows."""
     total = sum(each.rows * each.row_bytes for each in tensors)
     low, high = total * member // members, total * (member + 1) // members
     band_bytes = BAND_BYTES // members
@@ -341,7 +341,7 @@ def _bands(tensors: Sequence[SharedTensor], member: int, members: int) -> Iterat
 
 
 def _part(band: Band, piece: torch.Tensor, member: int) -> torch.Tensor:
-    """What a member needs of the rows of a band."""
+    """Return what a member needs of the rows of a band."""
     box = band.shared.boxes[member]
     for dim in range(1, piece.dim()):
         piece = piece.narrow(dim, box.offsets[dim] - band.shared.offsets[dim], box.sizes[dim])

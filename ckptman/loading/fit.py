@@ -36,7 +36,7 @@ State = MutableMapping[str, Any]
 
 @dataclass
 class Report:
-    """What one rank tells the others about how a checkpoint fits its state.
+    """Per-rank result of the fit, gathered on all ranks.
 
     `wanted`: the keys of its state, and the names in its modules and optimizers.
     """
@@ -79,7 +79,7 @@ class Fit:
             _nest_bare_model(self._state, self._live, saved, warns=warns)
 
     def match(self) -> Report:
-        """See what fits, after `ask`. Raises: CorruptError, also for plain values; ConfigError."""
+        """Match checkpoint and state, after `ask`. Raises: CorruptError, also for plain values; ConfigError."""
         saved, report = self._saved, self._report
         for name, target in self._state.items():
             report.wanted.add(name)
@@ -107,23 +107,23 @@ class Fit:
         return report
 
     def names(self, *, in_place: bool) -> list[str]:
-        """The keys of the state whose tensors a restore writes into; or those of objects that load themselves."""
+        """Return the keys of what a restore fills in place, or those of objects that load themselves."""
         return [name for name in self.values if _is_filled_in_place(self._state[name]) == in_place]
 
     def tensors_of(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors to fill for these keys of the state."""
+        """Return the tensors to fill for these keys of the state."""
         wanted = {ref.name for name in names for ref in refs_in(self.values[name])}
         return {name: tensor for name, tensor in self.targets.items() if name in wanted}
 
     def apply(self, names: Iterable[str]) -> None:
-        """Give these objects what they are to have, when their tensors are filled. Raises whatever they raise."""
+        """Give these objects their values, when the tensors are filled. Raises whatever they raise."""
         filled = set[int]()
         for name in names:
             value = self.values[name] = replace_refs(self.values[name], lambda ref: self.targets[ref.name])
             put_back(self._state, name, value, self._rank, name in self.from_other_rank, filled)
 
     def _plain_names(self) -> list[str]:
-        """The keys of what is filled in place besides modules and optimizers."""
+        """Return the keys of what is filled in place besides modules and optimizers."""
         return [
             name
             for name, target in self._state.items()
@@ -145,8 +145,7 @@ class Fit:
                 values[entry] = self._match(value, (name, entry))
 
     def _match(self, live: Any, path: tuple[Any, ...]) -> Any:
-        """What takes the place of a value that must be in the checkpoint. What is not, or is something else, is
-        reported."""
+        """Return what takes the place of a value. What the checkpoint lacks, or has as something else, is reported."""
         name, objects = ".".join(map(str, path)), self._saved.index.objects
         there, known = _at(self._saved.values, path)
         if isinstance(live, torch.Tensor):
@@ -179,7 +178,7 @@ class Fit:
         return ref
 
     def _fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Have a tensor of this run filled where it is. One of another shape or dtype is reported."""
+        """Note that a tensor is to be filled where it is. Another shape or dtype is reported."""
         record = self._saved.tensor(name)
         there, here = _form(record.shape, record.dtype), _form(tensor.size(), tensor.dtype)
         if there != here:
@@ -225,12 +224,12 @@ def _is_per_rank(target: object) -> bool:
 
 
 def _is_filled_in_place(target: object) -> bool:
-    """Whether a restore writes into the tensors of an entry of the state: of all but objects that load themselves."""
+    """Return whether a restore writes into the tensors of an entry: of all but objects that load themselves."""
     return is_named(target) or not (is_stateful(target) or _is_per_rank(target))
 
 
 def _at(values: Any, path: tuple[Any, ...]) -> tuple[Any, bool]:
-    """The saved value at a path, and whether there is one. Plain DCP saves all keys as texts."""
+    """Return the saved value at a path, and whether there is one. Plain DCP saves all keys as texts."""
     for key in path:
         values = values.read() if isinstance(values, Lazy) else values  # until torch 2.3, a dict without tensors
         if isinstance(values, dict) and (key in values or str(key) in values):
@@ -247,12 +246,12 @@ def _form(shape: Sequence[int], dtype: torch.dtype | str) -> str:
 
 
 def _is_extra_state(entry: str) -> bool:
-    """Whether an entry of a module's state dict is what its `get_extra_state` gave, and `set_extra_state` checks."""
+    """Return whether an entry of a module's state dict came from `get_extra_state`: `set_extra_state` checks it."""
     return entry.rpartition(".")[2] == "_extra_state"
 
 
 def _new_tensors(saved: SavedState, name: str, value: Any, live: Any) -> dict[str, torch.Tensor]:
-    """New tensors for those in a saved value, sharded as the live ones are: one of these may well be a parameter."""
+    """Make tensors for those in a saved value, sharded as the live ones are: one of these may well be a parameter."""
     there = snapshot_of({name: live}).tensors
     return {ref.name: _new_tensor(saved, ref.name, there.get(ref.name)) for ref in refs_in(value)}
 
@@ -272,7 +271,7 @@ def _new_tensor(saved: SavedState, name: str, like: torch.Tensor | None = None) 
 def _wrongly_tied(
     saved: SavedState, targets: Mapping[str, torch.Tensor], plain: Iterable[str], *, verify: bool = True
 ) -> list[str]:
-    """What is one tensor in this run and was saved as two that differ: a copy that was kept of a parameter, say.
+    """Return what is one tensor in this run and was saved as two that differ, such as a copy kept of a parameter.
 
     `plain`: entries of the state that are dicts, lists or tensors. Only where one of these has a part in it is it
     looked at: what modules tie is theirs to say. Raises: CorruptError.
@@ -306,13 +305,13 @@ def _saved_bytes(saved: SavedState, name: str, box: Box, like: torch.Tensor, ver
 
 
 def _without_unsaved_state(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state, without what parameters have of it that had none yet when it was saved."""
+    """Return an optimizer's state without that of parameters which had none yet when it was saved."""
     known = {parameter_of(entry) for entry in saved}
     return {entry: value for entry, value in live.items() if not (each := parameter_of(entry)) or each in known}
 
 
 def _settings_added_later(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint has of parameter groups that an optimizer, or its schedule, adds to them in its first steps."""
+    """Return the saved settings that an optimizer, or its schedule, adds to its groups in the first steps."""
     known = {entry.rpartition(".")[0] for entry in live if entry.startswith(GROUPS)}
     return {
         entry: value
@@ -322,8 +321,8 @@ def _settings_added_later(live: Mapping[str, Any], saved: Mapping[str, Any]) -> 
 
 
 def _conflicting_settings(state: Mapping[str, Any], name: str, saved: Mapping[str, Any]) -> list[str]:
-    """What a checkpoint has of parameters in different groups that are in one group of the optimizer `name` now: of
-    their settings it can have only one. Those that are tensors, or that plain DCP pickled, are not looked at."""
+    """Return the saved settings of parameters that are in one group of the optimizer `name` now and differ: a group has
+    one of each. Those that are tensors, or that plain DCP pickled, are not looked at."""
     groups = groups_by_name(model_of(state[name], state), state[name])
     first: dict[tuple[int, str], tuple[str, Any]] = {}
     found = []
@@ -340,7 +339,8 @@ def _conflicting_settings(state: Mapping[str, Any], name: str, saved: Mapping[st
 def _settings_of_newer_torch(
     live: Mapping[str, Any], saved: Mapping[str, Any], name: str, *, warns: bool
 ) -> dict[str, Any]:
-    """What an optimizer has of parameter groups that a checkpoint lacks, which has all else of them: it stays as it is.
+    """Return the settings of parameter groups that a checkpoint of an older torch lacks: they stay as they are.
+
     Where the checkpoint has what this one lacks, it is of another kind of optimizer."""
     known = {entry.rpartition(".")[0] for entry in saved if entry.startswith(GROUPS)}
     kept = {
@@ -358,7 +358,7 @@ def _settings_of_newer_torch(
 
 
 def _flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's saved state under flat names, also where plain DCP was given one that was not flattened."""
+    """Return an optimizer's saved state under flat names, also where plain DCP was given a nested one."""
     if not isinstance(values.get("state", {}), dict) or "param_groups" not in values:
         return values
     flat: dict[str, Any] = {}

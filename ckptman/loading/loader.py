@@ -56,8 +56,10 @@ def load(channel: Channel, state: State, folder: Path, *, strict: bool = True, v
 
 
 def _read_on_all(channel: Channel, state: State, folder: Path) -> SavedState:
-    """What a checkpoint holds, of which every rank sees the same. Raises on every rank alike: CorruptError;
-    CkptmanError where they see different ones under its name."""
+    """Read what a checkpoint holds, and see that every rank reads the same one.
+
+    Raises on every rank alike: CorruptError; CkptmanError where they see different ones under its name.
+    """
     saved: list[SavedState] = []
 
     def read() -> str:
@@ -105,7 +107,7 @@ def _fill(channel: Channel, saved: SavedState, targets: Mapping[str, torch.Tenso
 
 @contextmanager
 def _corrupt_on_all(folder: Path) -> Iterator[None]:
-    """What failed on one rank inside counts as corrupt on all, unless its error blames something else."""
+    """Turn what failed on one rank into a CorruptError on all, unless the error blames something else."""
     try:
         yield
     except RankFailed as failed:

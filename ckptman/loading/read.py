@@ -45,7 +45,7 @@ class Fill:
 
 
 def refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
-    """Raises: ConfigError where nothing can be loaded into a tensor."""
+    """Refuse a tensor into which nothing can be loaded. Raises: ConfigError."""
     for _, part in local_parts(tensor, name):
         if _shares_memory(part):
             raise ConfigError(
@@ -59,25 +59,25 @@ def refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor certainly share memory."""
+    """Return whether elements of a tensor certainly share memory."""
     return is_plain(tensor) and not tensor.is_meta and is_overlapping(tensor)
 
 
 def fills_for(saved: SavedState, name: str, target: torch.Tensor) -> Iterator[Fill]:
-    """What this rank needs to fill a tensor of its own, whole or sharded in any way."""
+    """Yield what this rank needs to fill a tensor of its own, whole or sharded in any way."""
     for box, memory in local_parts(target, name):
         if not box.is_empty:
             yield from fills_for_box(saved, name, box.offsets, memory)
 
 
 def fills_for_all(saved: SavedState, targets: Mapping[str, torch.Tensor]) -> list[Fill]:
-    """The same for many tensors, whose rows of the chunk table are checked together."""
+    """Return the same for many tensors, whose rows of the chunk table are checked together."""
     saved.check(targets)
     return [fill for name, target in targets.items() for fill in fills_for(saved, name, target)]
 
 
 def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: torch.Tensor) -> Iterator[Fill]:
-    """What is needed to fill `memory`, the box of a tensor that begins at `offsets`."""
+    """Yield what is needed to fill `memory`, the box of a tensor that begins at `offsets`. Raises: CorruptError."""
     sizes = tuple(memory.shape)
     found = 0
     for chunk in saved.chunks_in(name, offsets, sizes):
@@ -98,7 +98,7 @@ def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: 
 
 
 def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True) -> ReadReport:
-    """Read. Raises: CorruptError; the targets may be partly filled then, and its text says so."""
+    """Read into the targets. Raises: CorruptError; they may be partly filled then, and its text says so."""
     uploads = Uploads()
     wanted: list[Wanted] = []
     special: list[list[Fill]] = []
@@ -146,7 +146,7 @@ class Cut:
         self._strides = [math.prod(fill.chunk.sizes[dim + 1 :]) for dim in range(len(fill.chunk.sizes))]
 
     def from_payload(self, payload: int) -> Iterator[Wanted]:
-        """The ranges, given where the chunk's payload begins in its file."""
+        """Yield the ranges, given where the chunk's payload begins in its file."""
         first = sum(start * stride for start, stride in zip(self._fill.start, self._strides))
         yield from self._cut(self._fill.target, payload + first * self._dtype.itemsize)
 
@@ -168,7 +168,7 @@ class Cut:
             yield from self._cut(target.narrow(dim, row, min(rows, target.shape[dim] - row)), offset + row * step)
 
     def _has_wide_gaps(self, target: torch.Tensor, dim: int) -> bool:
-        """Whether what lies between two rows along `dim` is better left unread."""
+        """Return whether what lies between two rows along `dim` is better left unread."""
         inner = 1 + sum((size - 1) * stride for size, stride in zip(target.shape[dim + 1 :], self._strides[dim + 1 :]))
         return (self._strides[dim] - inner) * self._dtype.itemsize >= BLOCK_BYTES
 
@@ -180,7 +180,7 @@ class Cut:
 
 
 def _is_flat_memory(tensor: torch.Tensor) -> bool:
-    """Whether the bytes in a tensor's memory are its elements one after the other."""
+    """Return whether the bytes in a tensor's memory are its elements one after the other."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -263,7 +263,7 @@ class Uploads:
         self._uploaders: dict[torch.device, Uploader] = {}
 
     def to(self, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """How to put memory into a tensor of a device, for any thread. The memory may change when that returns."""
+        """Return what puts memory into a tensor of a device, from any thread. The memory may change when it returns."""
         if device.type == "cpu":
             return put
         if device not in self._uploaders:

@@ -61,7 +61,7 @@ class _MemoryFormat:
 
 
 def _text_of_path(*parts: str) -> str:
-    """Where it was saved: kept as a text, never opened."""
+    """Return where it was saved: kept as a text, never opened."""
     return str(PurePosixPath(*parts))
 
 
@@ -102,8 +102,8 @@ class _Restricted(pickle.Unpickler):
 
 
 def read_foreign_metadata(path: Path) -> Metadata:
-    """The `.metadata` of a checkpoint that ckptman did not write: every name, number and path in it is one, and every
-    file that it names lies in its folder.
+    """Read the `.metadata` of a checkpoint that ckptman did not write. Every name, number and path in it is checked,
+    and every file that it names lies in its folder.
 
     Raises: CorruptError, OSError.
     """
@@ -130,7 +130,7 @@ def read_foreign_metadata(path: Path) -> Metadata:
 
 
 def _check_links(folder: Path, names: Iterable[str]) -> None:
-    """Raises: CorruptError where a name leads out of the folder by a link."""
+    """Refuse a name that leads out of the folder by a link. Raises: CorruptError."""
     home = os.path.realpath(folder)
     for name in names:
         there = os.path.realpath(os.path.join(home, name))
@@ -168,7 +168,7 @@ def load_plain(data: io.BytesIO, what: str) -> Any:
 
 
 def _pickle_in(data: io.BytesIO) -> bytes:
-    """The pickle in a file of torch.save, if that is a zip archive as torch writes them. Raises: ValueError and others.
+    """Return the pickle in a file of torch.save, a zip archive as torch writes them. Raises: ValueError and others.
 
     Nothing in it is compressed, so that it takes no more memory than it has bytes, and every name is there once: torch
     and Python's zipfile see the same.
@@ -294,7 +294,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
-    """torch's list of what is safe, which is one for all of the process, with these instead of what there is of numpy
+    """Put stand-ins into torch's list of what is safe, which is one for the process, in place of what there is of numpy
     and `io`: others may have put the real ones there."""
     with _ONE_AT_A_TIME:
         theirs = [each for each in torch.serialization.get_safe_globals() if _has_stand_in(each)]
@@ -317,7 +317,7 @@ def _has_stand_in(entry: Any) -> bool:
 
 
 def _settled(value: Any) -> Any:
-    """A value with what stands for arrays, dtypes and streams replaced by them, wherever it is."""
+    """Return a value with what stands for arrays, dtypes and streams replaced by them, wherever it is."""
     top = [value]
     todo: list[Any] = [top]
     seen: dict[int, tuple[Any, Any]] = {}  # what was met, which thereby stays where it is, and what is in its place
@@ -349,7 +349,7 @@ def _settled(value: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Why a value was refused, without torch's advice to load it unrestricted."""
+    """Return why a value was refused, without torch's advice to load it unrestricted."""
     text = str(error)
     if f"Unsupported operand {pickle.LONG4[0]}" in text:
         return "it holds a whole number of more than 255 bytes, which torch's weights_only does not read"
@@ -359,7 +359,7 @@ def _reason(error: Exception) -> str:
 
 
 def transforms_in(metadata: Metadata) -> dict[tuple[str, int, int], str]:
-    """File, offset and bytes of the containers that DCP's stream extensions changed, such as compressed; and which."""
+    """Return file, offset and bytes of the containers that DCP's stream extensions changed, and by which extension."""
     found = {}
     for info in metadata.storage_data.values():
         if names := getattr(info, "transform_descriptors", None):
@@ -369,7 +369,7 @@ def transforms_in(metadata: Metadata) -> dict[tuple[str, int, int], str]:
 
 
 def flaw_of_metadata(metadata: object) -> str | None:
-    """What in an unpickled description is not what it should be, or None. Raises: AttributeError, TypeError."""
+    """Return what is wrong with an unpickled description, or None. Raises: AttributeError, TypeError."""
     if not isinstance(metadata, Metadata):
         return "it describes something else"
     described, places, paths = metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data
@@ -417,7 +417,7 @@ def _is_place(index: object, info: object) -> bool:
 
 
 def _are_numbers(numbers: object) -> bool:
-    """Whether they fit the chunk table; whether they can be is for the table to see, which knows the files."""
+    """Return whether they fit the chunk table; whether they are right the table sees, which knows the files."""
     return isinstance(numbers, (tuple, list)) and all(
         type(each) is int and -(2**63) <= each < 2**63 for each in numbers
     )

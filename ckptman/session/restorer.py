@@ -1,4 +1,4 @@
-"""Restoring: the newest good checkpoint, on any number of ranks."""
+"""Find the checkpoint that a run goes on from, and load it on any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOOKS = 10
 
 
 def choose(entries: list[Entry], step: int | None) -> list[Entry]:
-    """The entries to try, best first: the step asked for, or all complete ones from the last committed on.
+    """Return the entries to try, best first: the step asked for, or all complete ones, last committed first.
 
     Raises: FormatVersionError if a newer ckptman wrote one of them: it may well be the newest good one, and going back
     behind it would lose its steps silently. CorruptError if there are entries and none is complete.
@@ -127,7 +127,7 @@ class Restorer:
         return step
 
     def _fetch(self, entry: Entry) -> CkptmanError | None:
-        """Have the leader bring into the root what is elsewhere. What went wrong, the same on every rank."""
+        """Have the leader copy into the root what is elsewhere. Returns what went wrong, the same on every rank."""
         place, meter, before = self._place, Meter(), [("", 0)]
 
         def fetch() -> None:
@@ -184,7 +184,10 @@ class Restorer:
         return chosen if step is not None or allow_suspect else self._without_suspects(chosen)
 
     def _without_suspects(self, chosen: list[Entry]) -> list[Entry]:
-        """Raises: SuspectError where nothing else is left: a run never falls back to step 0 over checkpoints."""
+        """Leave out those that a run crashed with.
+
+        Raises: SuspectError where nothing else is left: a run never falls back to step 0 over checkpoints.
+        """
         reasons = self._attempt.suspects
         left = [entry for entry in chosen if entry.step not in reasons]
         if chosen and not left:
