@@ -26,7 +26,7 @@ _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 
 
 class SignalHandler:
-    """Notes the signals that ask this process to stop, inside a `with` block.
+    """Note the signals that ask this process to stop, inside a `with` block.
 
         with SignalHandler() as signals:
             for batch in batches:
@@ -42,8 +42,16 @@ class SignalHandler:
     a C library caught before Python started. A process forked inside the block gets the handlers that were there before
     it: `multiprocessing.Pool.terminate()` would wait for ever for workers that only note their SIGTERM.
 
-    Attributes: `signals` it listens to; `received`, the first one that came, or None, readable after the block too.
-    Raises: ConfigError (a signal that cannot be caught; not in the main thread; entered twice).
+    Args:
+        signals: which signals to note.
+        repeat_seconds: a second identical signal that comes sooner than this is the same request.
+
+    Attributes:
+        signals: those it listens to.
+        received: the first signal that came, or None; readable after the block too.
+
+    Raises:
+        ConfigError: a signal that cannot be caught; not in the main thread; entered twice.
     """
 
     def __init__(
