@@ -69,13 +69,13 @@ def check_is_no_checkpoint(root: Path) -> None:
     """Refuse a single checkpoint where a root is expected: it would look like an empty root. Raises: ConfigError."""
     with suppress(PermissionError):  # whoever reads the root says more
         if is_checkpoint(root):
-            raise ConfigError(f"{root} is one checkpoint, and no root of several: name the folder that it is in")
+            raise ConfigError(f"{root} is one checkpoint, not a root: name the folder that contains it")
 
 
 def check_is_root(root: Path) -> None:
     """Check that a folder is a root, with a checkpoint or files of a run: nothing is deleted below a mistyped path.
 
-    Raises: NotFoundError, RootError (it cannot be read, or is no folder), ConfigError.
+    Raises: NotFoundError, RootError (it cannot be read, or is not a folder), ConfigError.
     """
     from ckptman.catalog.catalog import Catalog
     from ckptman.format.paths import MANIFEST, METADATA, parse_step, run_folder
@@ -87,7 +87,7 @@ def check_is_root(root: Path) -> None:
         return
     if not any((root / name / mark).exists() for name in names for mark in (MANIFEST, METADATA)):
         raise ConfigError(
-            f"{root} is no root of checkpoints: there is none of ckptman in it, nor one of plain DCP. Nothing is "
+            f"{root} is not a root of checkpoints: it contains none, neither of ckptman nor of plain DCP. Nothing is "
             f"deleted there: check the path"
         )
 
@@ -140,7 +140,7 @@ def choose(path: Path, step: int | None = None, every: bool = False, passed_over
         others = next((name for name in reversed(catalogue.names()) if is_foreign(path / name)), "")
         raise NotFoundError(
             f"{path} holds no checkpoint (a folder such as step-0000000100, or one with a manifest.json or .metadata)"
-            + (f", but {path / others} is one of plain DCP: name that folder" if others else "")
+            + (f", but {path / others} is a checkpoint of plain DCP: name that folder" if others else "")
         )
     if every:
         return entries

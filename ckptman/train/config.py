@@ -218,7 +218,7 @@ def _misfits(config: Config) -> list[str]:
     model, checkpoint = config.model, config.checkpoint
     problems = []
     if model.dim % model.heads:
-        problems.append(f"model.dim: {model.dim} is no multiple of model.heads ({model.heads})")
+        problems.append(f"model.dim: {model.dim} is not a multiple of model.heads ({model.heads})")
     elif model.head_dim % 2:
         problems.append(f"model.heads: heads are {model.head_dim} wide; rotary embeddings need an even width")
     if model.heads % model.kv_heads:

@@ -44,7 +44,7 @@ def test_one_checkpoint_is_no_empty_root(tmp_path: Path, capsys: pytest.CaptureF
     before = set(folder.iterdir())
     name, *options = verb.split()
     assert main([name, str(folder), *options]) == 2
-    assert f"{folder} is one checkpoint, and no root of several" in capsys.readouterr().err
+    assert f"{folder} is one checkpoint, not a root" in capsys.readouterr().err
     assert set(folder.iterdir()) == before
 
 

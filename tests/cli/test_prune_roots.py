@@ -306,7 +306,7 @@ def test_a_folder_that_is_no_root_is_refused(tmp_path: Path, capsys: pytest.Capt
     before = sorted(tmp_path.rglob("*"))
     for option in (["--keep-last", "1"], ["--leftovers"]):
         assert main(["prune", str(tmp_path), *option]) == 2
-        assert "is no root of checkpoints" in capsys.readouterr().err
+        assert "is not a root of checkpoints" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
     assert main(["prune", str(tmp_path / "nowhere"), "--keep-last", "1"]) == 3
     (tmp_path / "file").touch()
@@ -316,7 +316,7 @@ def test_a_folder_that_is_no_root_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_one_checkpoint_is_no_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = make(tmp_path / "root", 100)
     assert main(["prune", str(root / step_folder(100)), "--keep-last", "1"]) == 2
-    assert "is one checkpoint, and no root of several" in capsys.readouterr().err
+    assert "is one checkpoint, not a root" in capsys.readouterr().err
     assert kept(root) == [100]
 
 

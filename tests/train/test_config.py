@@ -68,7 +68,7 @@ def test_all_wrong_values_are_told_at_once_in_one_line_each() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"dim": 100, "heads": 8}}, "no multiple of model.heads"),
+        ({"model": {"dim": 100, "heads": 8}}, "not a multiple of model.heads"),
         ({"model": {"dim": 24, "heads": 8}}, "even width"),
         ({"model": {"heads": 8, "kv_heads": 3}}, "does not divide"),
         ({"checkpoint": {"min_seconds": 901.0}}, "checkpoint.max_seconds"),

@@ -32,11 +32,6 @@ class TokenData:
         self._tokens = map_tokens(config.path, self.meta)
 
     @property
-    def batch_tokens(self) -> int:
-        """Target tokens of one global batch, over all ranks."""
-        return self._config.global_batch * self._config.sequence_tokens
-
-    @property
     def micro_batches(self) -> int:
         """How many micro-batches a step has: on every rank the same, because collectives must match."""
         return -(-largest_share(self._config.global_batch, self._world_size) // self._config.micro_batch)

@@ -53,7 +53,7 @@ def read_meta(folder: Path) -> TokenMeta:
     try:
         data = read_regular(folder / META, _MOST_META_BYTES, follow=True, remedy=remedy)
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(f"{folder} is no token folder (no {META} in it); {remedy}") from None
+        raise NotFoundError(f"{folder} is not a token folder (it has no {META}); {remedy}") from None
     try:
         document = pydantic.TypeAdapter(dict[str, Any]).validate_json(data)
         if (version := document.get("format_version")) != FORMAT_VERSION and isinstance(version, int):
