@@ -18,7 +18,7 @@ from ckptman.errors import CkptmanError
 if TYPE_CHECKING:
     from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord
     from ckptman.scheduler.slurm.commands import Slurm
-    from ckptman.scheduler.slurm.control import Seen
+    from ckptman.scheduler.slurm.control import ChainStatus
 
 LINES_SHOWN = 20
 _COLOURS = {"finished": "green", "stopped": "red", "cancelled": "red", "paused": "yellow"}
@@ -126,15 +126,15 @@ def _find(name: str | None) -> tuple[Chain, Slurm]:
     return chain, slurm_of(chain.spec, os.environ)
 
 
-def _act(name: str | None, what: Callable[[Chain, Slurm, float], Seen]) -> None:
+def _act(name: str | None, what: Callable[[Chain, Slurm, float], ChainStatus]) -> None:
     chain, slurm = _find(name)
     _show(chain, what(chain, slurm, time.time()), False)
 
 
-def _show(chain: Chain, seen: Seen, as_json: bool) -> None:
+def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
     spec = chain.spec
     if as_json:
-        from ckptman.scheduler.restart_gaps import pauses
+        from ckptman.scheduler.restart_gaps import restart_gaps
 
         text.say_json(
             {
@@ -142,7 +142,7 @@ def _show(chain: Chain, seen: Seen, as_json: bool) -> None:
                 "script": spec.script,
                 **seen.state.model_dump(exclude={"forgiven"}),
                 "attempts": [_facts(each, seen.ends.get(each.number)) for each in seen.attempts],
-                "pauses": [asdict(each) for each in pauses(chain)],
+                "pauses": [asdict(each) for each in restart_gaps(chain)],
                 "queue": [{"number": record.number, "job_id": job.id, "state": job.state} for record, job in seen.live],
             }
         )
@@ -179,12 +179,12 @@ def _row(attempt: AttemptRecord, end: EndRecord | None, now: float) -> tuple[str
 
 
 def _show_times(chain: Chain) -> None:
-    from ckptman.scheduler.restart_gaps import pauses
+    from ckptman.scheduler.restart_gaps import restart_gaps
 
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:,.1f}"
 
-    found = pauses(chain)
+    found = restart_gaps(chain)
     text.say()
     if not found:
         text.say("seconds from the end of an attempt to the first step of the next: there is no second one yet")

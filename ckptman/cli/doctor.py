@@ -109,7 +109,8 @@ def _size_bytes(written: str | None) -> int:
 
 
 def _against_bytes(written: str | None, timeout: float) -> int | None:
-    """The size that was written, or that of the checkpoint there. Raises: ConfigError, NotFoundError, CorruptError."""
+    """Return the size that was written, or that of the checkpoint there. Raises: ConfigError, NotFoundError,
+    CorruptError."""
     if written is None:
         return None
     if is_size(written):
@@ -123,14 +124,14 @@ def _against_bytes(written: str | None, timeout: float) -> int | None:
         raise CkptmanError(f"--against: {written} {error}: give its size, such as 70GB") from None
     if found is None:
         raise ConfigError(
-            f"--against: {written!r} is no size such as 70GB or 1.5TiB, and there is no such path: give a size, or the "
-            f"path of a checkpoint or a root"
+            f"--against: {written!r} is not a size such as 70GB or 1.5TiB, and there is no such path: give a size, or "
+            f"the path of a checkpoint or a root"
         )
     return found
 
 
 def _checkpoint_bytes(path: Path) -> int | None:
-    """Bytes of a checkpoint, or of the newest of a root; None where there is nothing."""
+    """Return the bytes of a checkpoint, or of the newest of a root; None where there is nothing."""
     from ckptman.cli.select import choose, is_foreign
 
     if not path.exists():

@@ -209,7 +209,8 @@ def _check_steps(given: float | None, policy: RetentionPolicy | None) -> None:
 
 
 def _cadence(policy: SavePolicy | None, figures: list[Figure], step_seconds: float | None) -> tuple[float, str]:
-    """Seconds between saves: as the configuration says, where there is one, or the interval of the plan; and whose."""
+    """Return the seconds between saves: as the configuration says, where there is one, or the interval of the plan;
+    and whose."""
     from ckptman.cli.plan_report import value_of
     from ckptman.forecast.disk_forecast import cadence_seconds
 

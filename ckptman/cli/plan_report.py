@@ -75,7 +75,7 @@ def _fits(memory: Sequence[Figure], room: int) -> list[str]:
 
 
 def _advice(made: Plan) -> list[str]:
-    """What to do, by the numbers: the tier that yields most, and what to write where."""
+    """Return what to do, by the numbers: the tier that yields most, and what to write where."""
     from ckptman.forecast.save_costs import BOUND_SECONDS
     from ckptman.policies.limit import size_text
 
@@ -120,7 +120,7 @@ def _advice(made: Plan) -> list[str]:
 
 
 def _bound_costs(tier: Tier, figures: list[Figure], blocking: bool) -> list[str]:
-    """Where the bound costs more than a percent of what the best interval yields."""
+    """Say where the bound costs more than a percent of what the best interval yields."""
     at_bound, at_best = value_of(figures, "goodput"), value_of(figures, "goodput_best")
     if at_bound >= 0.99 * at_best:
         return []
@@ -135,7 +135,8 @@ def _bound_costs(tier: Tier, figures: list[Figure], blocking: bool) -> list[str]
 
 
 def _by_configuration(made: Plan) -> list[str]:
-    """How often the configuration saves, where it is one that says it: what is saved, kept and on disk is of that."""
+    """Say how often the configuration saves, where it is one that says it: what is saved, kept and on disk is of
+    that."""
     from ckptman.forecast.disk_forecast import intervals_of
     from ckptman.policies.save_policies import EverySteps
 

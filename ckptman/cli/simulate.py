@@ -114,7 +114,7 @@ def _recorded(path: Path | None) -> Trace | None:
 
 
 def _cost(option: str, written: str | None, measured: float | None, likely: float) -> float:
-    """Seconds as given, as the journal of a trace measured them, or what is likely."""
+    """Return the seconds as given, as the journal of a trace measured them, or what is likely."""
     if written is None:
         return likely if measured is None else measured
     return 0.0 if written.strip() in ("0", "0s") else parse_seconds(option, written)
@@ -154,7 +154,7 @@ def _mean(
 def _failures(
     recorded: Trace | None, mean: float, length: str | None, runs: int | None, seed: int
 ) -> tuple[list[Sequence[float]], float]:
-    """The failures of each run, and how long a run is. Raises: ConfigError."""
+    """Return the failures of each run, and how long a run is. Raises: ConfigError."""
     import random
 
     from ckptman.policies.checks import check_count
@@ -203,7 +203,7 @@ def _grid(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, mean: f
 
 
 def _intervals(costs: Costs, mean: float, wanted: Sequence[float]) -> list[tuple[str, float]]:
-    """The intervals that policies take, with their names, and those that were asked for."""
+    """Return the intervals that policies take, with their names, and those that were asked for."""
     from ckptman.forecast.goodput import best_interval_seconds
     from ckptman.forecast.save_costs import BOUND_SECONDS, LEAST_INTERVAL_SECONDS
     from ckptman.policies.intervals import daly_interval_seconds
@@ -220,7 +220,7 @@ def _intervals(costs: Costs, mean: float, wanted: Sequence[float]) -> list[tuple
 
 
 def _held(interval: float, costs: Costs) -> str:
-    """What to say of an interval that is shorter than a save."""
+    """Return what to say of an interval that is shorter than a save."""
     return f", held to {_time(costs.settled_seconds)}" if interval < costs.settled_seconds else ""
 
 
@@ -297,7 +297,7 @@ def _draw(path: Path, chart: Sequence[str], title: str) -> None:
     # Fonts are not fetched from elsewhere when the picture is opened.
     picture = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title=title), flags=re.DOTALL)
     if path.exists() and not (path.is_file() and path.read_bytes()[:4] == b"<svg"):
-        raise ExistsError(f"{path} is there and is no picture: name another file to --svg")
+        raise ExistsError(f"{path} is there and is not a picture: name another file to --svg")
     path.write_text(picture, encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ from ckptman.cli.options import parse_seconds
 from ckptman.errors import ConfigError, SchedulerError
 
 if TYPE_CHECKING:
-    from ckptman.scheduler.slurm.submission import Prepared
+    from ckptman.scheduler.slurm.submission import PreparedChain
 
 Command = Annotated[
     list[str],
@@ -125,10 +125,10 @@ def submit(
         raise ConfigError(f"there is no scheduler {scheduler!r}; known: slurm, local")
     if requeue and upfront:
         raise ConfigError("--requeue runs one job again and again, --upfront submits many: choose one of them")
-    from ckptman.scheduler.slurm.submission import Wish, first_command, prepare, slurm_of, submit_chain
+    from ckptman.scheduler.slurm.submission import Submission, first_command, prepare, slurm_of, submit_chain
 
     now = time.time()
-    wish = Wish(
+    submission = Submission(
         Path(command[0]),
         arguments=tuple(command[1:]),
         first_arguments=tuple(first or ()),
@@ -142,27 +142,31 @@ def submit(
         until_seconds=_date(until, now),
         another=another,
     )
-    made = prepare(wish, chain_dir, os.environ, now)
+    made = prepare(submission, chain_dir, os.environ, now)
     for remark in made[0].remarks:
         say(f"note: {remark}")
     for number, each in enumerate(made):
         if dry_run:
             line = first_command(each)
-            say(f"would submit, {wish.upfront} at once: {plain(line)}" if upfront else f"would submit: {plain(line)}")
+            say(
+                f"would submit, {submission.upfront} at once: {plain(line)}"
+                if upfront
+                else f"would submit: {plain(line)}"
+            )
             continue
         try:
-            jobs = submit_chain(each, wish.upfront, slurm_of(each.spec, os.environ), now)
+            jobs = submit_chain(each, submission.upfront, slurm_of(each.spec, os.environ), now)
         except (SchedulerError, OSError) as error:
             raise _with_what_is_left(error, made[number:]) from error
         say(f"submitted job {jobs[0].job_id}" + (f" to {jobs[-1].job_id}" if len(jobs) > 1 else ""))
-        if len(jobs) < wish.upfront:
+        if len(jobs) < submission.upfront:
             say(f"note: the queue takes no more than {len(jobs)} for now: the others follow one after another")
         say(f"chain: {plain(each.chain.folder)}")
         if each is made[-1]:
             say(f"see it with: ckptman chain show {plain(each.chain.folder.name)}")
 
 
-def _with_what_is_left(error: SchedulerError | OSError, left: Sequence[Prepared]) -> SchedulerError | OSError:
+def _with_what_is_left(error: SchedulerError | OSError, left: Sequence[PreparedChain]) -> SchedulerError | OSError:
     """Of an array some tasks may be in the queue already, and go on: the error says which are not."""
     tasks = ",".join(str(each.spec.array_task) for each in left if each.spec.array_task is not None)
     return SchedulerError(f"{error}. Not submitted: --array={tasks}") if tasks else error
@@ -187,7 +191,7 @@ def _run_here(
 
 
 def _date(text: str | None, now: float) -> float | None:
-    """Unix seconds of a date, local time unless it names its zone. Raises: ConfigError."""
+    """Return unix seconds of a date, local time unless it names its zone. Raises: ConfigError."""
     if text is None:
         return None
     try:

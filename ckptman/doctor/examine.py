@@ -146,7 +146,7 @@ def bill(found: Sequence[Finding], against_bytes: int | None) -> list[Finding]:
 
 
 def _fixed_seconds(found: Sequence[Finding]) -> tuple[float, float]:
-    """What a save and a load take besides their bytes, as far as it was measured."""
+    """Return what a save and a load take besides their bytes, as far as it was measured."""
     figures = {each.name: each.figures for each in found}
     files, sync = figures.get("small files", {}), figures.get("fsync", {})
     made, looked = files.get("create_per_second"), files.get("stat_per_second")

@@ -25,7 +25,7 @@ class Finding:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, for JSON."""
+        """Return the same, for JSON."""
         return {
             "name": self.name,
             "verdict": self.verdict,
@@ -41,11 +41,12 @@ def size_text(size_bytes: float) -> str:
 
 
 def why(error: OSError) -> str:
-    """The reason of an error of the system, without the name of a folder that is gone when it is read."""
+    """Return the reason of an error of the system, without the name of a folder that is gone when it is read."""
     return error.strerror or str(error)
 
 
 def first_number(text: str) -> int | None:
-    """The whole number that a text begins with, as in `4(x2)`; None without one, or with more than nine digits."""
+    """Return the whole number that a text begins with, as in `4(x2)`; None without one, or with more than nine
+    digits."""
     found = re.match(r"[0-9]{1,9}(?![0-9])", text)
     return int(found[0]) if found else None

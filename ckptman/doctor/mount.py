@@ -24,7 +24,7 @@ class Mount:
     options: tuple[str, ...]
 
     def option(self, name: str) -> str | None:
-        """The value of an option, "" for one without a value, None where it is not set."""
+        """Return the value of an option, "" for one without a value, None where it is not set."""
         for each in self.options:
             key, _, value = each.partition("=")
             if key == name:
@@ -125,7 +125,7 @@ FAMILIES: Mapping[str, Family] = {kind: family for kinds, family in _KINDS for k
 
 
 def parse_mountinfo(text: str) -> list[Mount]:
-    """The mounts of /proc/self/mountinfo, in its order. Lines that are none are left out."""
+    """Return the mounts of /proc/self/mountinfo, in its order. Lines that are none are left out."""
     found = []
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
@@ -138,7 +138,8 @@ def parse_mountinfo(text: str) -> list[Mount]:
 
 
 def find_mount(mounts: list[Mount], path: str, number: int | None = None) -> Mount | None:
-    """The mount with this number, else the last of those with the longest point above `path` (absolute, no links)."""
+    """Return the mount with this number, else the last of those with the longest point above `path` (absolute, no
+    links)."""
     for each in mounts:
         if each.number == number:
             return each
@@ -148,7 +149,7 @@ def find_mount(mounts: list[Mount], path: str, number: int | None = None) -> Mou
 
 
 def mount_number(fd: int) -> int | None:
-    """The number of the mount that an open file is on; None where the kernel does not tell."""
+    """Return the number of the mount that an open file is on; None where the kernel does not tell."""
     try:
         lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
     except OSError:
@@ -161,7 +162,7 @@ def mount_number(fd: int) -> int | None:
 
 
 def family_of(mount: Mount) -> Family:
-    """What is known about the kind of a mount."""
+    """Return what is known about the kind of a mount."""
     if mount.kind in FAMILIES:
         return FAMILIES[mount.kind]
     if mount.kind.startswith("fuse"):
@@ -173,7 +174,7 @@ def family_of(mount: Mount) -> Family:
 
 
 def check_kind(mount: Mount | None, environ: Mapping[str, str], stripes: str | None = None) -> Finding:
-    """The file system, with advice for its kind and its options. `stripes`: what `lfs getstripe -d` prints."""
+    """Check the file system, with advice for its kind and its options. `stripes`: what `lfs getstripe -d` prints."""
     if mount is None:
         return Finding("file system", "unknown", "the kernel's table of mounts does not show it")
     family = family_of(mount)
@@ -203,7 +204,7 @@ def check_kind(mount: Mount | None, environ: Mapping[str, str], stripes: str | N
 
 
 def nfs_warnings(mount: Mount) -> list[str]:
-    """What the options of an NFS mount take away."""
+    """Return what the options of an NFS mount take away."""
     found = []
     if any(mount.option(name) is not None for name in ("soft", "softerr")):
         found.append(
@@ -226,7 +227,8 @@ def stripe_text(printed: str) -> str:
 
 
 def unsafe_sync(mount: Mount | None) -> str | None:
-    """Why fsync on this mount does less than it says, where an option takes that away; None: nothing is known of it."""
+    """Return why fsync on this mount does less than it says, where an option takes that away; None: nothing is known
+    of it."""
     if mount is None:
         return None
     if mount.kind == "overlay" and mount.option("volatile") is not None:

@@ -22,7 +22,6 @@ from ckptman.catalog.writer_lock import Claim, claim
 from ckptman.doctor.finding import Finding, why
 from ckptman.errors import BusyError, CkptmanError
 from ckptman.io.failure_cause import FULL
-from ckptman.io.file_writer import FileWriter
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.isolated_process import IsolatedProcess
 from ckptman.io.workers import ALIGN_BYTES
@@ -125,7 +124,7 @@ def check_locks(folder: Path, take: Callable[[str, int], None] = lock) -> Findin
 
 
 def check_clock(folder: Path, disk: Disk = DISK, now: Callable[[], float] = time.time) -> Finding:
-    """The time that the file system gives a new file, against the clock of this host."""
+    """Check the time that the file system gives a new file, against the clock of this host."""
     path = folder / "clock"
     before = now()
     disk.write_file(path, b"x")
@@ -144,7 +143,9 @@ def check_clock(folder: Path, disk: Disk = DISK, now: Callable[[], float] = time
 
 
 def check_direct(folder: Path, disk: Disk = DISK) -> Finding:
-    """Whether files can be written past the page cache, as saves do where they can."""
+    """Check whether files can be written past the page cache, as saves do where they can."""
+    from ckptman.io.file_writer import FileWriter  # not at the top: it loads numpy, which the verb does without
+
     page = memoryview(mmap.mmap(-1, ALIGN_BYTES))
     with FileWriter(folder / "direct", 0, disk=disk) as file:
         file.write(page, 0)
@@ -155,7 +156,7 @@ def check_direct(folder: Path, disk: Disk = DISK) -> Finding:
 
 
 def check_reserve(folder: Path, size_bytes: int, disk: Disk = DISK) -> Finding:
-    """Whether room can be taken before it is written to. `size_bytes`: how much is tried."""
+    """Check whether room can be taken before it is written to. `size_bytes`: how much is tried."""
     path = folder / "reserve"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -173,7 +174,7 @@ def check_reserve(folder: Path, size_bytes: int, disk: Disk = DISK) -> Finding:
 
 
 def check_links(folder: Path) -> Finding:
-    """Whether a symbolic link can be made. ckptman makes none, and follows none out of a root."""
+    """Check whether a symbolic link can be made. ckptman makes none, and follows none out of a root."""
     try:
         (folder / "link").symlink_to("nowhere")
     except OSError as error:

@@ -53,7 +53,7 @@ class Quota:
 
 
 def quotas(folder: str, mount: Mount, run: Run, uid: int, gid: int) -> list[Quota]:
-    """The quotas that count for a folder; none where no command tells. `gid`: of the folder."""
+    """Return the quotas that count for a folder; none where no command tells. `gid`: of the folder."""
     if mount.kind == "lustre":
         return [*_lustre(folder, run, uid, gid)]
     if mount.kind == "gpfs":
@@ -85,7 +85,7 @@ def capacity_bytes(root: Path, run: Run = run_command) -> int:
 
 
 def parse_quota(printed: str, whose: str) -> list[Quota]:
-    """The rows that `quota -w -p` and `lfs quota -q` print: KiB and files; one without limits for `none`."""
+    """Return the rows that `quota -w -p` and `lfs quota -q` print: KiB and files; one without limits for `none`."""
     names = ("kib", "soft", "hard", "files", "files_soft", "files_hard")
     found = [
         _quota(whose, [int(row[name]) for name in names], _is_past(row["grace"]), _is_past(row["files_grace"]))
@@ -95,7 +95,8 @@ def parse_quota(printed: str, whose: str) -> list[Quota]:
 
 
 def parse_mmlsquota(printed: str) -> list[Quota]:
-    """The rows that `mmlsquota -Y` prints, fields between colons under the names of its HEADER line: KiB and files."""
+    """Return the rows that `mmlsquota -Y` prints, fields between colons under the names of its HEADER line: KiB and
+    files."""
     columns = ("blockUsage", "blockQuota", "blockLimit", "filesUsage", "filesQuota", "filesLimit")
     found, names = [], list[str]()
     for line in printed.splitlines():
@@ -115,7 +116,7 @@ def parse_mmlsquota(printed: str) -> list[Quota]:
 
 
 def check_quota(found: Sequence[Quota], against_bytes: int | None = None) -> Finding:
-    """The quota that leaves least, against room for two checkpoints."""
+    """Check the quota that leaves least, against room for two checkpoints."""
     limited = [each for each in found if each.limit_bytes is not None or each.limit_files is not None or each.in_grace]
     if not found:
         advice = "no command tells it here: a quota shows when it is used up, unless your site has another way to ask"
@@ -177,7 +178,8 @@ def _limit(soft: int, hard: int, above: bool, over: bool) -> int:
 
 
 def _is_past(grace: str) -> bool:
-    """Whether the days of grace are over: said in a word, or as the time when they end (`quota -p`; 0 is none)."""
+    """Return whether the days of grace are over: said in a word, or as the time when they end (`quota -p`; 0 is
+    none)."""
     if re.fullmatch(r"[0-9]{1,12}", grace):
         return 0 < int(grace) <= time.time()
     return grace in ("none", "expired")

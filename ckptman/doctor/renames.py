@@ -123,7 +123,7 @@ def _watch(pipe: Connection) -> None:
 
 
 def _see(change: _Change) -> int | None:
-    """What the name holds now; None: nothing, and its other name does. Raises: _Wrong."""
+    """Return what the name holds now; None: nothing, and its other name does. Raises: _Wrong."""
     if change.other is None:
         try:
             data = change.path.read_bytes()
@@ -142,7 +142,7 @@ def _see(change: _Change) -> int | None:
 
 
 def _number(folder: Path) -> int | None:
-    """Which save a folder holds; None: there is no such folder. Raises: _Wrong (a part of one, or two)."""
+    """Return which save a folder holds; None: there is no such folder. Raises: _Wrong (a part of one, or two)."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -15,12 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptman.doctor.finding import Finding, Verdict, size_text
 from ckptman.io.file_reader import FileReader
-from ckptman.io.file_writer import FileWriter
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES
+
+if TYPE_CHECKING:
+    from ckptman.io.file_writer import FileWriter
 
 STREAMS = 4
 """As many as a rank writes with."""
@@ -51,13 +54,19 @@ class Moved:
 
 def write_streams(folder: Path, size_bytes: int, streams: int, limit_seconds: float, disk: Disk = DISK) -> Moved:
     """Write `size_bytes` in files of one stream each, and flush files and folder. Files are left there."""
+    from ckptman.io.file_writer import FileWriter  # not at the top: it loads numpy, which the verb does without
+
     share = max(ALIGN_BYTES, size_bytes // streams // ALIGN_BYTES * ALIGN_BYTES)
     memory = mmap.mmap(-1, STRIDE_BYTES)
     memory.write(os.urandom(STRIDE_BYTES))
     data = memoryview(memory)
+
+    def open_stream(number: int) -> FileWriter:
+        return FileWriter(folder / f"stream-{number}", share, disk=disk, flags=os.O_EXCL)
+
     began = time.monotonic()
     stop = began + limit_seconds
-    moved = _together(streams, lambda number: _write(folder / f"stream-{number}", data, share, stop, disk))
+    moved = _together(streams, lambda number: _write(open_stream(number), data, share, stop))
     disk.sync_folder(folder)
     seconds = time.monotonic() - began
     return Moved(streams, sum(count for count, _ in moved), seconds, all(direct for _, direct in moved))
@@ -152,10 +161,10 @@ def _together(streams: int, work: Callable[[int], tuple[int, bool]]) -> list[tup
         return list(pool.map(work, range(streams)))
 
 
-def _write(path: Path, data: memoryview, size: int, stop: float, disk: Disk) -> tuple[int, bool]:
+def _write(file: FileWriter, data: memoryview, size: int, stop: float) -> tuple[int, bool]:
     """Write a file until it is full or the time is over, and flush it: how many bytes, and whether by direct I/O."""
     done = unflushed = 0
-    with FileWriter(path, size, disk=disk, flags=os.O_EXCL) as file:
+    with file:
         # At least one call, so that there is a rate.
         while done < size and (not done or time.monotonic() < stop):
             piece = data[: min(len(data), size - done)]

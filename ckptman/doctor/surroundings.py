@@ -87,7 +87,8 @@ def survey(torch: TorchFacts, host: Host, against_bytes: int | None = None) -> l
 
 
 def check_torch(torch: TorchFacts) -> Finding:
-    """Whether it can be imported, and is new enough. FAILED too where it does not answer: as a disk that does not."""
+    """Check whether torch can be imported, and is new enough. FAILED too where it does not answer: as a disk that does
+    not."""
     if torch.unanswered is not None:
         advice = "raise --timeout; where that does not help, a device or a file system hangs, and a run with it"
         return Finding("torch", "FAILED", torch.unanswered, advice)
@@ -186,7 +187,7 @@ def check_world(environ: Mapping[str, str]) -> Finding:
 
 
 def check_job(environ: Mapping[str, str], run: Run, now_seconds: float, against_bytes: int | None) -> list[Finding]:
-    """The Slurm job: its size, the time that is left, and the warning that comes before its end."""
+    """Check the Slurm job: its size, the time that is left, and the warning that comes before its end."""
     job_id = environ.get("SLURM_JOB_ID")
     if not job_id:
         return [Finding("job", "ok", "not in a Slurm job: no deadline")]
@@ -202,7 +203,7 @@ def check_job(environ: Mapping[str, str], run: Run, now_seconds: float, against_
 
 
 def check_time_left(environ: Mapping[str, str], run: Run, now_seconds: float) -> Finding:
-    """When the allocation ends, asked the way a run asks."""
+    """Check when the allocation ends, asked the way a run asks."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         end = deadline_from_environment(environ, run)
@@ -212,7 +213,7 @@ def check_time_left(environ: Mapping[str, str], run: Run, now_seconds: float) ->
         return Finding("time left", "ok", "no time limit")
     left = end - now_seconds
     if abs(left) > _FAR_SECONDS:
-        return Finding("time left", "unknown", f"the end is said to be {end:g}, which is no time of this job")
+        return Finding("time left", "unknown", f"the end is said to be {end:g}, which cannot be a time of this job")
     figures = {"seconds": left}
     if left < 0:
         return Finding("time left", "warning", f"the job ended {seconds_text(-left)} ago", "see the clock", figures)
@@ -315,7 +316,7 @@ def check_locked_memory(
 
 
 def check_clock(state: int | None) -> Finding:
-    """Whether the kernel's clock is kept by NTP, as it says itself (adjtimex(2))."""
+    """Check whether the kernel's clock is kept by NTP, as it says itself (adjtimex(2))."""
     if state is None or state == _TIME_ERROR:
         return Finding(
             "clock", "unknown", "whether NTP keeps it is not known", "ckptman compares no clocks of two hosts"
@@ -324,7 +325,7 @@ def check_clock(state: int | None) -> Finding:
 
 
 def clock_state() -> int | None:
-    """What adjtimex(2) returns when it only looks; None where it cannot be asked."""
+    """Return what adjtimex(2) returns when it only looks; None where it cannot be asked."""
     try:
         # Larger than the struct on every architecture. Its first field, the modes, is 0: nothing is set.
         state = int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(1024)))

@@ -73,19 +73,19 @@ class Tensor:
 
 
 def rule_bytes(parameters: float, item_bytes: int) -> int:
-    """The practitioners' rule. Raises IntervalError for no parameters."""
+    """Return the practitioners' rule. Raises IntervalError for no parameters."""
     check_positive("plan", "parameters", parameters)
     return round(parameters * RULE_FACTOR * item_bytes)
 
 
 def state_bytes(parameters: float, item_bytes: int, moments: int = MOMENTS, moment_bytes: int | None = None) -> int:
-    """Bytes of parameters and optimizer moments, where nothing is known but their number."""
+    """Return the bytes of parameters and optimizer moments, where nothing is known but their number."""
     check_positive("plan", "parameters", parameters)
     return round(parameters * (item_bytes + moments * (item_bytes if moment_bytes is None else moment_bytes)))
 
 
 def with_optimizer(tensors: Iterable[Tensor], moments: int = MOMENTS) -> list[Tensor]:
-    """The tensors of the state `{"model": ..., "optimizer": AdamW}`, sorted by name as they are written.
+    """Return the tensors of the state `{"model": ..., "optimizer": AdamW}`, sorted by name as they are written.
 
     `tensors` are those of the model by their names in it. A moment has the dtype and the shape of its parameter.
     """
@@ -139,7 +139,7 @@ class Size:
 
 
 def checkpoint_size(tensors: Sequence[Tensor], values: Values, replicas: int = 1, shards: int = 1) -> Size:
-    """What a save of `tensors` (see `with_optimizer`) writes on `replicas` x `shards` ranks."""
+    """Return what a save of `tensors` (see `with_optimizer`) writes on `replicas` x `shards` ranks."""
     ranks = replicas * shards
     divided = _divide(tensors, replicas, shards)
     named = [f"optimizer.param_groups.{name}.{key}" for name in _with_state(tensors) for key, _ in values.each]
@@ -228,7 +228,8 @@ def _share(line: Sequence[tuple[Tensor, int]], holders: int) -> Iterator[tuple[i
 
 
 def _file_bytes(pieces: Sequence[int], values: int, random: bool) -> int:
-    """The bytes of a data file: large payloads on pages, then small ones, then from a page on what is pickled."""
+    """Return the bytes of a data file: large payloads on pages, then small ones, then from a page on what is
+    pickled."""
     end = 0
     for size in sorted(pieces, key=lambda size: size < LARGE_BYTES):
         payload = _up(end + HEAD_BYTES, PAGE_BYTES if size >= LARGE_BYTES else SMALL_ALIGN_BYTES)
@@ -277,7 +278,7 @@ def _integer_bytes(number: int) -> int:
 
 
 def _with_state(tensors: Sequence[Tensor]) -> list[str]:
-    """The parameters that the optimizer has a state for."""
+    """Return the parameters that the optimizer has a state for."""
     head, tail = "optimizer.state.", ".step"
     names = (each.name for each in tensors)
     return [name[len(head) : -len(tail)] for name in names if name.startswith(head) and name.endswith(tail)]

@@ -55,8 +55,8 @@ def cadence_seconds(
     restart_seconds: float,
     step_seconds: float | None,
 ) -> float | None:
-    """Seconds from one save to the next by the intervals of a policy: the shortest of them, and no shorter than a save.
-    None where it has none that is known."""
+    """Return the seconds from one save to the next by the intervals of a policy: the shortest of them, and no shorter
+    than a save. None where it has none that is known."""
     measured = Facts(
         step=1,
         previous_step=0,
@@ -80,13 +80,13 @@ def cadence_seconds(
 
 
 def intervals_of(policy: SavePolicy | None) -> list[EverySteps | EverySeconds | DerivedInterval]:
-    """Those of its policies that save again and again."""
+    """Return those of its policies that save again and again."""
     single = policy.policies if isinstance(policy, AnyOf) else (policy,)
     return [each for each in single if isinstance(each, EverySteps | EverySeconds | DerivedInterval)]
 
 
 def disk_figures(policy: RetentionPolicy | None, bytes_each: int, saves: Saves, cadence: str = "") -> list[Figure]:
-    """What the rules keep of a run, at most, and what lies beside that. Without a rule all is kept.
+    """Return what the rules keep of a run, at most, and what lies beside that. Without a rule all is kept.
 
     `cadence`: who says the interval. Raises IntervalError.
     """
@@ -107,7 +107,7 @@ def disk_figures(policy: RetentionPolicy | None, bytes_each: int, saves: Saves, 
 
 
 def _with_others(policy: RetentionPolicy, bytes_each: int, by_rules: int, most: int) -> tuple[int, int, str]:
-    """What is kept by the rules within the limit, how many checkpoints there are at once, and these in words.
+    """Return what is kept by the rules within the limit, how many checkpoints there are at once, and these in words.
 
     No rule removes what the run went on from, nor the newest that was verified; a limit makes room for them.
     """
@@ -131,7 +131,7 @@ def most_kept(policy: RetentionPolicy, saves: Saves) -> int:
     milestones = sum(min(older, saves.step(older) // steps) for steps in every) if older else 0
 
     def alone(number: int) -> bool:
-        """Whether no other rule keeps this save."""
+        """Return whether no other rule keeps this save."""
         before = saves.step(number - 1) if number > 1 else 0
         return number <= older and not any(saves.step(number) // steps > before // steps for steps in every)
 
@@ -148,7 +148,7 @@ def most_kept(policy: RetentionPolicy, saves: Saves) -> int:
 
 
 def _last(rule: RetentionPolicy, saves: Saves) -> int:
-    """How many of the last saves a rule keeps without a gap; the newest is always kept."""
+    """Return how many of the last saves a rule keeps without a gap; the newest is always kept."""
     if isinstance(rule, KeepLast):
         return rule.count
     if isinstance(rule, KeepWithin):
@@ -157,14 +157,14 @@ def _last(rule: RetentionPolicy, saves: Saves) -> int:
 
 
 def _named(policy: RetentionPolicy, saves: Saves) -> int:
-    """How many steps of the run are named, by `KeepSteps`."""
+    """Return how many steps of the run are named, by `KeepSteps`."""
     named = {step for rule in rules_of(policy) if isinstance(rule, KeepSteps) for step in rule.steps}
     return sum(step <= saves.run_seconds / saves.step_seconds for step in named)
 
 
 def _starts(periods: Sequence[KeepByPeriod], saves: Saves) -> Iterator[float]:
-    """Unix times to begin at: so that the first save, or the last, is the last of a day, and by turns of a week or of
-    a month."""
+    """Return unix times to begin at: so that the first save, or the last, is the last of a day, and by turns of a week
+    or of a month."""
     days = max(_STARTS.get(rule.period.unit, 1) for rule in periods)
     for day in range(_FIRST_DAY + 1, _FIRST_DAY + days + 1):
         for number in {1, saves.count}:
@@ -172,7 +172,8 @@ def _starts(periods: Sequence[KeepByPeriod], saves: Saves) -> Iterator[float]:
 
 
 def _newest_of_periods(periods: Sequence[KeepByPeriod], saves: Saves, start: float) -> set[int]:
-    """The saves that rules of the calendar keep of a run that begins at `start` (unix seconds), by their numbers."""
+    """Return the saves that rules of the calendar keep of a run that begins at `start` (unix seconds), by their
+    numbers."""
     found = set()
     for rule in periods:
 

@@ -32,7 +32,7 @@ class Figure:
         return value_text(self.value, self.unit)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, for JSON."""
+        """Return the same, for JSON."""
         return {"value": self.value, "formula": self.formula, "source": self.source}
 
 

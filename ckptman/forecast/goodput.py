@@ -50,7 +50,7 @@ class Shares:
 
 
 def best_interval_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds from the start of one save to that of the next that lose least, when failures are exponential.
+    """Return the seconds from the start of one save to that of the next that lose least, when failures are exponential.
 
     T = M (1 + S/M + W(-e^(-1 - S/M))), with W the main branch of Lambert's function. It does not depend on what a
     restart takes: that is paid once for each failure, whatever the interval. sqrt(2 M S) is its limit for short saves.
@@ -73,7 +73,7 @@ def best_interval_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
 
 
 def shares(interval_seconds: float, costs: Costs, mtbf_seconds: float) -> Shares:
-    """Where the time goes in the long run, at a fixed interval (see the top). Raises IntervalError.
+    """Return where the time goes in the long run, at a fixed interval (see the top). Raises IntervalError.
 
     The interval is at least what a save takes: the next one waits for it.
     """

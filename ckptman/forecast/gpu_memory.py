@@ -70,7 +70,7 @@ class Weights:
 
 
 def likely_shape(parameters: float, vocab: int, dim: int | None = None, layers: int | None = None) -> Shape:
-    """The shape of a decoder with so many parameters, as far as it is not given. Raises IntervalError."""
+    """Return the shape of a decoder with so many parameters, as far as it is not given. Raises IntervalError."""
     check_positive("plan", "parameters", parameters)
     for name, value in (("vocab", vocab), ("dim", dim), ("layers", layers)):
         if value is not None:
@@ -96,7 +96,7 @@ def _source(dim: int | None, layers: int | None) -> str:
 
 
 def memory_figures(weights: Weights, shape: Shape, batch: Batch) -> list[Figure]:
-    """Bytes of one GPU by what they are for, and two totals: without and with activation checkpointing."""
+    """Return the bytes of one GPU by what they are for, and two totals: without and with activation checkpointing."""
     check_count("plan", "tokens", batch.tokens)
     count, cut = weights.parameters, weights.shards
     shared = "" if cut == 1 else f" / {cut} ranks of a shard group"

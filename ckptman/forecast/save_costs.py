@@ -103,7 +103,7 @@ def tier_figures(tier: Tier, saving: Saving, life: Life) -> list[Figure]:
 
 
 def interval_figures(costs: Costs, life: Life) -> list[Figure]:
-    """The interval by each rule, the one to take, and what it yields. Raises IntervalError."""
+    """Return the interval by each rule, the one to take, and what it yields. Raises IntervalError."""
     init = life.factor * costs.restart_seconds
     daly = daly_interval_seconds(costs.stall_seconds, life.mtbf_seconds, costs.restart_seconds)
     best = best_interval_seconds(costs.stall_seconds, life.mtbf_seconds)

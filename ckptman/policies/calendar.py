@@ -22,7 +22,7 @@ LATEST_SECONDS = 253_402_300_799
 
 
 def is_known_time(seconds: float) -> bool:
-    """Whether a unix time can be one: a clock that says another one was not set, or is broken."""
+    """Return whether a unix time can be one: a clock that says another one was not set, or is broken."""
     return 0 < seconds < LATEST_SECONDS
 
 
@@ -171,7 +171,7 @@ def duration(seconds: float) -> str:
 
 
 def _date(seconds: float) -> date:
-    """The day of a unix time; of a broken clock, the first or the last that there is."""
+    """Return the day of a unix time; of a broken clock, the first or the last that there is."""
     known = time_to_store(seconds) if math.isfinite(seconds) else 0.0
     return _EPOCH + timedelta(days=known // _DAY)
 

@@ -24,7 +24,7 @@ class Crash:
 
 
 def crashes_of(events: Sequence[Mapping[str, Any]]) -> list[Crash]:
-    """The crashes that a journal tells of. A checkpoint that was saved anew since then is another one.
+    """Return the crashes that a journal tells of. A checkpoint that was saved anew since then is another one.
 
     An event without a step or an attempt that is a whole number tells of none; nor does one that does not name the
     program as the cause: the disk, another rank or the user (or, in journals without causes, nobody knows what).
@@ -51,7 +51,7 @@ def crashes_of(events: Sequence[Mapping[str, Any]]) -> list[Crash]:
 
 
 def suspects(crashes: Sequence[Crash]) -> dict[int, str]:
-    """The steps of the checkpoints that are not to be loaded again, each with the reason."""
+    """Return the steps of the checkpoints that are not to be loaded again, each with the reason."""
     found = {}
     later = [each for each in crashes if each.step > each.restored]
     for restored in dict.fromkeys(each.restored for each in later):

@@ -70,7 +70,7 @@ class Progress:
         self._last = (now, doing, step)
 
     def begin(self, now: float, step: int) -> int:
-        """The save of `step` begins behind the training; what to tell `end`."""
+        """Note that the save of `step` begins behind the training. Return what to tell `end`."""
         self._count += 1
         self._saves[self._count] = (now, step)
         return self._count
@@ -87,7 +87,7 @@ class Progress:
         return self.patience.limit_seconds(doing, self.longest_seconds[doing])
 
     def overdue(self, now: float) -> Stall | None:
-        """What has been silent for longer than its limit; None: nothing."""
+        """Return what has been silent for longer than its limit; None: nothing."""
         running: list[tuple[float, Doing, int, bool]] = [(*self._last, False)]
         running += [(since, "save", step, True) for since, step in list(self._saves.values())]
         for since, doing, step, behind in running:

@@ -51,7 +51,7 @@ class StepMeter:
 
 
 def daly_interval_seconds(save_seconds: float, mtbf_seconds: float, restart_seconds: float) -> float:
-    """Seconds from the start of one save to the start of the next that give the highest availability.
+    """Return the seconds from the start of one save to the start of the next that give the highest availability.
 
     T = T_s + sqrt(2 (T_f + T_r) T_s + T_s^2), with T_s the time a save blocks training, T_f the mean time between
     failures and T_r the time from a failure until training goes on.
@@ -66,7 +66,7 @@ def daly_interval_seconds(save_seconds: float, mtbf_seconds: float, restart_seco
 
 
 def young_interval_seconds(save_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds of training between saves by the first-order rule sqrt(2 T_f T_s), free of the restart time.
+    """Return the seconds of training between saves by the first-order rule sqrt(2 T_f T_s), free of the restart time.
 
     Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. It is what
     `daly_interval_seconds` tends to when saving and restarting are short beside the mean time between failures.

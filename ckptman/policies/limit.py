@@ -119,7 +119,7 @@ def limited(policy: RetentionPolicy | None) -> Limited | None:
 
 
 def rules_of(policy: RetentionPolicy | None) -> tuple[RetentionPolicy, ...]:
-    """The single rules of a policy, without its limits."""
+    """Return the single rules of a policy, without its limits."""
     limit = limited(policy)
     rule = limit.policy if limit is not None else policy
     if isinstance(rule, KeepAny):
@@ -140,7 +140,7 @@ def in_bytes(policy: RetentionPolicy | None, capacity_bytes: int) -> RetentionPo
 
 
 def needs_capacity(policy: RetentionPolicy | None) -> bool:
-    """Whether somebody has to look how large the disk is."""
+    """Return whether somebody has to look how large the disk is."""
     limit = limited(policy)
     return limit is not None and any(each.percent is not None for each in limit.limits)
 
@@ -148,8 +148,8 @@ def needs_capacity(policy: RetentionPolicy | None) -> bool:
 def trim(
     candidates: Sequence[Record], rules_that_keep: dict[int, int], most_bytes: int, other_bytes: int = 0
 ) -> tuple[list[Record], int]:
-    """Which of the candidates go so that they and `other_bytes` are no more than `most_bytes`; and the bytes that are
-    still too many. First what the fewest rules keep, of these the oldest commit."""
+    """Return which of the candidates go so that they and `other_bytes` are no more than `most_bytes`; and the bytes
+    that are still too many. First what the fewest rules keep, of these the oldest commit."""
     over = sum(record.bytes for record in candidates) + other_bytes - most_bytes
     going = []
     for record in sorted(candidates, key=lambda each: (rules_that_keep.get(each.sequence, 0), sequence_of(each))):

@@ -83,7 +83,7 @@ def decide(
 
 
 def _in_vain(attempts: Sequence[Attempt], sequence_before: int) -> Iterator[Attempt]:
-    """The attempts after the one that committed last, the newest first."""
+    """Return the attempts after the one that committed last, the newest first."""
     committed = [sequence_before, *(attempt.committed_sequence for attempt in attempts)]
     for attempt, (before, after) in zip(reversed(attempts), reversed(list(pairwise(committed)))):
         if after > before:
@@ -92,7 +92,7 @@ def _in_vain(attempts: Sequence[Attempt], sequence_before: int) -> Iterator[Atte
 
 
 def _crashed_in_vain(attempts: Sequence[Attempt], sequence_before: int) -> int:
-    """How many attempts at the end of the list crashed with no new checkpoint."""
+    """Return how many attempts at the end of the list crashed with no new checkpoint."""
     count = 0
     for attempt in _in_vain(attempts, sequence_before):
         if attempt.outcome == "interrupted":

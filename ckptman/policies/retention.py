@@ -89,7 +89,7 @@ def plan(
 
 
 def untouchables(records: Sequence[Record]) -> dict[int, list[str]]:
-    """What stays whatever the rules say, by sequence, with the reasons."""
+    """Return what stays whatever the rules say, by sequence, with the reasons."""
     reasons: dict[int, list[str]] = {}
     # Where a rollback left all of them behind (nobody should), the newest of them is still the only way on.
     counted = [record for record in records if not record.abandoned] or records
@@ -117,7 +117,7 @@ def _trimmed(
     kept_by: Sequence[Mapping[int, str]],
     untouchable: Mapping[int, object],
 ) -> dict[int, str]:
-    """What goes although a rule keeps it, because a limit has no room for it, by sequence, with the reason."""
+    """Return what goes although a rule keeps it, because a limit has no room for it, by sequence, with the reason."""
     limit = limited(policy)
     if limit is None:
         return {}

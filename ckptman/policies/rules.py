@@ -95,7 +95,7 @@ class RetentionPolicy(ABC):
         if isinstance(limit, RetentionPolicy) and not isinstance(limit, AtMost):
             raise ConfigError(
                 f"& sets a limit to what rules keep, as in KeepLast(10) & AtMost(bytes=2_000_000_000_000), and "
-                f"{limit!r} is no limit: combine rules with |"
+                f"{limit!r} is not a limit: combine rules with |"
             )
         return Limited(self, (limit,)) if isinstance(limit, AtMost) else NotImplemented
 

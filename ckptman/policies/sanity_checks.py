@@ -11,7 +11,7 @@ from ckptman.policies.rules import KeepBest, KeepSteps, Record, RetentionPolicy
 
 
 def slip(policy: RetentionPolicy | None, records: Sequence[Record], now_seconds: float, *, goes_on: bool) -> str:
-    """Why a policy cannot be meant for the checkpoints there are; "" where it can.
+    """Return why a policy cannot be meant for the checkpoints there are; "" where it can.
 
     `goes_on`: it is that of a run. Then a metric that no checkpoint has is a slip only where they have others, and a
     step that has not come yet is none. Called before anything is deleted.
@@ -41,11 +41,12 @@ def slip(policy: RetentionPolicy | None, records: Sequence[Record], now_seconds:
 
 
 def keeps_any(policy: RetentionPolicy | None, records: Sequence[Record], now_seconds: float) -> bool:
-    """Whether a rule keeps at least one of the checkpoints there are."""
+    """Return whether a rule keeps at least one of the checkpoints there are."""
     counted = [record for record in records if not record.abandoned]
     return any(rule.keeps_at(counted, now_seconds) for rule in rules_of(policy))
 
 
 def _waits(rule: RetentionPolicy, last: int) -> bool:
-    """Whether a rule that keeps nothing may be about a step that has not come yet. One of the user's own may be."""
+    """Return whether a rule that keeps nothing may be about a step that has not come yet. One of the user's own may
+    be."""
     return rule.steps[-1] > last if isinstance(rule, KeepSteps) else not isinstance(rule, KeepBest)

@@ -271,10 +271,10 @@ class DerivedInterval(SavePolicy):
 
     @abstractmethod
     def derivation(self, facts: Facts) -> str:
-        """How `derived_seconds` came about, with its numbers. Asked for only where there is a value."""
+        """Return how `derived_seconds` came about, with its numbers. Asked for only where there is a value."""
 
     def interval_seconds(self, facts: Facts) -> float | None:
-        """The interval within its bounds; None: not known yet, and not bounded."""
+        """Return the interval within its bounds; None: not known yet, and not bounded."""
         derived = self.derived_seconds(facts)
         if derived is None:
             return self.max_seconds
@@ -391,7 +391,7 @@ class DalyInterval(DerivedInterval):
 
 
 def _last_chance(facts: Facts, seconds: float) -> bool:
-    """Whether the step after this one would end later than `seconds` after the last save."""
+    """Return whether the step after this one would end later than `seconds` after the last save."""
     return facts.seconds_since_save >= seconds or facts.seconds_since_save + (facts.step_seconds or 0.0) > seconds
 
 

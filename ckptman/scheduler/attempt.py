@@ -31,8 +31,8 @@ from ckptman.scheduler.history import (
     warned_too_late,
 )
 from ckptman.scheduler.local import ENDING, WARNING
-from ckptman.scheduler.process_tree import tell_to_stop
-from ckptman.scheduler.signal_queue import Inbox
+from ckptman.scheduler.process_tree import forward_stop
+from ckptman.scheduler.signal_queue import SignalQueue
 from ckptman.scheduler.slurm.commands import Slurm, submission_environment
 from ckptman.scheduler.slurm.submission import avoid_nodes, submit_next
 
@@ -70,11 +70,11 @@ class Supervisor:
 
     def run(self) -> int:
         """Begin, run the script to its end, and decide. The exit code of the script; 0 where there is nothing to do."""
-        with Inbox((*ENDING, *WARNING)) as inbox:
+        with SignalQueue((*ENDING, *WARNING)) as signals:
             attempt = self._begin()
             if attempt is None:
                 return EXIT_OK
-            returncode = self._run_script(inbox, attempt)
+            returncode = self._run_script(signals, attempt)
             self._end(attempt, returncode)
         return returncode if returncode >= 0 else 128 - returncode
 
@@ -120,7 +120,7 @@ class Supervisor:
         self._cancel_successor()
 
     def _look_for_the_root(self) -> str | None:
-        """Why there must be no attempt; looked at again where a mount may only be late."""
+        """Return why there must be no attempt; looked at again where a mount may only be late."""
         for _ in range(ROOT_LOOKS - 1):
             if (why := lost(self._chain)) is None:
                 return None
@@ -142,7 +142,7 @@ class Supervisor:
             self._chain.events.record("no successor", attempt=attempt, why=str(error))
             self._retry_at = self._clock() + RETRY_SECONDS
 
-    def _run_script(self, inbox: Inbox, attempt: AttemptRecord) -> int:
+    def _run_script(self, signals: SignalQueue, attempt: AttemptRecord) -> int:
         spec = self._spec
         first = () if begun_anywhere(self._chain) else spec.first_arguments
         environ = {
@@ -159,7 +159,7 @@ class Supervisor:
             self._say(f"the script cannot be started ({' '.join(spec.interpreter)} in {self._workdir}): {error}")
             return 127
         while child.poll() is None:
-            for number in inbox.wait(LOOK_SECONDS):
+            for number in signals.wait(LOOK_SECONDS):
                 self._hand_on(number, child.pid)
             if self._retry_at is not None and self._clock() >= self._retry_at:
                 self._ensure_successor(attempt.number)
@@ -174,7 +174,7 @@ class Supervisor:
                 self._requeue()  # now: in a moment this process may be killed
         steps = None if number in ENDING else lambda: self._slurm.signal_steps(self._job_id, signal.SIGTERM.name)
         try:
-            self._say(f"{number.name}: {tell_to_stop(pid, number, steps)}")
+            self._say(f"{number.name}: {forward_stop(pid, number, steps)}")
         except SchedulerError as error:
             self._say(f"{number.name} could not be handed on to the tasks: {error}")
 
@@ -210,7 +210,7 @@ class Supervisor:
             self._avoid_bad_nodes(self._job_number + 1)
 
     def _why_from_outside(self) -> str | None:
-        """What Slurm says of this job while it ends it; None where it lets it run."""
+        """Return what Slurm says of this job while it ends it; None where it lets it run."""
         try:
             own = self._slurm.jobs([self._job_id]).get(self._job_id)
         except SchedulerError as error:
@@ -269,7 +269,7 @@ def _log_path() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line: the folder of the chain, the number of this job in it, where its script is to run."""
+    """Run one attempt. Arguments: the folder of the chain, the number of this job in it, where its script is to run."""
     for number in (*ENDING, *WARNING):  # the batch file has them ignored, so that none ends it before this line
         signal.signal(number, _leave)
     chain = Chain(Path(arguments[0]).resolve())

@@ -40,12 +40,12 @@ class Scheduler(Protocol):
         ...
 
     def stop_asked(self) -> signal.Signals | None:
-        """The signal that asked the whole chain to end, or None."""
+        """Return the signal that asked the whole chain to end, or None."""
         ...
 
 
 def patient(say: Say) -> Say:
-    """The same `say`, which does not mind that nobody can hear it: after a SIGHUP the terminal is gone."""
+    """Return the same `say`, which does not mind that nobody can hear it: after a SIGHUP the terminal is gone."""
 
     def tell(text: str) -> None:
         try:
@@ -111,7 +111,7 @@ def run_chain(
 
 
 def judge(returncode: int, outcome: Outcome | None) -> tuple[Ending, str]:
-    """How an attempt ended, and why. What it wrote wins over its exit code, which launchers and scripts swallow.
+    """Return how an attempt ended, and why. What it wrote wins over its exit code, which launchers and scripts swallow.
 
     An outcome that still says "running" was left by an attempt that was killed: exit code 0 is then no proof of an end.
     """
@@ -148,7 +148,7 @@ def newest_sequence(root: str, since_seconds: float = 0.0) -> int:
 
 
 def gone_text(root: str) -> str:
-    """That no checkpoint is left of those that attempts made under `root`: another one would start over."""
+    """Say that no checkpoint is left of those that attempts made under `root`: another one would start over."""
     return f"{root} held checkpoints of earlier attempts, and holds none now: was it moved or deleted?"
 
 

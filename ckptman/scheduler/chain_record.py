@@ -149,15 +149,15 @@ class Chain:
         chain.script.chmod(0o755)
         DISK.write_file(chain.batch_file, batch_file.encode())
         chain._replace("state.json", State(state="active", time_seconds=spec.created_seconds))
-        chain._replace(SPEC, spec)  # last: a folder without it is no chain
+        chain._replace(SPEC, spec)  # last: a folder without it is not a chain
         return chain
 
     @property
     def spec(self) -> Spec:
-        """Raises: NotFoundError (it is no chain), CorruptError, FormatVersionError."""
+        """Raises: NotFoundError (not a chain), CorruptError, FormatVersionError."""
         found = self._read(SPEC, Spec)
         if found is None:
-            raise NotFoundError(f"{self.folder} is no chain of ckptman: ckptman chain list shows those that are")
+            raise NotFoundError(f"{self.folder} is not a chain of ckptman: ckptman chain list shows those there are")
         if found.format > FORMAT:
             raise FormatVersionError(str(self.folder / SPEC), found.format, FORMAT)
         return found
@@ -196,7 +196,7 @@ class Chain:
         return self._make(f"attempt-{attempt.number:04d}.json", attempt)
 
     def ends(self) -> dict[int, EndRecord]:
-        """How attempts ended, by their numbers."""
+        """Return how attempts ended, by their numbers."""
         return {each.number: each for each in self._all("ended", EndRecord)}
 
     def end(self, record: EndRecord) -> EndRecord:
@@ -204,7 +204,7 @@ class Chain:
         return self._make(f"ended-{record.number:04d}.json", record)
 
     def outcome_path(self, number: int) -> Path:
-        """Where an attempt is asked to write its outcome."""
+        """Return where an attempt is asked to write its outcome."""
         return self.folder / f"outcome-{number}.json"
 
     def _all(self, kind: str, model: type[M]) -> list[M]:
@@ -236,7 +236,7 @@ class Chain:
 
 
 def find_chains(base: Path) -> Sequence[Chain]:
-    """The chains that were submitted from a directory, oldest first. Raises: OSError."""
+    """Return the chains that were submitted from a directory, oldest first. Raises: OSError."""
     folder = base / CHAINS
     if not folder.is_dir():
         return []

@@ -65,7 +65,7 @@ def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRe
 
 
 def outcome_of(chain: Chain, attempt: AttemptRecord) -> Outcome | None:
-    """What an attempt said of its end; None where it said nothing that can be read."""
+    """Return what an attempt said of its end; None where it said nothing that can be read."""
     try:
         return read_outcome(chain.outcome_path(attempt.number))
     except CorruptError as error:
@@ -83,7 +83,7 @@ def end_of(
     now: float,
     returncode: int | None = None,
 ) -> EndRecord:
-    """The record of how an attempt ended, with what it left on disk and which of its nodes are bad."""
+    """Return the record of how an attempt ended, with what it left on disk and which of its nodes are bad."""
     root = outcome.root if outcome else ""
     sequence, committed = _left_under(chain, root)
     return EndRecord(
@@ -102,7 +102,7 @@ def end_of(
 
 
 def following(chain: Chain, now: float) -> Next:
-    """Whether there is another attempt, by the limits of the chain and all that have ended."""
+    """Return whether there is another attempt, by the limits of the chain and all that have ended."""
     spec, ends, forgiven = chain.spec, chain.ends(), chain.state.forgiven
     attempts, count, before = [], 0, 0
     for number, end in sorted(ends.items()):
@@ -124,7 +124,7 @@ def following(chain: Chain, now: float) -> Next:
 
 
 def lost(chain: Chain) -> str | None:
-    """That the checkpoints of the run have gone, in words: the next attempt would start over. None: all is well.
+    """Say that the checkpoints of the run have gone, in words: the next attempt would start over. None: all is well.
 
     A root that cannot be read has not gone: the attempt says what is wrong with it.
     """
@@ -148,18 +148,19 @@ def avoided(chain: Chain, now: float) -> dict[str, str]:
 
 
 def root_of(chain: Chain) -> str:
-    """The checkpoint root that the last attempt named which named one; "" where none did."""
+    """Return the checkpoint root that the last attempt named which named one; "" where none did."""
     return next((end.root for _, end in sorted(chain.ends().items(), reverse=True) if end.root), "")
 
 
 def measured_save_seconds(chain: Chain) -> float | None:
-    """What a save took, as the last attempt knew that knew it."""
+    """Return what a save took, as the last attempt knew that knew it."""
     ends = sorted(chain.ends().items(), reverse=True)
     return next((end.save_seconds for _, end in ends if end.save_seconds is not None), None)
 
 
 def warned_too_late(chain: Chain) -> str:
-    """That the user's own --signal comes too late for a save, in words; "" where it does not, or nobody knows."""
+    """Say that the user's own --signal comes too late for a save, in words; "" where it does not, or nobody
+    knows."""
     own, save = chain.spec.warned_seconds, measured_save_seconds(chain)
     if own is None or save is None or own >= (needed := warning_seconds(save)):
         return ""
@@ -170,12 +171,12 @@ def warned_too_late(chain: Chain) -> str:
 
 
 def begun_anywhere(chain: Chain) -> bool:
-    """Whether an attempt has left a checkpoint, or ended well: then nobody is told any more where to start."""
+    """Return whether an attempt has left a checkpoint, or ended well: then nobody is told any more where to start."""
     return any(end.sequence or end.ending in ("stopped", "finished") for end in chain.ends().values())
 
 
 def job_number_after(chain: Chain, number: int) -> JobRecord | None:
-    """The job of a chain that comes after another."""
+    """Return the job of a chain that comes after another."""
     return next((each for each in chain.jobs() if each.number == number + 1), None)
 
 
@@ -188,7 +189,7 @@ def _judged(job: Job | None) -> tuple[Ending, str]:
 
 
 def _left_under(chain: Chain, root: str) -> tuple[int, bool]:
-    """The newest commit sequence under a root, and whether it is a new one since the attempts before."""
+    """Return the newest commit sequence under a root, and whether it is a new one since the attempts before."""
     known = [end.sequence for _, end in sorted(chain.ends().items()) if end.root == root]
     try:
         sequence = newest_sequence(root) if root else 0
@@ -200,7 +201,7 @@ def _left_under(chain: Chain, root: str) -> tuple[int, bool]:
 
 
 def _bad_nodes(chain: Chain, attempt: AttemptRecord, ending: Ending, slurm: Slurm) -> dict[str, str]:
-    """The nodes of an attempt that Slurm says are down, after a bad ending, or that the attempt itself reported.
+    """Return the nodes of an attempt that Slurm says are down, after a bad ending, or that the attempt itself reported.
 
     None where those are more than half of its nodes: then something else is wrong.
     """

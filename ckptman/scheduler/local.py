@@ -11,8 +11,8 @@ from types import TracebackType
 
 from ckptman.errors import ConfigError, SchedulerError
 from ckptman.scheduler.chain import Say, patient
-from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, Family, handles
-from ckptman.scheduler.signal_queue import Inbox
+from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles
+from ckptman.scheduler.signal_queue import SignalQueue
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Passed on to the attempt; the chain ends with it."""
@@ -38,22 +38,22 @@ class LocalScheduler:
     def __init__(self, say: Say, grace_seconds: float = 30.0) -> None:
         self._say = patient(say)
         self._grace_seconds = grace_seconds
-        self._inbox = Inbox((*ENDING, *WARNING))
+        self._signals = SignalQueue((*ENDING, *WARNING))
         self._stop: signal.Signals | None = None
         self._kill = False
 
     def __enter__(self) -> LocalScheduler:
         self._stop, self._kill = None, False
-        self._inbox.__enter__()
+        self._signals.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._inbox.__exit__(kind, error, traceback)
+        self._signals.__exit__(kind, error, traceback)
 
     def stop_asked(self) -> signal.Signals | None:
-        """The signal that asked the chain to end, or None. Between attempts there is nobody to pass it on to."""
+        """Return the signal that asked the chain to end, or None. Between attempts there is nobody to pass it on to."""
         self._take(0.0)
         return self._stop
 
@@ -64,21 +64,21 @@ class LocalScheduler:
         """
         outer_id, attempt_id = env.get(ATTEMPT_ID_ENV), uuid.uuid4().hex
         child = _start(command, {**env, ATTEMPT_ID_ENV: f"{outer_id}:{attempt_id}" if outer_id else attempt_id})
-        family = Family(child.pid, attempt_id)
+        tree = ProcessTree(child.pid, attempt_id)
         try:
             while not _has_ended(child.pid):
                 for number in self._take(LOOK_SECONDS):
                     self._pass_on(number, child.pid)
-                family.look()
+                tree.look()
                 if self._kill:
-                    family.kill()
+                    tree.kill()
         finally:
-            family.end(self._grace_seconds, hurry=self._hurry)
+            tree.end(self._grace_seconds, hurry=self._hurry)
             returncode = child.wait()
         return returncode
 
     def _take(self, timeout_seconds: float) -> list[signal.Signals]:
-        taken = self._inbox.wait(timeout_seconds)
+        taken = self._signals.wait(timeout_seconds)
         for number in taken:
             if number in ENDING:
                 self._kill = self._stop is not None
@@ -102,7 +102,7 @@ class LocalScheduler:
 
 
 def _has_ended(pid: int) -> bool:
-    # Seen, but not reaped: until the family has ended, nobody else may get this pid.
+    # Seen, but not reaped: until the tree has ended, nobody else may get this pid.
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

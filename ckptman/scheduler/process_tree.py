@@ -19,7 +19,7 @@ _LAUNCHERS_OF_STEPS = {"srun"}
 """Given SIGTERM, it kills its tasks at once. They get theirs from Slurm."""
 
 
-class Family:
+class ProcessTree:
     """The processes of an attempt.
 
     A process belongs if it carries the attempt's id in its environment, if it is in the session of the first process,
@@ -33,7 +33,7 @@ class Family:
         self._known: set[psutil.Process] = set()
 
     def look(self) -> set[psutil.Process]:
-        """The members that are alive now; a zombie is not."""
+        """Return the members that are alive now; a zombie is not."""
         import psutil
 
         parents: dict[psutil.Process, int] = {}
@@ -89,7 +89,7 @@ class Family:
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal, or ignores it; False if that cannot be known."""
+    """Return whether a process has a handler for a signal, or ignores it; False if that cannot be known."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -98,7 +98,7 @@ def handles(pid: int, number: signal.Signals) -> bool:
     return any(mask >> (number - 1) & 1 for mask in masks)
 
 
-def tell_to_stop(script: int, number: signal.Signals, steps: Callable[[], None] | None) -> str:
+def forward_stop(script: int, number: signal.Signals, steps: Callable[[], None] | None) -> str:
     """Hand a signal on to the processes below and including `script`, a process id. What was done, for people.
 
     A script that catches the signal gets it, and does the rest. Otherwise whoever on this node understands SIGTERM gets

@@ -16,7 +16,7 @@ from ckptman.scheduler.history import root_of
 
 
 @dataclass(frozen=True)
-class Pause:
+class RestartGap:
     """The pause before an attempt, in seconds; a part is None where it is not known, or not over."""
 
     attempt: int
@@ -32,8 +32,8 @@ class Pause:
     """All of it."""
 
 
-def pauses(chain: Chain) -> list[Pause]:
-    """The pause before each attempt but the first, as far as it is known."""
+def restart_gaps(chain: Chain) -> list[RestartGap]:
+    """Return the pause before each attempt but the first, as far as it is known."""
     attempts, ends = chain.attempts(), chain.ends()
     root = root_of(chain)
     try:
@@ -45,11 +45,11 @@ def pauses(chain: Chain) -> list[Pause]:
     for (before, attempt), until in zip(pairwise(attempts), [*begun[2:], math.inf]):
         ended = ends[before.number].ended_seconds if before.number in ends else None
         up = start_up(events, attempt.job_id, attempt.begun_seconds, until)
-        found.append(_pause(attempt.number, ended, attempt.begun_seconds, up))
+        found.append(_gap(attempt.number, ended, attempt.begun_seconds, up))
     return found
 
 
-def _pause(number: int, ended: float | None, begun: float, up: StartUp) -> Pause:
+def _gap(number: int, ended: float | None, begun: float, up: StartUp) -> RestartGap:
     ready = up.started_seconds if up.restored_seconds is None else up.restored_seconds
     parts = (
         _between(ended, begun),
@@ -57,7 +57,7 @@ def _pause(number: int, ended: float | None, begun: float, up: StartUp) -> Pause
         _between(up.started_seconds, up.restored_seconds),
         _between(ready, up.first_step_seconds),
     )
-    return Pause(number, *parts, total=_between(ended, up.first_step_seconds))
+    return RestartGap(number, *parts, total=_between(ended, up.first_step_seconds))
 
 
 def _between(since: float | None, until: float | None) -> float | None:

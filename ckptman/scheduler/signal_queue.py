@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ckptman.errors import ConfigError
 
 
-class Inbox(contextlib.ExitStack):
+class SignalQueue(contextlib.ExitStack):
     """Between enter and exit, `signals` sent to this process are queued, and read by `wait`.
 
     Python's wake-up pipe carries them, so nothing happens inside a handler and none is lost between two looks.
@@ -24,7 +24,7 @@ class Inbox(contextlib.ExitStack):
         self._signals = tuple(signals)
         self._pipe = -1
 
-    def __enter__(self) -> Inbox:
+    def __enter__(self) -> SignalQueue:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("a chain passes signals on, which only the main thread can receive: run it there")
         with contextlib.ExitStack() as undo:
@@ -41,7 +41,7 @@ class Inbox(contextlib.ExitStack):
         return self
 
     def wait(self, timeout_seconds: float | None) -> list[signal.Signals]:
-        """The signals that came, in order; empty when a child ended or the time is over."""
+        """Return the signals that came, in order; empty when a child ended or the time is over."""
         if not select.select([self._pipe], [], [], timeout_seconds)[0]:
             return []
         return [signal.Signals(number) for number in os.read(self._pipe, 65536) if number in self._signals]

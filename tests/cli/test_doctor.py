@@ -168,8 +168,11 @@ def test_a_link_to_a_folder_and_a_name_with_escapes(tmp_path: Path, capsys: pyte
         (["--against", "0GB"], "--against: a size above 0"),
         (["--against", "70"], "--against: 70 has no unit: say 70GB, if that is what is meant"),
         (["--against", " 1.5 "], "--against: 1.5 has no unit: say 1.5GB"),
-        (["--against", "nowhere"], "--against: 'nowhere' is no size such as 70GB or 1.5TiB, and there is no such path"),
-        (["--against", ""], "--against: '' is no size"),
+        (
+            ["--against", "nowhere"],
+            "--against: 'nowhere' is not a size such as 70GB or 1.5TiB, and there is no such path",
+        ),
+        (["--against", ""], "--against: '' is not a size"),
         (["--timeout", "0"], "--timeout must be a finite number above 0"),
         (["--timeout", "nan"], "--timeout must be a finite number above 0"),
         (["--timeout", "-3"], "--timeout must be a finite number above 0"),

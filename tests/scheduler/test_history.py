@@ -15,7 +15,7 @@ from ckptman.runtime.outcome import OUTCOME_ENV, report_node, reported_nodes
 from ckptman.scheduler.attempt import ROOT_LOOKS
 from ckptman.scheduler.chain_record import Chain, EndRecord
 from ckptman.scheduler.history import AVOIDED_SECONDS, avoided, warned_too_late
-from ckptman.scheduler.restart_gaps import pauses
+from ckptman.scheduler.restart_gaps import restart_gaps
 from tests.helpers.checkpoints import commit
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.scheduler.test_attempt import NOW, attempt, fake, outcome, submitted
@@ -265,7 +265,7 @@ def test_where_the_time_went(tmp_path: Path, fake: FakeSlurm, capsys: pytest.Cap
     journal.record("restored", step=5)
     journal.record("first_step", step=6)
     journal.close()
-    [pause] = pauses(chain)
+    [pause] = restart_gaps(chain)
     assert (pause.queue, pause.start_up, pause.restore, pause.first_step, pause.total) == (30, 4, 2.5, 2.5, 39)
     capsys.readouterr()
     assert main(["chain", "show", "--times"]) == 0
@@ -273,7 +273,7 @@ def test_where_the_time_went(tmp_path: Path, fake: FakeSlurm, capsys: pytest.Cap
     assert main(["chain", "show", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pauses"][0]["total"] == 39
     attempt(chain, fake, 3, NOW + 50)
-    assert [each.total for each in pauses(chain)] == [39, None]
+    assert [each.total for each in restart_gaps(chain)] == [39, None]
 
 
 def test_the_end_of_a_killed_attempt_is_what_slurm_says(tmp_path: Path, fake: FakeSlurm) -> None:

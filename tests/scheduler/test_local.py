@@ -20,7 +20,7 @@ from ckptman import ConfigError, ExistsError, RootError, SchedulerError
 from ckptman.runtime.outcome import Outcome, State, write_outcome
 from ckptman.scheduler.chain import new_chain_dir, newest_sequence, run_chain
 from ckptman.scheduler.local import LocalScheduler
-from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, Family
+from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree
 from tests.helpers.checkpoints import commit
 
 # ---- Decisions ------------------------------------------------------------------------------------------------------
@@ -557,7 +557,7 @@ def test_a_member_that_hides_its_environment_is_known_from_before() -> None:
     )
     assert leader.stdout is not None
     with leader, leader.stdout:
-        family = Family(leader.pid, attempt_id)
+        family = ProcessTree(leader.pid, attempt_id)
         try:
             assert leader.stdout.readline() == b"ready\n"
             assert len(family.look()) == 2

@@ -247,7 +247,7 @@ def test_the_matrix_asks_for_what_its_largest_points_need() -> None:
         ("generic", "command=a \x00", "a control character"),
         ("generic", "setup=a \x1b", "a control character"),
         ("generic", "env.A=a \x1b", "a control character"),
-        ("generic", "env.A B=a", "is no name of an environment variable"),
+        ("generic", "env.A B=a", "is not the name of an environment variable"),
         ("generic", "env=a", "env.NAME=VALUE"),
         ("generic", "command=", "nothing to run"),
         ("generic", "command=python 'train.py", "close the quotes"),

@@ -25,7 +25,9 @@ def parse(text: str, name: str) -> BatchScript:
     """Read a batch script as sbatch does: its directives end at the first command. Raises: ConfigError."""
     lines = text.splitlines()
     if not lines or not lines[0].startswith("#!") or not lines[0][2:].split():
-        raise ConfigError(f"{name} is no batch script: its first line has to name an interpreter, such as #!/bin/bash")
+        raise ConfigError(
+            f"{name} is not a batch script: its first line has to name an interpreter, such as #!/bin/bash"
+        )
     directives = []
     for line in lines[1:]:
         if line.startswith(_DIRECTIVE):
@@ -39,7 +41,7 @@ def parse(text: str, name: str) -> BatchScript:
 
 
 def batch_file(script: BatchScript, name: str, python: str, folder: str) -> str:
-    """What is submitted for each attempt: the directives of the script, and a command that takes it from there.
+    """Return what is submitted for each attempt: the directives of the script, and a command that takes it from there.
 
     It leaves the working directory while Python starts: a `random.py` beside the training script is not ours.
     """

@@ -177,7 +177,7 @@ class Slurm:
                 return found[0].id
 
     def why_never(self, batch_file: Path, number: int, options: Sequence[str]) -> str:
-        """Why such a job could not run on the nodes that there are now, in the words of sbatch; "" if it could.
+        """Return why such a job could not run on the nodes that there are now, in the words of sbatch; "" if it could.
 
         Nothing is submitted. Raises: UnreachableError.
         """
@@ -190,7 +190,8 @@ class Slurm:
         return ""
 
     def submitted(self, batch_file: Path, number: int | None = None) -> list[Job]:
-        """The jobs of this user that run a batch file (with this number), finished ones too while Slurm knows them."""
+        """Return the jobs of this user that run a batch file (with this number), finished ones too while Slurm knows
+        them."""
         answer = self._ask("squeue", "-h", "-t", "all", "-u", str(os.getuid()), "-o", _FIELDS)
         wanted = str(batch_file) if number is None else f"{batch_file} {number}"
         jobs = _parse(answer.out)
@@ -199,14 +200,15 @@ class Slurm:
         ]
 
     def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
-        """The state of jobs, by id. One that Slurm does not know, or no longer, is left out."""
+        """Return the state of jobs, by id. One that Slurm does not know, or no longer, is left out."""
         if not ids:
             return {}
         answer = self._ask("squeue", "-h", "-t", "all", "-j", ",".join(ids), "-o", _FIELDS, fine="invalid job id")
         return {job.id: job for job in _parse(answer.out)}
 
     def bad_nodes(self, nodes: str) -> dict[str, str]:
-        """Those of some nodes (`n[1-4]`, as Slurm writes them) that are down or do not answer, and what is known."""
+        """Return those of some nodes (`n[1-4]`, as Slurm writes them) that are down or do not answer, and what is
+        known."""
         if not nodes:
             return {}
         answer = self._ask("scontrol", "show", "node", nodes, "--oneliner")
@@ -218,7 +220,7 @@ class Slurm:
         return found
 
     def names_of(self, nodes: str) -> list[str]:
-        """The names that `n[1-4]` stands for."""
+        """Return the names that `n[1-4]` stands for."""
         return self._ask("scontrol", "show", "hostnames", nodes).out.split() if nodes else []
 
     def cancel(self, ids: Sequence[str]) -> None:

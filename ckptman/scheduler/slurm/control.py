@@ -14,7 +14,7 @@ from ckptman.scheduler.slurm.submission import avoid_nodes, submit_again, submit
 
 
 @dataclass(frozen=True)
-class Seen:
+class ChainStatus:
     """A chain as it is now: on disk, and in the queue (`live`: its jobs that wait or run, in order)."""
 
     state: State
@@ -32,15 +32,15 @@ class Seen:
         return [each for each in self.live if each[1].waits]
 
 
-def look(chain: Chain, slurm: Slurm) -> Seen:
+def look(chain: Chain, slurm: Slurm) -> ChainStatus:
     """Raises: SchedulerError where Slurm cannot be asked."""
     jobs = chain.jobs()
     known = slurm.jobs([each.job_id for each in jobs])
     live = [(each, known[each.job_id]) for each in jobs if each.job_id in known and not known[each.job_id].over]
-    return Seen(chain.state, jobs, chain.attempts(), chain.ends(), live)
+    return ChainStatus(chain.state, jobs, chain.attempts(), chain.ends(), live)
 
 
-def cancel(chain: Chain, slurm: Slurm, now: float) -> Seen:
+def cancel(chain: Chain, slurm: Slurm, now: float) -> ChainStatus:
     """End a chain: nothing more starts, and who runs gets SIGTERM and KillWait to save."""
     if chain.state.state in ("active", "paused"):
         chain.turn("cancelled", f"cancelled by {_who()}", now)
@@ -49,7 +49,7 @@ def cancel(chain: Chain, slurm: Slurm, now: float) -> Seen:
     return look(chain, slurm)
 
 
-def pause(chain: Chain, slurm: Slurm, now: float) -> Seen:
+def pause(chain: Chain, slurm: Slurm, now: float) -> ChainStatus:
     """Start no further attempt until `resume`. The one that runs goes on to its end."""
     state = chain.state
     if state.state == "paused":
@@ -63,7 +63,7 @@ def pause(chain: Chain, slurm: Slurm, now: float) -> Seen:
     return look(chain, slurm)
 
 
-def resume(chain: Chain, slurm: Slurm, now: float) -> Seen:
+def resume(chain: Chain, slurm: Slurm, now: float) -> ChainStatus:
     """Let a chain go on that was paused, or that stopped because of crashes or a limit."""
     state = chain.state
     if state.state in ("finished", "cancelled"):

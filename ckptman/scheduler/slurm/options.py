@@ -57,7 +57,8 @@ def read_options(words: list[str]) -> dict[str, str]:
 
 
 def in_force(script: Mapping[str, str], variables: Mapping[str, str], line: Mapping[str, str]) -> dict[str, str]:
-    """The options that count: those of the script, before them SBATCH_* `variables`, before all the command line."""
+    """Return the options that count: those of the script, before them SBATCH_* `variables`, before all the command
+    line."""
     names = {"SBATCH_TIMELIMIT": "--time", "SBATCH_ARRAY_INX": "--array"}
     of_variables = {
         names.get(name, "--" + name.removeprefix("SBATCH_").lower().replace("_", "-")): value
@@ -67,7 +68,7 @@ def in_force(script: Mapping[str, str], variables: Mapping[str, str], line: Mapp
 
 
 def remarks(options: Mapping[str, str]) -> Iterator[str]:
-    """What a user should know of the options in force."""
+    """Return what a user should know of the options in force."""
     if "--time" not in options:
         yield "no --time: each attempt gets the default time limit of its partition"
     if "--dependency" in options:
@@ -77,7 +78,8 @@ def remarks(options: Mapping[str, str]) -> Iterator[str]:
 
 
 def limit_seconds(options: Mapping[str, str]) -> float | None:
-    """What `--time` allows: minutes, minutes:seconds, h:m:s, days-hours, days-h:m, days-h:m:s. None: not known."""
+    """Return what `--time` allows: minutes, minutes:seconds, h:m:s, days-hours, days-h:m, days-h:m:s. None: not
+    known."""
     match = _TIME.fullmatch(options.get("--time", "").strip())
     if match is None:
         return None
@@ -94,7 +96,7 @@ def limit_seconds(options: Mapping[str, str]) -> float | None:
 
 
 def warned(options: Mapping[str, str]) -> Warned | None:
-    """What `--signal` asks for. None where there is none, or none that can be understood."""
+    """Return what `--signal` asks for. None where there is none, or none that can be understood."""
     match = _SIGNAL.fullmatch(options.get("--signal", "").strip())
     if match is None:
         return None
@@ -103,7 +105,7 @@ def warned(options: Mapping[str, str]) -> Warned | None:
 
 
 def array_tasks(text: str) -> list[int]:
-    """The tasks of `--array`: `0-15`, `1,3,5-7`, `0-15:4`. Raises: ConfigError."""
+    """Return the tasks of `--array`: `0-15`, `1,3,5-7`, `0-15:4`. Raises: ConfigError."""
     if "%" in text:
         raise ConfigError(
             f"--array={text}: each task becomes a chain of its own, and how many run at once (%) cannot be kept across "
@@ -115,7 +117,7 @@ def array_tasks(text: str) -> list[int]:
         last = int(match["last"] or match["first"]) if match else -1
         stride = int(match["stride"] or 1) if match else 0
         if match is None or not stride or last < int(match["first"]):
-            raise ConfigError(f"--array={text} is no list of tasks: give it as 0-15, 1,3,5-7 or 0-15:4")
+            raise ConfigError(f"--array={text} is not a list of tasks: give it as 0-15, 1,3,5-7 or 0-15:4")
         if (last - int(match["first"])) // stride >= MOST_TASKS:
             raise ConfigError(f"--array={text} has more than {MOST_TASKS:,} tasks: submit them in parts")
         tasks.update(range(int(match["first"]), last + 1, stride))

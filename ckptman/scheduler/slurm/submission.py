@@ -21,7 +21,7 @@ from ckptman.scheduler.slurm.options import array_tasks, in_force, limit_seconds
 
 
 @dataclass(frozen=True)
-class Wish:
+class Submission:
     """What a user wants submitted. `options`: further ones of sbatch. `upfront`: so many jobs at once."""
 
     script: Path
@@ -39,7 +39,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedChain:
     """A chain that is not on disk yet, and what it will say."""
 
     chain: Chain
@@ -49,59 +49,59 @@ class Prepared:
     """What the user should know."""
 
 
-def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: float) -> list[Prepared]:
-    """Check a wish, without a trace on disk or in the queue. One chain, or one for each task of an array.
+def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, str], now: float) -> list[PreparedChain]:
+    """Check a submission, without a trace on disk or in the queue. One chain, or one for each task of an array.
 
     Raises: NotFoundError, ConfigError, ExistsError (a chain of the same script goes on).
     """
     try:
-        text = wish.script.read_text(encoding="utf-8")
+        text = submission.script.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError):
         raise NotFoundError(
-            f"there is no batch script {wish.script}: name the file that you would give to sbatch, or run a command "
-            f"on this machine with --scheduler local"
+            f"there is no batch script {submission.script}: name the file that you would give to sbatch, or run a "
+            f"command on this machine with --scheduler local"
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(
-            f"{wish.script} is not a batch script, but binary: name the file you would give to sbatch"
+            f"{submission.script} is not a batch script, but binary: name the file you would give to sbatch"
         ) from None
-    script = parse(text, str(wish.script))
+    script = parse(text, str(submission.script))
     variables = {name: value for name, value in environ.items() if name.startswith("SBATCH_")}
-    options = in_force(script.options, variables, read_options(list(wish.options)))
+    options = in_force(script.options, variables, read_options(list(submission.options)))
     tasks: list[int | None] = [*array_tasks(options["--array"])] if "--array" in options else [None]
     added = []
     if "--job-name" not in options:
-        added.append(f"--job-name={wish.script.name}")
+        added.append(f"--job-name={submission.script.name}")
     if "--open-mode" not in options:
         added.append("--open-mode=append")
-    if wish.mode == "requeue" and "--requeue" not in options:
+    if submission.mode == "requeue" and "--requeue" not in options:
         added.append("--requeue")
     workdir = Path.cwd()
     added += _places_of_output(options, workdir)
     signal = warned(options)
     spec = Spec(
-        script=str(wish.script.resolve()),
+        script=str(submission.script.resolve()),
         interpreter=script.interpreter,
-        arguments=wish.arguments,
-        first_arguments=wish.first_arguments,
-        options=(*added, *wish.options),
+        arguments=submission.arguments,
+        first_arguments=submission.first_arguments,
+        options=(*added, *submission.options),
         sbatch_variables=variables,
         limit_seconds=limit_seconds(options),
         has_signal="--signal" in options,
         warned_seconds=signal.seconds if signal else None,
         excluded=options.get("--exclude", ""),
         workdir=str(workdir),
-        mode=wish.mode,
-        upfront=wish.upfront,
-        crash_limit=wish.crash_limit,
-        stall_limit=wish.stall_limit,
-        max_attempts=wish.max_attempts,
-        max_walltime_seconds=wish.max_walltime_seconds,
-        until_seconds=wish.until_seconds,
+        mode=submission.mode,
+        upfront=submission.upfront,
+        crash_limit=submission.crash_limit,
+        stall_limit=submission.stall_limit,
+        max_attempts=submission.max_attempts,
+        max_walltime_seconds=submission.max_walltime_seconds,
+        until_seconds=submission.until_seconds,
         created_seconds=now,
     )
     base = (folder or new_chain_dir(workdir, time.localtime(now), os.getpid())).resolve()
-    others = [] if wish.another else [(each, each.spec) for each in find_chains(workdir)]
+    others = [] if submission.another else [(each, each.spec) for each in find_chains(workdir)]
     width = len(str(max((task for task in tasks if task is not None), default=0)))
     made = []
     for task in tasks:
@@ -111,11 +111,11 @@ def prepare(wish: Wish, folder: Path | None, environ: Mapping[str, str], now: fl
             own = spec.model_copy(update={"array_task": task, "options": (*spec.options, f"--array={task}")})
             where = base.with_name(f"{base.name}-task{task:0{width}}")
         _refuse_twins(own, others)
-        made.append(Prepared(Chain(where), own, script, tuple(remarks(options))))
+        made.append(PreparedChain(Chain(where), own, script, tuple(remarks(options))))
     return made
 
 
-def submit_chain(prepared: Prepared, upfront: int, slurm: Slurm, now: float) -> list[JobRecord]:
+def submit_chain(prepared: PreparedChain, upfront: int, slurm: Slurm, now: float) -> list[JobRecord]:
     """Make the folder of a chain, and put its first job into the queue, or `upfront` jobs. Raises: SchedulerError.
 
     Where the queue takes not all of them, they are fewer: the last of them has the next one follow.
@@ -144,8 +144,8 @@ def submit_chain(prepared: Prepared, upfront: int, slurm: Slurm, now: float) -> 
     return jobs
 
 
-def first_command(prepared: Prepared) -> str:
-    """The command that puts the first job of a chain into the queue, as a shell would read it."""
+def first_command(prepared: PreparedChain) -> str:
+    """Return the command that puts the first job of a chain into the queue, as a shell would read it."""
     chain, spec = prepared.chain, prepared.spec
     return shlex.join(["sbatch", "--parsable", *spec.options, *_warning(spec, None), str(chain.batch_file), "1"])
 
@@ -206,7 +206,8 @@ def _submit(chain: Chain, slurm: Slurm, number: int, options: Sequence[str], now
 
 
 def _avoidable(chain: Chain, slurm: Slurm, number: int, now: float) -> tuple[dict[str, str], str]:
-    """The nodes to be left out; none where the job would then wait for ever, and why. Raises: UnreachableError."""
+    """Return the nodes to be left out; none where the job would then wait for ever, and why. Raises:
+    UnreachableError."""
     nodes, spec = avoided(chain, now), chain.spec
     if not nodes:
         return {}, ""
@@ -229,7 +230,8 @@ def _excluded(spec: Spec, nodes: Mapping[str, str]) -> str:
 
 
 def _warning(spec: Spec, save_seconds: float | None) -> tuple[str, ...]:
-    """The warning before the time limit, as long before as the saves of this run need; none beside the user's own."""
+    """Return the warning before the time limit, as long before as the saves of this run need; none beside the user's
+    own."""
     if spec.has_signal or (spec.limit_seconds or 0) < SHORTEST_LIMIT_SECONDS:
         return ()
     longest = int((spec.limit_seconds or 0) // 4)

@@ -97,7 +97,7 @@ def _name_of_job(value: str) -> str:
 def _variables(value: Mapping[str, str]) -> Mapping[str, str]:
     for name in value:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{name!r} is no name of an environment variable: use letters, digits and _")
+            raise ValueError(f"{name!r} is not the name of an environment variable: use letters, digits and _")
     return value
 
 
@@ -268,7 +268,7 @@ def points(keys: MatrixKeys) -> list[tuple[int, int]]:
 
 
 def _misfits(keys: JobKeys) -> Sequence[str]:
-    """What is wrong between values that are each right."""
+    """Return what is wrong between values that are each right."""
     if not isinstance(keys, TrainingKeys):
         return []
     problems = []

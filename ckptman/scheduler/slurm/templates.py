@@ -89,7 +89,7 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def render_template(name: str, values: Mapping[str, Any]) -> str:
-    """The batch script of a template. Raises: NotFoundError, UnknownKeyError, ConfigError."""
+    """Return the batch script of a template. Raises: NotFoundError, UnknownKeyError, ConfigError."""
     keys = check_keys(template(name).keys, values, f"template {name}")
     return render(read_part(f"{name}.sbatch"), lambda part: read_part(f"_{part}.sh"), keys)
 
