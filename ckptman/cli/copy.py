@@ -136,8 +136,8 @@ class _Job:
 
     def attempt(self, entry: Entry, copy: Callable[[Meter], Copied]) -> None:
         """Copy one. Raises: what went wrong; of several, only what keeps the others from being copied, too."""
+        from ckptman.catalog.backends.drafts import BusyCopyingError
         from ckptman.catalog.backends.source import GoneError, SourceError
-        from ckptman.transfer.partial_copy import BusyCopyingError
 
         try:
             with copy_progress(f"step {entry.step}") as meter:

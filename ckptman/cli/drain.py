@@ -19,8 +19,8 @@ from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError
 
 if TYPE_CHECKING:
     from ckptman.policies.tiers import Tier
+    from ckptman.transfer.copy import Means
     from ckptman.transfer.drain import Drained, DrainPlan, Task
-    from ckptman.transfer.read_back import Means
 
 To = Annotated[
     str | None,
@@ -61,7 +61,7 @@ def drain(
 
     @contextmanager
     def means(task: Task) -> Iterator[Means]:
-        from ckptman.transfer.read_back import Means
+        from ckptman.transfer.copy import Means
 
         rates = [each for each in (rate, task.tier.bytes_per_second) if each is not None]
         with copy_progress(f"step {task.entry.step}") as meter:

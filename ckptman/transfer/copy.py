@@ -1,29 +1,83 @@
-"""Copying checkpoints from root to root: one function for the command, and for whoever drains a root.
+"""Copying checkpoints from backend to backend: one function for the command, and for whoever drains a root.
 
 A copy counts only after every byte of it was read back and found to be what was saved. It keeps step and sequence, so
-what is newest stays newest. Torch-free.
+what is newest stays newest.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import ckptman
 from ckptman.catalog.backends.backend import Backend
+from ckptman.catalog.backends.drafts import Draft, NotReadBackError
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import ObjectBackend
-from ckptman.catalog.backends.source import ForeignOriginal, Original
+from ckptman.catalog.backends.source import Facts, ForeignOriginal, Original, SourceError, of_source
 from ckptman.catalog.catalog import Entry
-from ckptman.errors import ConfigError
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, ExistsError
+from ckptman.format.manifest import FileRecord, Manifest
 from ckptman.format.paths import MANIFEST, parse_step
-from ckptman.transfer.read_back import Means
-from ckptman.transfer.to_folder import Copied, copy_to_folder
-from ckptman.transfer.to_object_store import copy_to_objects
+from ckptman.integrity.damage_report import Damage, located, of_bytes
+from ckptman.io.checksums import digest_of_blocks
+from ckptman.io.file_scan import Scanned
+from ckptman.io.filesystem import DISK, Disk
+from ckptman.transfer.pieces import move
+from ckptman.transfer.progress import Limit, Meter, Phase
 
 __all__ = ["Copied", "Means", "check_apart", "copy_checkpoint", "copy_foreign"]
 
+
+@dataclass(frozen=True)
+class Means:
+    """How a copy is made. `threads` None: as many as a save and a verify have.
+
+    `limit`: to what is copied, and to what is read back after it. `overwrite`: another checkpoint of its name goes.
+    """
+
+    disk: Disk = DISK
+    threads: int | None = None
+    limit: Limit | None = None
+    meter: Meter | None = None
+    overwrite: bool = False
+
+    def passed(self, meter: Meter, count: int) -> None:
+        """So many bytes were read, to look at them or to check them: held back as those that are copied are."""
+        if self.limit is not None:
+            self.limit.take(count)
+        meter.moved(count, 1.0)
+
+
 USUAL = Means()
 """As a save and a verify would, and nothing is replaced."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What became of one checkpoint. Bytes without the manifest; times in seconds.
+
+    `already`: it was there, and is what it is here. `written_bytes`: the others were there from an attempt before.
+    `from_memory`: why what was read back may not have come from storage; "" where it did. `remarks`: what did not
+    travel, or could not be noted.
+    """
+
+    source: str
+    path: str
+    step: int | None
+    files: int
+    bytes: int
+    already: bool
+    written_bytes: int = 0
+    copy_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    buffered_because: str = ""
+    from_memory: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 def copy_checkpoint(entry: Entry, place: Backend, means: Means = USUAL, *, source: Backend | None = None) -> Copied:
@@ -38,39 +92,248 @@ def copy_checkpoint(entry: Entry, place: Backend, means: Means = USUAL, *, sourc
         place: Where to.
         means: How.
         source: Where the entry lies, if not in the folder at its path.
-    Raises: ConfigError, and as `copy_to_folder` and `copy_to_objects`.
+    Raises: BusyError (another copy of it is at work, or a run that is alive owns the place), ConfigError (the place is
+        where the checkpoint lies), CorruptError (the original is damaged; what was copied of it is removed),
+        ExistsError (something else has its name), NotFoundError (the original was deleted meanwhile; the same),
+        RootError (one of the places cannot be read or written; what was copied stays, and the next attempt takes it
+        up).
     """
     source = source if source is not None else LocalBackend(entry.path.parent)
-    if entry.in_folder and isinstance(place, LocalBackend):
-        check_apart(entry.path, place.root)
+    if entry.in_folder:
+        check_apart(entry.path, place.where)
     with source.reading(entry, "copy"):
         return _copy(source.open(entry), place, means)
 
 
-def copy_foreign(folder: Path, place: LocalBackend, means: Means = USUAL) -> Copied:
+def copy_foreign(folder: Path, place: Backend, means: Means = USUAL) -> Copied:
     """The same of what plain DCP wrote: its files as they are, held against digests of what was read.
 
-    Raises: ConfigError, and as `copy_to_folder`.
+    Raises: as `copy_checkpoint`; ConfigError also where a place holds only what has a manifest.
     """
-    check_apart(folder, place.root)
-    return copy_to_folder(ForeignOriginal(folder), place, means)
+    check_apart(folder, place.where)
+    return _copy(ForeignOriginal(folder), place, means)
 
 
-def _copy(original: Original, place: Backend, means: Means) -> Copied:
-    if isinstance(place, LocalBackend):
-        return copy_to_folder(original, place, means)
-    assert isinstance(place, ObjectBackend)
-    return copy_to_objects(original, place, means)
-
-
-def check_apart(folder: Path, root: Path) -> None:
+def check_apart(folder: Path, where: str | os.PathLike[str]) -> None:
     """Refuse a destination that is where the checkpoint lies, in it, or no root. Raises: ConfigError."""
-    source, target = Path(os.path.realpath(folder)), Path(os.path.realpath(root))
+    if "://" in os.fspath(where):
+        return
+    source, target = Path(os.path.realpath(folder)), Path(os.path.realpath(where))
     if parse_step(target.name) or os.path.lexists(target / MANIFEST):
-        raise ConfigError(f"{root} is a checkpoint: name the root to copy to; a copy keeps the name of its folder")
+        raise ConfigError(f"{where} is a checkpoint: name the root to copy to; a copy keeps the name of its folder")
     if target == source.parent:
-        raise ConfigError(f"{folder} is in {root} already: name another root to copy to")
+        raise ConfigError(f"{folder} is in {where} already: name another root to copy to")
     # What is in a root is a run's; a folder without a checkpoint's name may lie anywhere.
     around = source.parent if parse_step(source.name) else source
     if around == target or around in target.parents:
-        raise ConfigError(f"{root} is inside of {around}, from which is copied: name a root outside of it")
+        raise ConfigError(f"{where} is inside of {around}, from which is copied: name a root outside of it")
+
+
+def _copy(original: Original, place: Backend, means: Means) -> Copied:
+    means = replace(means, meter=means.meter or Meter())
+    with place.receive(original.facts, means.disk) as draft:
+        copied = _already(original, draft, means)
+        if copied is None:
+            if draft.in_place and draft.difference():
+                _check_original(original, means)
+            with draft.claimed(means.overwrite):
+                copied = _alone(original, draft, means)
+        draft.clear_others()
+        return copied
+
+
+def _alone(original: Original, draft: Draft, means: Means) -> Copied:
+    """Copy while nobody else copies the same. Raises: as `copy_checkpoint`."""
+    try:
+        # Another copy may have ended while this one waited for nothing.
+        if (found := _already(original, draft, means)) is not None:
+            draft.abandon()
+            return found
+        draft.clear_others()  # to make room
+        return _bring(original, draft, means)
+    except ExistsError:
+        draft.abandon()
+        raise
+
+
+def _bring(original: Original, draft: Draft, means: Means) -> Copied:
+    """Copy the files, read them back, and make the copy visible. Raises: as `copy_checkpoint`."""
+    facts, meter = original.facts, _meter(means)
+    begun = time.monotonic()
+    try:
+        there = _look(draft, means)
+        draft.check_room()
+        looked = time.monotonic()
+        moved = move(original, draft, there, meter=meter, limit=means.limit, threads=means.threads)
+        copied = time.monotonic()
+        # What was put in place was read a moment ago where it was right then.
+        names = [name for name in facts.sizes if not draft.in_place or name in moved.written]
+        cached = draft.uncache(final=False)
+        problems = _wrong(draft, names, _manifest_of(facts, moved.digests), means)
+        if problems:
+            raise NotReadBackError(draft.draft, problems)
+        # Without digests, what was read may be some of what was there and some of what was saved over it since.
+        if facts.manifest is None and (lost := original.lost()) is not None:
+            raise lost
+    except (CkptmanError, OSError) as error:
+        # What can never be finished would only take up room.
+        lost = original.lost()
+        if lost is not None or isinstance(error, CorruptError):
+            draft.abandon()
+        if lost is not None:
+            raise lost from error
+        raise
+    verified = time.monotonic()
+    path = draft.publish(means.overwrite)
+    return replace(
+        _report(facts, path, already=False),
+        written_bytes=moved.written_bytes,
+        copy_seconds=copied - looked if draft.in_place else copied - begun,
+        verify_seconds=verified - copied + (looked - begun if draft.in_place else 0.0),  # each file was read in one
+        buffered_because=moved.buffered_because,
+        from_memory="this file system keeps what was written in memory" if cached else "",
+    )
+
+
+def _already(original: Original, draft: Draft, means: Means) -> Copied | None:
+    """The same checkpoint at the destination, proved now if that was not noted. None: nothing is in the way.
+
+    Raises: ExistsError.
+    """
+    facts = original.facts
+    begun = time.monotonic()
+    problem = draft.difference()
+    if problem is None:
+        return None
+    if not problem and facts.manifest is None:
+        problem = _difference_in_bytes(original, draft, means)
+    elif not problem and not draft.is_proved():
+        draft.uncache(final=True)
+        wrong = _wrong(draft, list(facts.sizes), _manifest_of(facts, {}), means, final=True)
+        problem = "is damaged there: " + "; ".join(wrong) if wrong else ""
+        if not wrong:
+            draft.note_proved()
+    if problem:
+        if means.overwrite and not draft.may_replace():
+            raise ExistsError(f"{draft.where} {problem}, and is no checkpoint: move it away, or copy to another root")
+        if means.overwrite or draft.stands_aside():
+            return None
+        raise ExistsError(f"{draft.where} {problem}: copy to another root, or say --overwrite to replace it")
+    remarks = (*facts.remarks, *draft.settle())
+    return replace(_report(facts, draft.where, already=True), verify_seconds=time.monotonic() - begun, remarks=remarks)
+
+
+def _report(facts: Facts, path: str, *, already: bool) -> Copied:
+    step = facts.manifest.step if facts.manifest else None
+    return Copied(facts.where, path, step, len(facts.sizes), facts.bytes, already, remarks=facts.remarks)
+
+
+def _look(draft: Draft, means: Means) -> dict[str, bytes]:
+    """Digest what an attempt before left of files."""
+    there: dict[str, bytes] = {}
+    sizes = draft.tidy()
+
+    def finish(found: Scanned) -> None:
+        if found.refused is None and not found.unreadable:
+            there[found.name] = bytes(found.blocks)
+
+    if sizes:
+        _scan(draft, list(sizes), "looking", finish, means, total=sum(sizes.values()))
+    return there
+
+
+def _wrong(
+    draft: Draft, names: Iterable[str], proof: Manifest, means: Means, *, final: bool = False
+) -> tuple[str, ...]:
+    """Read files, of the draft or of what has its name, and say what of them is not what was saved."""
+    damage, unread = list[Damage](), list[str]()
+    folder, names = Path(draft.where if final else draft.draft), list(names)
+    finish = partial(_judge, folder, proof, damage, unread)
+    total = sum(proof.files[name].bytes for name in names)
+    changed = _scan(draft, names, "verifying", finish, means, total=total, final=final)
+    return (*_in_words(damage, folder, proof), *sorted(unread), *changed)
+
+
+def _judge(folder: Path, proof: Manifest, damage: list[Damage], unread: list[str], found: Scanned) -> None:
+    """Say what of a file is not what was saved, and what of it cannot be read."""
+    if found.refused is not None:
+        unread.append(f"{found.name} cannot be read: {found.refused.strerror or found.refused}")
+    elif found.unreadable or digest_of_blocks([bytes(found.blocks)]) != proof.files[found.name].digest:
+        damage.extend(of_bytes(found, folder, proof))
+
+
+def _in_words(damage: list[Damage], folder: Path, proof: Manifest) -> list[str]:
+    in_order = sorted(damage, key=lambda each: each.file)
+    return [str(each) for each in (located(in_order, folder, proof) if damage else ())]
+
+
+def _scan(
+    draft: Draft,
+    names: list[str],
+    phase: Phase,
+    finish: Callable[[Scanned], None],
+    means: Means,
+    *,
+    total: int,
+    final: bool = False,
+) -> Iterable[str]:
+    meter = _meter(means)
+    meter.begin(phase, total, 0)
+    done = partial(means.passed, meter)
+    return draft.scan(names, final=final, finish=finish, threads=means.threads, done=done)
+
+
+def _check_original(original: Original, means: Means) -> None:
+    """Another checkpoint goes before what takes its place is there, so that has to be whole before it goes.
+
+    Raises: CorruptError, SourceError.
+    """
+    facts, meter = original.facts, _meter(means)
+    damage, unread, folder = list[Damage](), list[str](), Path(facts.where)
+    proof = _manifest_of(facts, {})
+    finish = partial(_judge, folder, proof, damage, unread)
+    meter.begin("verifying", facts.bytes, 0)
+    with of_source(facts.where):
+        original.scan(finish=finish, threads=means.threads, done=partial(means.passed, meter))
+    if not damage and not unread:
+        return
+    why = f"{facts.where} is not what was saved ({'; '.join((*_in_words(damage, folder, proof), *unread)[:3])})"
+    text = f"{why}, so it replaces nothing: copy another checkpoint"
+    raise CorruptError(text) if damage else SourceError(errno.EIO, text)
+
+
+def _difference_in_bytes(original: Original, draft: Draft, means: Means) -> str:
+    """Why files of these sizes are no copy of what has no digests; "" where they are."""
+    draft.uncache(final=True)
+    digests: tuple[dict[str, bytes], dict[str, bytes]] = {}, {}
+
+    def finish(into: dict[str, bytes], found: Scanned) -> None:
+        into[found.name] = b"" if found.unreadable or found.refused else bytes(found.blocks) + b"."
+
+    done = partial(means.passed, _meter(means))
+    original.scan(finish=partial(finish, digests[0]), threads=means.threads, done=done)
+    names = list(original.facts.sizes)
+    draft.scan(names, final=True, finish=partial(finish, digests[1]), threads=means.threads, done=done)
+    same = digests[0] == digests[1] and all(digests[0].values())
+    return "" if same else "is there, with other bytes in its files"
+
+
+def _manifest_of(facts: Facts, digests: dict[str, str]) -> Manifest:
+    """The manifest; of files of others one as it would be, to hold what is read back against what was read."""
+    return facts.manifest or Manifest(
+        step=0,
+        sequence=1,
+        time_seconds=0,
+        reason="",
+        world_size=1,
+        torch_version="",
+        ckptman_version=ckptman.__version__,
+        run_id="",
+        block_bytes=facts.block_bytes,
+        files={name: FileRecord(bytes=size, digest=digests[name]) for name, size in facts.sizes.items()},
+    )
+
+
+def _meter(means: Means) -> Meter:
+    assert means.meter is not None
+    return means.meter

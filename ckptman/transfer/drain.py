@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptman.catalog.backends.backend import Backend
+from ckptman.catalog.backends.drafts import BusyCopyingError
 from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.rollback_records import Rollback, abandoned_by, hand_on, read_rollbacks
 from ckptman.catalog.tier_identity import make_identity, mark_tier, read_identity
@@ -37,10 +38,7 @@ from ckptman.io.failure_cause import FULL
 from ckptman.policies.rules import Record
 from ckptman.policies.sanity_checks import keeps_any, slip
 from ckptman.policies.tiers import Tier, due
-from ckptman.transfer.copy import copy_checkpoint
-from ckptman.transfer.partial_copy import BusyCopyingError
-from ckptman.transfer.read_back import Means
-from ckptman.transfer.to_folder import Copied
+from ckptman.transfer.copy import Copied, Means, copy_checkpoint
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 

@@ -6,21 +6,17 @@ at the destination already is not written again, and where its digests are known
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
-from ckptman.catalog.backends.source import Original, Reading
+from ckptman.catalog.backends.drafts import Draft, Writing
+from ckptman.catalog.backends.source import Original, Reading, of_source
 from ckptman.io.checksums import digest_of_blocks
-from ckptman.io.file_writer import FileWriter
-from ckptman.io.filesystem import Disk
-from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, stride_of
+from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay
 from ckptman.transfer.copy_digest import OnTheWay
 from ckptman.transfer.progress import Limit, Meter
 
@@ -29,35 +25,38 @@ from ckptman.transfer.progress import Limit, Meter
 class Moved:
     """What a copy moved. `digests`: of each file, as a manifest has them, of what was read.
 
-    `written_bytes`: those that were not there yet. `buffered_because`: "" where every large file went by direct I/O.
+    `written`: the files that were not right before. `written_bytes`: what was not there yet. `buffered_because`: ""
+    where every large file went by direct I/O.
     """
 
     digests: dict[str, str]
+    written: frozenset[str]
     written_bytes: int
     buffered_because: str
 
 
 def move(
     original: Original,
-    draft: Path,
+    draft: Draft,
     there: Mapping[str, bytes],
     *,
-    disk: Disk,
     meter: Meter,
     limit: Limit | None = None,
     threads: int | None = None,
 ) -> Moved:
-    """Bring the files of a draft to what those of the original are, each flushed to storage. The folder is not flushed.
+    """Bring the files of a draft to what those of the original are, each durable by itself.
 
     `there`: of the files that a draft has already, the digests of the blocks that can be read.
-    Raises: CorruptError (the original is not what was saved), OSError with the name of the file.
+    Raises: CorruptError (the original is not what was saved), SourceError, OSError with the name of the file.
     """
-    facts = original.facts
-    piece = stride_of(facts.block_bytes) if facts.block_bytes <= STRIDE_BYTES else STRIDE_BYTES
-    sizes = sorted(facts.sizes.items(), key=lambda each: -each[1])  # small ones fill the gaps at the end
-    files = [_File(original, draft / name, size, piece, there.get(name, b""), disk, meter) for name, size in sizes]
+    sizes, piece = dict(original.facts.sizes), draft.piece_bytes()
+    if draft.in_place:  # what is not right there is written as a whole
+        sizes = {name: size for name, size in sizes.items() if not _is_right(original, name, there.get(name))}
+        there = {}
+    in_order = sorted(sizes.items(), key=lambda each: -each[1])  # small ones fill the gaps at the end
+    files = [_File(original, draft, name, size, piece, there.get(name, b""), meter) for name, size in in_order]
     starts = list(accumulate((each.pieces for each in files), initial=0))
-    meter.begin("copying", facts.bytes, len(files))
+    meter.begin("copying", sum(sizes.values()), len(files))
 
     def at(number: int) -> tuple[_File, int, int]:
         which = bisect_right(starts, number) - 1
@@ -80,7 +79,7 @@ def move(
             file.put(low, data, scratch)
         file.end()
 
-    threads = threads or io_threads()
+    threads = threads or draft.writers or io_threads()
     if limit is not None:
         limit.renew()
     try:
@@ -88,7 +87,7 @@ def move(
             starts[-1],
             fetch,
             put,
-            first_threads=original.readers or computing_threads(threads),
+            first_threads=draft.readers or original.readers or computing_threads(threads),
             then_threads=max(1, threads - 1),
             scratch_bytes=max(piece, ALIGN_BYTES),
             on_error=limit.release if limit is not None else lambda: None,
@@ -98,56 +97,49 @@ def move(
             each.close()
     return Moved(
         {each.name: each.digest for each in files},
+        frozenset(sizes),
         sum(each.written_bytes for each in files),
         next((each.buffered_because for each in files if each.buffered_because), ""),
     )
 
 
+def _is_right(original: Original, name: str, blocks: bytes | None) -> bool:
+    manifest = original.facts.manifest
+    return blocks is not None and manifest is not None and digest_of_blocks([blocks]) == manifest.files[name].digest
+
+
 class _File:
-    """A file on its way. Opened when its first piece is wanted, flushed and closed after its last."""
+    """A file on its way. Opened when its first piece is wanted, made durable and closed after its last."""
 
     def __init__(
-        self, original: Original, path: Path, size: int, piece: int, there: bytes, disk: Disk, meter: Meter
+        self, original: Original, draft: Draft, name: str, size: int, piece: int, there: bytes, meter: Meter
     ) -> None:
-        self.name, self.size = path.name, size
+        self.name, self.size = name, size
         self.pieces = max(1, -(-size // piece))
-        self.digest, self.written_bytes = "", 0
-        self._original, self._path, self._there = original, path, there
-        self._disk, self._meter = disk, meter
-        self._passing = OnTheWay(original, self.name, size)
-        self._is_large = piece % ALIGN_BYTES == 0 and size >= ALIGN_BYTES
+        self.digest, self.buffered_because, self.written_bytes = "", "", 0
+        self._original, self._draft, self._there, self._meter = original, draft, there, meter
+        self._passing = OnTheWay(original, name, size)
         self._left = self.pieces
         self._lock = threading.Lock()
         self._reading: Reading | None = None
-        self._writer: FileWriter | None = None
+        self._writing: Writing | None = None
         self._is_all_right = False
         self._seconds = 0.0
         """What calls took that are made once for this file."""
 
-    @property
-    def buffered_because(self) -> str:
-        """Why a large file did not go by direct I/O alone; "" where it did."""
-        return (self._is_large and self._writer is not None and self._writer.buffered_because) or ""
-
     def begin(self) -> None:
         """Open both ends. Raises: CorruptError, OSError."""
         with self._lock:
-            if self._writer is not None:
+            if self._writing is not None:
                 return
             begun = time.perf_counter()
-            self._passing.begin()
-            manifest = self._original.facts.manifest
-            if manifest is not None and len(self._there) == len(self._passing.blocks) and self._passing.works:
-                self._is_all_right = digest_of_blocks([self._there]) == manifest.files[self.name].digest
-            if not self._is_all_right:
-                self._reading = self._original.open(self.name)
-            self._writer = FileWriter(
-                self._path,
-                self.size,
-                disk=self._disk,
-                flags=os.O_NOFOLLOW | os.O_NONBLOCK,
-                buffered_because=None if self._is_large else "it is not in whole pages",
-            )
+            with of_source(self._original.facts.where):
+                self._passing.begin()
+                if len(self._there) == len(self._passing.blocks) and self._passing.works:
+                    self._is_all_right = _is_right(self._original, self.name, self._there)
+                if not self._is_all_right:
+                    self._reading = self._original.open(self.name)
+            self._writing = self._draft.writer(self.name, self.size)
             self._seconds += time.perf_counter() - begun
 
     def is_right(self, low: int, high: int) -> bool:
@@ -162,7 +154,8 @@ class _File:
         """Read and check a piece. None where it need not be written. Raises: CorruptError, OSError."""
         assert self._reading is not None
         begun = time.perf_counter()
-        data = self._reading.read(low, high - low, scratch)
+        with of_source(self._original.facts.where):
+            data = self._reading.read(low, high - low, scratch)
         self._passing.check(low, data)
         self._meter.moved(0, time.perf_counter() - begun)
         at = self._passing.at(low, high)
@@ -173,41 +166,35 @@ class _File:
 
     def put(self, low: int, data: memoryview, scratch: memoryview) -> None:
         """Write a piece. Raises: OSError."""
-        assert self._writer is not None
+        assert self._writing is not None
         begun, size = time.perf_counter(), len(data)
-        if self._writer.is_direct and size % ALIGN_BYTES:  # the end of the file: cut off again when it is whole
-            padded = scratch[: size + -size % ALIGN_BYTES]
-            padded[size:] = bytes(len(padded) - size)
-            data = padded
-        self._writer.write(data, low)
+        self._writing.write(data, low, scratch)
         with self._lock:
             self.written_bytes += size
         self._meter.moved(size, time.perf_counter() - begun)
 
     def end(self) -> None:
-        """A piece is done; after the last one the file is flushed and judged. Raises: CorruptError, OSError."""
+        """A piece is done; after the last one the file is judged and made durable. Raises: CorruptError, OSError."""
         with self._lock:
             self._left -= 1
             if self._left:
                 return
-        assert self._writer is not None
+        assert self._writing is not None
+        self.digest = self._passing.judge()  # before there is an object
         begun = time.perf_counter()
-        self._writer.flush(self.size)
-        # What lies in the page cache would be compared with itself.
-        with contextlib.suppress(OSError, AttributeError):
-            os.posix_fadvise(self._writer.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._writing.finish()
+        self.buffered_because = self._writing.buffered_because
         self.close()
         seconds = time.perf_counter() - begun
-        if not self._writer.is_direct and self.size > STRIDE_BYTES:  # then this is when the bytes are written
+        if self.buffered_because and self.size > STRIDE_BYTES:  # then this is when the bytes are written
             self._meter.moved(0, seconds)
             seconds = 0.0
         self._meter.ended_file(seconds + self._seconds)
-        self.digest = self._passing.judge()
 
     def close(self) -> None:
         """Close both ends."""
         if self._reading is not None:
             self._reading.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._writing is not None:
+            self._writing.close()
         self._reading = None

@@ -18,9 +18,9 @@ from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ConfigError, CorruptError, ExistsError, NotFoundError, RootError
-from ckptman.transfer import to_object_store as objectcopy
+from ckptman.transfer import copy as copying
 from ckptman.transfer.copy import Copied, Means, copy_checkpoint
-from ckptman.transfer.object_put import put_files
+from ckptman.transfer.pieces import Moved, move
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import holds
 from tests.helpers.object_store import Proxy, bucket_fixture, proxy_fixture
@@ -155,7 +155,7 @@ def test_the_marker_of_an_empty_folder_is_in_nobody_s_way(root: Path, bucket: st
 def test_an_object_that_was_damaged_is_found_and_replaced(root: Path, place: ObjectBackend, capsys: Told) -> None:
     upload(root, place)
     change_byte(place, DATA)
-    with pytest.raises(ExistsError, match=r"is damaged there: __0_0\.distcp has other bytes.*--overwrite"):
+    with pytest.raises(ExistsError, match=r"is damaged there: __0_0\.distcp does not match its digest.*--overwrite"):
         upload(root, place)
     copied = upload(root, place, overwrite=True)
     assert not copied.already
@@ -220,8 +220,8 @@ def test_the_same_copy_that_ended_meanwhile_is_enough(root: Path, place: ObjectB
 def test_what_was_taken_over_meanwhile_gets_no_manifest(
     by: str, root: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def put(*arguments: object, **named: object) -> None:
-        put_files(*arguments, **named)  # type: ignore[arg-type]
+    def put(*arguments: object, **named: object) -> Moved:
+        moved = move(*arguments, **named)  # type: ignore[arg-type]
         monkeypatch.undo()
         if by == "another":
             place.write(NOTE, b'{"tag": "0123", "host": "elsewhere", "pid": 7}')
@@ -229,8 +229,9 @@ def test_what_was_taken_over_meanwhile_gets_no_manifest(
             place.remove(NOTE)
         else:
             upload(root, ObjectBackend(place.url, QUICK))
+        return moved
 
-    monkeypatch.setattr(objectcopy, "put_files", put)
+    monkeypatch.setattr(copying, "move", put)
     if by == "the same":
         assert not upload(root, place).already
         assert [entry.complete for entry in place.look()] == [True]
@@ -249,7 +250,7 @@ def test_an_original_that_is_gone_takes_no_copy_of_somebody_else_with_it(
         (root / FOLDER).rename(tmp_path / "gone")  # it is in the tier now, so it may go
         raise NotFoundError("it is gone")
 
-    monkeypatch.setattr(objectcopy, "put_files", put)
+    monkeypatch.setattr(copying, "move", put)
     with pytest.raises(GoneError):
         upload(root, place)
     assert [entry.complete for entry in place.look()] == [True]
@@ -365,6 +366,6 @@ def test_a_copy_that_goes_on_tells_how_long_it_read(
     root: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr(objectcopy, "time", SimpleNamespace(monotonic=lambda: float(next(ticks)), time=lambda: 0.0))
+    monkeypatch.setattr(copying, "time", SimpleNamespace(monotonic=lambda: float(next(ticks)), time=lambda: 0.0))
     copied = upload(root, place)
     assert (copied.copy_seconds, copied.verify_seconds) == (1.0, 2.0)

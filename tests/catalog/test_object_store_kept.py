@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from ckptman.catalog.backends.object_draft import ObjectDraft
 from ckptman.catalog.backends.object_store import ObjectBackend
-from ckptman.catalog.backends.source import Facts, FolderReading
+from ckptman.catalog.backends.source import FolderReading
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, CorruptError, ExistsError, RootError
 from ckptman.policies.rules import KeepLast
 from ckptman.policies.tiers import Tier
-from ckptman.transfer import to_object_store as objectcopy
 from ckptman.transfer.copy import copy_checkpoint
 from ckptman.transfer.drain import prune_tier
-from ckptman.transfer.to_object_store import _right
 from tests.catalog.test_object_store import DATA, FOLDER, MANIFEST, NOTE, Told, other, place, root, upload
 from tests.catalog.test_tiers import drain
 from tests.helpers.checkpoints import commit, flip_byte
@@ -36,13 +35,13 @@ def test_objects_that_vanish_after_they_were_read_back_are_no_copy(
 ) -> None:
     """Another copy of the same checkpoint gives up: it takes what was put for its own."""
 
-    def right(*arguments: object) -> set[str]:
-        good = _right(*arguments)  # type: ignore[arg-type]
-        if arguments[-1] == "verifying":
-            place.remove(DATA)
-        return good
+    publish = ObjectDraft.publish
 
-    monkeypatch.setattr(objectcopy, "_right", right)
+    def too_late(draft: ObjectDraft, replace: bool) -> str:
+        place.remove(DATA)
+        return publish(draft, replace)
+
+    monkeypatch.setattr(ObjectDraft, "publish", too_late)
     with pytest.raises(BusyError, match="removed or replaced"):
         upload(root, place)
     assert MANIFEST not in place.listing()
@@ -52,14 +51,14 @@ def test_with_all_one_that_was_taken_over_keeps_no_other(
     root: Path, place: ObjectBackend, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
     commit(root, 200)
-    check_ours = objectcopy._check_ours
+    check_ours = ObjectDraft._check_ours
 
-    def check(place: ObjectBackend, facts: Facts) -> None:
-        if facts.name == FOLDER:
+    def check(draft: ObjectDraft) -> None:
+        if draft.where.endswith(FOLDER):
             place.remove(NOTE)
-        check_ours(place, facts)
+        check_ours(draft)
 
-    monkeypatch.setattr(objectcopy, "_check_ours", check)
+    monkeypatch.setattr(ObjectDraft, "_check_ours", check)
     assert main(["copy", str(root), place.url, "--all"]) == 11
     assert "step 100: not copied: " in capsys.readouterr().out
     assert [entry.step for entry in place.look() if entry.complete] == [200]

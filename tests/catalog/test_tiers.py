@@ -20,8 +20,8 @@ from ckptman.format.paths import outcome_path, tiers_path
 from ckptman.policies.retention import AtMost, KeepBest, KeepEvery, KeepLast, Record, RetentionPolicy
 from ckptman.policies.tiers import Tier, due
 from ckptman.runtime.outcome import Outcome, write_outcome
+from ckptman.transfer.copy import Means
 from ckptman.transfer.drain import Drained, Task, carry_out, plan_drain, prepare
-from ckptman.transfer.read_back import Means
 from tests.helpers.checkpoints import commit, flip_byte
 
 

@@ -39,8 +39,7 @@ from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.outcome import Outcome, read_outcome, write_outcome
 from ckptman.scheduler.chain_record import Chain
 from ckptman.train.dataset.tokenfile import read_meta
-from ckptman.transfer.copy import copy_checkpoint
-from ckptman.transfer.read_back import Means
+from ckptman.transfer.copy import Means, copy_checkpoint
 from tests.faults.hostile_ours import container_of, zip_bomb
 from tests.faults.hostile_pickles import BOMBS, COMMANDS
 from tests.helpers.checkpoints import commit

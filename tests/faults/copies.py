@@ -22,7 +22,7 @@ import ckptman
 from ckptman.catalog.tiers import read_tiers, write_tiers
 from ckptman.cli.app import main
 from ckptman.transfer import drain
-from ckptman.transfer.read_back import Means
+from ckptman.transfer.copy import Means
 from tests.faults.crash import goes_on_as_a_run, loaded
 from tests.faults.deaths import Scene, Tell, die_everywhere, impatient
 from tests.faults.subject import State, blank, content, open_run, save_versions, version_of

@@ -21,6 +21,7 @@ from ckptman.catalog import catalog as catalogue
 from ckptman.catalog import prune, tiers
 from ckptman.catalog import writer_lock as owner
 from ckptman.catalog.backends import local as place
+from ckptman.catalog.backends import local_draft
 from ckptman.comm import control as ranks
 from ckptman.dcp import storage
 from ckptman.format import chunk_table as chunks
@@ -35,7 +36,6 @@ from ckptman.loading import read as reading
 from ckptman.loading import restricted_unpickler as foreign
 from ckptman.state import step_record as recorded
 from ckptman.transfer import drain
-from ckptman.transfer import to_folder as copyfolder
 
 
 def _no_digests() -> None:
@@ -125,12 +125,12 @@ class _NoFlushes(Disk):
 
 
 def _copies_not_flushed() -> None:
-    real = copyfolder.move
+    real = local_draft._FolderWriting.__init__
 
-    def move(*arguments: Any, disk: Disk, **options: Any) -> Any:
-        return real(*arguments, disk=_NoFlushes(), **options)
+    def init(self: Any, path: Path, size: int, is_large: bool, disk: Disk) -> None:
+        real(self, path, size, is_large, _NoFlushes())
 
-    copyfolder.move = move
+    local_draft._FolderWriting.__init__ = init  # type: ignore[method-assign]
 
 
 def _copies_noted_too_early() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from ckptman.catalog import reader_lease as lease
 from ckptman.catalog import writer_lock as owner
+from ckptman.catalog.backends import local_draft as copydraft
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
@@ -25,7 +26,6 @@ from ckptman.catalog.writer_lock import claim
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.policies.retention import KeepLast
 from ckptman.policies.tiers import Tier
-from ckptman.transfer import partial_copy as copydraft
 from ckptman.transfer.copy import Means, copy_checkpoint
 from ckptman.transfer.drain import carry_out, plan_drain, prepare
 from tests.faults.powercut import Flushes, survive, watched

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from ckptman.catalog import writer_lock as owner
+from ckptman.catalog.backends import local_draft as copydraft
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.writer_lock import claim
 from ckptman.errors import CkptmanError, RootError
 from ckptman.format.paths import DOT
 from ckptman.io.filesystem import Disk
-from ckptman.transfer import partial_copy as copydraft
 from ckptman.transfer.copy import Means, copy_checkpoint
 from tests.helpers.checkpoints import commit, note_in
 from tests.helpers.faulty_disk import Death, FaultyDisk, faults, holds

@@ -14,6 +14,7 @@ import pytest
 from ckptman.catalog import catalog as catalogue
 from ckptman.catalog.backends import source as copysource
 from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.local_draft import FolderDraft
 from ckptman.catalog.backends.object_store import ObjectBackend
 from ckptman.catalog.backends.tiered import TieredBackend
 from ckptman.catalog.catalog import Catalog
@@ -26,10 +27,8 @@ from ckptman.io.filesystem import Disk
 from ckptman.io.safe_open import read_regular
 from ckptman.policies.rules import KeepLast
 from ckptman.policies.tiers import Tier
-from ckptman.transfer import to_folder as copyfolder
-from ckptman.transfer.copy import copy_checkpoint
+from ckptman.transfer.copy import Means, copy_checkpoint
 from ckptman.transfer.drain import carry_out, plan_drain
-from ckptman.transfer.read_back import Means
 from tests.catalog.test_tiers import drain, root, steps
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import rewrite
@@ -192,7 +191,7 @@ def test_a_tier_that_is_full_of_what_its_rules_no_longer_keep_gets_room(
         if len(steps(root.parent / "far")) > 2:
             raise FULL
 
-    monkeypatch.setattr(copyfolder, "check_room", no_room)
+    monkeypatch.setattr(FolderDraft, "check_room", no_room)
     assert {isinstance(each.error, RootError) for each in drain(root, far)} == {True}
     assert steps(root.parent / "far") == [20, 30]
     assert drain(root, far)[0].copied is not None

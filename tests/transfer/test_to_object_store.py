@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from ckptman.catalog.backends import object_draft as objectput
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, Patience, find_url
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, CorruptError, ExistsError, FormatVersionError, NotFoundError, RootError
-from ckptman.transfer import object_put as objectput
 from ckptman.transfer.copy import Copied, Means, copy_checkpoint
 from ckptman.transfer.progress import Meter
 from tests.helpers.checkpoints import commit, flip_byte, note_in

@@ -15,7 +15,8 @@ from ckptman.io.filesystem import DISK, Disk
 from ckptman.policies.rules import Record, RetentionPolicy
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.source import Original
+    from ckptman.catalog.backends.drafts import Draft
+    from ckptman.catalog.backends.source import Facts, Original
 
 
 class Backend(Protocol):
@@ -72,6 +73,12 @@ class Backend(Protocol):
 
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
         """Hold an entry until the block ends, so that no prune takes it. `what`: who reads, in words."""
+
+    def receive(self, facts: Facts, disk: Disk = DISK) -> AbstractContextManager[Draft]:
+        """Begin a copy of what is described, or go on with one. Held until the block ends.
+
+        Raises: ConfigError (such a one is not kept here), RootError, SourceError.
+        """
 
     # What is beside the checkpoints.
 

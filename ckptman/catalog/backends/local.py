@@ -29,7 +29,8 @@ from ckptman.policies.rules import Record, RetentionPolicy
 from ckptman.policies.tiers import Tier
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.source import Original
+    from ckptman.catalog.backends.drafts import Draft
+    from ckptman.catalog.backends.source import Facts, Original
 
 ANSWER_SECONDS = 60.0
 """How long a folder may take to say whether it is there."""
@@ -202,6 +203,11 @@ class LocalBackend:
 
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
         return reading(entry.path, what=what, disk=self._disk)
+
+    def receive(self, facts: Facts, disk: Disk = DISK) -> AbstractContextManager[Draft]:
+        from ckptman.catalog.backends.local_draft import receive_in_folder
+
+        return receive_in_folder(self, facts, disk)
 
     def read_note(self, name: str) -> bytes | None:
         path = run_folder(self.root) / name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from xxhash import xxh3_128_hexdigest
+from collections.abc import Callable, Mapping
+
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.catalog.backends.object_store import COPYING, ObjectBackend
 from ckptman.catalog.backends.source import Facts, GoneError, Reading
@@ -11,7 +13,9 @@ from ckptman.catalog.pins import PINNED
 from ckptman.errors import CkptmanError, NotFoundError
 from ckptman.format.manifest import parse_manifest
 from ckptman.format.paths import MANIFEST, digests_name
-from ckptman.io.checksums import Digests, digests_bytes
+from ckptman.io.checksums import DIGEST_BYTES, Digests, digests_bytes
+from ckptman.io.file_scan import Scanned
+from ckptman.io.workers import STRIDE_BYTES, share_out, stride_of
 
 THREADS = 8
 """As many as wait for the network at a time, where nobody says otherwise."""
@@ -55,6 +59,9 @@ class ObjectOriginal:
         # What is damaged itself tells nothing of others.
         return Digests(block, blocks, size) if xxh3_128_hexdigest(blocks) == files[name].digest else None
 
+    def scan(self, *, finish: Callable[[Scanned], None], threads: int | None, done: Callable[[int], None]) -> None:
+        scan_objects(self._place, self._name, self.facts.sizes, self.facts.block_bytes, finish, threads, done)
+
     def lost(self) -> CkptmanError | None:
         gone, data = self._gone(self.facts.where), self.facts.data
         try:
@@ -86,3 +93,31 @@ class _ObjectReading:
 
     def close(self) -> None:
         pass
+
+
+def scan_objects(
+    place: ObjectBackend,
+    name: str,
+    sizes: Mapping[str, int],
+    block: int,
+    finish: Callable[[Scanned], None],
+    threads: int | None,
+    done: Callable[[int], None],
+) -> None:
+    """Read objects below a name and digest their blocks, as `scan` does of files. Raises: NotFoundError, RootError."""
+    found = {each: Scanned(each, bytearray(-(-size // block) * DIGEST_BYTES)) for each, size in sizes.items()}
+    stride = stride_of(block, 4 * STRIDE_BYTES)
+    pieces = [(each, low) for each, size in sizes.items() for low in range(0, size, stride)]
+
+    def read(number: int, scratch: memoryview) -> None:
+        each, low = pieces[number]
+        size = min(stride, sizes[each] - low)
+        data = memoryview(place.read(f"{name}/{each}", low, size))
+        digests = b"".join([xxh3_128_digest(data[cut : cut + block]) for cut in range(0, size, block)])
+        at = low // block * DIGEST_BYTES
+        found[each].blocks[at : at + len(digests)] = digests
+        done(size)
+
+    share_out(len(pieces), read, threads=threads or THREADS, scratch_bytes=0)
+    for each in found.values():
+        finish(each)

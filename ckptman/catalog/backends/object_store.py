@@ -38,12 +38,14 @@ from ckptman.errors import (
 )
 from ckptman.format.manifest import MOST_BYTES, Manifest, parse_manifest
 from ckptman.format.paths import DOT, MANIFEST, parse_step
+from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.workers import share_out
 from ckptman.policies.retention import plan
 from ckptman.policies.rules import Record, RetentionPolicy
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.source import Original
+    from ckptman.catalog.backends.drafts import Draft
+    from ckptman.catalog.backends.source import Facts, Original
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://?(?P<rest>[^/].*)", re.ASCII)
 _MEANT = re.compile(r"[a-z][\w+.-]+:/{2,}|s3:", re.ASCII | re.IGNORECASE)
@@ -392,6 +394,11 @@ class ObjectBackend:
         for each in (MANIFEST, *sorted(self.listing(name).keys() - {MANIFEST, REMOVING}), REMOVING):
             self.remove(f"{name}/{each}")
 
+    def receive(self, facts: Facts, disk: Disk = DISK) -> AbstractContextManager[Draft]:
+        from ckptman.catalog.backends.object_draft import ObjectDraft
+
+        return contextlib.nullcontext(ObjectDraft(self, facts))
+
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -435,7 +442,7 @@ class ObjectBackend:
             if not verdict.keep:
                 self.delete(entries[verdict.record.sequence - 1])
 
-    def ask(self, done: str, call: Callable[[], T], name: str) -> T:
+    def ask(self, done: str, call: Callable[[], T], name: str, *, again: bool = True) -> T:
         """Ask the store for something, again where it is busy or away. Raises: NotFoundError, RootError."""
         wait, begun = self._patience.first_seconds, self._patience.clock()
         for attempt in range(1, self._patience.attempts + 1):
@@ -450,7 +457,7 @@ class ObjectBackend:
                 ) from error
             except Exception as error:
                 final = isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES
-                if final or self._patience.ends(attempt, self._patience.clock() - begun):
+                if final or not again or self._patience.ends(attempt, self._patience.clock() - begun):
                     raise self._failure(done, name, error, attempt) from error
             self._patience.sleep(wait * random.uniform(0.5, 1.5))
             wait *= self._patience.factor

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,7 @@ from ckptman.format.manifest import MOST_BYTES, Manifest, is_plain_name, parse_m
 from ckptman.format.paths import MANIFEST, digests_name, parse_half_written, step_folder
 from ckptman.io.checksums import BLOCK_BYTES, Digests
 from ckptman.io.file_reader import FileReader
+from ckptman.io.file_scan import Scanned, scan
 from ckptman.io.safe_open import read_regular
 from ckptman.io.workers import ALIGN_BYTES
 
@@ -105,6 +106,9 @@ class Original(Protocol):
     def digests(self, name: str) -> Digests | None:
         """What the blocks of a file have to be, where that is known before all of it is read. Raises: CorruptError."""
 
+    def scan(self, *, finish: Callable[[Scanned], None], threads: int | None, done: Callable[[int], None]) -> None:
+        """Read all of it and digest the blocks; `finish` is told each file, `done` the bytes. Raises: OSError."""
+
     def lost(self) -> CkptmanError | None:
         """Why it can never be copied any more: it was deleted, or saved again. None where it is still what it was."""
 
@@ -135,6 +139,10 @@ class FolderOriginal:
             if isinstance(error.__cause__, OSError):  # what cannot be read need not be damaged
                 raise refused(SourceError, error.__cause__, self._folder) from None
             raise
+
+    def scan(self, *, finish: Callable[[Scanned], None], threads: int | None, done: Callable[[int], None]) -> None:
+        sizes, block = list(self.facts.sizes.items()), self.facts.block_bytes
+        scan(self._folder, sizes, block, finish=finish, threads=threads, done=done)
 
     def lost(self) -> CkptmanError | None:
         try:
@@ -170,6 +178,10 @@ class ForeignOriginal:
 
     def digests(self, name: str) -> Digests | None:
         return None
+
+    def scan(self, *, finish: Callable[[Scanned], None], threads: int | None, done: Callable[[int], None]) -> None:
+        sizes, block = list(self.facts.sizes.items()), self.facts.block_bytes
+        scan(self._folder, sizes, block, finish=finish, threads=threads, done=done)
 
     def lost(self) -> CkptmanError | None:
         try:

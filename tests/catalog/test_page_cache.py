@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.transfer import page_cache as pagecache
-from ckptman.transfer.page_cache import drop
+from ckptman.catalog.backends import page_cache as pagecache
+from ckptman.catalog.backends.page_cache import drop
 
 MEMORY = Path("/dev/shm")
 

@@ -1,0 +1,144 @@
+"""What a copy writes: a checkpoint on its way into a backend, which nobody sees before all of it was read back."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from ckptman.errors import BusyError, RootError
+from ckptman.io.file_scan import Scanned
+
+
+class Writing(Protocol):
+    """One file that is being written, from several threads."""
+
+    buffered_because: str
+    """Why a large file did not go by direct I/O alone; "" where it did."""
+
+    def write(self, data: memoryview, offset: int, scratch: memoryview) -> None:
+        """Write a piece. `scratch`: where it may lie, with room for whole pages. Raises: OSError."""
+
+    def finish(self) -> None:
+        """Make the file durable: all its pieces were written. Raises: OSError."""
+
+    def close(self) -> None:
+        """Let go of the file; of one that was not finished nothing need stay."""
+
+
+class Draft(Protocol):
+    """A checkpoint on its way into a backend. The next copy of the same checkpoint goes on where this one ended.
+
+    Called in this order: `difference`, `claimed`, `tidy`, `writer` for each file, `publish`. Each raises OSError and
+    CkptmanError.
+    """
+
+    where: str
+    """What it will be, for messages."""
+    draft: str
+    """What it is meanwhile, for messages."""
+    in_place: bool
+    """Whether files are put as a whole and under their final names: then what has the name goes first."""
+    readers: int
+    """The most threads that may read for it; 0: as many as the original wants."""
+    writers: int
+    """As many threads write to it where nobody says otherwise; 0: as many as a save has."""
+
+    def difference(self) -> str | None:
+        """Compare what has the name with what is to be copied, by names and sizes.
+
+        Returns: None: nothing has it. "": it is this very checkpoint. Otherwise why it is not, in words.
+        """
+
+    def may_replace(self) -> bool:
+        """Whether what has the name is a checkpoint, or what is left of one."""
+
+    def stands_aside(self) -> bool:
+        """Whether what has the name gives it up without being asked: a rollback left it behind."""
+
+    def is_proved(self) -> bool:
+        """Whether it was noted that every byte of what has the name was read back."""
+
+    def note_proved(self) -> None:
+        """Note that every byte of what has the name was read back."""
+
+    def settle(self) -> Sequence[str]:
+        """Finish what is there already: nothing else is left to do. Return remarks for people."""
+
+    def check_free(self) -> None:
+        """Look for a run that is alive and writes there. Raises: BusyError."""
+
+    def claimed(self, replace: bool) -> AbstractContextManager[None]:
+        """Have the draft alone until the block ends. Raises: BusyError, ExistsError."""
+
+    def tidy(self) -> dict[str, int]:
+        """Clear it of what has no place in it, and return the files that an attempt before left, with their sizes."""
+
+    def check_room(self) -> None:
+        """Look whether all of it will fit. Raises: OSError."""
+
+    def piece_bytes(self) -> int:
+        """How much is best written at once."""
+
+    def writer(self, name: str, size: int) -> Writing:
+        """Open one of its files for writing."""
+
+    def scan(
+        self,
+        names: Sequence[str],
+        *,
+        final: bool,
+        finish: Callable[[Scanned], None],
+        threads: int | None,
+        done: Callable[[int], None],
+    ) -> Sequence[str]:
+        """Read files and digest their blocks. Return what was written to meanwhile, in words.
+
+        `final`: those of what has the name, and not those of the draft.
+        """
+
+    def uncache(self, *, final: bool) -> bool:
+        """Have its files read from storage the next time. True where some may still come from memory."""
+
+    def publish(self, replace: bool) -> str:
+        """Give it its manifest, and make it visible as a whole, durably. Return where it is."""
+
+    def abandon(self) -> None:
+        """Remove it. Never raises."""
+
+    def clear_others(self) -> None:
+        """Remove what other copies left that nobody will find again."""
+
+
+class NotReadBackError(RootError):
+    """Storage does not give back what was written to it. Attributes: `draft`, `problems`."""
+
+    def __init__(self, draft: Path | str, problems: tuple[str, ...]) -> None:
+        self.draft, self.problems = draft, problems
+        super().__init__(
+            errno.EIO,
+            f"{draft} does not give back what was written to it ({'; '.join(problems[:3])}), so the copy does not "
+            f"count: copy again, which writes what is wrong once more; if it comes again, do not trust this storage",
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.draft, self.problems)
+
+
+class BusyCopyingError(BusyError):
+    """Another copy to the same place is at work. That says nothing about other checkpoints."""
+
+    def __init__(self, root: str, host: str, pid: int, job_id: str | None) -> None:
+        super().__init__(root, host, pid, job_id)
+        job = f", job {job_id}" if job_id else ""
+        self.args = (
+            f"another copy of the same checkpoint to {root} is at work (host {host}, pid {pid}{job}): let it end, "
+            f"then there is nothing left to do",
+        )
+
+
+def is_same(sizes: Mapping[str, int], there: Mapping[str, int]) -> str:
+    """The first name whose size is another; "" where all are right."""
+    return next((name for name, size in sizes.items() if there.get(name) != size), "")

@@ -1,0 +1,285 @@
+"""A copy on its way into an object store: objects under their final names, which count once the manifest is there.
+
+`copying.json` says whose objects they are meanwhile, and is put where there is none. Two copies of the same checkpoint
+at a time put the same bytes twice, and harm nothing. On S3 a large file is put in parts, several at a time, each tried
+again by itself. On other stores of fsspec it is put from its first byte to its last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing, is_same
+from ckptman.catalog.backends.object_source import THREADS, scan_objects
+from ckptman.catalog.backends.object_store import COPYING, REMOVING, ObjectBackend
+from ckptman.catalog.backends.source import Facts
+from ckptman.catalog.pins import PINNED
+from ckptman.catalog.replaceable import has_data, is_left, is_of_a_checkpoint
+from ckptman.errors import (
+    CkptmanError,
+    ConfigError,
+    CorruptError,
+    ExistsError,
+    FormatVersionError,
+    NotFoundError,
+    plain,
+)
+from ckptman.format.manifest import MOST_BYTES, parse_manifest
+from ckptman.format.paths import MANIFEST
+from ckptman.io.file_scan import Scanned
+from ckptman.io.workers import STRIDE_BYTES, stride_of
+
+PART_BYTES = 4 * STRIDE_BYTES
+MOST_PARTS = 10_000
+"""S3 takes no more for one object."""
+
+
+class ObjectDraft:
+    """See `Draft`."""
+
+    in_place = True
+
+    def __init__(self, place: ObjectBackend, facts: Facts) -> None:
+        if facts.manifest is None:
+            raise ConfigError(
+                f"{facts.where} has no manifest, and in an object store that is what makes a checkpoint: only those "
+                f"of ckptman are copied there"
+            )
+        self._place, self._facts, self._name = place, facts, facts.name
+        self._has_parts = hasattr(place.fs, "call_s3")
+        self.writers = THREADS
+        self.readers = 0 if self._has_parts else 1  # pieces of a file have to come in their order
+        self.where = self.draft = f"{place.url}/{facts.name}"
+
+    def difference(self) -> str | None:
+        there = self._place.listing(self._name)
+        if MANIFEST not in there:
+            return None
+        if not self._has_manifest(there):
+            return "is there, and is another checkpoint"
+        wrong = is_same(self._facts.sizes, there)
+        return f"is there, and is not complete: {wrong}" if wrong else ""
+
+    def may_replace(self) -> bool:
+        there = self._place.listing(self._name)
+        names = {name for name in there if name} - {COPYING, REMOVING}
+        is_noted = not there.keys().isdisjoint({COPYING, REMOVING})
+        if not names or is_left(names) or (is_noted and is_of_a_checkpoint(names)):
+            return True
+        if there.get(MANIFEST, MOST_BYTES + 1) > MOST_BYTES:
+            return False
+        try:
+            data = self._place.read(f"{self._name}/{MANIFEST}", 0, there[MANIFEST])
+            return bool(parse_manifest(f"{self.where}/{MANIFEST}", data))
+        except FormatVersionError:
+            return has_data(names)
+        except (CorruptError, NotFoundError):
+            return False
+
+    def stands_aside(self) -> bool:
+        return False
+
+    def is_proved(self) -> bool:
+        return False  # objects have no note that says when they were read, and by whom
+
+    def note_proved(self) -> None:
+        """Nothing: see `is_proved`."""
+
+    def settle(self) -> Sequence[str]:
+        self._place.hand_on(self._facts.rollbacks)
+        if self._facts.pinned is not None and PINNED not in self._place.listing(self._name):
+            self._put(PINNED, self._facts.pinned)
+        if self._is_noted():  # the note of another checkpoint is about to replace this one
+            self._place.remove(f"{self._name}/{COPYING}")
+        return []
+
+    def check_free(self) -> None:
+        """Nothing: no run saves to an object store."""
+
+    @contextmanager
+    def claimed(self, replace: bool) -> Iterator[None]:
+        if replace and not self.may_replace():
+            found = min(self._place.listing(self._name))
+            raise ExistsError(
+                f"{self.where} has objects in it that are of no checkpoint, such as {plain(found)}: move them away, or "
+                f"copy to another prefix"
+            )
+        self._place.begin(self._name, self._facts.tag, replace=replace)
+        yield
+
+    def tidy(self) -> dict[str, int]:
+        there = self._place.listing(self._name)
+        if MANIFEST in there:
+            self._place.remove(f"{self._name}/{MANIFEST}")  # first, so that no mixture of the two ever counts
+        for name in sorted(there.keys() - {MANIFEST, COPYING, *self._facts.sizes}):
+            self._place.remove(f"{self._name}/{name}")
+        return {name: size for name, size in self._facts.sizes.items() if there.get(name) == size}
+
+    def check_room(self) -> None:
+        """Nothing: who gets full says so."""
+
+    def piece_bytes(self) -> int:
+        least = max(PART_BYTES, -(-max(self._facts.sizes.values(), default=0) // (MOST_PARTS // 2)))
+        block = self._facts.block_bytes
+        return stride_of(block, least) if block <= STRIDE_BYTES else least
+
+    def writer(self, name: str, size: int) -> Writing:
+        kind = _Whole if size <= self.piece_bytes() else _Parts if self._has_parts else _Stream
+        return kind(self._place, f"{self._name}/{name}", self.piece_bytes())
+
+    def scan(
+        self,
+        names: Sequence[str],
+        *,
+        final: bool,
+        finish: Callable[[Scanned], None],
+        threads: int | None,
+        done: Callable[[int], None],
+    ) -> Sequence[str]:
+        sizes = {name: self._facts.sizes[name] for name in names}
+        scan_objects(self._place, self._name, sizes, self._facts.block_bytes, finish, threads, done)
+        return []
+
+    def uncache(self, *, final: bool) -> bool:
+        return False
+
+    def publish(self, replace: bool) -> str:
+        self._place.hand_on(self._facts.rollbacks)  # what was abandoned elsewhere must not be the newest here
+        if self._facts.pinned is not None:
+            self._put(PINNED, self._facts.pinned)
+        self._check_ours()
+        self._put(MANIFEST, self._facts.data)
+        self._place.remove(f"{self._name}/{COPYING}")
+        return self.where
+
+    def abandon(self) -> None:
+        with suppress(CkptmanError):
+            if not self._is_noted():  # somebody else's by now
+                return
+            if MANIFEST in self._place.listing(self._name):
+                self._place.remove(f"{self._name}/{COPYING}")
+            else:
+                self._place.abandon(self._name)
+
+    def clear_others(self) -> None:
+        """Nothing: there is one place for all of them."""
+
+    def _is_noted(self) -> bool:
+        return bool(self._place.note_of(self._name).get("tag") == self._facts.tag)
+
+    def _has_manifest(self, there: dict[str, int]) -> bool:
+        data = self._facts.data
+        return there.get(MANIFEST) == len(data) and self._place.read(f"{self._name}/{MANIFEST}", 0, len(data)) == data
+
+    def _check_ours(self) -> None:
+        """What was proved here is still what this copy put: the last look before the manifest. Raises: BusyError."""
+        there, note = self._place.listing(self._name), self._place.note_of(self._name)
+        # With the manifest there, another copy of the same checkpoint was quicker.
+        is_ours = note.get("tag") == self._facts.tag or self._has_manifest(there)
+        if not is_ours or is_same(self._facts.sizes, there):
+            raise _TakenError(self.where, str(note.get("host", "")), note.get("pid", 0))
+
+    def _put(self, name: str, data: bytes) -> None:
+        """Put what is beside the files, and read it back. Raises: RootError."""
+        self._place.write(f"{self._name}/{name}", data)
+        if self._place.read(f"{self._name}/{name}", 0, len(data)) != data:
+            self._place.remove(f"{self._name}/{name}")
+            raise NotReadBackError(self.where, (f"{name} has other bytes",))
+
+
+class _Whole:
+    """An object that is put by one call."""
+
+    buffered_because = ""
+
+    def __init__(self, place: ObjectBackend, name: str, part: int) -> None:
+        self._place, self._name, self._data = place, name, b""
+
+    def write(self, data: memoryview, offset: int, scratch: memoryview) -> None:
+        self._data = bytes(data)
+
+    def finish(self) -> None:
+        self._place.write(self._name, self._data)
+
+    def close(self) -> None:
+        self._data = b""
+
+
+class _Parts:
+    """An object that is put in parts. It appears when its last part has come."""
+
+    buffered_because = ""
+
+    def __init__(self, place: ObjectBackend, name: str, part: int) -> None:
+        self._place, self._name, self._part = place, name, part
+        self._upload: str = self._ask("create_multipart_upload")["UploadId"]
+        self._tags: dict[int, str] = {}
+
+    def write(self, data: memoryview, offset: int, scratch: memoryview) -> None:
+        number = offset // self._part + 1
+        answer = self._ask("upload_part", PartNumber=number, UploadId=self._upload, Body=bytes(data))
+        self._tags[number] = answer["ETag"]
+
+    def finish(self) -> None:
+        parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(self._tags.items())]
+        with suppress(NotFoundError):  # it was done, and the answer was lost: what is there is read back anyway
+            self._ask("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
+        self._upload = ""
+
+    def close(self) -> None:
+        if self._upload:
+            with suppress(CkptmanError):
+                self._ask("abort_multipart_upload", UploadId=self._upload)
+        self._upload = ""
+
+    def _ask(self, method: str, **arguments: Any) -> Any:
+        bucket, key, _ = self._place.fs.split_path(f"{self._place.prefix}/{self._name}")
+        call = self._place.fs.call_s3
+        return self._place.ask("written", lambda: call(method, Bucket=bucket, Key=key, **arguments), self._name)
+
+
+class _Stream:
+    """An object that is put from its first byte to its last. Pieces come in their order, or nearly: see `readers`."""
+
+    buffered_because = ""
+
+    def __init__(self, place: ObjectBackend, name: str, part: int) -> None:
+        self._place, self._name = place, name
+        self._file: Any = place.ask("written", self._open, name)
+        self._lock = threading.Lock()
+        self._early: dict[int, bytes] = {}
+        self._done = 0
+
+    def write(self, data: memoryview, offset: int, scratch: memoryview) -> None:
+        with self._lock:
+            self._early[offset] = bytes(data)
+            while (piece := self._early.pop(self._done, None)) is not None:
+                self._place.ask("written", partial(self._file.write, piece), self._name, again=False)
+                self._done += len(piece)
+
+    def finish(self) -> None:
+        file, self._file = self._file, None
+        self._place.ask("written", file.close, self._name, again=False)
+
+    def close(self) -> None:
+        if self._file is not None:  # to close it would make an object of what there is
+            with suppress(Exception):
+                self._file.discard()
+        self._file = None
+
+    def _open(self) -> Any:
+        return self._place.fs.open(f"{self._place.prefix}/{self._name}", "wb", block_size=PART_BYTES)
+
+
+class _TakenError(BusyCopyingError):
+    def __init__(self, root: str, host: str, pid: int, job_id: str | None = None) -> None:
+        super().__init__(root, host, pid, job_id)
+        by = f", by a copy of another checkpoint (host {host}, pid {pid})" if host else ""
+        self.args = (
+            f"{root}: its objects were removed or replaced while they were put{by}, so the copy does not count: let "
+            f"the other one end, and copy again",
+        )
