@@ -47,7 +47,7 @@ def plain(text: object) -> str:
 
 
 def plain_lines(text: object) -> str:
-    """The same for a whole message. Lines that are indented stay, as our lists are: none passes for another message."""
+    """Return the same for a whole message. Indented lines stay, as our lists are: none passes for another message."""
     return _LINES.sub(_escape, str(text).expandtabs(4))
 
 

@@ -209,8 +209,8 @@ def execute(
     """Carry out a plan: what goes is made invisible at once, and then removed. Can be run again at any point.
 
     What cannot be removed does not keep the rest from being removed. `jobs`: threads that remove; `remove`: what
-    removes a folder that nobody sees any more, such as `slowly.Slowly`; `pruned`: where to tell what became of it, for
-    who wants to know that also of one that failed. Raises: OSError in the end, if there was such.
+    removes a folder that nobody sees any more, such as `ThrottledDelete`; `pruned`: where to tell what became of it,
+    for who wants to know that also of one that failed. Raises: OSError in the end, if there was such.
     """
     work = _Work(root, plan, disk, remove, done, pruned if pruned is not None else Pruned())
     with first_error_last() as attempt:

@@ -210,11 +210,11 @@ def _carry_out(root: Path, plan: PrunePlan, wishes: _Wishes, pruned: Pruned) -> 
     from ckptman.catalog.prune import execute
     from ckptman.catalog.reader_lease import lease
     from ckptman.io.filesystem import DISK
-    from ckptman.io.throttled_delete import Slowly
+    from ckptman.io.throttled_delete import ThrottledDelete
 
     remove: Callable[[Path], None] | None = None
     if wishes.files_per_second is not None:
-        remove = Slowly(DISK, wishes.files_per_second)
+        remove = ThrottledDelete(DISK, wishes.files_per_second)
     try:
         with lease(root, [], what="prune") as nonce, progress(f"pruning {root}", plan.freed_bytes) as done:
             tag = nonce or f"cli{os.urandom(4).hex()}"

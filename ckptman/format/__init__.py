@@ -1,1 +1,1 @@
-"""The format as data: names, manifest, index, chunk table, values, and the containers of others. No torch."""
+"""The format as data: names, manifest, index, chunk table, values, and the containers of others."""

@@ -52,7 +52,7 @@ _ITEM_BYTES = {
 
 
 def item_bytes(dtype: str) -> int | None:
-    """Bytes of one element of torch's dtype of that name; None where they are not known, or not whole."""
+    """Return bytes of one element of torch's dtype of that name; None where they are not known, or not whole."""
     return _ITEM_BYTES.get(dtype)
 
 
@@ -83,11 +83,11 @@ class Chunks:
         return len(self.file)
 
     def boxes(self) -> list[tuple[list[int], list[int]]]:
-        """Offsets and sizes of all chunks."""
+        """Return offsets and sizes of all chunks."""
         return list(zip(self.offsets.tolist(), self.sizes.tolist()))
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Ints:
-        """The rows, ascending, of the chunks that have at least one element in common with a box."""
+        """Return the rows, ascending, of the chunks that have at least one element in common with a box."""
         dims = self.offsets.shape[1]
         if len(offsets) != dims or len(sizes) != dims:
             raise ValueError(f"a box of {len(offsets)} dimensions in a tensor of {dims}")
@@ -184,16 +184,16 @@ class ChunkTable:
 
     @classmethod
     def open(cls, path: Path, tensors: Mapping[str, TensorRecord], expected_bytes: int) -> ChunkTable:
-        """The table in a file, of which rows are read as they are wanted. Raises: CorruptError, OSError."""
+        """Return the table in a file, of which rows are read as they are wanted. Raises: CorruptError, OSError."""
         rows = RowFile(path)
         if rows.size_bytes != expected_bytes:
             raise CorruptError(f"{path} has {rows.size_bytes} bytes instead of {expected_bytes}; {_REMEDY}")
         if expected_bytes % LITTLE.itemsize:
-            raise CorruptError(f"{path} is no chunk table: {expected_bytes} bytes are no whole numbers; {_REMEDY}")
+            raise CorruptError(f"{path} is not a chunk table: {expected_bytes} bytes are not whole numbers; {_REMEDY}")
         return cls(tensors, rows, str(path))
 
     def chunks(self, name: str) -> Chunks:
-        """The chunks of a tensor. Raises: KeyError; CorruptError where the table ends before them."""
+        """Return the chunks of a tensor. Raises: KeyError; CorruptError where the table ends before them."""
         if self._last is None or self._last[0] != name:
             record, rows = self._tensors[name], self._rows_of(name)
             dims = len(record.shape)

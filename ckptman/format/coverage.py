@@ -1,4 +1,4 @@
-"""Whether boxes fill a tensor, each element once. Pure, no I/O."""
+"""Whether boxes fill a tensor, each element once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Box = tuple[Sequence[int], Sequence[int]]
 
 
 def flaw_of(offsets: Ints, sizes: Ints, shape: tuple[int, ...], unproved: str | None = None) -> str | None:
-    """What is wrong with chunks that are to fill a tensor, each element once; None where nothing is.
+    """Return what is wrong with chunks that are to fill a tensor, each element once; None where nothing is.
 
     `unproved`: what to say where they hold as many elements as the tensor, and are too many to see if two overlap.
     """
@@ -42,7 +42,7 @@ def flaw_of(offsets: Ints, sizes: Ints, shape: tuple[int, ...], unproved: str | 
 
 
 def has_few_corners(offsets: Ints, shape: Iterable[int]) -> bool:
-    """Whether so many boxes in so many dimensions can be looked at by their corners."""
+    """Return whether so many boxes in so many dimensions can be looked at by their corners."""
     return 2 ** offsets.shape[1] * (len(offsets) + 1) <= _CORNERS and prod(int(size) + 1 for size in shape) < 2**63
 
 
@@ -76,7 +76,7 @@ def _corners_cancel(offsets: Ints, sizes: Ints) -> bool:
 
 
 def first_flaw(boxes: Sequence[Box], shape: Sequence[int], dim: int = 0) -> tuple[tuple[int, ...], int] | None:
-    """The first element of a tensor that is not in exactly one box, and in how many it is; None if there is none.
+    """Return the first element of a tensor that is not in exactly one box, and in how many it is; None: there is none.
 
     Exact for any boxes inside the tensor; n log n for a grid. Sweeps along `dim` and looks, between each two places
     where a box begins or ends, at the boxes there in the dimensions after it.

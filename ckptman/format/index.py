@@ -73,12 +73,12 @@ class Index(BaseModel):
     units: list[Unit] = []
 
     def to_json(self, units: Sequence[Mapping[str, Any]] | None = None) -> bytes:
-        """The bytes of `index.json`, with its own units or those that are given."""
+        """Return the bytes of `index.json`, with its own units or those that are given."""
         return _to_json(self.model_dump(mode="python") if units is None else {**dict(self), "units": units})
 
 
 def read_index(folder: Path, manifest: Manifest, *, ranks: Iterable[int] | None = None) -> Index:
-    """The index of a checkpoint, with the values that only `ranks` have; None: of all ranks.
+    """Read the index of a checkpoint, with the values that only `ranks` have; None: of all ranks.
 
     Raises: CorruptError (digests are checked), FormatVersionError.
     """
@@ -91,13 +91,13 @@ def read_index(folder: Path, manifest: Manifest, *, ranks: Iterable[int] | None 
 
 
 def ranks_with_values(manifest: Manifest) -> list[int]:
-    """The ranks that have plain values of their own, ascending."""
+    """Return the ranks that have plain values of their own, ascending."""
     ranks = [rank_of(name) for name in manifest.files if name.startswith("values-")]
     return sorted(rank for rank in ranks if rank is not None)
 
 
 def open_table(folder: Path, manifest: Manifest, index: Index) -> ChunkTable:
-    """The chunk table of a checkpoint, checked against its digest. Raises: CorruptError; OSError (`ELSEWHERE`)."""
+    """Open the chunk table of a checkpoint, checked against its digest. Raises: CorruptError; OSError (`ELSEWHERE`)."""
     path, record = folder / CHUNKS, _record(folder, CHUNKS, manifest)
     with reading(path, _remedy(folder)):
         table = ChunkTable.open(path, index.tensors, record.bytes)
@@ -108,12 +108,12 @@ def open_table(folder: Path, manifest: Manifest, index: Index) -> ChunkTable:
 
 
 def data_files(manifest: Manifest, index: Index) -> list[tuple[str, int]]:
-    """Names and sizes in bytes of the data files, in the order of their numbers; -1 where a rank wrote none."""
+    """Return names and sizes in bytes of the data files, in the order of their numbers; -1 where a rank wrote none."""
     return [(name, manifest.files[name].bytes if name in manifest.files else -1) for name in index.files]
 
 
 def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
-    """A whole file of a checkpoint, checked against its digest. Raises: CorruptError; OSError (`ELSEWHERE`)."""
+    """Read a whole file of a checkpoint, checked against its digest. Raises: CorruptError; OSError (`ELSEWHERE`)."""
     path, record = folder / name, _record(folder, name, manifest)
     with reading(path, _remedy(folder)):
         data = read_regular(path, record.bytes + 1)  # a byte more, to see whether it has grown
@@ -125,7 +125,7 @@ def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
 
 
 def read_digests(folder: Path, file: str, manifest: Manifest) -> Digests:
-    """The digests of a data file: of its blocks and, unless an early version wrote it, of its groups.
+    """Read the digests of a data file: of its blocks and, unless an early version wrote it, of its groups.
 
     Raises: CorruptError.
     """
@@ -178,7 +178,7 @@ def _read(folder: Path, name: str, manifest: Manifest, model: type[M]) -> M:
 
 
 def values_json(units: Sequence[Mapping[str, Any]]) -> bytes:
-    """The bytes of a `values-RRRRR.json`."""
+    """Return the bytes of a `values-RRRRR.json`."""
     return _to_json({"format_version": FORMAT_VERSION, "units": units})
 
 

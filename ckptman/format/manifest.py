@@ -86,13 +86,13 @@ class Manifest(BaseModel):
         return xxh3_128_hexdigest(self.to_json())
 
     def to_json(self) -> bytes:
-        """The bytes of `manifest.json`. NaN and infinite metrics are kept (as JSON's common extension writes them)."""
+        """Return the bytes of `manifest.json`. NaN and infinite metrics are kept, as a common extension writes them."""
         body = json.dumps(self.model_dump(mode="python"), indent=1).encode().removesuffix(b"\n}")
         return body + b',\n "digest": "' + xxh3_128_hexdigest(body).encode() + b'"\n}\n'
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
+    """Read the manifest of a checkpoint folder.
 
     Raises: FileNotFoundError (no manifest), CorruptError (not as it was written), FormatVersionError (a newer ckptman).
     """
@@ -101,7 +101,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(path: Path | str, data: bytes) -> Manifest:
-    """The manifest that these bytes are; `path` is for messages. Raises: CorruptError, FormatVersionError."""
+    """Parse the bytes of a manifest; `path` is for messages. Raises: CorruptError, FormatVersionError."""
     sealed = _SEAL.search(data)
     if sealed is not None and xxh3_128_hexdigest(data[: sealed.start()]).encode() != sealed[1]:
         raise CorruptError(f"{path} does not match its digest: its bytes have changed since it was saved; {_REMEDY}")
@@ -131,7 +131,7 @@ def parse_manifest(path: Path | str, data: bytes) -> Manifest:
 
 
 def parse_versioned(path: Path | str, data: bytes) -> dict[str, Any]:
-    """The JSON object in `data`, if its format version is one we know: a newer format may have any field.
+    """Parse the JSON object in `data`, if its format version is one we know: a newer format may have any field.
 
     Raises: CorruptError, FormatVersionError.
     """
@@ -140,7 +140,7 @@ def parse_versioned(path: Path | str, data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError, MemoryError) as error:
         raise _foreign(path, f"it {_unreadable(error)}") from error
     if not isinstance(raw, dict):
-        raise _foreign(path, "it is no JSON object")
+        raise _foreign(path, "it is not a JSON object")
     if "format_version" not in raw:
         raise _foreign(path, "it has no format_version")
     version = raw["format_version"]
@@ -158,16 +158,16 @@ def _foreign(path: Path | str, flaw: str) -> CorruptError:
 def _unreadable(error: Exception) -> str:
     """Why no JSON could be read, in words."""
     if isinstance(error, json.JSONDecodeError):
-        return f"is no JSON from line {error.lineno}, column {error.colno} on"
+        return f"is not JSON from line {error.lineno}, column {error.colno} on"
     if isinstance(error, UnicodeDecodeError):
-        return f"is no text from byte {error.start:,} on"
+        return f"is not text from byte {error.start:,} on"
     if isinstance(error, RecursionError):
         return "is nested too deeply"
     return "does not fit the memory" if isinstance(error, MemoryError) else "has a number of too many digits"
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name stays in its folder: no separator, no `..`, nothing that a path could be made of.
+    """Return whether a name stays in its folder: no separator, no `..`, nothing that a path could be made of.
 
     Nor anything that a terminal would obey, nor more than a file system takes: nobody saves under such names.
     """
@@ -182,7 +182,7 @@ def _shown(text: str, most: int = 200) -> str:
 
 
 def missing_file(folder: Path, manifest: Manifest) -> str | None:
-    """What is wrong with the files that a manifest names, or None: each is a regular file of the size it says.
+    """Return what is wrong with the files that a manifest names, or None: each is a regular file of the size it says.
 
     Raises: OSError where looking itself fails.
     """
@@ -190,7 +190,7 @@ def missing_file(folder: Path, manifest: Manifest) -> str | None:
 
 
 def compare_names(folder: Path, manifest: Manifest) -> tuple[str | None, frozenset[str]]:
-    """The same, and the names that are there besides. Raises: OSError."""
+    """Return the same, and the names that are there besides. Raises: OSError."""
     with os.scandir(folder) as scan:
         there = {item.name: item for item in scan}
     beside = frozenset(there.keys() - manifest.files.keys())

@@ -1,9 +1,9 @@
 """Names under a checkpoint root, in one place. Patterns are anchored: a name that only resembles one is not ours.
 
 step-0000000100              a committed checkpoint
-step-0000000100.tmp-X        being written; X tells whose (see `owner`)
-step-0000000100.old-X        stood aside while a new save of the same step takes its name (see `place.commit`)
-step-0000000100.abandoned-X  left behind by a rollback (see `abandoned`), and its step was saved again since
+step-0000000100.tmp-X        being written; X tells whose (see `catalog.writer_lock`)
+step-0000000100.old-X        stood aside while a new save of the same step takes its name (see `catalog.backends.local`)
+step-0000000100.abandoned-X  left behind by a rollback, and its step was saved again since
 step-0000000100.trash-X      deleted, being removed
                              X is a tag that ckptman makes (see `_TAG`); with any other, the name is somebody's own
 .ckptman/                    the run's own files: journal.jsonl, outcome.json, owner-000001.json, lease-0a1b2c3d.json,
@@ -29,7 +29,7 @@ CHUNKS = "chunks.bin"
 DOT = ".ckptman"
 ROOT_ID = "root.json"
 TIER_OF = "tier-of.json"
-"""Whose a root is, and whose copies it takes (see `identity`)."""
+"""Whose a root is, and whose copies it takes (see `catalog.tier_identity`)."""
 
 Kind = Literal["step", "tmp", "old", "abandoned", "trash"]
 # A tag is one that a claim, a lease, a save, a copy or a prune makes. What people add is none: `.old-best`, `.tmp-1`,
@@ -60,7 +60,7 @@ class StepName(NamedTuple):
 
 
 def step_folder(step: int, kind: Kind = "step", tag: str = "") -> str:
-    """The folder name of a step: `step-0000000100`, or `step-0000000100.tmp-tag`. Raises: ConfigError."""
+    """Return the folder name of a step: `step-0000000100`, or `step-0000000100.tmp-tag`. Raises: ConfigError."""
     if not 0 <= step <= MAX_STEP:
         raise ConfigError(f"a step is a number from 0 to {MAX_STEP}, not {step}: count optimizer steps from 1")
     return f"step-{step:010d}" + ("" if kind == "step" else f".{kind}-{tag}")
@@ -68,7 +68,7 @@ def step_folder(step: int, kind: Kind = "step", tag: str = "") -> str:
 
 @lru_cache(maxsize=2**16)  # a run lists the same names again and again
 def parse_step(name: str) -> StepName | None:
-    """What a folder name says, or None if the name is not one of ours."""
+    """Return what a folder name says, or None if the name is not one of ours."""
     match = _STEP.fullmatch(name)
     if match is None:
         return None
@@ -77,37 +77,39 @@ def parse_step(name: str) -> StepName | None:
 
 
 def like_step(name: str) -> int | None:
-    """The step in a name that looks like one of ours and is none, so that somebody gave it by hand; or None."""
+    """Return the step in a name that looks like one of ours and is none, so that somebody gave it by hand; or None."""
     match = _LIKE_STEP.fullmatch(name)
     return int(match[1]) if match and parse_step(name) is None else None
 
 
 def new_nonce() -> str:
-    """Eight hexadecimal digits for a tag, never used before. One of them is a letter: a date is no tag of ours."""
+    """Return eight hexadecimal digits for a new tag. One of them is a letter: a date is no tag of ours."""
     while (nonce := os.urandom(4).hex()).isdecimal():
         pass
     return nonce
 
 
 def data_name(rank: int) -> str:
-    """The file that holds the tensors of one rank, as plain DCP names it."""
+    """Return the name of the file that holds the tensors of one rank, as plain DCP names it."""
     return f"__{rank}_0.distcp"
 
 
 def blocks_name(rank: int) -> str:
-    """The file that holds the block digests of one rank's data file."""
+    """Return the name of the file that holds the block digests of one rank's data file."""
     return f"blocks-{rank:05d}.bin"
 
 
 def parse_data(name: str) -> tuple[int, int] | None:
-    """The rank that wrote a data file, and which of its files it is; None if the name is none of DCP's. ckptman writes
-    one a rank, number 0, plain DCP may write more."""
+    """Return the rank that wrote a data file, and which of its files it is; None if the name is none of DCP's.
+
+    ckptman writes one a rank, number 0; plain DCP may write more.
+    """
     match = _DATA.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def digests_name(data_file: str) -> str | None:
-    """The file that holds the digests of a data file; None where it has none of DCP's names."""
+    """Return the name of the file that holds the digests of a data file; None where it has none of DCP's names."""
     parsed = parse_data(data_file)
     if parsed is None:
         return None
@@ -116,84 +118,84 @@ def digests_name(data_file: str) -> str | None:
 
 
 def values_name(rank: int) -> str:
-    """The file that holds the plain values that only one rank has."""
+    """Return the name of the file that holds the plain values that only one rank has."""
     return f"values-{rank:05d}.json"
 
 
 def rank_of(name: str) -> int | None:
-    """The rank of a file of `data_name`, `blocks_name` or `values_name`; None for other names."""
+    """Return the rank of a file of `data_name`, `blocks_name` or `values_name`; None for other names."""
     match = _OF_RANK.fullmatch(name)
     return int(match["data"] or match["other"]) if match else None
 
 
 def run_folder(root: Path) -> Path:
-    """Where a run keeps what is not a checkpoint."""
+    """Return where a run keeps what is not a checkpoint."""
     return root / DOT
 
 
 def journal_path(root: Path) -> Path:
-    """The run journal, one JSON object per line."""
+    """Return where the run journal is, one JSON object per line."""
     return root / DOT / "journal.jsonl"
 
 
 def outcome_path(root: Path) -> Path:
-    """How the last attempt ended."""
+    """Return where it is noted how the last attempt ended."""
     return root / DOT / "outcome.json"
 
 
 def stacks_path(root: Path, attempt: int, rank: int) -> Path:
-    """The stacks of all threads of a rank that the watchdog found stuck."""
+    """Return where the stacks are of all threads of a rank that the watchdog found stuck."""
     return root / DOT / f"stacks-{attempt}-rank{rank:05d}.txt"
 
 
 def owner_path(root: Path, number: int) -> Path:
-    """A claim on this root: the highest number is the one that counts (see `owner`)."""
+    """Return where a claim on this root is: the highest number is the one that counts (see `catalog.writer_lock`)."""
     return root / DOT / f"owner-{number:06d}.json"
 
 
 def parse_owner(name: str) -> int | None:
-    """The number of a claim, or None if the name is not that of one."""
+    """Return the number of a claim, or None if the name is not that of one."""
     match = _OWNER.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def tiers_path(root: Path) -> Path:
-    """Where copies of a run's checkpoints go (see `tiers`)."""
+    """Return where it is noted where copies of a run's checkpoints go (see `catalog.tiers`)."""
     return root / DOT / "tiers.json"
 
 
 def drained_path(root: Path) -> Path:
-    """What the tiers held when a drain looked last (see `tiers`)."""
+    """Return where it is noted what the tiers held when a drain looked last (see `catalog.tiers`)."""
     return root / DOT / "drained.json"
 
 
 def rollback_path(root: Path, number: int) -> Path:
-    """A rollback of this root (see `abandoned`)."""
+    """Return where a rollback of this root is noted (see `catalog.rollback_records`)."""
     return root / DOT / f"rollback-{number:06d}.json"
 
 
 def parse_rollback(name: str) -> int | None:
-    """The number of a rollback, or None if the name is not that of one."""
+    """Return the number of a rollback, or None if the name is not that of one."""
     match = _ROLLBACK.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def retention_path(root: Path) -> Path:
-    """The retention policy of the run (see `stored_policy`)."""
+    """Return where the retention policy of the run is (see `catalog.stored_policy`)."""
     return root / DOT / "retention.json"
 
 
 def lease_path(root: Path, nonce: str) -> Path:
-    """What a reader or a copy leaves here while it is at work (see `lease`)."""
+    """Return where the lease of a reader or a copy is while it is at work (see `catalog.reader_lease`)."""
     return root / DOT / f"lease-{nonce}.json"
 
 
 def is_lease(name: str) -> bool:
-    """Whether a name is that of a lease."""
+    """Return whether a name is that of a lease."""
     return _LEASE.fullmatch(name) is not None
 
 
 def parse_half_written(name: str) -> int | None:
-    """The pid in the name of a file that `durable.Disk.replace_file` was writing, or None if it is no such name."""
+    """Return the pid in the name of a file that `Disk.replace_file` was writing, or None if it is no such name."""
     match = _HALF_WRITTEN.fullmatch(name)
     return int(match[1]) if match else None

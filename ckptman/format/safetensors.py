@@ -1,4 +1,4 @@
-"""The safetensors format, as Hugging Face loads it: what its files begin with, and what lies where in them. No torch.
+"""The safetensors format, as Hugging Face loads it: what its files begin with, and what lies where in them.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON), and the elements of all tensors one
 after the other, row-major and little-endian, with nothing in between. What is too large for one file is in several,
@@ -78,7 +78,7 @@ def check(tensors: Sequence[Tensor]) -> None:
 
 
 def share_out(tensors: Sequence[Tensor], most_bytes: int) -> list[list[Tensor]]:
-    """The tensors of each file, in order. A file has no more than `most_bytes` of elements, or one tensor."""
+    """Return the tensors of each file, in order. A file has no more than `most_bytes` of elements, or one tensor."""
     files: list[list[Tensor]] = []
     room = 0
     for each in tensors:
@@ -91,19 +91,19 @@ def share_out(tensors: Sequence[Tensor], most_bytes: int) -> list[list[Tensor]]:
 
 
 def file_names(count: int) -> list[str]:
-    """The names of so many files."""
+    """Return the names of so many files."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name is one that an export gives."""
+    """Return whether a name is one that an export gives."""
     return name == INDEX_NAME or _NAME.fullmatch(name) is not None
 
 
 def has_mark(path: Path) -> bool:
-    """Whether a file is one that `lay_out` began. Raises: CorruptError (no regular file), OSError."""
+    """Return whether a file is one that `lay_out` began. Raises: CorruptError (no regular file), OSError."""
     fd = open_regular(path)
     try:
         return os.pread(fd, len(_MARK), 8) == _MARK
@@ -112,7 +112,7 @@ def has_mark(path: Path) -> bool:
 
 
 def lay_out(tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int]]:
-    """The bytes that a file begins with, and where in the file the elements of each tensor begin.
+    """Return the bytes that a file begins with, and where in the file the elements of each tensor begin.
 
     Wide elements come first, and blanks end the header, so that all elements are aligned. Raises: ConfigError (too many
     tensors for one file).
@@ -139,7 +139,7 @@ def lay_out(tensors: Sequence[Tensor]) -> tuple[bytes, dict[str, int]]:
 
 
 def index_json(files: Mapping[str, Sequence[Tensor]]) -> bytes:
-    """The bytes of `model.safetensors.index.json`: which tensor is in which file."""
+    """Return the bytes of `model.safetensors.index.json`: which tensor is in which file."""
     everything = [each for tensors in files.values() for each in tensors]
     index = {
         "metadata": {

@@ -21,13 +21,13 @@ class SealError(CorruptError):
 
 
 def seal(data: bytes) -> bytes:
-    """The bytes of a JSON object with fields, with their digest as its last field."""
+    """Return the bytes of a JSON object with fields, with their digest as its last field."""
     body = data.rstrip().removesuffix(b"}").rstrip()
     return body + b',\n "digest": "' + xxh3_128_hexdigest(body).encode() + b'"\n}\n'
 
 
 def unseal(path: Path | str, data: bytes) -> bytes:
-    """The bytes that were sealed, without the digest; what has none is given back as it is. `path` is for messages.
+    """Return the bytes that were sealed, without the digest; what has none is returned as it is. `path`: for messages.
 
     Raises: SealError.
     """

@@ -16,7 +16,7 @@ from ckptman.format.coverage import flaw_of
 def assemble(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], parts: Sequence[Rows]
 ) -> tuple[dict[str, TensorRecord], Ints]:
-    """The records by name, and the table, out of what all ranks wrote: `parts[i]` is in file number i.
+    """Return the records by name, and the table, out of what all ranks wrote: `parts[i]` is in file number i.
 
     `tensors` are names, dtypes and shapes; a row names one by its place in this list. Chunks without elements are left
     out; of a tensor without elements one stays. `parts` is gone through twice, and only a part at a time is needed.
@@ -104,7 +104,7 @@ def _is_grid(offsets: Ints, sizes: Ints, places: Sequence[Ints], order: Sequence
 
 
 def pack(rows: Rows) -> bytes:
-    """The rows of one rank, small enough to be sent: some ten bytes a row where shapes repeat."""
+    """Pack the rows of one rank, small enough to be sent: some ten bytes a row where shapes repeat."""
     columns = [np.array([len(rows), *(number for dims in rows for number in (dims, len(rows[dims])))], LITTLE)]
     for array in rows.values():
         packed = array.T.astype(LITTLE)
@@ -118,7 +118,7 @@ def pack(rows: Rows) -> bytes:
 
 
 def unpack(data: bytes) -> Rows:
-    """What `pack` was given."""
+    """Return what `pack` was given."""
     planes = np.frombuffer(zlib.decompress(data), np.uint8).reshape(8, -1)
     numbers = np.ascontiguousarray(planes.T).view(LITTLE).reshape(-1)
     groups = int(numbers[0])

@@ -10,6 +10,7 @@ import io
 import os
 import struct
 import zipfile
+import zlib
 from typing import Any, BinaryIO
 
 LOCAL_HEADER_BYTES = 30
@@ -17,6 +18,11 @@ _BEGIN = b"PK\x03\x04"
 _END = struct.Struct("<4s4H2LH")
 _LOCATOR = struct.Struct("<4sLQL")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
+_NO_ARCHIVE = (
+    *(zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, EOFError, RuntimeError, KeyError),
+    *(IndexError, OverflowError),
+)
+"""What zipfile raises, besides ValueError, on bytes that are no archive."""
 _ENDS_BYTES = _END_64.size + _LOCATOR.size + _END.size
 
 
@@ -51,29 +57,32 @@ class PartOfFile(io.RawIOBase):
 
 
 def records(file: BinaryIO) -> list[zipfile.ZipInfo]:
-    """The records of an archive that begins with the first of them, and ends with its directory and the end of that.
+    """Return the records of an archive that begins with the first of them and ends with its directory and its end.
 
-    Raises: ValueError; what zipfile raises on bytes that are no archive.
+    Raises: ValueError where it is no such archive, OSError.
     """
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     begins = file.read(len(_BEGIN)) == _BEGIN
     file.seek(max(size - _ENDS_BYTES, 0))
     count = _count(file.read(_ENDS_BYTES), size) if begins else None
-    with zipfile.ZipFile(file) as archive:
-        found = archive.infolist()
+    try:
+        with zipfile.ZipFile(file) as archive:
+            found = archive.infolist()
+    except _NO_ARCHIVE as error:
+        raise ValueError(str(error)) from error
     if len(found) != count:
-        raise ValueError("it is no archive from its first byte to its last")
+        raise ValueError("it is not an archive from its first byte to its last")
     return found
 
 
 def data_start(header: bytes | bytearray) -> int:
-    """Where the data of a record begins, counted from its local header (APPNOTE.TXT 4.3.7)."""
+    """Return where the data of a record begins, counted from its local header (APPNOTE.TXT 4.3.7)."""
     return LOCAL_HEADER_BYTES + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
 
 
 def data_at(file: BinaryIO, record: zipfile.ZipInfo) -> int:
-    """Where the data of a record begins in its archive. Raises: ValueError, OSError."""
+    """Return where the data of a record begins in its archive. Raises: ValueError, OSError."""
     file.seek(record.header_offset)
     header = file.read(LOCAL_HEADER_BYTES)
     if len(header) < LOCAL_HEADER_BYTES or not header.startswith(_BEGIN):

@@ -39,17 +39,17 @@ Hook = Callable[[Any, str], Any]
 
 
 def encode(value: Any, path: str, hook: Hook | None = None) -> Any:
-    """A JSON-able form of `value`. Raises: ConfigError, naming the path of what cannot be represented."""
+    """Return a JSON-able form of `value`. Raises: ConfigError, naming the path of what cannot be represented."""
     return _encode(value, path, hook, 0)
 
 
 def tensor_ref(name: str) -> Any:
-    """The encoded form of a tensor saved under `name`."""
+    """Return the encoded form of a tensor saved under `name`."""
     return _tagged("tensor", name)
 
 
 def decode(data: Any) -> Any:
-    """The value that was encoded; tensors come back as `TensorRef`. Raises: CorruptError."""
+    """Return the value that was encoded; tensors come back as `TensorRef`. Raises: CorruptError."""
     if _is_too_deep(data):
         raise CorruptError("an encoded value is nested too deeply to be one that ckptman wrote")
     return _decode(data)
@@ -76,7 +76,7 @@ def paths_in(value: Any, leaves: tuple[type, ...] = (TensorRef,)) -> Iterator[tu
 
 
 def is_leaf(value: list[Any], leaves: tuple[type, ...] = (TensorRef,)) -> bool:
-    """Whether DCP keeps a list as one value."""
+    """Return whether DCP keeps a list as one value."""
     return not any(
         isinstance(each, (dict, *leaves)) or (isinstance(each, list) and not is_leaf(each, leaves)) for each in value
     )

@@ -1,1 +1,1 @@
-"""Bytes: durable file operations, reading and writing ranges of files, digests, threads and processes. No torch."""
+"""Bytes: durable file operations, reading and writing ranges of files, digests, threads and processes."""

@@ -41,18 +41,18 @@ class Digests:
 
 
 def group_bytes(block_bytes: int) -> int:
-    """The size of a group; 0 where blocks are so large that none are made."""
+    """Return the size of a group; 0 where blocks are so large that none are made."""
     size = GROUP_BLOCKS * block_bytes
     return size if size <= _MOST_GROUP_BYTES else 0
 
 
 def digests_bytes(size_bytes: int, block_bytes: int) -> int:
-    """How many bytes the digests of a file of this size are, cut into blocks of that size."""
+    """Return how many bytes the digests of a file of this size are, cut into blocks of that size."""
     return -(-size_bytes // block_bytes) * DIGEST_BYTES
 
 
 def digest_together(segments: Sequence[memoryview]) -> bytes:
-    """The digest of what segments hold one after the other. Several threads can be at this at the same time."""
+    """Return the digest of what segments hold one after the other. Several threads can be at this at the same time."""
     if len(segments) == 1:
         return xxh3_128_digest(segments[0])
     hasher = xxh3_128()
@@ -103,7 +103,7 @@ class BlockDigester:
 
 
 def digest_segments(segments: Sequence[memoryview], block_bytes: int) -> list[bytes]:
-    """The digests of the blocks that segments make one after the other; the last block may be shorter."""
+    """Return the digests of the blocks that segments make one after the other; the last block may be shorter."""
     digester = BlockDigester(block_bytes)
     for segment in segments:
         digester.update(segment)
@@ -112,12 +112,12 @@ def digest_segments(segments: Sequence[memoryview], block_bytes: int) -> list[by
 
 
 def digest_of_blocks(blocks: Sequence[bytes]) -> str:
-    """The digest of a file from the digests of its blocks."""
+    """Return the digest of a file from the digests of its blocks."""
     return xxh3_128_hexdigest(b"".join(blocks))
 
 
 def digest_bytes(data: bytes, block_bytes: int = BLOCK_BYTES) -> str:
-    """The digest of a file that holds `data`."""
+    """Return the digest of a file that holds `data`."""
     digester = BlockDigester(block_bytes)
     digester.update(data)
     return digester.finish()

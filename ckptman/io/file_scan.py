@@ -150,7 +150,7 @@ class _Hand:
         self._blocks = [scratch[at : at + block_bytes] for at in range(0, STRIDE_BYTES - block_bytes + 1, block_bytes)]
 
     def digests(self, size: int) -> bytes:
-        """The digests of the blocks in the first `size` bytes; the last block may be shorter."""
+        """Return the digests of the blocks in the first `size` bytes; the last block may be shorter."""
         whole, rest = divmod(size, self._block_bytes)
         found = b"".join(map(xxh3_128_digest, self._blocks[:whole]))
         return found + xxh3_128_digest(self.scratch[size - rest : size]) if rest else found
@@ -188,7 +188,7 @@ class Source:
             try:
                 self.reader.open()
             except CorruptError:
-                self.scanned.refused = OSError(errno.EINVAL, "it is no regular file")
+                self.scanned.refused = OSError(errno.EINVAL, "it is not a regular file")
             except MemoryError:
                 self.scanned.refused = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             except OSError as error:
@@ -196,7 +196,7 @@ class Source:
         return self.scanned.refused is None
 
     def is_cold(self, low: int, high: int) -> bool:
-        """Whether a piece is worth being read past the page cache, as it has to come from the disk."""
+        """Return whether a piece is worth being read past the page cache, as it has to come from the disk."""
         return self.block_bytes % ALIGN_BYTES == 0 and self.reader.is_cold(low, high - low) is True
 
     def read(self, low: int, high: int, hand: _Hand) -> None:
@@ -218,7 +218,7 @@ class Source:
                 self.scanned.unreadable[begin // self.block_bytes] = error.strerror or str(error)
 
     def digests(self, low: int, high: int, hand: _Hand, window: _Window | None = None) -> bytes:
-        """The digests of the blocks of a piece. With a window, what is in the page cache is digested there.
+        """Return the digests of the blocks of a piece. With a window, what is in the page cache is digested there.
 
         Whoever meets a page there that is gone is killed by SIGBUS: not for a process that matters.
         Raises: OSError; then the window is lost.
@@ -302,7 +302,7 @@ class _Pieces:
             begin = stop
 
     def begin_cold(self) -> bool:
-        """Whether the first of them has to come from the disk. Leaves its file closed."""
+        """Return whether the first of them has to come from the disk. Leaves its file closed."""
         for source, low, high in self.runs(range(min(1, self.count))):
             cold = source.is_open() and source.is_cold(low, high)
             source.reader.close()

@@ -31,7 +31,7 @@ class Source(Protocol):
     """A multiple of `ALIGN_BYTES`."""
 
     def view(self, offset: int, scratch: memoryview) -> memoryview:
-        """Bytes [offset, offset + len(scratch)): `scratch` itself, filled, or memory of the source's own.
+        """Return bytes [offset, offset + len(scratch)): `scratch` itself, filled, or memory of the source's own.
 
         Any alignment will do. Called from several threads at a time.
         """
@@ -65,7 +65,7 @@ def write_source(
     size = source.size_bytes
     buffered_because = None if direct else "direct I/O was not asked for"
     if direct and (size % ALIGN_BYTES or block_bytes % ALIGN_BYTES):
-        buffered_because = f"{size} bytes in blocks of {block_bytes} are no multiple of {ALIGN_BYTES}"
+        buffered_because = f"{size} bytes in blocks of {block_bytes} are not a multiple of {ALIGN_BYTES}"
     with FileWriter(path, size, disk=disk, flags=os.O_EXCL, buffered_because=buffered_because) as file:
         blocks = bytearray(digests_bytes(size, block_bytes))
         groups = bytearray(digests_bytes(size, group) if group else 0)

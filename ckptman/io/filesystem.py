@@ -32,9 +32,9 @@ PRIVATE_ENV = "CKPTMAN_PRIVATE"
 
 
 def folder_mode() -> int:
-    """The permissions of a new folder, from which the umask takes its part. Raises: OSError where the setting is none.
+    """Return the permissions of a new folder, from which the umask takes its part.
 
-    A slip in it must not lay open what was to be private.
+    Raises: OSError where the setting is none: a slip in it must not lay open what was to be private.
     """
     setting = os.environ.get(PRIVATE_ENV, "")
     if setting not in ("", "0", "1"):

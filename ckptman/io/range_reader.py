@@ -184,7 +184,7 @@ class Span:
 def plan(
     wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int, stride: int, unit: int = 1
 ) -> list[Span]:
-    """The spans of the ranges of one file, which are sorted by offset. Edges lie on blocks where there are digests.
+    """Return the spans of the ranges of one file, sorted by offset. Edges lie on blocks where there are digests.
 
     A span has at most `stride` bytes, whole blocks, as far as no range has to be in one piece. Where it ends before
     its ranges do, it ends at a multiple of `unit`, of which a stride is a multiple too.
@@ -230,7 +230,7 @@ def plan(
 
 
 def lay_out(span: Span, scratch: memoryview) -> tuple[list[memoryview], list[Part]]:
-    """Where the bytes of a span are read to, in order, and the parts that then have to be taken from the scratch."""
+    """Return where the bytes of a span are read to, in order, and the parts that are then taken from the scratch."""
     parts = span.parts
     if len(parts) * _SMALL_BYTES > len(scratch):
         return [scratch], parts
@@ -293,7 +293,7 @@ class _File:
             )
 
     def is_cold(self, span: Span) -> bool | None:
-        """Whether a large span begins with what is not in the page cache; None where that cannot be told."""
+        """Return whether a large span begins with what is not in the page cache; None where that cannot be told."""
         self._open(span)
         return self.reader.is_cold(span.low, span.bytes)
 

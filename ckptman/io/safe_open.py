@@ -21,7 +21,7 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO)
 def open_regular(
     path: Path | str, *, follow: bool = False, direct: bool = False, remedy: str = "restore an older checkpoint"
 ) -> int:
-    """A descriptor to read a regular file, for the caller to close. `follow`: a link to one will do.
+    """Open a regular file to read it; the descriptor is for the caller to close. `follow`: a link to one will do.
 
     `direct`: past the page cache.
 
@@ -42,7 +42,7 @@ def open_regular(
 def read_regular(
     path: Path | str, most_bytes: int, *, follow: bool = False, remedy: str = "restore an older checkpoint"
 ) -> bytes:
-    """All bytes of a regular file, as many as it had when it was opened. `remedy`: what to do where it is none.
+    """Read all bytes of a regular file, as many as it had when it was opened. `remedy`: what to do where it is none.
 
     Raises: CorruptError, also where it has more than `most_bytes`, of which none is read then; OSError.
     """
@@ -62,7 +62,7 @@ def read_regular(
 
 
 def read_end(fd: int, most_bytes: int) -> tuple[bytes, bool]:
-    """The last bytes of an open file, no more than `most_bytes`, and whether that is all of it. Raises: OSError."""
+    """Read the last bytes of an open file, at most `most_bytes`; and whether that is all of it. Raises: OSError."""
     size = os.fstat(fd).st_size
     os.lseek(fd, max(0, size - most_bytes), os.SEEK_SET)
     # A byte at least: what has no size, such as a file of /proc, says itself what it is.

@@ -18,7 +18,7 @@ _GENTLY_SECONDS = 0.05
 _CLOSE_SECONDS = 5.0
 
 
-class Slowly:
+class ThrottledDelete:
     """Removes folders, from several threads, no more than `files_per_second` files in all of them together."""
 
     def __init__(

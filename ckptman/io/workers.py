@@ -1,4 +1,4 @@
-"""A few threads that share out the pieces of one job, and the scratch memory they work in. Torch-free."""
+"""A few threads that share out the pieces of one job, and the scratch memory they work in."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ _free: deque[memoryview] = deque()
 
 
 def io_threads() -> int:
-    """How many threads move the bytes of a save or a load: `CKPTMAN_IO_THREADS`, or 4, whatever the number of cores:
-    they wait for storage more than they compute. In a `relay` there are a few more, who compute; where all is in the
-    page cache, there are no more than cores.
+    """Return how many threads move the bytes of a save or a load: `CKPTMAN_IO_THREADS`, or 4.
+
+    Whatever the number of cores: they wait for storage more than they compute. In a `relay` there are a few more, who
+    compute; where all is in the page cache, there are no more than cores.
 
     Raises: ConfigError where the variable is no whole number from 1 on.
     """
@@ -51,22 +52,22 @@ def io_threads() -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise ConfigError(f"{THREADS_ENV}={text!r} is no number of threads: give a whole number from 1 on, or unset it")
+        raise ConfigError(f"{THREADS_ENV}={text!r} is not a number of threads: give one from 1 on, or unset it")
     return count
 
 
 def cores() -> int:
-    """How many cores this process may use: in a job, those it was given."""
+    """Return how many cores this process may use: in a job, those it was given."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def computing_threads(threads: int) -> int:
-    """How many of so many threads may compute at the same time: one for every two cores."""
+    """Return how many of so many threads may compute at the same time: one for every two cores."""
     return min(threads, max(1, cores() // 2))
 
 
 def stride_of(block_bytes: int, most_bytes: int = STRIDE_BYTES) -> int:
-    """How much one piece of work is: whole blocks, as many as `most_bytes` hold but at least one."""
+    """Return how much one piece of work is: whole blocks, as many as `most_bytes` hold but at least one."""
     return max(block_bytes, most_bytes // block_bytes * block_bytes)
 
 

@@ -1,1 +1,1 @@
-"""The process and the run: signals, deadline, watchdog, outcome, journal. No torch."""
+"""The process and the run: signals, deadline, watchdog, outcome, journal."""

@@ -14,7 +14,7 @@ _NO_END = {"", "N/A", "NONE", "UNKNOWN", "UNLIMITED"}
 
 
 def run_command(command: Sequence[str], timeout_seconds: float | None = None) -> str:
-    """The standard output of a command that must succeed in time. Raises: OSError, subprocess.SubprocessError."""
+    """Run a command that must succeed in time, and return its output. Raises: OSError, subprocess.SubprocessError."""
     # SLURM_TIME_FORMAT of the user would change what squeue prints.
     environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     done = subprocess.run(
@@ -58,7 +58,7 @@ def deadline_from_environment(
 
 
 def parse_end_time(text: str) -> float | None:
-    """Unix seconds of what `squeue -o %e` prints: local time such as 2026-11-21T15:03:00; None if it names no time.
+    """Return unix seconds of what `squeue -o %e` prints: local time such as 2026-11-21T15:03:00; None for no time.
 
     Raises: ValueError.
     """

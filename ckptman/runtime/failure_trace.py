@@ -45,7 +45,7 @@ class Trace:
 
 
 def read_trace(path: Path, parse_seconds: Callable[[str], float]) -> Trace:
-    """A trace file, a journal, or the journal of a root. `parse_seconds` knows times such as `3h20min`.
+    """Read a trace file, a journal, or the journal of a root. `parse_seconds` knows times such as `3h20min`.
 
     Raises: NotFoundError, ConfigError naming the line that is none.
     """
@@ -60,7 +60,7 @@ def read_trace(path: Path, parse_seconds: Callable[[str], float]) -> Trace:
     except CorruptError as error:
         raise ConfigError(str(error)) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is no text: a trace has the time of a failure on each line") from None
+        raise ConfigError(f"{path} is not text: a trace has the time of a failure on each line") from None
     return _parse(text.splitlines(), path, parse_seconds)
 
 
@@ -79,7 +79,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def trace_of(events: Sequence[Mapping[str, Any]], where: Path) -> Trace:
-    """What a journal tells. The time between two attempts is left out: nothing could fail there.
+    """Return what a journal tells of failures. The time between two attempts is left out: nothing could fail there.
 
     An attempt that neither finished nor was stopped has failed, when the last of it was heard; of the last attempt
     nobody can tell, unless it says so.

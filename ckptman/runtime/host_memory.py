@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def available_bytes(cgroup_root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that can be taken without swapping and without being killed for it.
+    """Return bytes that can be taken without swapping and without being killed for it.
 
     Slurm limits a job by control groups; memory that only holds pages of files counts as free in both.
     """

@@ -111,7 +111,7 @@ class Journal:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 os.close(fd)
-                raise OSError(errno.EINVAL, "it is no file", str(self.path))
+                raise OSError(errno.EINVAL, "it is not a file", str(self.path))
             self._torn = found.st_size > 0 and os.pread(fd, 1, found.st_size - 1) != b"\n"
             self._fd = fd
         return self._fd
@@ -128,12 +128,12 @@ class Journal:
 
 
 def previous_path(path: str | os.PathLike[str]) -> Path:
-    """Where the file before a journal is kept: `journal.1.jsonl` beside `journal.jsonl`."""
+    """Return where the file before a journal is kept: `journal.1.jsonl` beside `journal.jsonl`."""
     return Path(path).with_suffix(f".1{Path(path).suffix}")
 
 
 def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
-    """The events of a journal and of the file before it, oldest first, and how many torn lines were left out.
+    """Read the events of a journal and of the file before it, oldest first, and how many torn lines were left out.
 
     Of a file larger than `MOST_BYTES` the last events that fit. Raises: NotFoundError.
     """
@@ -154,13 +154,13 @@ def _events(path: Path) -> tuple[list[dict[str, Any]], int]:
     try:
         with open(os.open(path, os.O_RDONLY | _OPEN), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise NotFoundError(f"{os.fspath(path)} is no journal, but a pipe or a device: remove it")
+                raise NotFoundError(f"{os.fspath(path)} is not a journal, but a pipe or a device: remove it")
             data, is_whole = read_end(file.fileno(), MOST_BYTES)
     except FileNotFoundError:
         raise
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise NotFoundError(f"{os.fspath(path)} is no journal, but a link: remove it") from error
+            raise NotFoundError(f"{os.fspath(path)} is not a journal, but a link: remove it") from error
         error.filename = error.filename or os.fspath(path)
         raise
     lines = data.split(b"\n")

@@ -29,7 +29,7 @@ class StartUp:
 
 
 def save_seconds(root: str | os.PathLike[str]) -> float | None:
-    """What a save takes by the journal of a root (`typical_save_seconds`); None too where that cannot be read."""
+    """Return what a save takes by the journal of a root (`typical_save_seconds`); None too where it cannot be read."""
     try:
         events, _ = read_journal(journal_path(Path(root)))
     except OSError:
@@ -38,7 +38,7 @@ def save_seconds(root: str | os.PathLike[str]) -> float | None:
 
 
 def typical_save_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """Seconds from decision to durable of the longest but one of the last 5 saves; None: none was measured.
+    """Return seconds from decision to durable of the longest but one of the last 5 saves; None: none was measured.
 
     Of fewer than three the longest. One save that met a file system in trouble is not what the next one takes.
     """
@@ -50,7 +50,7 @@ def typical_save_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
 def start_up(
     events: Sequence[Mapping[str, Any]], job_id: str, since_seconds: float, until_seconds: float = math.inf
 ) -> StartUp:
-    """How the first attempt of a Slurm job came up that began in between two moments, in unix seconds.
+    """Return how the first attempt of a Slurm job came up that began in between two moments, in unix seconds.
 
     A job that was requeued keeps its id: the time says which of its attempts is meant.
     """

@@ -73,7 +73,7 @@ def write_outcome(path: Path, outcome: Outcome, disk: Disk = DISK) -> None:
 
 
 def read_outcome(path: Path) -> Outcome | None:
-    """The outcome at `path`; None if there is none. Keys that a later version added are left out.
+    """Read the outcome at `path`; None if there is none. Keys that a later version added are left out.
 
     Raises: CorruptError. Called by whoever decides about the next attempt.
     """
@@ -95,7 +95,7 @@ def read_outcome(path: Path) -> Outcome | None:
 
 
 def attempt_number(environ: Mapping[str, str]) -> int:
-    """The number of this attempt, from 1: set by a ckptman chain, else counted by Slurm's requeues.
+    """Return the number of this attempt, from 1: set by a ckptman chain, else counted by Slurm's requeues.
 
     Raises: ConfigError.
     """
@@ -120,7 +120,7 @@ def report_node(node: str, reason: str, environ: Mapping[str, str], disk: Disk =
 
 
 def reported_nodes(outcome: Path) -> dict[str, str]:
-    """The nodes that an attempt reported beside its outcome, and why. Raises: OSError."""
+    """Return the nodes that an attempt reported beside its outcome, and why. Raises: OSError."""
     start = outcome.name + _BESIDE
     found = {}
     for path in sorted(outcome.parent.iterdir()):
@@ -133,7 +133,7 @@ def reported_nodes(outcome: Path) -> dict[str, str]:
 
 
 def this_node(environ: Mapping[str, str]) -> str:
-    """The name that Slurm, or else the machine, gives to the node of this process."""
+    """Return the name that Slurm, or else the machine, gives to the node of this process."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

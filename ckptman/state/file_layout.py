@@ -61,12 +61,12 @@ class Layout:
         return Placed(offset, len(data))
 
     def page_end(self) -> int:
-        """The end of the last page that something lies in."""
+        """Return the end of the last page that something lies in."""
         return _up(self.end, ALIGN_BYTES)
 
 
 def in_order(sizes: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> list[int]:
-    """The order in which tensors of these dtypes and shapes are laid out: large ones first."""
+    """Return the order in which tensors of these dtypes and shapes are laid out: large ones first."""
     return sorted(range(len(sizes)), key=lambda i: sizes[i][0].itemsize * math.prod(sizes[i][1]) < LARGE_BYTES)
 
 
@@ -91,7 +91,7 @@ class Image:
         self.size_bytes = _up(max([len(self._memory), *ends]), ALIGN_BYTES)
 
     def view(self, offset: int, scratch: memoryview) -> memoryview:
-        """The bytes from `offset` on, as many as `scratch` has room for."""
+        """Return the bytes from `offset` on, as many as `scratch` has room for."""
         end = offset + len(scratch)
         if end <= len(self._memory):
             return self._memory[offset:end]
@@ -154,7 +154,7 @@ def put(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = Fals
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as flat bytes: there are dtypes that can be stored and not copied."""
+    """Return a contiguous tensor as flat bytes: there are dtypes that can be stored and not copied."""
     # A single element is contiguous whatever its strides are, and flattened it would keep them.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -165,13 +165,13 @@ def flat(memory: memoryview, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 def view_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU as flat, writable bytes. The tensor must outlive it."""
+    """Return the memory of a contiguous tensor on the CPU as flat, writable bytes. The tensor must outlive it."""
     size = tensor.numel() * tensor.dtype.itemsize
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
 def address_of(memory: memoryview) -> int:
-    """Where writable memory begins."""
+    """Return where writable memory begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -181,7 +181,7 @@ _SHORT = 64
 
 
 def pickled(value: Any) -> bytes:
-    """What `torch.save` makes of a value: for readers other than ckptman. The same few numbers come again and again."""
+    """Return what `torch.save` makes of a value, for readers other than ckptman. The same few come again and again."""
     parts = value if type(value) is tuple else (value,)
     if len(parts) <= _SHORT and all(map(_is_short, parts)):
         return _pickled_plain(type(value).__name__, repr(value), value)

@@ -27,11 +27,11 @@ class RNGState:
     """Tells the Checkpointer to save this object once for each rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this process, as one JSON text: no pickle, and one small value for a rank."""
+        """Return the state of this process, as one JSON text: no pickle, and one small value for a rank."""
         return self.encoded(self.generators())
 
     def generators(self) -> dict[str, Any]:
-        """Copies of what each generator is at now: little work, for who may need `encoded` of it later."""
+        """Return copies of what each generator is at now: little work, for who may need `encoded` of it later."""
         # A subclass need not call an __init__ of this class.
         kept = self.__dict__.setdefault(
             "_kept", (_Kept(_python_state, _python_memory), _Kept(_numpy_state, _numpy_memory))
@@ -44,7 +44,7 @@ class RNGState:
         return state
 
     def encoded(self, generators: dict[str, Any]) -> dict[str, Any]:
-        """What `state_dict` gives for what `generators` gave."""
+        """Return what `state_dict` gives for what `generators` gave."""
         state = {name: _text(each) if isinstance(each, torch.Tensor) else each for name, each in generators.items()}
         if "numpy" in generators:
             name, keys, *rest = generators["numpy"]

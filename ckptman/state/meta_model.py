@@ -13,7 +13,7 @@ from ckptman.forecast.checkpoint_size import Tensor
 
 
 def tensors_of(written: str, option: str = "--model") -> list[Tensor]:
-    """The tensors of the model that `package.module:function` returns, called on the meta device without arguments.
+    """Return the tensors of the model that `package.module:function` gives, called on the meta device, no arguments.
 
     Modules of the current folder can be named. Raises: ConfigError, whatever goes wrong there.
     """
@@ -29,7 +29,7 @@ def tensors_of(written: str, option: str = "--model") -> list[Tensor]:
         for part in name.split("."):
             function = getattr(function, part)
         if not callable(function):
-            raise ConfigError(f"{option}: {written} is no function, but a {type(function).__name__}")
+            raise ConfigError(f"{option}: {written} is not a function, but a {type(function).__name__}")
         with torch.device("meta"):
             model = function()
     except ConfigError:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-import struct
 import zipfile
-import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import BinaryIO
@@ -23,11 +21,6 @@ from ckptman.format.torch_zip import data_at, data_start, records
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 """dtypes whose elements mean something only with the scales of their tensor."""
 _SMALL_BYTES = 64 * 1024
-_NOT_AS_TORCH_WRITES = (
-    *(zipfile.BadZipFile, zlib.error, struct.error, KeyError, IndexError, ValueError, EOFError, OSError),
-    *(RuntimeError, NotImplementedError, OverflowError),
-)
-"""What zipfile raises on bytes that are no archive."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class Frame:
 
 @lru_cache(maxsize=16384)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
-    """The frame of a contiguous tensor. Its bytes can be loaded by `torch.load` with the payload put in between."""
+    """Return the frame of a contiguous tensor: `torch.load` reads its bytes with the payload put in between."""
     payload_bytes = dtype.itemsize * math.prod(shape)
     # Never written to, so it takes addresses and no pages. On the CPU whatever the default device is, and not filled,
     # as torch.empty is where deterministic algorithms are asked for.
@@ -62,7 +55,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but its dtype, its shape and its bytes, so that `frame_of` describes it."""
+    """Return whether a tensor is nothing but its dtype, its shape and its bytes, so that `frame_of` describes it."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and tensor.layout == torch.strided
@@ -71,7 +64,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def payload_of(container: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
-    """Where the payload of a contiguous tensor begins in a container that somebody else wrote.
+    """Return where the payload of a contiguous tensor begins in a container that somebody else wrote.
 
     None where the container holds anything but exactly that tensor: then only `torch.load` can tell what it means.
     """
@@ -93,7 +86,7 @@ def payload_of(container: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) 
         start = data_at(container, payload)
         # A damaged header may point behind the payload, and even behind the container.
         return start if start + ours.payload_bytes <= container.seek(0, io.SEEK_END) else None
-    except _NOT_AS_TORCH_WRITES:
+    except (KeyError, ValueError, OSError, OverflowError, RuntimeError):  # it is not as torch writes it
         return None
 
 
@@ -142,7 +135,7 @@ class Recorder(io.RawIOBase):
         return max((place + len(data) for place, data in self._written.items()), default=0)
 
     def holes(self) -> list[tuple[int, int]]:
-        """Place and bytes of each payload that was left out."""
+        """Return place and bytes of each payload that was left out."""
         found, end = [], 0
         for place, data in self.literals:
             if place > end:

@@ -146,7 +146,7 @@ def open_container(folder: Path, where: Container) -> Opened:
                 _check_record(archive, record, opened)
     except CorruptError as error:
         opened.problem = str(error)
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+    except (EOFError, ValueError, RuntimeError) as error:
         opened.problem = f"is not a container that torch.load reads: {str(error).partition('. ')[0][:200]}"
     except OSError as error:
         if error.errno in _OF_THE_BYTES:

@@ -166,7 +166,7 @@ def test_what_cannot_be_read_as_a_trace(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no journal"):
         read(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="is no text"):
+    with pytest.raises(ConfigError, match="is not text"):
         read(tmp_path / "binary")
     with pytest.raises(ConfigError, match=r"is not a regular file: .*; give a text file of failure times"):
         read(Path("/dev/zero"))

@@ -301,7 +301,7 @@ def test_a_pipe_in_place_of_a_runs_own_file_is_not_waited_for(tmp_path: Path) ->
     assert read_owner(tmp_path) is None
     claim(tmp_path, "run", None).release()
     os.mkfifo(run_folder(tmp_path) / "journal.jsonl")
-    with pytest.raises(ckptman.NotFoundError, match="is no journal"):
+    with pytest.raises(ckptman.NotFoundError, match="is not a journal"):
         read_journal(run_folder(tmp_path) / "journal.jsonl")
 
 

@@ -211,7 +211,7 @@ def test_a_checkpoint_of_sixteen_thousand_ranks_is_laid_out_at_once() -> None:
         (":f", "package.module:function"),
         ("no.such.package:f", "ModuleNotFoundError"),
         (f"{__name__}:nothing", "AttributeError"),
-        (f"{__name__}:VOCAB", "is no function, but a int"),
+        (f"{__name__}:VOCAB", "is not a function, but a int"),
         (f"{__name__}:no_module", "returned a int: it has to return an nn.Module"),
         (f"{__name__}:broken", "takes no arguments, reads no files"),
         (f"{__name__}:written", "missing 1 required positional argument"),

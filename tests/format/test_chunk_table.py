@@ -318,7 +318,7 @@ def test_a_file_of_another_size(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match=f"chunks.bin has {rows.nbytes} bytes instead of {rows.nbytes + 8}; restore"):
         ChunkTable.open(tmp_path / "chunks.bin", records, rows.nbytes + 8)
     (tmp_path / "odd.bin").write_bytes(b"123456789")
-    with pytest.raises(CorruptError, match="no whole numbers"):
+    with pytest.raises(CorruptError, match="not whole numbers"):
         ChunkTable.open(tmp_path / "odd.bin", records, 9)
     with pytest.raises(FileNotFoundError):
         ChunkTable.open(tmp_path / "other.bin", records, 8)

@@ -285,7 +285,7 @@ def test_values_of_a_rank_that_are_none(tmp_path: Path, data: bytes) -> None:
 @pytest.mark.parametrize("data", [b"\0", bytes(47), bytes(49)])
 def test_a_table_that_is_none(tmp_path: Path, data: bytes) -> None:
     assert re.search(
-        r"chunks\.bin is no chunk table: \d+ bytes are no whole numbers",
+        r"chunks\.bin is not a chunk table: \d+ bytes are not whole numbers",
         flaws_of(*with_index(tmp_path, index_of(), **{CHUNKS: data})),
     )
 

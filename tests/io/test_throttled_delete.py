@@ -10,7 +10,7 @@ import pytest
 
 from ckptman.io import throttled_delete as slowly
 from ckptman.io.filesystem import DISK, Disk
-from ckptman.io.throttled_delete import Remover, Slowly, remove_by_file
+from ckptman.io.throttled_delete import Remover, ThrottledDelete, remove_by_file
 
 
 def tree(folder: Path, files: int = 5) -> Path:
@@ -29,7 +29,7 @@ def test_no_faster_than_it_is_wanted(tmp_path: Path) -> None:
         slept.append(seconds)
         now[0] += seconds
 
-    remove = Slowly(DISK, 10.0, clock=lambda: now[0], sleep=sleep)
+    remove = ThrottledDelete(DISK, 10.0, clock=lambda: now[0], sleep=sleep)
     remove(tree(tmp_path / "a"))
     remove(tree(tmp_path / "b"))
     assert list(tmp_path.iterdir()) == []

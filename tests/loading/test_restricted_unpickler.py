@@ -292,7 +292,7 @@ def test_torch_and_zipfile_read_the_same_archive() -> None:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.read("archive/data.pkl") == b"\x80\x02K\x05."
     assert len(torch.load(io.BytesIO(data), weights_only=True)) == 2 << 20, "it must be able to deceive"
-    refused(data, "no archive from its first byte")
+    refused(data, "not an archive from its first byte")
 
 
 def test_torch_reads_the_pickle_that_was_checked() -> None:
@@ -300,7 +300,7 @@ def test_torch_reads_the_pickle_that_was_checked() -> None:
     data = hostile_foreign.behind_a_pickle(whole(b"K\x07"))
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.read("archive/data.pkl") == b"\x80\x02K\x05."
-    refused(data, "no archive from its first byte")
+    refused(data, "not an archive from its first byte")
 
 
 def test_an_archive_ends_where_its_directory_does() -> None:

@@ -295,7 +295,7 @@ def test_what_is_not_complete_says_why(root: Path, place: ObjectBackend, tmp_pat
     place.remove(f"{FOLDER}/__0_0.distcp")
     problems = {entry.step: entry.problem for entry in place.look()}
     assert problems[300] == "it has no manifest.json"
-    assert "is no JSON" in (problems[400] or "")
+    assert "is not JSON" in (problems[400] or "")
     assert problems[500] == "its manifest is of step 100"
     assert "newer than this ckptman" in (problems[600] or "")
     assert problems[100] == "__0_0.distcp is missing"
