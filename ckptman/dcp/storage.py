@@ -35,14 +35,12 @@ from torch.futures import Future
 
 from ckptman._torch_compat import StorageInfo, StoragePrefix, unflattened
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
-from ckptman.format.manifest import FileRecord
 from ckptman.format.paths import METADATA, data_name
 from ckptman.format.table_assembly import pack
-from ckptman.io.checksums import digest_bytes
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.loading.read import NOT_USABLE, Fill, read_fills
-from ckptman.saving.index_writer import IndexWriter, RankResult
+from ckptman.saving.index_writer import IndexWriter, RankResult, write_small
 from ckptman.saving.preflight import warn_of_refused
 from ckptman.saving.write_plan import Described, lay_out, make_rows, refuse_meta
 from ckptman.saving.writer import Draft, SaveInfo, write_rank_files
@@ -157,9 +155,7 @@ class StorageWriter(FileSystemWriter):
                 f"{error}. A checkpoint holds whole tensors: let all ranks that hold parts of them save it together "
                 f"(without no_dist, in a process group of them all)"
             ) from error
-        described = pickle.dumps(metadata)
-        self._disk.write_file(self._draft.folder / METADATA, described)
-        files[METADATA] = FileRecord(bytes=len(described), digest=digest_bytes(described))
+        files |= write_small(self._draft.folder, {METADATA: pickle.dumps(metadata)}, self._disk)
         self._draft.commit(files, len(results))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ckptman._torch_compat import is_overlapping
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.pickle_guard import NotAllowed
 from ckptman.io.checksums import BLOCK_BYTES
@@ -42,25 +41,6 @@ class Fill:
     chunk: ChunkPlace
     start: tuple[int, ...]
     target: torch.Tensor
-
-
-def refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor into which nothing can be loaded. Raises: ConfigError."""
-    for _, part in local_parts(tensor, name):
-        if _shares_memory(part):
-            raise ConfigError(
-                f"{name} is expanded: elements of it share memory, and nothing can be loaded into it. Make it one "
-                f"of its own (clone())"
-            )
-        if part.is_meta:
-            raise ConfigError(
-                f"{name} is on the meta device, where nothing can be loaded: materialise it first (to_empty())"
-            )
-
-
-def _shares_memory(tensor: torch.Tensor) -> bool:
-    """Return whether elements of a tensor certainly share memory."""
-    return is_plain(tensor) and not tensor.is_meta and is_overlapping(tensor)
 
 
 def fills_for(saved: SavedState, name: str, target: torch.Tensor) -> Iterator[Fill]:

@@ -110,10 +110,8 @@ class IndexWriter:
         )
         units = [unit for each in results for unit in each.units]
         files = {name: record for each in results for name, record in each.files.items()}
-        for name, data in ((CHUNKS, self._table.astype("<i8").tobytes()), (INDEX, index.to_json(units))):
-            self._disk.write_file(folder / name, data)
-            files[name] = FileRecord(bytes=len(data), digest=digest_bytes(data))
-        return files
+        chunks = self._table.astype("<i8").tobytes()
+        return files | write_small(folder, {CHUNKS: chunks, INDEX: index.to_json(units)}, self._disk)
 
     def write_metadata(
         self, folder: Path, results: Sequence[RankResult], paths: Mapping[str, tuple[str | int, ...]], final: Path
@@ -135,6 +133,13 @@ class IndexWriter:
             file.flush()
             self._disk.sync_file(file.fileno())
         return out.record()
+
+
+def write_small(folder: Path, files: Mapping[str, bytes], disk: Disk) -> dict[str, FileRecord]:
+    """Write files of these names, durably, and return their records. Raises: OSError."""
+    for name, data in files.items():
+        disk.write_file(folder / name, data)
+    return {name: FileRecord(bytes=len(data), digest=digest_bytes(data)) for name, data in files.items()}
 
 
 def _objects(results: Sequence[RankResult]) -> dict[str, Location]:

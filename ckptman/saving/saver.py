@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptman.catalog.backends.local import LocalBackend
@@ -20,7 +19,6 @@ from ckptman.catalog.writer_lock import Claim
 from ckptman.comm.control import AllRanks, Channel, RankFailed, failing_as_one
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, ConfigError, RankLostError, warn
-from ckptman.format.paths import step_folder
 from ckptman.io.failure_cause import FULL
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.wakeup import Task, Worker
@@ -29,7 +27,7 @@ from ckptman.runtime.watchdog import Watchdog
 from ckptman.saving.preflight import Preflight, preflight, refused_tensors
 from ckptman.saving.retention_runner import RetentionRunner
 from ckptman.saving.staging import Staged, Stager, refusal
-from ckptman.saving.stale_saves import Seen
+from ckptman.saving.stale_saves import Stale
 from ckptman.saving.write_plan import RankFile, plan_save
 from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
 from ckptman.state.named_state import Snapshot
@@ -166,7 +164,7 @@ class Saver:
         file, staged = self._file, None
         assert file is not None
         try:
-            watch = self._writer.stale_saves.watch(step, file, snapshot, state, self._hooks.count)
+            watch = self._writer.watch(step, file, snapshot, state, self._hooks.count)
             memory = file.memory(snapshot)
             if stager is None:
                 return Content.of(snapshot, file, memory, watch)
@@ -189,7 +187,7 @@ class Saver:
     ) -> SaveReport:
         """Write, gather, commit; in the background thread, or in the training thread where that waits."""
         try:
-            buffered_because, seen = self._commit(content, info)
+            buffered_because, stale = self._commit(content, info)
         except RankFailed as error:
             self._give_up(number, CommitError(info.step, error.failure.rank, error.failure.text), error)
         except RankLostError as error:
@@ -208,19 +206,18 @@ class Saver:
             self.retention.prune()
         except Exception as error:  # noqa: BLE001 the save is durable: a warning that is an error must not undo it
             self._note("prune_failed", cause=f"{type(error).__name__}: {error}")
-        if self.channel.is_leader and isinstance(content, Content):
-            self._report_stale(content, seen)
+        if self.channel.is_leader and stale is not None:
+            self._report_stale(stale)
         return SaveReport(info.step, seconds if stall_seconds is None else stall_seconds, seconds)
 
-    def _commit(self, content: Content | Exception, info: SaveInfo) -> tuple[str | None, Seen | None]:
+    def _commit(self, content: Content | Exception, info: SaveInfo) -> tuple[str | None, Stale | None]:
         """Write a draft and make it a checkpoint; where the disk is full, once more with more room. Raises: RankFailed,
         RankLostError, and whatever else went wrong on this rank."""
-        final = Path(self._backend.root) / step_folder(info.step)
         tries_left = _TRIES
         while True:
             tries_left -= 1
             self.retention.save_begins()
-            draft = Draft(final, info, overwrite=True, backend=self._backend, claim=self._claim, disk=self._disk)
+            draft = Draft.of_run(self._backend, info, self._claim, self._disk)
             try:
                 with self._watchdog.saving(info.step):
                     return self._writer.save(self.channel, draft, content)
@@ -293,9 +290,7 @@ class Saver:
 
     # ---- what is reported --------------------------------------------------------------------------------------
 
-    def _report_stale(self, content: Content, seen: Seen | None) -> None:
-        if content.watch is None or (stale := self._writer.stale_saves.judge(content.watch, seen)) is None:
-            return
+    def _report_stale(self, stale: Stale) -> None:
         self._note(
             "stale",
             step=stale.step,

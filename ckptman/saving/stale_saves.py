@@ -1,11 +1,10 @@
-"""Freshness: a save whose parameters all equal those of the save before, although steps have passed, is a stale save.
+"""Whether a save holds anything new: one whose parameters all equal those of the save before, although steps have
+passed, is a stale save.
 
 What is wrong then is outside of the checkpoint, such as a cached copy of the weights that is saved again and again
-(NeMo RL#3312: found after three of them). Every byte of it is what was saved, so no digest tells.
-
-It costs next to nothing: each rank has the digests of the blocks of its data file at hand. Blocks in which nothing but
-parameters can change decide by their digests; where parameters share a block with other things, their bytes in it are
-digested. From save to save one digest is kept.
+(NeMo RL#3312: found after three of them). Every byte of it is what was saved, so checking digests finds nothing.
+It costs next to nothing: each rank has the digests of the blocks of its data file at hand. Those of blocks within a
+parameter are taken, and the bytes at its ends are digested. From save to save one digest is kept.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from ckptman.state.file_layout import Image, Placed
 from ckptman.state.named_state import Snapshot
 
 _NAMED = 3
-Bits = NDArray[np.bool_]
 Range = tuple[int, int]
 """Begin and end, in bytes of the data file."""
 
@@ -46,8 +44,8 @@ class Seen(NamedTuple):
 class _Places:
     """Where the parameters lie in the data file of this rank.
 
-    `blocks`: numbers of the blocks in which nothing else can change; `ranges`: what of them is in other blocks;
-    `pickled`: numbers among the file's pickled pieces. `tensors`: how many of them begin in this file.
+    `blocks`: numbers of the blocks that lie within one of them; `ranges`: what of them is in other blocks; `pickled`:
+    numbers among the file's pickled pieces. `tensors`: how many of them begin in this file.
     """
 
     file: RankFile
@@ -139,8 +137,11 @@ class StaleSaves:
         """The save is one that later ones can be compared with."""
         self._last = self._next
 
-    def judge(self, now: Watch, seen: Seen | None) -> Stale | None:
-        """Say whether the save is stale, after its commit, by what all ranks saw. Leader only."""
+    def judge(self, now: Watch | None, parts: Sequence[Seen | None]) -> Stale | None:
+        """Say whether a save is stale, after its commit, by what each rank saw. Leader only."""
+        if now is None:
+            return None
+        seen = _seen_by_all(parts)
         last, self._last_watch = self._last_watch, now
         if last is None or seen is None or not seen.same or now.step <= last.step or last.resting or now.resting:
             self._warned = self._warned and seen is not None and seen.same
@@ -150,7 +151,7 @@ class StaleSaves:
         return Stale(now.step, last.step, updates, seen.tensors, seen.names, first)
 
 
-def seen_by_all(parts: Iterable[Seen | None]) -> Seen | None:
+def _seen_by_all(parts: Iterable[Seen | None]) -> Seen | None:
     """What the ranks saw together; None: none of them wrote a parameter."""
     seen = [each for each in parts if each is not None]
     if not seen:
@@ -174,32 +175,31 @@ def _parameter_names(state: Mapping[str, Any], optimizers: Sequence[torch.optim.
 
 def _find(file: RankFile, names: Collection[str]) -> _Places | None:
     """Find the tensors of these names in the data file of this rank; None: there are none."""
-    item_bytes = {
-        name: getattr(torch, dtype).itemsize for name, dtype, _ in (*file.plan.tensors, *file.plan.own_tensors)
-    }
-    watched: list[Range] = []
-    others: list[Range] = [(file.end, file.end + 1)]  # plain values come after it
+    described = (*file.plan.tensors, *file.plan.own_tensors)
+    item_bytes = {name: getattr(torch, dtype).itemsize for name, dtype, _ in described}
+    blocks: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+    ranges: list[Range] = []
     largest: dict[str, int] = {}
     for piece, place in zip(file.pieces, file.places):
         size = math.prod(piece.sizes) * item_bytes[piece.name]
-        if size:
-            (watched if piece.name in names else others).append((place.payload, place.payload + size))
-        if size and piece.name in names:
-            largest[piece.name] = max(size, largest.get(piece.name, 0))
+        if not size or piece.name not in names:
+            continue
+        largest[piece.name] = max(size, largest.get(piece.name, 0))
+        low, high = place.payload, place.payload + size
+        first, end = -(-low // BLOCK_BYTES), high // BLOCK_BYTES  # the blocks that lie in it as a whole
+        if first < end:
+            blocks.append(np.arange(first, end))
+            ranges += [(low, first * BLOCK_BYTES), (end * BLOCK_BYTES, high)]
+        else:
+            ranges.append((low, high))
     pickled = tuple(number for number, piece in enumerate(file.pickled) if piece.name in names)
     largest |= {file.pickled[number].name: 0 for number in pickled}
     if not largest:
         return None
     begun = [piece for piece in (*file.pieces, *file.pickled) if piece.name in largest and not any(piece.offsets)]
-    mine, theirs = _touched(watched, file.end), _touched(others, file.end)
-    return _Places(
-        file,
-        np.flatnonzero(mine & ~theirs),
-        tuple(_inside(watched, mine & theirs)),
-        pickled,
-        len(begun),
-        tuple(sorted(largest, key=lambda name: -largest[name])[:_NAMED]),
-    )
+    biggest = sorted(largest, key=lambda name: -largest[name])[:_NAMED]
+    ends = tuple((low, high) for low, high in ranges if low < high)
+    return _Places(file, np.concatenate(blocks), ends, pickled, len(begun), tuple(biggest))
 
 
 def _digest_of(watched: _Places, image: Image, pickled: Sequence[Placed], blocks: bytes) -> bytes:
@@ -211,26 +211,6 @@ def _digest_of(watched: _Places, image: Image, pickled: Sequence[Placed], blocks
     for low, high in ranges:
         hasher.update(image.view(low, scratch[: high - low]))
     return hasher.digest()
-
-
-def _touched(ranges: Sequence[Range], end: int) -> Bits:
-    """Which blocks of a file have bytes of these ranges in them. The file ends at `end`, or a byte later."""
-    edges = np.zeros(end // BLOCK_BYTES + 2, np.int64)
-    if ranges:
-        low, high = np.array(ranges, np.int64).T
-        np.add.at(edges, low // BLOCK_BYTES, 1)
-        np.add.at(edges, (high - 1) // BLOCK_BYTES + 1, -1)
-    return np.cumsum(edges)[:-1] > 0
-
-
-def _inside(ranges: Iterable[Range], blocks: Bits) -> Iterable[Range]:
-    """The parts of ranges that lie in these blocks. Only at its ends can one share a block with something else."""
-    for low, high in ranges:
-        first, last = low // BLOCK_BYTES, (high - 1) // BLOCK_BYTES
-        if blocks[first]:
-            yield low, min(high, (first + 1) * BLOCK_BYTES)
-        if last != first and blocks[last]:
-            yield last * BLOCK_BYTES, high
 
 
 def _is_zero(rate: Any) -> bool:

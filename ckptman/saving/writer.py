@@ -28,15 +28,15 @@ from ckptman.comm.control import Channel
 from ckptman.errors import ExistsError
 from ckptman.format.index import values_json
 from ckptman.format.manifest import FileRecord, Manifest, Mesh
-from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, parse_step, values_name
+from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, parse_step, step_folder, values_name
 from ckptman.format.table_assembly import pack
-from ckptman.io.checksums import BLOCK_BYTES, digest_bytes
+from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.io.file_writer import write_source
 from ckptman.io.filesystem import DISK, Disk, holding
 from ckptman.policies.calendar import time_to_store
-from ckptman.saving.index_writer import IndexWriter, RankResult
+from ckptman.saving.index_writer import IndexWriter, RankResult, write_small
 from ckptman.saving.staging import Staged
-from ckptman.saving.stale_saves import Seen, StaleSaves, Watch, seen_by_all
+from ckptman.saving.stale_saves import Stale, StaleSaves, Watch
 from ckptman.saving.write_plan import RankFile, memory_of
 from ckptman.state.file_layout import Image, Layout, Placed, pickled
 from ckptman.state.named_state import Snapshot
@@ -64,7 +64,8 @@ class SaveInfo:
 
 @dataclass
 class Content:
-    """What one rank writes in one save: its tensors, staged or live, and what has to be pickled."""
+    """What one rank writes in one save: its tensors, staged or live, and what has to be pickled. `watch`: what is known
+    of its parameters, where a run saves."""
 
     file: RankFile
     tensors: Staged | Sequence[torch.Tensor]
@@ -136,12 +137,19 @@ class Draft:
         self._folder: str | None = None
         self._held = contextlib.ExitStack()
 
+    @classmethod
+    def of_run(cls, backend: LocalBackend, info: SaveInfo, claim: Claim | None, disk: Disk) -> Draft:
+        """A draft of the step of `info` in the root of a run, which replaces what was saved of that step."""
+        final = backend.root / step_folder(info.step)
+        return cls(final, info, overwrite=True, backend=backend, claim=claim, disk=disk)
+
     def begin(self) -> str:
         """Make the folder that all ranks write to, and return its path.
 
         Raises: ConfigError (an address), ExistsError, RootError, OSError.
         """
-        check_folder(self.final)
+        if self._claim is None:
+            check_folder(self.final)
         if os.path.lexists(self.final):
             if not self._overwrite:
                 raise ExistsError(f"{self.final} exists already: save under another name, or say overwrite=True")
@@ -206,34 +214,39 @@ class CheckpointWriter:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._index = IndexWriter(disk)
-        self.stale_saves = StaleSaves()
+        self._stale_saves = StaleSaves()
         self._rows = b""
         """The rows of the chunk table that this rank wrote last."""
         self._leader_has_rows = False
 
-    def save(self, channel: Channel, draft: Draft, content: Content | Exception) -> tuple[str | None, Seen | None]:
+    def watch(self, step: int, file: RankFile, snapshot: Snapshot, state: Mapping[str, Any], updates: int) -> Watch:
+        """Note what is known of the parameters when a save begins, in the training thread, to see whether a save holds
+        anything new. `updates`: optimizer steps so far."""
+        return self._stale_saves.watch(step, file, snapshot, state, updates)
+
+    def save(self, channel: Channel, draft: Draft, content: Content | Exception) -> tuple[str | None, Stale | None]:
         """Write one checkpoint. `content` may be the reason why this rank has nothing to write. Every rank calls it.
 
-        Returns why some bytes did not go by direct I/O, or None; and what was seen of the parameters.
+        Returns why some bytes did not go by direct I/O, or None; and, of a stale save, what is known of it.
         Raises: RankFailed on every rank, RankLostError where a peer is gone or silent for longer than the timeout.
         """
         folder = channel.gather_on_leader(partial(_check, content), lambda _: draft.begin())
         assert isinstance(content, Content)
         write = partial(self._write, Path(folder), channel.rank, content)
-        commit = partial(self._commit, draft, content.file)
+        commit = partial(self._commit, draft, content)
         try:
             found = channel.gather_on_leader(write, commit)
         except BaseException:
             self._leader_has_rows = False
             raise
         self._leader_has_rows = True
-        self.stale_saves.committed()
+        self._stale_saves.committed()
         return found
 
     def _write(self, folder: Path, rank: int, content: Content) -> RankResult:
         image, places, objects = content.image()
         result, blocks = write_rank_files(folder, rank, image, content.own_units, self._disk)
-        result.seen = self.stale_saves.compare(content.watch, image, places, blocks)
+        result.seen = self._stale_saves.compare(content.watch, image, places, blocks)
         before, self._rows = self._rows, pack(content.file.rows(places))
         result.rows = None if self._leader_has_rows and self._rows == before else self._rows
         plan = content.file.plan
@@ -241,12 +254,13 @@ class CheckpointWriter:
         result.objects, result.units = objects, content.units
         return result
 
-    def _commit(self, draft: Draft, file: RankFile, results: list[RankResult]) -> tuple[str | None, Seen | None]:
-        files = self._index.write_index(draft.folder, file.plan.tensors, results)
-        files[METADATA] = self._index.write_metadata(draft.folder, results, file.plan.paths, draft.final)
+    def _commit(self, draft: Draft, content: Content, results: list[RankResult]) -> tuple[str | None, Stale | None]:
+        plan = content.file.plan
+        files = self._index.write_index(draft.folder, plan.tensors, results)
+        files[METADATA] = self._index.write_metadata(draft.folder, results, plan.paths, draft.final)
         draft.commit(files, len(results))
         buffered_because = next((each.buffered_because for each in results if each.buffered_because), None)
-        return buffered_because, seen_by_all([each.seen for each in results])
+        return buffered_because, self._stale_saves.judge(content.watch, [each.seen for each in results])
 
 
 def write_rank_files(
@@ -267,9 +281,7 @@ def write_rank_files(
             small[blocks_name(rank)] = blocks + digests.groups
         if own_units:
             small[values_name(rank)] = values_json(own_units)
-        for name, data in small.items():
-            disk.write_file(folder / name, data)
-            result.files[name] = FileRecord(bytes=len(data), digest=digest_bytes(data))
+        result.files |= write_small(folder, small, disk)
     return result, blocks
 
 

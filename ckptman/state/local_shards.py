@@ -15,7 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from ckptman._torch_compat import LocalShardsWrapper, ShardedTensor, local_shape_and_offset, local_tensor
+from ckptman._torch_compat import (
+    LocalShardsWrapper,
+    ShardedTensor,
+    is_overlapping,
+    local_shape_and_offset,
+    local_tensor,
+)
 from ckptman.errors import ConfigError
 from ckptman.state.tensor_container import is_plain
 
@@ -115,3 +121,17 @@ def _dtensor_box(
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor is elements in rows and columns, so that a box of it is a tensor too."""
     return isinstance(tensor, ShardedTensor) or (tensor.layout == torch.strided and not tensor.is_nested)
+
+
+def refuse_unfillable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor into which nothing can be loaded. Raises: ConfigError."""
+    for _, part in local_parts(tensor, name):
+        if is_plain(part) and not part.is_meta and is_overlapping(part):
+            raise ConfigError(
+                f"{name} is expanded: elements of it share memory, and nothing can be loaded into it. Make it one "
+                f"of its own (clone())"
+            )
+        if part.is_meta:
+            raise ConfigError(
+                f"{name} is on the meta device, where nothing can be loaded: materialise it first (to_empty())"
+            )
