@@ -16,7 +16,7 @@ from ckptman.catalog.backends.tiered import backend_for
 from ckptman.comm.control import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CommitError, ConfigError, warn
 from ckptman.format.paths import MAX_STEP
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.filesystem import DISK
 from ckptman.policies.retention import RetentionPolicy
 from ckptman.policies.save_policies import BeforeDeadline, InitTimeInterval, OnStop, SavePolicy
 from ckptman.policies.tiers import Tier
@@ -115,17 +115,15 @@ class Checkpointer:
         timeout_seconds: float = 1800.0,
         watchdog: Setting = "auto",
         run_id: str | None = None,
-        disk: Disk = DISK,
     ) -> None:
         self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
         check_arguments(root, state, self._policy, retention, on_full, deadline, timeout_seconds, watchdog)
         await_ranks(timeout_seconds)
         self.root, self.state = Path(root), state
         self._control = Channel(timeout_seconds)
-        self._disk = disk
-        self._backend = backend_for(self.root.absolute(), tiers, disk)  # the process may go to another folder
+        self._backend = backend_for(self.root.absolute(), tiers, DISK)  # the process may go to another folder
         with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
-            self._session = RunSession.open(self._control, self._backend, run_id, disk)
+            self._session = RunSession.open(self._control, self._backend, run_id)
             undone.callback(self._session.release)
             with failing_as_one():
                 end = self._control.run_on_leader(
@@ -141,12 +139,11 @@ class Checkpointer:
                 Channel(timeout_seconds),
                 self._session.journal,
                 self._session.claim,
-                RetentionRunner(self._backend, retention, on_full, self._session.claim, self._session.journal, disk),
+                RetentionRunner(self._backend, retention, on_full, self._session.claim, self._session.journal),
                 self._watchdog,
                 self._hooks,
                 background=async_save,
                 overlap=overlap,
-                disk=disk,
             )
             undone.callback(self._saver.close)
             self._timings = Timings(process_started(), end, durable_seconds=self._session.save_seconds)
@@ -191,7 +188,7 @@ class Checkpointer:
             self.wait()  # for a save that is still being written: it may be what is to be loaded
         except CommitError as error:
             warn(str(error))
-        restorer = Restorer(self._control, self._backend, self._session, self.beat, self._disk)
+        restorer = Restorer(self._control, self._backend, self._session, self.beat)
         with failing_as_one():
             if path is None or self._session.finds_checkpoints:
                 found = restorer.best(self.state, step, allow_suspect=allow_suspect)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
 from ckptman.io.filesystem import Disk
+from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
 
 
@@ -74,9 +75,11 @@ def test_a_process_that_goes_to_another_folder_saves_where_it_was_told(
     monkeypatch.chdir(tmp_path / "here")
     disk, here = Going(tmp_path / "there"), tmp_path / "here"
     if way == "StorageWriter":
-        dcp.save(state(), storage_writer=ckptman.StorageWriter("x", disk=disk))
+        with saving_to(disk):
+            writer = ckptman.StorageWriter("x")
+        dcp.save(state(), storage_writer=writer)
     else:
-        with ckptman.Checkpointer("x", state(), deadline=None, disk=disk) as run:
+        with saving_to(disk), ckptman.Checkpointer("x", state(), deadline=None) as run:
             for step in (1, 2):
                 run.save(step)
                 run.wait()
@@ -89,7 +92,7 @@ _FORKS = """
 import atexit, os, sys
 import torch
 import torch.distributed.checkpoint as dcp
-import ckptman
+import ckptman.dcp.storage
 from ckptman.io.filesystem import Disk
 
 class Forks(Disk):
@@ -101,7 +104,8 @@ class Forks(Disk):
         os.waitpid(child, 0)
         super().sync_file(fd)
 
-dcp.save({"x": torch.ones(3)}, storage_writer=ckptman.StorageWriter(sys.argv[1], disk=Forks()), no_dist=True)
+ckptman.dcp.storage.DISK = Forks()
+dcp.save({"x": torch.ones(3)}, storage_writer=ckptman.StorageWriter(sys.argv[1]), no_dist=True)
 """
 
 

@@ -34,10 +34,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptman._torch_compat import StorageInfo, StoragePrefix, unflattened
+from ckptman.catalog.backends.local import LocalBackend
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
 from ckptman.format.paths import METADATA, data_name
 from ckptman.format.table_assembly import pack
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.filesystem import DISK
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.loading.read import NOT_USABLE, Fill, read_fills
 from ckptman.saving.index_writer import IndexWriter, RankResult, write_small
@@ -65,10 +66,9 @@ class StorageWriter(FileSystemWriter):
         path: str | os.PathLike[str],
         *,
         overwrite: bool = False,
-        disk: Disk = DISK,
     ) -> None:
         super().__init__(path, sync_files=False, overwrite=True)
-        self._overwriting, self._disk = overwrite, disk
+        self._overwriting, self._disk = overwrite, DISK
         self._begin_draft(Path(path))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -78,7 +78,8 @@ class StorageWriter(FileSystemWriter):
 
     def _begin_draft(self, final: Path) -> None:
         info = SaveInfo.for_path(final, "saved by dcp.save")
-        self._draft = Draft(final, info, overwrite=self._overwriting, disk=self._disk)
+        backend = LocalBackend(final.parent.absolute(), self._disk)
+        self._draft = Draft(final, info, overwrite=self._overwriting, backend=backend)
         # DCP tells nobody that another rank has failed: the draft goes when the leader's writer is used again, or goes.
         self._abandon = weakref.finalize(self, _abandon, self._draft, os.getpid())
 

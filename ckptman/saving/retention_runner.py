@@ -14,7 +14,6 @@ from ckptman.catalog.prune import Pruned, execute, plan_prune
 from ckptman.catalog.stored_policy import write_policy
 from ckptman.catalog.writer_lock import Claim
 from ckptman.errors import warn
-from ckptman.io.filesystem import Disk
 from ckptman.io.throttled_delete import Remover
 from ckptman.policies.limit import in_bytes, needs_capacity
 from ckptman.policies.rules import Record, RetentionPolicy
@@ -38,15 +37,14 @@ class RetentionRunner:
         on_full: OnFull,
         claim: Claim | None,
         journal: Journal | None,
-        disk: Disk,
     ) -> None:
         self._root, self._policy, self._on_full = backend.root, policy, on_full
         self._catalogue = backend.catalogue
-        self._claim, self._journal, self._disk = claim, journal, disk
+        self._claim, self._journal, self._disk = claim, journal, backend.disk
         self._damaged: set[int] = set()
         self._held = contextlib.ExitStack()
         self._has_saved = False
-        self._remover = Remover(disk, self._not_removed)
+        self._remover = Remover(backend.disk, self._not_removed)
         self._warned = False
         self._newest_bytes = 0
         if claim is not None:

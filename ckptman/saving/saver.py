@@ -20,7 +20,6 @@ from ckptman.comm.control import AllRanks, Channel, RankFailed, failing_as_one
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, ConfigError, RankLostError, warn
 from ckptman.io.failure_cause import FULL
-from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.wakeup import Task, Worker
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.watchdog import Watchdog
@@ -68,17 +67,16 @@ class Saver:
         *,
         background: bool,
         overlap: bool = False,
-        disk: Disk = DISK,
     ) -> None:
         self._backend, self._journal, self._claim, self._watchdog = backend, journal, claim, watchdog
-        self.channel, self.retention, self._hooks, self._overlap, self._disk = channel, retention, hooks, overlap, disk
+        self.channel, self.retention, self._hooks, self._overlap = channel, retention, hooks, overlap
         hooks.before_step = self.wait_staged
         self._thread = Worker("ckptman-save") if background else None
         self._stager = Stager(self._thread) if self._thread is not None else None
         self._asynchronous = background
         self._running: deque[Task[SaveReport]] = deque()
         self._staged: list[Staged] = []
-        self._writer = CheckpointWriter(disk)
+        self._writer = CheckpointWriter(backend.disk)
         self._file: RankFile | None = None
         self._number = 0
         self._warned: set[str] = set()
@@ -217,7 +215,7 @@ class Saver:
         while True:
             tries_left -= 1
             self.retention.save_begins()
-            draft = Draft.of_run(self._backend, info, self._claim, self._disk)
+            draft = Draft.of_run(self._backend, info, self._claim)
             try:
                 with self._watchdog.saving(info.step):
                     return self._writer.save(self.channel, draft, content)

@@ -32,7 +32,7 @@ from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, pa
 from ckptman.format.table_assembly import pack
 from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.io.file_writer import write_source
-from ckptman.io.filesystem import DISK, Disk, holding
+from ckptman.io.filesystem import Disk, holding
 from ckptman.policies.calendar import time_to_store
 from ckptman.saving.index_writer import IndexWriter, RankResult, write_small
 from ckptman.saving.staging import Staged
@@ -129,19 +129,18 @@ class Draft:
         overwrite: bool,
         backend: LocalBackend | None = None,
         claim: Claim | None = None,
-        disk: Disk = DISK,
     ) -> None:
         self.final = final
         self._info, self._overwrite, self._claim = info, overwrite, claim
-        self._backend = backend or LocalBackend(final.parent.absolute(), disk)
+        self._backend = backend or LocalBackend(final.parent.absolute())
         self._folder: str | None = None
         self._held = contextlib.ExitStack()
 
     @classmethod
-    def of_run(cls, backend: LocalBackend, info: SaveInfo, claim: Claim | None, disk: Disk) -> Draft:
+    def of_run(cls, backend: LocalBackend, info: SaveInfo, claim: Claim | None) -> Draft:
         """A draft of the step of `info` in the root of a run, which replaces what was saved of that step."""
         final = backend.root / step_folder(info.step)
-        return cls(final, info, overwrite=True, backend=backend, claim=claim, disk=disk)
+        return cls(final, info, overwrite=True, backend=backend, claim=claim)
 
     def begin(self) -> str:
         """Make the folder that all ranks write to, and return its path.

@@ -18,7 +18,6 @@ from ckptman.comm.control import Channel, failing_as_one
 from ckptman.errors import CkptmanError, CorruptError, NotFoundError, RootError, SuspectError, plain, warn
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import MANIFEST
-from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.wakeup import Worker
 from ckptman.loading.fit import State
 from ckptman.loading.loader import load
@@ -61,11 +60,8 @@ def choose(entries: list[Entry], step: int | None) -> list[Entry]:
 class Restorer:
     """Finds the checkpoint to start from and loads it. Every rank has one and calls it alike."""
 
-    def __init__(
-        self, control: Channel, place: LocalBackend, attempt: RunSession, beat: Callable[[], None], disk: Disk = DISK
-    ) -> None:
+    def __init__(self, control: Channel, place: LocalBackend, attempt: RunSession, beat: Callable[[], None]) -> None:
         self._control, self._place, self._attempt, self._beat = control, place, attempt, beat
-        self._disk = disk
         self.damaged: set[int] = set()
         """Commit sequences of the checkpoints that were skipped although they look complete."""
         self.held = contextlib.ExitStack()
@@ -132,7 +128,7 @@ class Restorer:
 
         def fetch() -> None:
             source, may_replace = place.source_of(entry)
-            root, means = LocalBackend(place.root, self._disk), Means(meter=meter, overwrite=may_replace)
+            root, means = LocalBackend(place.root, place.disk), Means(meter=meter, overwrite=may_replace)
             copy_checkpoint(entry, root, means, source=source)
 
         with Worker("ckptman-fetch") as pool:

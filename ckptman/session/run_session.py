@@ -65,12 +65,12 @@ class RunSession:
     """The state with which it ended; "" while it goes on."""
 
     @classmethod
-    def open(cls, control: Channel, backend: LocalBackend, run_id: str | None, disk: Disk) -> RunSession:
+    def open(cls, control: Channel, backend: LocalBackend, run_id: str | None) -> RunSession:
         """Take the root and begin. Every rank calls it. Raises, on every rank alike: BusyError, RootError."""
         session: RunSession | None = None
         with failing_as_one(), AllRanks[RunSession | None](control) as ranks:
             if control.is_leader:
-                session = _begin(backend, run_id, control.world_size, disk)
+                session = _begin(backend, run_id, control.world_size)
                 ranks.mine = replace(session, claim=None, journal=None, drainer=None)
         return session or cast(RunSession, ranks.all[0])
 
@@ -182,7 +182,8 @@ class RunSession:
             self.claim.release()
 
 
-def _begin(backend: LocalBackend, run_id: str | None, world_size: int, disk: Disk) -> RunSession:
+def _begin(backend: LocalBackend, run_id: str | None, world_size: int) -> RunSession:
+    disk = backend.disk
     _check_privacy()
     backend.make()
     if backend.tiers:

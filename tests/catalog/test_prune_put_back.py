@@ -169,7 +169,7 @@ def test_a_run_says_so_and_goes_on(root: Path) -> None:
     journal, claimed = Journal(root / "journal.jsonl"), claim(root, "run", None)
     with contextlib.ExitStack() as readers:
         disk = OneWay(lambda: readers.enter_context(lease(root, [NAME], what="verify")))
-        keeper = RetentionRunner(LocalBackend(root, disk), KeepLast(1), "fail", claimed, journal, disk)
+        keeper = RetentionRunner(LocalBackend(root, disk), KeepLast(1), "fail", claimed, journal)
         with pytest.warns(RuntimeWarning, match="could not be pruned.* cannot be put back: in use by verify"):
             keeper.prune()
         (left,) = trash(root)

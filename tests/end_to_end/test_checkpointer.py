@@ -20,16 +20,18 @@ from torch import nn
 import ckptman
 from ckptman.catalog.catalog import Catalog
 from ckptman.format.paths import outcome_path
-from ckptman.io.filesystem import Disk
+from ckptman.io.filesystem import DISK, Disk
 from ckptman.runtime.outcome import read_outcome
 from tests.helpers.apps import App
+from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
 
 
-def open_run(root: Path | str, state: dict[str, Any], **options: Any) -> ckptman.Checkpointer:
+def open_run(root: Path | str, state: dict[str, Any], disk: Disk = DISK, **options: Any) -> ckptman.Checkpointer:
     options.setdefault("save_policy", ckptman.EverySteps(1))
     options.setdefault("timeout_seconds", 20)
-    return ckptman.Checkpointer(root, state, deadline=None, **options)
+    with saving_to(disk):
+        return ckptman.Checkpointer(root, state, deadline=None, **options)
 
 
 class Best:

@@ -21,21 +21,23 @@ import torch.distributed as dist
 import ckptman
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Entry
-from ckptman.io.filesystem import Disk
+from ckptman.io.filesystem import DISK, Disk
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.policies.save_policies import Decision, Facts
 from ckptman.saving.retention_runner import RetentionRunner
 from ckptman.saving.writer import CheckpointWriter, Content
 from tests.dcp.test_values import save
 from tests.helpers.apps import App
+from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks, say, start_ranks
 
 REAL_OPEN = os.open
 
 
-def open_run(root: Path | str, app: App, **options: Any) -> ckptman.Checkpointer:
+def open_run(root: Path | str, app: App, disk: Disk = DISK, **options: Any) -> ckptman.Checkpointer:
     options.setdefault("save_policy", ckptman.EverySteps(1))
-    return ckptman.Checkpointer(root, app.state, deadline=None, timeout_seconds=20, **options)
+    with saving_to(disk):
+        return ckptman.Checkpointer(root, app.state, deadline=None, timeout_seconds=20, **options)
 
 
 def save_steps(root: Path | str, steps: int, app: App | None = None) -> App:

@@ -21,6 +21,7 @@ from ckptman.format.paths import journal_path
 from ckptman.io.filesystem import Disk
 from ckptman.runtime.journal import read_journal
 from tests.helpers.apps import App, Mesh
+from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks, say, start_ranks
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,7 @@ def train(root: str, mesh: Mesh, until: int, every: int, plan: dict[str, int]) -
     with (
         (Path(root).parent / f"losses-{Path(root).name}-{rank}.jsonl").open("a") as log,
         ckptman.SignalHandler() as signals,
+        saving_to(disk),
         ckptman.Checkpointer(
             root,
             app.state,
@@ -53,7 +55,6 @@ def train(root: str, mesh: Mesh, until: int, every: int, plan: dict[str, int]) -
             signals=signals,
             deadline=None,
             timeout_seconds=30,
-            disk=disk,
         ) as checkpointer,
     ):
         start = checkpointer.restore()

@@ -43,7 +43,7 @@ from ckptman.transfer.copy import Means, copy_checkpoint
 from tests.faults.hostile_ours import container_of, zip_bomb
 from tests.faults.hostile_pickles import BOMBS, COMMANDS
 from tests.helpers.checkpoints import commit
-from tests.helpers.faulty_disk import rewrite
+from tests.helpers.faulty_disk import rewrite, saving_to
 from tests.loading.test_damage import forge
 
 STEP = "step-0000000001"
@@ -524,7 +524,8 @@ class Swapping(Disk):
 @pytest.mark.parametrize("name", ["data", "blocks-00000.bin", "index.json", "manifest.json"])
 def test_a_save_goes_nowhere_but_to_the_folder_that_it_made(outside: Path, kind: str, name: str) -> None:
     target = outside.parent / "mine"
-    writer = ckptman.StorageWriter(target, disk=Swapping(outside, kind, name))
+    with saving_to(Swapping(outside, kind, name)):
+        writer = ckptman.StorageWriter(target)
     with pytest.raises(dcp.api.CheckpointException, match="something else was put in its place"):
         dcp.save({"x": torch.ones(5)}, storage_writer=writer, no_dist=True)
     stays(outside)

@@ -19,6 +19,7 @@ import ckptman
 from ckptman.catalog.catalog import Catalog
 from ckptman.io.filesystem import Disk
 from tests.helpers.apps import App
+from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
 
 
@@ -236,9 +237,10 @@ def test_what_a_module_keeps_besides_is_for_it_to_check(tmp_path: Path, way: str
 
 def test_training_goes_on_while_the_private_copy_is_written(tmp_path: Path) -> None:
     app, disk = App(), StalledDisk()
-    with ckptman.Checkpointer(
-        tmp_path, app.state, save_policy=ckptman.AtStep(1), deadline=None, disk=disk
-    ) as checkpointer:
+    with (
+        saving_to(disk),
+        ckptman.Checkpointer(tmp_path, app.state, save_policy=ckptman.AtStep(1), deadline=None) as checkpointer,
+    ):
         app.train_step()
         assert checkpointer.step(1) == "at step 1"
         saved = app.digests()

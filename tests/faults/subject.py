@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 import ckptman
+from ckptman.io.filesystem import DISK, Disk
 from tests.helpers.apps import App
+from tests.helpers.faulty_disk import saving_to
 
 State = dict[str, Any]
 POISON = 0xA5
@@ -75,10 +77,11 @@ def version_of(state: State, scale: int = 1) -> int | None:
     return version if type(version) is int and version >= 0 and same(state, content(version, scale)) else None
 
 
-def open_run(root: Path, state: State, **options: Any) -> ckptman.Checkpointer:
+def open_run(root: Path, state: State, disk: Disk = DISK, **options: Any) -> ckptman.Checkpointer:
     """A run that saves only when asked to, and waits 20 s for other ranks at most."""
     options = {"save_policy": ckptman.EverySteps(10**6), "timeout_seconds": 20.0, **options}
-    return ckptman.Checkpointer(root, state, deadline=None, **options)
+    with saving_to(disk):
+        return ckptman.Checkpointer(root, state, deadline=None, **options)
 
 
 def save_versions(root: Path, versions: dict[int, int], scale: int = 1, **options: Any) -> None:

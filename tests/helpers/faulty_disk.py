@@ -6,10 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, TypeVar
+from unittest import mock
 from unittest.mock import patch
 
 import numpy as np
@@ -28,6 +30,13 @@ from tests.helpers.checkpoints import blocks_of, index_files
 T = TypeVar("T")
 When = Literal["before", "midway", "after"]
 WHEN: tuple[When, ...] = ("before", "midway", "after")
+
+
+@contextmanager
+def saving_to(disk: Disk) -> Iterator[None]:
+    """Have each Checkpointer and StorageWriter that is made inside save to this disk."""
+    with mock.patch("ckptman.checkpointer.DISK", disk), mock.patch("ckptman.dcp.storage.DISK", disk):
+        yield
 
 
 class Death(BaseException):

@@ -12,7 +12,6 @@ from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.writer_lock import claim
 from ckptman.format.paths import journal_path
-from ckptman.io.filesystem import DISK
 from ckptman.policies.calendar import KeepDaily, KeepWithin
 from ckptman.policies.limit import AtMost
 from ckptman.policies.rules import KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
@@ -70,7 +69,7 @@ def test_a_run_warns_once_and_deletes_nothing_until_the_metric_is_there(
 ) -> None:
     held = claim(tmp_path, "run", None)
     journal = Journal(journal_path(tmp_path))
-    keeper = RetentionRunner(LocalBackend(tmp_path), KeepBest("eval"), "prune", held, journal, DISK)
+    keeper = RetentionRunner(LocalBackend(tmp_path), KeepBest("eval"), "prune", held, journal)
     for step in (1, 2, 3):
         commit(tmp_path, step, metrics=LOSS)
         keeper.prune()
@@ -92,7 +91,7 @@ def test_where_other_rules_keep_some_a_run_prunes_by_them_and_warns_once(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     held = claim(tmp_path, "run", None)
-    keeper = RetentionRunner(LocalBackend(tmp_path), KeepLast(2) | KeepBest("eval"), "prune", held, None, DISK)
+    keeper = RetentionRunner(LocalBackend(tmp_path), KeepLast(2) | KeepBest("eval"), "prune", held, None)
     for step in (1, 2, 3, 4):
         commit(tmp_path, step, metrics=LOSS)
         keeper.prune()

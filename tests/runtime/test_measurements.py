@@ -16,12 +16,13 @@ import torch
 import ckptman
 from ckptman import checkpointer as checkpointer_module
 from ckptman.format.paths import journal_path
-from ckptman.io.filesystem import Disk
+from ckptman.io.filesystem import DISK, Disk
 from ckptman.policies.save_policies import Decision, Facts, SavePolicy
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.measurements import StartUp, save_seconds, start_up, typical_save_seconds
 from ckptman.runtime.outcome import reported_nodes
 from ckptman.session.timings import Timings
+from tests.helpers.faulty_disk import saving_to
 
 Event = dict[str, Any]
 
@@ -106,13 +107,16 @@ class Clock:
         return self.seconds
 
 
-def train(root: Path, left_seconds: float | None, policy: SavePolicy, **options: Any) -> list[tuple[int, str]]:
+def train(
+    root: Path, left_seconds: float | None, policy: SavePolicy, disk: Disk = DISK, **options: Any
+) -> list[tuple[int, str]]:
     """One attempt, on simulated time with steps of 1 s: the steps it saved at, and why; until it is told to stop."""
     clock, saved = Clock(), []
     deadline = None if left_seconds is None else clock.seconds + left_seconds
     state = {"x": torch.zeros(3)}
     with (
         mock.patch.object(checkpointer_module, "Timings", partial(Timings, monotonic=clock, wall=clock)),
+        saving_to(disk),
         ckptman.Checkpointer(root, state, save_policy=policy, deadline=deadline, **options) as checkpointer,
     ):
         start = checkpointer.restore()
@@ -187,7 +191,7 @@ class LettingGo(SavePolicy):
 
 def test_a_first_save_that_takes_long_is_not_waited_for_beyond_what_leaves_time_for_the_last(tmp_path: Path) -> None:
     disk = Held()
-    first, last = train(tmp_path, 100.5, LettingGo(ckptman.BeforeDeadline(), disk), disk=disk)
+    first, last = train(tmp_path, 100.5, LettingGo(ckptman.BeforeDeadline(), disk), disk)
     assert first[0] == 1
     assert last == (
         28,  # the first with 100.5 - step < 1.5 x step + 30 + 1

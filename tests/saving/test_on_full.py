@@ -25,6 +25,7 @@ from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.throttled_delete import Remover
 from ckptman.runtime.journal import read_journal
 from tests.helpers.checkpoints import commit
+from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
 
 TENSOR_BYTES = 1024 * 1024
@@ -59,6 +60,7 @@ def train(
     state: dict[str, Any] = {"x": {"w": torch.zeros(TENSOR_BYTES // 4)}}
     with (
         warnings.catch_warnings(record=True) as caught,
+        saving_to(disk),
         ckptman.Checkpointer(
             root,
             state,
@@ -68,7 +70,6 @@ def train(
             async_save=async_save,
             deadline=None,
             timeout_seconds=60,
-            disk=disk,
         ) as checkpointer,
     ):
         warnings.simplefilter("always")

@@ -23,9 +23,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
 from ckptman.catalog.catalog import Catalog
-from ckptman.io.filesystem import Disk
+from ckptman.io.filesystem import DISK, Disk
 from ckptman.runtime.journal import read_journal
 from tests.dcp.test_values import State, bits, load, noise, save
+from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
 
 WAYS: dict[str, dict[str, Any]] = {"sync": {"async_save": False}, "async": {}, "overlap": {"overlap": True}}
@@ -39,8 +40,9 @@ def tensors(step: int) -> State:
     return {"rows": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None), "small": torch.full((3,), step)}
 
 
-def open_run(root: str, state: State, **options: Any) -> ckptman.Checkpointer:
-    return ckptman.Checkpointer(root, state, deadline=None, timeout_seconds=20, **options)
+def open_run(root: str, state: State, disk: Disk = DISK, **options: Any) -> ckptman.Checkpointer:
+    with saving_to(disk):
+        return ckptman.Checkpointer(root, state, deadline=None, timeout_seconds=20, **options)
 
 
 def limit(size: int | None) -> None:

@@ -31,6 +31,7 @@ from ckptman.session.watchdog_actions import patience_of
 from ckptman.train.launch import Launch
 from ckptman.train.rendezvous import meet
 from tests.helpers.apps import App
+from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import World, run_ranks, say, start_ranks
 
 FLOOR_SECONDS = 3.0
@@ -183,9 +184,10 @@ class HangingDisk(Disk):
 
 def train_over_a_hanging_disk(root: str) -> None:
     app = App()
-    with Checkpointer(
-        root, app.state, save_policy=ckptman.AtStep(2), deadline=None, watchdog=1.0, disk=HangingDisk()
-    ) as checkpointer:
+    with (
+        saving_to(HangingDisk()),
+        Checkpointer(root, app.state, save_policy=ckptman.AtStep(2), deadline=None, watchdog=1.0) as checkpointer,
+    ):
         checkpointer.restore()
         for step in range(1, 10**9):
             app.train_step()

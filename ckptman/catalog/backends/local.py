@@ -94,6 +94,11 @@ class LocalBackend:
         self.run_ids: frozenset[str] = frozenset()
         """Of the run, by which a root that was lost knows its tiers."""
 
+    @property
+    def disk(self) -> Disk:
+        """What it is written by."""
+        return self._disk
+
     def make(self) -> None:
         """Make the root where it is missing.
 
