@@ -56,7 +56,7 @@ def _copied(metric: Any) -> Any:
 
 
 class Checkpointer:
-    """Saves and restores a training run, and says when to stop.
+    """Save and restore a training run, and say when to stop.
 
         with (
             ckptman.SignalHandler() as signals,
@@ -77,13 +77,16 @@ class Checkpointer:
         sys.exit(checkpointer.exit_code)
 
     Args:
-        root: folder of the checkpoints of one run; made where it is missing.
+        root: folder of the checkpoints of one run; it is made where it is missing.
         state: what to save, by name: modules, optimizers, LR schedulers, anything with `state_dict` and
             `load_state_dict`, nested dicts, tensors, plain values. `restore` fills tensors where they are, and replaces
             plain values in this mapping.
-        save_policy, retention: see `ckptman.policies`; retention None keeps every checkpoint.
-        on_full: "prune": where the disk is full, delete at once what would go after the save, and save again.
-        tiers: further places where checkpoints are copied to behind the training, nearest first (see `policies.tiers`).
+        save_policy: when to save and when to stop (see `ckptman.policies`); None:
+            `InitTimeInterval() | OnStop() | BeforeDeadline()`.
+        retention: which checkpoints to keep; None keeps all.
+        on_full: what to do when the disk is full. "fail": the save fails; "prune": delete at once what `retention`
+            would delete after the save, and save again.
+        tiers: where else checkpoints are copied to in the background, nearest first (see `policies.tiers`).
         signals: a SignalHandler that is entered, or None not to listen.
         deadline: when the job ends, in unix seconds; "auto" asks Slurm; None: never.
         async_save: copy to host memory, then write behind the training; False: training waits until it is durable.
@@ -93,10 +96,17 @@ class Checkpointer:
         timeout_seconds: for how long a rank waits for the others before it gives up.
         watchdog: seconds after which a step that does not end counts as stuck and the process is ended (see
             `policies.hang_timeout`); "auto": 600 where there are several ranks, or a chain; None: no watchdog.
+        run_id: the name of the run in manifests and the journal; None: that of the newest checkpoint in `root`, or a
+            new one.
 
-    Every rank makes one and calls the same methods in the same order. Raises: BusyError (another run writes to the
-    root), RootError, ConfigError. A failed save, also one in the background, is raised by the next call of `step`,
-    `save`, `wait` or the end of the `with` block, on every rank, as CommitError; after it the run can save again.
+    Raises:
+        BusyError: another run writes to the root.
+        RootError: the root cannot be made or read.
+        ConfigError: an argument that cannot be meant, or ranks that make no Checkpointer.
+
+    Every rank makes one and calls the same methods in the same order. A failed save, also one in the background, is
+    raised by the next call of `step`, `save`, `wait` or the end of the `with` block, on every rank, as CommitError;
+    after it the run can save again.
     """
 
     def __init__(
@@ -168,17 +178,28 @@ class Checkpointer:
     ) -> int:
         """Load the newest good checkpoint into `state`, on any number of ranks, and return its step; 0 on a fresh run.
 
-        A damaged or incomplete one is passed over with a warning and the one before is used; there is no way from
-        damaged checkpoints to a fresh start. `step` names one of this root. `path` says where a *new* run starts: any
-        checkpoint folder, also one that plain `dcp.save` wrote (the run then starts at its step, or at 0 where it has
-        none). A root that has checkpoints of its own goes on from those, or raises: each attempt of a chain is given
-        the same `path`, and must not start over. One after which the run crashed twice at the same step is passed over
-        too, unless `allow_suspect` or `step` says otherwise.
+        Damaged and incomplete checkpoints are skipped with a warning; there is no way from damaged checkpoints to a
+        fresh start. Every rank calls it, once, before the first step.
 
-        Raises: NotFoundError (no such step or path), CorruptError (nothing good is left; SuspectError: nothing that did
-        not crash the run twice), FormatVersionError, MismatchError (names and shapes that differ, before a byte is
-        copied), RootError, ConfigError (a folder in the root is a checkpoint, but none of a run); SystemExit(75) if a
-        signal asked to stop meanwhile: there is nothing to save yet. Every rank calls it, once, before the first step.
+        Args:
+            step: load the checkpoint of this step; None: the newest good one.
+            path: where a *new* run starts: any checkpoint folder, also one that plain `dcp.save` wrote (the run then
+                starts at its step, or at 0 where it has none). A root that has checkpoints of its own goes on from
+                those, or raises: each attempt of a chain is given the same `path`, and must not start over.
+            allow_suspect: load also a checkpoint after which the run crashed twice at the same step. Otherwise it is
+                skipped, unless `step` names it.
+
+        Returns:
+            The step to go on from; training goes on with the next one.
+
+        Raises:
+            NotFoundError: there is no such step or path.
+            CorruptError: nothing good is left (SuspectError: nothing that did not crash the run twice).
+            FormatVersionError: a newer ckptman wrote it.
+            MismatchError: names or shapes differ, found before a byte is copied.
+            RootError: the root cannot be read.
+            ConfigError: a folder in the root is a checkpoint, but not one of a run; or ranks differ in the arguments.
+            SystemExit: with code 75, a signal asked to stop meanwhile: there is nothing to save yet.
         """
         self._check_usable()
         self._watchdog.beat("start", 0)
@@ -203,13 +224,23 @@ class Checkpointer:
         return found or 0
 
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> str | None:
-        """Tell that optimizer step `step` has ended; save if it is time. Returns why it saved, or None.
+        """End optimizer step `step`, and save if it is time.
 
-        On a step without a save this costs one small exchange between the ranks that is not waited for: what a rank
-        wants (a signal came, a save failed, the leader's policy is due) is known to all at the end of the next step.
-        `metrics` are looked at only when it saves, so a loss may stay on its device.
+        Every rank calls it after every step. On a step without a save this costs one small exchange between the ranks
+        that is not waited for: what a rank wants (a signal came, a save failed, the leader's policy is due) is known to
+        all at the end of the next step.
 
-        Raises: CommitError (this save or the one before failed), ConfigError. Every rank calls it after every step.
+        Args:
+            step: number of the step that has ended.
+            metrics: numbers by name for the manifest and `KeepBest`; the leader's count. They are read only in a save,
+                so a loss may stay on its device.
+
+        Returns:
+            Why it saved, or None.
+
+        Raises:
+            CommitError: this save or the one before failed.
+            ConfigError: the state cannot be saved, the policy raised, or ranks are at different steps.
         """
         if type(step) is not int or not 0 <= step <= MAX_STEP:
             step = step_number(step)
@@ -235,7 +266,17 @@ class Checkpointer:
         return reason
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None, *, reason: str = "asked for") -> None:
-        """Save now, whatever the policy says. Every rank calls it. Raises: CommitError, ConfigError."""
+        """Save now, whatever the policy says. Every rank calls it.
+
+        Args:
+            step: number of the step that the state is of.
+            metrics: as in `step`.
+            reason: what the manifest says about why it was saved.
+
+        Raises:
+            CommitError: this save or the one before failed.
+            ConfigError: the state cannot be saved.
+        """
         self._check_usable()
         step = step_number(step)
         self._save(step, metrics, reason)
@@ -243,7 +284,11 @@ class Checkpointer:
         self.beat()
 
     def wait(self) -> None:
-        """Wait until the save in the background is durable. Every rank calls it. Raises: CommitError."""
+        """Wait until the save in the background is durable. Every rank calls it.
+
+        Raises:
+            CommitError: it failed.
+        """
         self._check_usable()
         self._watchdog.beat("save", self._timings.previous_step)
         reports, failure = self._saver.wait_together(self._control, self._timings.saved_step or 0)
@@ -251,16 +296,16 @@ class Checkpointer:
         self._account_for(reports, failure)
 
     def beat(self) -> None:
-        """A sign of life for the watchdog, from an evaluation or whatever else takes long. A rank may call it alone."""
+        """Show the watchdog a sign of life, in an evaluation or whatever else takes long. A rank may call it alone."""
         self._watchdog.beat("step" if self._stepped else "start", self._timings.previous_step)
 
     def should_stop(self) -> bool:
-        """Whether `step` agreed to stop: the same on every rank. The state is durable then, if the policy saves."""
+        """Return whether `step` agreed to stop, alike on every rank; the state is durable then, if the policy saves."""
         return self._stop is not None
 
     @property
     def exit_code(self) -> int:
-        """What to exit with: 0, the run is finished; 75, it saved and wants to be started again."""
+        """The code to exit with: 0, the run is finished; 75, it saved and wants to be started again."""
         return EXIT_OK if self._stop is None else EXIT_AGAIN
 
     # ---- the block ---------------------------------------------------------------------------------------------
@@ -287,13 +332,17 @@ class Checkpointer:
         """End the run's block: save the last step if it is not saved, wait until it is durable, write the outcome.
 
         The end of the `with` block calls it. Every rank calls it; in a forked child it does nothing. What the loop has
-        changed after its last `step` is not saved. Raises: CommitError.
+        changed after its last `step` is not saved.
+
+        Raises:
+            CommitError: the save of the last step, or one before, failed.
         """
         if not self._closed and os.getpid() == self._pid:
             self._end(None)
 
     def _end(self, again: str | None) -> None:
-        """`again`: why the run is to be started again although nobody asked it to stop; None: it is finished."""
+        """End in order. `again`: why the run is to be started again although nobody asked it to stop; None: it is
+        finished."""
         if self._stop is None:
             agreed = self._consensus.at(self._timings.previous_step)
             again = next(filter(None, self._control.gather(again)), None)
@@ -345,7 +394,7 @@ class Checkpointer:
     # ---- checking ----------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
-        """Raises: ConfigError."""
+        """Refuse a Checkpointer that is closed, or of another process. Raises: ConfigError."""
         if os.getpid() != self._pid:
             raise ConfigError(
                 f"this process ({os.getpid()}) is a fork of the one that made this Checkpointer ({self._pid}), and "
@@ -357,7 +406,8 @@ class Checkpointer:
             )
 
     def _check_alike(self, *arguments: object) -> None:
-        """Raises, on every rank: ConfigError where `restore` is called with other arguments on another rank."""
+        """Refuse a `restore` that is called with other arguments on another rank. Raises, on every rank:
+        ConfigError."""
         calls = self._control.gather(Call("restore()", tuple(str(each) for each in arguments)))
         refuse_other_calls(calls)
         for rank, (_, each) in enumerate(calls):
@@ -389,7 +439,7 @@ class Checkpointer:
         return decision.reason if decision is not None else None
 
     def _raise_failure(self, step: int, number: int) -> NoReturn:
-        """Some rank knows that save `number` failed: wait until this one does too, and raise on all of them."""
+        """Wait until this rank knows too that save `number` failed, as some rank does, and raise on all of them."""
         self.wait()
         self._saver.reported = number
         self._timings.save_failed()
@@ -448,7 +498,7 @@ class Checkpointer:
             raise failure
 
     def _preflight(self, state: Mapping[str, Any]) -> Preflight:
-        """What is to be saved. Raises on all ranks: ConfigError (it cannot be saved as it is)."""
+        """Look at what is to be saved. Raises on all ranks: ConfigError (it cannot be saved as it is)."""
         if not self._ready:
             raise ConfigError(
                 f"{self.root} holds checkpoints and restore() was not called: a save would begin a second history over "
@@ -458,14 +508,14 @@ class Checkpointer:
         return self._saver.preflight(self._control, state)
 
     def _rehearse(self) -> None:
-        """At the first step: what cannot be saved is better known now, and the first save finds its plan and memory."""
+        """Plan at the first step: what cannot be saved is known now, and the first save finds its plan and memory."""
         self._rehearsed = True
         self._plan(self._preflight(self.state))
 
     # ---- closing -----------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        """The block ends with an error: nothing that needs the other ranks, who may be gone."""
+        """End with an error: do nothing that needs the other ranks, who may be gone."""
         if self._closed:
             return
         self._closed = True

@@ -51,8 +51,8 @@ class RankFailed(Exception):
         super().__init__(f"rank {failure.rank}: {failure.text}\n{failure.trace}")
 
     def as_ckptman_error(self, left: str = "") -> CkptmanError:
-        """The error of the rank that failed if it is one of ours, else one that names rank and cause, and what is
-        `left`."""
+        """Return the error of the rank that failed if it is one of ours, else one that names rank and cause, and what
+        is `left`."""
         failed = f"rank {self.failure.rank} failed: {self.failure.text}"
         if self.failure.errno is None:  # of the code that was asked for its state, as a rule
             remedy = "Its own traceback, above this one, says where"
@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
 
 def refuse_other_calls(calls: Sequence[Call]) -> None:
-    """Raises: ConfigError where the ranks, in order, do not do the same."""
+    """Refuse that ranks, in order, do not do the same. Raises: ConfigError."""
     verbs = [each.verb if isinstance(each, Call) else "another call" for each in calls]
     for rank, verb in enumerate(verbs):
         if verb != verbs[0]:
@@ -81,7 +81,7 @@ def refuse_other_calls(calls: Sequence[Call]) -> None:
 
 @contextmanager
 def failing_as_one() -> Iterator[None]:
-    """Inside, a RankFailed becomes the error of the rank that failed."""
+    """Turn a RankFailed inside into the error of the rank that failed."""
     try:
         yield
     except RankFailed as failed:
@@ -153,7 +153,7 @@ class Channel:
             self.group = None
 
     def broadcast(self, value: T | None) -> T:
-        """The leader's value, on every rank."""
+        """Return the leader's value, on every rank."""
         box = [value]
         if self.group is not None:
             with self._contact():
@@ -161,7 +161,7 @@ class Channel:
         return cast(T, box[0])
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on every rank, in order of rank."""
+        """Return the values of all ranks, on every rank, in order of rank."""
         if self.group is None:
             return [value]
         box: list[Any] = [None] * self.world_size
@@ -254,7 +254,7 @@ class AllRanks(Generic[T]):
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """An exception in a form that crosses ranks."""
+    """Return an exception in a form that crosses ranks."""
     text = plain_lines("".join(traceback.format_exception_only(type(error), error)).strip())
     trace = "".join(traceback.format_tb(error.__traceback__))
     number = error.errno if isinstance(error, OSError) else None

@@ -42,7 +42,7 @@ class HangReport:
             self._store.set(f"{self._prefix}/node/{self._rank}", this_node(os.environ))
 
     def answer(self, where: str) -> None:
-        """This rank can still act, and is stuck at `where`."""
+        """Say that this rank can still act, and is stuck at `where`."""
         if self._store is not None:
             self._store.set(f"{self._prefix}/{self._rank}", where)
 
@@ -62,7 +62,7 @@ class HangReport:
             self.places[rank] = self._store.get(f"{self._prefix}/{rank}").decode()
 
     def end(self) -> None:
-        """The outcome is written: all may leave."""
+        """Let all leave: the outcome is written."""
         if self._store is not None:
             self._store.set(f"{self._prefix}/end", json.dumps(self.silent or []))
 
@@ -89,8 +89,8 @@ class HangReport:
                     process.send_signal(signal.SIGKILL)
 
     def bad_nodes(self) -> dict[str, str]:
-        """Nodes with ranks that do not answer, and which; none where those are several, and more than half of all: then
-        it is hardly the nodes."""
+        """Return nodes with ranks that do not answer, and which; none where those are several, and more than half of
+        all: then it is hardly the nodes."""
         if self._store is None or not self.silent:
             return {}
         ranks_of: dict[str, list[int]] = {}
@@ -115,7 +115,7 @@ class HangReport:
         return host, pid, started
 
     def text(self) -> str:
-        """What is known about the ranks, for people."""
+        """Return what is known about the ranks, for people."""
         if self._world_size == 1:
             return "there is one rank"
         if self.silent is None:
@@ -133,7 +133,7 @@ class HangReport:
 
 
 def this_process() -> Process:
-    """Host, pid, and when it began."""
+    """Return host, pid, and when it began."""
     return socket.gethostname(), os.getpid(), psutil.Process().create_time()
 
 

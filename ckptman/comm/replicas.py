@@ -54,7 +54,7 @@ def compare_replicas(control: Channel, snapshot: Snapshot, state: Mapping[str, A
 
 
 def _digests(snapshot: Snapshot, state: Mapping[str, Any]) -> tuple[Digests, Digests]:
-    """Those that have to be the same, and those of buffers."""
+    """Return those that have to be the same, and those of buffers."""
     strict: Digests = {}
     buffers: Digests = {}
     left = TOTAL_BYTES
@@ -81,7 +81,7 @@ def _digest(tensor: torch.Tensor) -> int:
 
 
 def _difference(control: Channel, mine: Digests, sent: Sequence[str]) -> str | None:
-    """Which tensors differ between which two ranks; None: no rank has another one than those before it."""
+    """Return which tensors differ between which two ranks; None: no rank has another one than those before it."""
     first_of = {digest: rank for rank, digest in reversed(list(enumerate(sent)))}
     if len(first_of) == 1:
         return None

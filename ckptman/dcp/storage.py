@@ -54,11 +54,16 @@ _RESULT = "ckptman.result"
 
 
 class StorageWriter(FileSystemWriter):
-    """Writes one checkpoint: a data file per rank, laid out first and filled in parallel; an index; and the commit.
+    """Write one checkpoint: a data file per rank, laid out first and filled in parallel; an index; and the commit.
 
-    Args: `path`, the folder that appears when, and only when, the save is complete. An existing one raises ExistsError
-    unless `overwrite`; it then stays until the new one takes its place.
-    Raises, through DCP on every rank: OSError (disk full, quota), ExistsError, ConfigError.
+    Args:
+        path: the folder, which appears when the save is complete, and not before.
+        overwrite: replace an existing checkpoint at `path`; it stays until the new one takes its place.
+
+    Raises, through DCP on every rank:
+        OSError: the disk is full, or over quota.
+        ExistsError: `path` exists, and `overwrite` is False or it is not a checkpoint.
+        ConfigError: a value cannot be saved.
     """
 
     def __init__(
@@ -132,7 +137,7 @@ class StorageWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Leader only, when all ranks have written: describe, then commit."""
+        """Describe what all ranks have written, then commit. Leader only."""
         try:
             self._finish(metadata, results)
         except BaseException:
@@ -263,7 +268,7 @@ def _is_object(item: WriteItem) -> bool:
 
 
 def _is_as_described(item: WriteItem, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what the plan says: a planner may cast it on its way to storage, and not say so."""
+    """Return whether a tensor is what the plan says: a planner may cast it on its way to storage, and not say so."""
     data = item.tensor_data
     return data is not None and (data.properties.dtype, data.chunk.sizes) == (tensor.dtype, tensor.shape)
 

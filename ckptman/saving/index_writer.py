@@ -168,7 +168,7 @@ class _DigestedFile:
 def _number_tensors(
     own: Sequence[Sequence[Described]], shared: Sequence[Described]
 ) -> list[tuple[Described, dict[int, int]]]:
-    """All tensors, each with the number that each rank gave it among its own."""
+    """Return all tensors, each with the number that each rank gave it among its own."""
     found: dict[str, tuple[Described, dict[int, int]]] = {each[0]: (each, {}) for each in shared}
     for rank, tensors in enumerate(own):
         for number, each in enumerate(tensors):
@@ -265,7 +265,7 @@ class _Stream:
         return self._remembered - 1
 
     def remember(self, data: bytes) -> int:
-        """The same, and off the stack with it."""
+        """Do the same, and take it off the stack."""
         number = self.put(data)
         self.write(pickle.POP)
         return number
@@ -281,11 +281,12 @@ class _Stream:
         return pickle.BINGET + bytes([self._classes[known]])
 
     def size(self, numbers: Sequence[int]) -> bytes:
-        """A `torch.Size`."""
+        """Return a `torch.Size`."""
         return self.the(torch.Size) + _fragment(tuple(numbers)) + _CALL_1
 
     def chunks(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> int:
-        """The list of a tensor's chunks; `sizes` are numbers in the memo. The number of the first chunk's offsets."""
+        """Return the list of a tensor's chunks; `sizes` are numbers in the memo. The number of the first chunk's
+        offsets."""
         first = self._remembered
         self.write(pickle.EMPTY_LIST)
         for begin in range(0, len(offsets), _SLAB):
@@ -343,7 +344,7 @@ def _layout(kinds: tuple[str, ...]) -> np.dtype[np.void]:
 
 
 def _number(values: NDArray[np.int64]) -> Field:
-    """Integers, by the shortest instruction that fits them all."""
+    """Return integers, by the shortest instruction that fits them all."""
     low, high = int(values.min()), int(values.max())
     if low >= 0 and high < 2**8:
         return pickle.BININT1, "u1", values
@@ -355,7 +356,7 @@ def _number(values: NDArray[np.int64]) -> Field:
 
 
 def _getter(numbers: NDArray[np.int64]) -> Field:
-    """Objects out of the memo."""
+    """Return objects out of the memo."""
     return pickle.LONG_BINGET, "<u4", numbers
 
 
@@ -364,7 +365,7 @@ def _get(number: int) -> bytes:
 
 
 def _sizes(chunks: Chunks) -> tuple[list[list[int]], NDArray[np.int64]]:
-    """The sizes that occur, and which of them each chunk has."""
+    """Return the sizes that occur, and which of them each chunk has."""
     sizes = chunks.sizes
     if not len(sizes) or (sizes == sizes[0]).all():
         return sizes[:1].tolist(), np.zeros(len(sizes), np.int64)
@@ -387,7 +388,7 @@ def _global(known: type) -> bytes:
 
 
 def _fragment(value: object) -> bytes:
-    """The instructions that make a value, to be put among others: without memo, header and end."""
+    """Return the instructions that make a value, to be put among others: without memo, header and end."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=3, fix_imports=False)
     pickler.fast = True

@@ -89,7 +89,7 @@ def preflight(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python looks for garbage after so many new objects, and in a large program for longer than all of this takes."""
+    """Hold off garbage collection, which in a large program takes longer than all that is done inside."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -100,7 +100,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _refuse_what_no_load_fills(state: Mapping[str, Any], shot: Snapshot) -> None:
-    """Raises: ConfigError. Not of objects that load themselves."""
+    """Refuse tensors that no load could fill, but those of objects that load themselves. Raises: ConfigError."""
     filled = {name for name, value in state.items() if is_named(value) or not is_stateful(value)}
     for name, tensor in shot.tensors.items():
         if shot.paths[name][0] in filled:
@@ -108,7 +108,7 @@ def _refuse_what_no_load_fills(state: Mapping[str, Any], shot: Snapshot) -> None
 
 
 def refusal_of(data: bytes, what: str) -> CorruptError | None:
-    """The error of a load of what torch.save has made; None: it will be loaded."""
+    """Return the error of a load of what torch.save has made; None: it will be loaded."""
     try:
         load_plain(io.BytesIO(data), what)
     except CorruptError as error:
@@ -117,7 +117,8 @@ def refusal_of(data: bytes, what: str) -> CorruptError | None:
 
 
 def refused_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
-    """Why no restore will make some of these tensors, with their names and a remedy: a line for each class of them."""
+    """Return why no restore will make some of these tensors, with their names and a remedy: a line for each class of
+    them."""
     kinds: dict[tuple[type, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
         if not is_plain(tensor):
@@ -139,7 +140,7 @@ def refused_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str
 
 
 def _refusal_of_class(tensor: torch.Tensor) -> str | None:
-    """Why a load would refuse a tensor of a class of its own."""
+    """Return why a load would refuse a tensor of a class of its own."""
     try:
         data = pickled(tensor)
     except Exception as error:  # noqa: BLE001 of a class that nobody here knows

@@ -51,8 +51,8 @@ class RetentionRunner:
             self._store()
 
     def restored(self, damaged: set[int], held: contextlib.ExitStack) -> None:
-        """The run goes on from a checkpoint, which `held` keeps as long as it lasts. `damaged`: commit sequences of
-        those that were refused, and do not count."""
+        """Note that the run goes on from a checkpoint, which `held` keeps as long as it lasts. `damaged`: commit
+        sequences of those that were refused, and do not count."""
         self._damaged = damaged
         self._held.close()
         self._held = held
@@ -71,7 +71,7 @@ class RetentionRunner:
             self._failed(f"{type(error).__name__}: {error}")
 
     def save_begins(self) -> None:
-        """A save is about to write: deletions give way to it, unless it needs the room that they make."""
+        """Let deletions give way to a save that is about to write, unless it needs the room that they make."""
         if self._claim is None:
             return
         if self._remover.pending and self._is_short():
@@ -79,11 +79,11 @@ class RetentionRunner:
         self._remover.slow_down(True)
 
     def save_ended(self) -> None:
-        """It has written, or has failed."""
+        """Let deletions go on: the save has written, or has failed."""
         self._remover.slow_down(False)
 
     def make_room(self, info: SaveInfo, cause: str) -> bool:
-        """The disk is full: say so, and delete what may go for a save. Whether that freed anything. Leader only.
+        """Delete what may go for a save, now that the disk is full; return whether that freed anything. Leader only.
 
         What is deleted is what the policy would delete once the save is there; with `on_full="fail"`, only what had
         been deleted before and was still being removed. Raises: what a plan raises.
@@ -151,7 +151,7 @@ class RetentionRunner:
         return space.f_bavail * space.f_frsize < self._newest_bytes * _MOST_BYTES_AHEAD
 
     def _store(self) -> None:
-        """So that `ckptman prune` can go by the same rules."""
+        """Store the policy, so that `ckptman prune` can go by the same rules."""
         try:
             write_policy(self._root, self._policy, self._disk)
         except OSError as error:

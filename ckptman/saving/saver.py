@@ -157,8 +157,8 @@ class Saver:
     def _stage(
         self, state: Mapping[str, Any], snapshot: Snapshot, step: int, stager: Stager | None
     ) -> Content | Exception:
-        """What is to be written; without a stager the live tensors. A rank that cannot take it along takes its error
-        into the save, where all the others hear of it."""
+        """Return what is to be written; without a stager the live tensors. A rank that cannot take it along takes its
+        error into the save, where all the others hear of it."""
         file, staged = self._file, None
         assert file is not None
         try:
@@ -228,8 +228,8 @@ class Saver:
                 raise
 
     def _make_room(self, error: RankFailed, info: SaveInfo) -> bool:
-        """Where the disk is full: whether there is more room now, and it is worth another try. Every rank calls it, as
-        every rank has the error. Raises: RankFailed, RankLostError."""
+        """Return whether the disk was full and has more room now, so that it is worth another try. Every rank calls it,
+        as every rank has the error. Raises: RankFailed, RankLostError."""
         if error.failure.errno not in FULL:
             return False
         return self.channel.run_on_leader(lambda: self.retention.make_room(info, error.failure.text))
@@ -242,14 +242,14 @@ class Saver:
     # ---- how saves end -----------------------------------------------------------------------------------------
 
     def wait_staged(self) -> None:
-        """Before the state changes: wait until what is being copied is copied."""
+        """Wait until what is being copied is copied, before the state changes."""
         while self._staged:
             self._staged[-1].wait_staged()
             self._staged.pop()  # only now: after a Ctrl-C the next one waits again
 
     def wait(self) -> tuple[list[SaveReport], CommitError | None]:
-        """Wait for the saves in the background: the reports of those that succeeded, and the error of the first that
-        did not."""
+        """Wait for the saves in the background; return the reports of those that succeeded, and the error of the first
+        that did not."""
         reports: list[SaveReport] = []
         failure: CommitError | None = None
         while self._running:
@@ -262,7 +262,8 @@ class Saver:
         return reports, failure
 
     def wait_together(self, control: Channel, step: int) -> tuple[list[SaveReport], CommitError | None]:
-        """The same with what the other ranks know: one that failed fails all. Every rank calls it, over `control`."""
+        """Wait, and learn what the other ranks know: a save that failed on one fails on all. Every rank calls it, over
+        `control`."""
         reports, failure = self.wait()
         # A rank that was lost at the last moment may have been lost for some only: they go on together all the same.
         outcomes = control.gather((failure is not None, self.reported))
@@ -272,7 +273,7 @@ class Saver:
         return reports, failure
 
     def poll(self) -> list[SaveReport]:
-        """The reports of saves in the background that have succeeded since the last call."""
+        """Return the reports of saves in the background that have succeeded since the last call."""
         reports = []
         while self._running and self._running[0].done() and self._running[0].error is None:
             reports.append(self._running.popleft().result())
@@ -302,7 +303,7 @@ class Saver:
                 warn(stale.text)
 
     def _block_from_now_on(self, reason: str) -> None:
-        """There is no memory to stage in."""
+        """Save in the training thread from now on: there is no memory to stage in."""
         self._asynchronous = False
         if self._stager is not None:
             self._stager.give_back()
@@ -328,5 +329,5 @@ def _release(content: Content | Exception) -> None:
 
 
 def _is_leaving() -> bool:
-    """Whether the interpreter is past its last statement: it does no more work in the background then."""
+    """Return whether the interpreter is past its last statement: it does no more work in the background then."""
     return not threading.main_thread().is_alive()

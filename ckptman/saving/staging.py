@@ -86,7 +86,7 @@ class Staged:
             torch.get_device_module(device).current_stream(device).wait_event(event)
 
     def release(self) -> None:
-        """The copy is no longer needed. Once is enough: the slot may have another copy in it by then."""
+        """Give the slot back. Only the first call does: the slot may have another copy in it by then."""
         with contextlib.suppress(Exception):  # what went wrong is for the save to tell
             self.wait()
         if self._released.acquire(blocking=False):
@@ -112,8 +112,8 @@ class Stager:
         self._streams: dict[torch.device, Any] = {}
 
     def needs(self, file: RankFile) -> tuple[str, int, int]:
-        """This host, the bytes that a slot for `file` takes, and those that are left once the slots of before are given
-        back."""
+        """Return this host, the bytes that a slot for `file` takes, and those that are left once the slots of before
+        are given back."""
         return socket.gethostname(), file.end, available_bytes() + self.held_bytes
 
     @property
@@ -174,11 +174,12 @@ class Stager:
         return next(slot for slot in self._slots if slot.free)
 
     def _has_room(self, file: RankFile) -> bool:
-        """Whether there is memory for one more slot, also if all ranks of this host want one now."""
+        """Return whether there is memory for one more slot, also if all ranks of this host want one now."""
         return available_bytes() >= self.neighbours * (file.end + RESERVE_BYTES)
 
     def _reclaimed(self) -> list[Slot]:
-        """The slots. All are free where nobody can be using one: Ctrl-C may keep a save from giving its slot back."""
+        """Return the slots. All are free where nobody can be using one: Ctrl-C may keep a save from giving its slot
+        back."""
         if self._saves.idle and self._copier.idle:
             for slot in self._slots:
                 slot.free = True
@@ -211,7 +212,8 @@ class Stager:
 
 
 def refusal(needs: Sequence[tuple[str, int, int]]) -> str | None:
-    """Which host has too little memory for the slots of all its ranks; None: each has enough. `needs`: of each rank."""
+    """Return which host has too little memory for the slots of all its ranks; None: each has enough. `needs`: of each
+    rank."""
     for host in dict.fromkeys(host for host, _, _ in needs):
         here = [(need, left) for name, need, left in needs if name == host]
         need = sum(each for each, _ in here) + RESERVE_BYTES * len(here)
@@ -225,7 +227,8 @@ def refusal(needs: Sequence[tuple[str, int, int]]) -> str | None:
 
 
 def _allocate(size: int, pinned: bool) -> torch.Tensor:
-    """Zeroed memory, touched. Pinned, it is registered as it is: torch's own pool rounds up to a power of two."""
+    """Return zeroed memory, touched. Pinned, it is registered as it is: torch's own pool rounds up to a power of
+    two."""
     if not size:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = aligned_memory(size)

@@ -82,7 +82,7 @@ class Stale:
 
     @property
     def text(self) -> str:
-        """For the warning."""
+        """The text of the warning."""
         more = self.count - len(self.names)
         named = ", ".join(self.names) + (f" and {more} more" if more > 0 else "")
         same = (
@@ -134,7 +134,7 @@ class StaleSaves:
         return Seen(same, places.tensors, places.names)
 
     def committed(self) -> None:
-        """The save is one that later ones can be compared with."""
+        """Compare later saves with this one."""
         self._last = self._next
 
     def judge(self, now: Watch | None, parts: Sequence[Seen | None]) -> Stale | None:
@@ -152,7 +152,7 @@ class StaleSaves:
 
 
 def _seen_by_all(parts: Iterable[Seen | None]) -> Seen | None:
-    """What the ranks saw together; None: none of them wrote a parameter."""
+    """Return what the ranks saw together; None: none of them wrote a parameter."""
     seen = [each for each in parts if each is not None]
     if not seen:
         return None
@@ -161,7 +161,7 @@ def _seen_by_all(parts: Iterable[Seen | None]) -> Seen | None:
 
 
 def _parameter_names(state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> set[str]:
-    """Flat names of the parameters that the optimizers update; without one, of those that ask for gradients."""
+    """Return flat names of the parameters that the optimizers update; without one, of those that ask for gradients."""
     known = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     return {
         f"{key}.{each}"
@@ -203,7 +203,7 @@ def _find(file: RankFile, names: Collection[str]) -> _Places | None:
 
 
 def _digest_of(watched: _Places, image: Image, pickled: Sequence[Placed], blocks: bytes) -> bytes:
-    """A digest of all that is watched, from the digests of the blocks of the file and from its image."""
+    """Return a digest of all that is watched, from the digests of the blocks of the file and from its image."""
     hasher = xxh3_128(np.frombuffer(blocks, f"V{DIGEST_BYTES}")[watched.blocks].tobytes())
     places = [pickled[number] for number in watched.pickled]
     ranges = [*watched.ranges, *((place.offset, place.offset + place.bytes) for place in places)]

@@ -91,7 +91,7 @@ class _Table:
 
 
 def signature_of(snapshot: Snapshot) -> int:
-    """Changes when a plan for another snapshot of the same run would be another one. Means nothing elsewhere."""
+    """Return a number that changes when the plan would be another one. Means nothing in other processes."""
     tensors = [
         (name, each.dtype, each.shape, each.layout, each.device, layout_of(each))
         for name, each in snapshot.tensors.items()
@@ -121,7 +121,7 @@ def plan_save(snapshot: Snapshot, channel: Channel) -> RankFile:
 
 
 def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> WritePlan:
-    """The plan of one rank, given the names that each rank has."""
+    """Return the plan of one rank, given the names that each rank has."""
     tensors = _all_tensors(tables)
     holders = _Holders(tables)
     writers = _meshes_that_write(tables)
@@ -149,7 +149,7 @@ def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> WritePl
 
 
 def divide(held: Iterable[Held], rank: int) -> list[Piece]:
-    """The pieces that fall to `rank`: all who hold the same boxes share them evenly, by bytes.
+    """Return the pieces that fall to `rank`: all who hold the same boxes share them evenly, by bytes.
 
     Laid end to end, the boxes of one set of holders make a line of bytes, and each holder gets the same length of it.
     Where the end of a length lies inside a large box, the box is cut between two rows.
@@ -200,7 +200,7 @@ class _Holders:
         self._known: dict[frozenset[int], tuple[int, ...]] = {frozenset(self._tables): self._everyone}
 
     def among(self, ranks: tuple[int, ...] | None, name: str) -> tuple[int, ...]:
-        """Those of `ranks` that have a name; None: of all ranks."""
+        """Return those of `ranks` that have a name; None: of all ranks."""
         having = self.of(name)
         return having if ranks is None or ranks == having else tuple(rank for rank in ranks if rank in having)
 
@@ -236,8 +236,8 @@ def _all_tensors(tables: Sequence[_Table]) -> tuple[Described, ...]:
 
 
 def _meshes_that_write(tables: Sequence[_Table]) -> dict[str, int | None]:
-    """Of each tensor the mesh, by its lowest rank, whose ranks write it. Ranks that have it on other meshes, such as
-    those of other replicas of a model that is sharded over `mesh["tp"]`, have the very same."""
+    """Return of each tensor the mesh, by its lowest rank, whose ranks write it. Ranks that have it on other meshes,
+    such as those of other replicas of a model that is sharded over `mesh["tp"]`, have the very same."""
     found: dict[str, int | None] = {}
     for table in {id(each): each for each in tables}.values():
         for (name, _, _), mesh in zip(table.tensors, table.meshes):
@@ -270,15 +270,15 @@ class RankFile:
     end: int
 
     def memory(self, snapshot: Snapshot) -> list[torch.Tensor]:
-        """The live memory of `pieces`."""
+        """Return the live memory of `pieces`."""
         return memory_of(self.pieces, snapshot.tensors)
 
     def special(self, snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and memory of each piece that is pickled."""
+        """Return name and memory of each piece that is pickled."""
         return zip((piece.name for piece in self.pickled), memory_of(self.pickled, snapshot.tensors))
 
     def rows(self, pickled: Sequence[Placed]) -> Rows:
-        """The rows of the chunk table for everything in the file, given where the pickled ones are this time."""
+        """Return the rows of the chunk table for everything in the file, given where the pickled ones are this time."""
         described = [*self.plan.tensors, *self.plan.own_tensors]
         number = {name: i for i, (name, _, _) in enumerate(described)}
         return make_rows(
@@ -288,7 +288,7 @@ class RankFile:
 
 
 def make_rows(entries: Iterable[tuple[int, Sequence[int], Sequence[int], Placed]]) -> Rows:
-    """Rows of the chunk table: tensor number, box, and where it is."""
+    """Return rows of the chunk table: tensor number, box, and where it is."""
     rows: dict[int, list[list[int]]] = {}
     for number, offsets, sizes, place in entries:
         row = [number, place.offset, place.bytes, place.payload, *offsets, *sizes]
@@ -314,7 +314,7 @@ def make_rank_file(snapshot: Snapshot, plan: WritePlan) -> RankFile:
 
 
 def refuse_meta(tensor: torch.Tensor, name: str) -> None:
-    """Raises: ConfigError where a tensor has no values that could be saved."""
+    """Refuse a tensor that has no values that could be saved. Raises: ConfigError."""
     if tensor.is_meta:
         raise ConfigError(f"{name} is on the meta device: it has a shape and no values. Materialise it first")
 
@@ -322,8 +322,8 @@ def refuse_meta(tensor: torch.Tensor, name: str) -> None:
 def lay_out(
     tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]],
 ) -> tuple[list[int], tuple[Placed, ...], tuple[tuple[int, bytes], ...], int]:
-    """Places for tensors of these dtypes and shapes: their order in the file, the places in that order, the bytes
-    around them, and where the last page of them ends."""
+    """Return places for tensors of these dtypes and shapes: their order in the file, the places in that order, the
+    bytes around them, and where the last page of them ends."""
     layout = Layout()
     order = in_order(tensors)
     places = tuple(layout.add_tensor(*tensors[number]) for number in order)
@@ -331,7 +331,7 @@ def lay_out(
 
 
 def memory_of(pieces: Sequence[Piece], tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The memory that this rank writes for each piece, not copied."""
+    """Return the memory that this rank writes for each piece, not copied."""
     known: dict[str, list[torch.Tensor]] = {}
     found = []
     for piece in pieces:

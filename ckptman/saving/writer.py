@@ -57,7 +57,7 @@ class SaveInfo:
 
     @classmethod
     def for_path(cls, final: Path, reason: str) -> SaveInfo:
-        """What is known of a save that no run makes: its step, where its name is a step's."""
+        """Return what is known of a save that no run makes: its step, where its name is a step's."""
         name = parse_step(final.name)
         return cls(name.step if name else 0, reason)
 
@@ -83,7 +83,7 @@ class Content:
         tensors: Staged | Sequence[torch.Tensor],
         watch: Watch | None = None,
     ) -> Content:
-        """The content of a snapshot. Nothing in it but `tensors` changes with the state, if they are staged."""
+        """Return the content of a snapshot. Nothing in it but `tensors` changes with the state, if they are staged."""
         private = isinstance(tensors, Staged)
         objects = {name: snapshot.objects[name] for name in file.plan.objects}
         special = memory_of(file.pickled, snapshot.tensors)
@@ -98,8 +98,8 @@ class Content:
         )
 
     def image(self) -> tuple[Image, list[Placed], dict[str, tuple[int, int]]]:
-        """The data file as it will be, with the places of the pickled tensors and objects in it. Waits until what is
-        staged is copied."""
+        """Return the data file as it will be, with the places of the pickled tensors and objects in it. Waits until
+        what is staged is copied."""
         layout = Layout(self.file.end)
         places = [layout.add_bytes(pickled(each)) for each in self.pickled]
         objects = {}
@@ -138,7 +138,7 @@ class Draft:
 
     @classmethod
     def of_run(cls, backend: LocalBackend, info: SaveInfo, claim: Claim | None) -> Draft:
-        """A draft of the step of `info` in the root of a run, which replaces what was saved of that step."""
+        """Return a draft of the step of `info` in the root of a run, which replaces what was saved of that step."""
         final = backend.root / step_folder(info.step)
         return cls(final, info, overwrite=True, backend=backend, claim=claim)
 
@@ -179,7 +179,7 @@ class Draft:
         self._held.close()
 
     def abandon(self) -> None:
-        """After a failed save: remove what was written. Never raises."""
+        """Remove what was written, after a failed save. Never raises."""
         folder, self._folder = self._folder, None
         if folder is not None:
             self._backend.abandon(folder)
@@ -294,7 +294,7 @@ def _copied(value: Any) -> Any:
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy. A tensor that is made of others may not know how to clone itself: they do."""
+    """Return a copy. A tensor that is made of others may not know how to clone itself: they do."""
     if is_traceable_wrapper_subclass(tensor):
         return transform_subclass(tensor, lambda _, inner: _cloned(inner))
     return tensor.clone()

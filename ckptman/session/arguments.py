@@ -29,7 +29,7 @@ def check_arguments(
     timeout_seconds: float,
     watchdog: Setting,
 ) -> None:
-    """What a Checkpointer is made with. Raises: ConfigError."""
+    """Check what a Checkpointer is made with. Raises: ConfigError."""
     if not isinstance(root, str | os.PathLike) or not str(root):
         raise ConfigError(f"root is the path of a folder, not {root!r}")
     check_folder(root)
@@ -65,7 +65,7 @@ def _warn_of_detached(name: object, value: object) -> None:
 
 
 def step_number(step: Any) -> int:
-    """A step as a plain int; NumPy's and torch's whole numbers are taken too. Raises: ConfigError."""
+    """Return a step as a plain int; NumPy's and torch's whole numbers are taken too. Raises: ConfigError."""
     try:
         number = operator.index(step)
     except TypeError:

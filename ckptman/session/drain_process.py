@@ -39,7 +39,7 @@ class Drainer:
         self._warned: set[str] = set()
 
     def poke(self) -> None:
-        """There is something new: have it copied, after what is under way. Returns at once."""
+        """Have something new copied, after what is under way. Returns at once."""
         self._again = True
         if self._process is None or self._process.poll() is not None:
             self._reap()
@@ -135,8 +135,8 @@ class Drainer:
 
 
 def _work_done(pid: int) -> tuple[int, int]:
-    """What a process has read and written by calls, and the seconds that it has computed, which are whole ones: what
-    goes over a network is not in the bytes, and one that hangs computes next to nothing."""
+    """Return what a process has read and written by calls, and the seconds that it has computed, which are whole ones:
+    what goes over a network is not in the bytes, and one that hangs computes next to nothing."""
     try:
         process = psutil.Process(pid)
         counters, times = process.io_counters(), process.cpu_times()

@@ -80,14 +80,14 @@ class RunSession:
             self.journal.record(event, sync=sync, **fields)
 
     def committed(self) -> None:
-        """A save is durable: what the tiers are to get of it is copied behind the training."""
+        """Have what the tiers are to get of a durable save copied behind the training."""
         if self.drainer is not None:
             self.drainer.poke()
 
     def write_outcome(
         self, state: Literal["running", "finished", "stopped", "failed"], step: int, reason: str, exit_code: int
     ) -> None:
-        """Leader only: say on disk how the attempt stands, because launchers swallow exit codes. Raises: OSError."""
+        """Say on disk how the attempt stands, because launchers swallow exit codes. Leader only. Raises: OSError."""
         outcome = Outcome(
             state=state,
             step=step,
@@ -121,7 +121,7 @@ class RunSession:
         self.note(state, sync=True, step=step, reason=reason, **fields)
 
     def _failed_already(self) -> bool:
-        """Whether a watchdog has said why this attempt fails: what breaks when its rank leaves comes of that."""
+        """Return whether a watchdog has said why this attempt fails: what breaks when its rank leaves comes of that."""
         if self.claim is None and self.journal is None:  # this rank says nothing in any case
             return False
         try:
@@ -131,7 +131,7 @@ class RunSession:
         return found is not None and (found.state, found.attempt) == ("failed", self.number)
 
     def blame(self, error: BaseException) -> None:
-        """Where an error says that a device of this node is broken, the chain learns of the node."""
+        """Report this node to the chain where an error says that a device of it is broken."""
         if is_broken_device(error):
             with contextlib.suppress(OSError):
                 report_node(this_node(os.environ), masked(str(error)), os.environ)
@@ -155,7 +155,7 @@ class RunSession:
         restored_from: int | None,
         metrics: Mapping[str, Any] | None,
     ) -> SaveInfo:
-        """What the manifest of a save of this attempt says about it; of the `metrics` the leader's count.
+        """Return what the manifest of a save of this attempt says about it; of the `metrics` the leader's count.
 
         Every rank calls it. Raises: ConfigError, on every rank alike (the metrics are no mapping).
         """
@@ -222,7 +222,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int) -> RunSes
 
 
 def refuse_other_checkpoints(root: Path, *, below: bool = False) -> None:
-    """For a root without checkpoints of a run: nobody starts over or beside what lies there under other names.
+    """Refuse to start in a root without checkpoints of a run over or beside what lies there under other names.
 
     `below`: look into its folders too. Raises: ConfigError where the root, or one of them, is a checkpoint.
     """
@@ -266,7 +266,7 @@ def _clear_leftovers(root: Path, tag: str, disk: Disk) -> None:
 
 
 def _events(root: Path) -> list[dict[str, Any]]:
-    """What the journal knows of earlier attempts."""
+    """Return what the journal knows of earlier attempts."""
     try:
         return read_journal(journal_path(root))[0]
     except NotFoundError:
@@ -274,7 +274,7 @@ def _events(root: Path) -> list[dict[str, Any]]:
 
 
 def _run_ids(root: Path, run_id: str | None) -> frozenset[str]:
-    """The ids that the run has, and had in earlier attempts."""
+    """Return the ids that the run has, and had in earlier attempts."""
     with contextlib.suppress(OSError):
         past = {str(event["run_id"]) for event in _events(root) if event.get("run_id")}
         return frozenset({*past, *([run_id] if run_id else [])})
@@ -282,7 +282,7 @@ def _run_ids(root: Path, run_id: str | None) -> frozenset[str]:
 
 
 def _number(events: Sequence[Mapping[str, Any]]) -> int:
-    """Which attempt this is: one more than the journal knows, or what the chain says if that is more."""
+    """Return which attempt this is: one more than the journal knows, or what the chain says if that is more."""
     # Not all starts are in what is read of a long journal; each event says of which attempt it is.
     numbers = (event.get("attempt") for event in events)
     highest = max((each for each in numbers if type(each) is int and each < _MOST_ATTEMPTS), default=0)
@@ -291,7 +291,7 @@ def _number(events: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics that are numbers; of others a warning is all that comes, because a label must not cost a save.
+    """Return the metrics that are numbers; of others a warning is all that comes, because a label must not cost a save.
 
     Raises: ConfigError (no mapping).
     """

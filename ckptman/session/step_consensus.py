@@ -62,7 +62,8 @@ class StepConsensus:
         self._planned: Decision | CkptmanError | None = None
 
     def at(self, step: int) -> Agreed | None:
-        """What the ranks agreed on for `step`, or agree on now if they did not know that it would come; None: nothing.
+        """Return what the ranks agreed on for `step`, or agree on now if they did not know that it would come; None:
+        nothing.
 
         Raises: ConfigError on every rank if they are at different steps.
         """
@@ -95,7 +96,7 @@ class StepConsensus:
             self._exchange.collect()
 
     def decision(self, step: int, stop: str | None) -> Decision | None:
-        """The decision behind what was agreed on. Leader only. Raises: what the policy raised."""
+        """Return the decision behind what was agreed on. Leader only. Raises: what the policy raised."""
         if stop is not None:
             return self._policy.decide(self._timings.facts(step, ahead=False, stop=stop))
         if isinstance(self._planned, CkptmanError):
@@ -142,7 +143,7 @@ class Exchange:
         self.flying = True
 
     def collect(self) -> list[int]:
-        """The maxima over all ranks of what was launched."""
+        """Return the maxima over all ranks of what was launched."""
         self.flying = False
         if self._work is not None:
             work, self._work = self._work, None

@@ -54,14 +54,14 @@ class Timings:
         return self._meter.step_seconds
 
     def start(self, step: int, restored: bool) -> None:
-        """Training starts after `step`."""
+        """Start training after `step`."""
         self._start_step = self.previous_step = step
         self._step_began = self._monotonic()
         self._saved = (step if restored else None, self._step_began)
         self._committed = self._saved
 
     def step_ended(self) -> tuple[str, dict[str, Any]] | None:
-        """A step has ended. What the journal is to say of it, as event and fields; None: nothing.
+        """End a step. Returns what the journal is to say of it, as event and fields; None: nothing.
 
         `first_step`: the first one of this attempt. `pace_changed`: steps have become so much slower or faster that
         intervals were derived anew.
@@ -75,17 +75,17 @@ class Timings:
         return None
 
     def step_begins(self, after: int) -> None:
-        """The step after `after` begins: what was spent since `step_ended` is not counted as its time."""
+        """Begin the step after `after`: what was spent since `step_ended` is not counted as its time."""
         self.previous_step = after
         self._step_began = self._monotonic()
 
     def save_begins(self, step: int) -> None:
-        """A save of `step` begins."""
+        """Note that a save of `step` begins."""
         self._saved = (step, self._monotonic())
         self._begun.append(self._saved)
 
     def save_ended(self, report: SaveReport) -> None:
-        """A save is durable."""
+        """Note that a save is durable."""
         self._stall_seconds, self._durable_seconds = report.stall_seconds, report.durable_seconds
         while self._begun:
             begun = self._begun.popleft()
@@ -94,12 +94,12 @@ class Timings:
                 break
 
     def save_failed(self) -> None:
-        """A save failed, and none is running: what was committed last is what counts."""
+        """Note that a save failed, and none is running: what was committed last is what counts."""
         self._saved = self._committed
         self._begun.clear()
 
     def facts(self, step: int, *, ahead: bool, stop: str | None = None) -> Facts:
-        """The facts at the end of `step`; `ahead`: it is the next one, so one step's time is added to now."""
+        """Return the facts at the end of `step`; `ahead`: it is the next one, so one step's time is added to now."""
         step_seconds = self._meter.step_seconds
         later = step_seconds or 0.0 if ahead else 0.0
         left = None
@@ -120,14 +120,14 @@ class Timings:
         )
 
     def _seconds_since_start(self) -> float:
-        """What the attempt took until now; without a clock that can be believed, since this was made."""
+        """Return what the attempt took until now; without a clock that can be believed, since this was made."""
         now, here = self._wall(), self._monotonic() - self._made
         is_told = is_known_time(now) and is_known_time(self._process_started)
         return max(now - self._process_started, here) if is_told else here
 
 
 def process_started() -> float:
-    """When this process began, in unix seconds."""
+    """Return when this process began, in unix seconds."""
     import psutil
 
     return psutil.Process().create_time()

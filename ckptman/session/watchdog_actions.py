@@ -26,7 +26,7 @@ _IF_NO_HANG = ". If nothing hung, give watchdog= more seconds, or call beat() me
 
 
 def patience_of(setting: Setting, world_size: int, environ: Mapping[str, str]) -> Patience | None:
-    """What `watchdog=` means. "auto": on where ranks can wait for each other, and where a chain would go on.
+    """Return what `watchdog=` means. "auto": on where ranks can wait for each other, and where a chain would go on.
 
     Raises: ConfigError.
     """
@@ -43,7 +43,8 @@ def patience_of(setting: Setting, world_size: int, environ: Mapping[str, str]) -
 
 
 def make_watchdog(setting: Setting, control: Channel, session: RunSession) -> Watchdog:
-    """The watchdog of this rank, which watches from now on unless `setting` says otherwise. Raises: ConfigError."""
+    """Return the watchdog of this rank, which watches from now on unless `setting` says otherwise. Raises:
+    ConfigError."""
     patience = patience_of(setting, control.world_size, os.environ)
     # Told now: where rank 0 keeps the store, nobody could ask for it later.
     report = HangReport(control.rank, control.world_size, session.number, control.broadcast(this_process()))
@@ -108,6 +109,6 @@ class LastWords:
 
 
 def abort_process_group() -> None:
-    """Let no kernel of a collective spin on: the devices are free for the next session. gloo needs nothing."""
+    """Let no kernel of a collective spin on: the devices are free for the next attempt. gloo needs nothing."""
     if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         abort_default_group()
