@@ -41,6 +41,7 @@ class RetentionRunner:
         self._root, self._policy, self._on_full = backend.root, policy, on_full
         self._catalogue = backend.catalogue
         self._claim, self._journal, self._disk = claim, journal, backend.disk
+        self._needs_capacity = needs_capacity(policy)
         self._damaged: set[int] = set()
         self._held = contextlib.ExitStack()
         self._has_saved = False
@@ -115,10 +116,11 @@ class RetentionRunner:
         What cannot be removed is warned of, and keeps nothing else from being removed.
         """
         assert self._claim is not None
-        if needs_capacity(self._policy):
+        if self._needs_capacity:
             from ckptman.doctor.quota import capacity_bytes
 
             self._policy = in_bytes(self._policy, capacity_bytes(self._root))
+            self._needs_capacity = False
         planned = partial(plan_prune, self._root, damaged=self._damaged, wait=False, catalogue=self._catalogue)
         plan = planned(self._policy, coming=coming)
         records = [*(each.record for each in plan.verdicts), *([coming] if coming is not None else [])]
