@@ -65,11 +65,11 @@ def load_on(
 
 
 def refused_on(path: Path, allow: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return what a load would refuse to unpickle (`refused`), and the `quantized` tensors (see `verify.refusals`).
+    """Return what a load would refuse to unpickle (`refused`), and the `quantized` tensors (see `verify.pickle_check`).
 
     Raises: as `load_on`.
     """
-    (found,) = _answers("refusals", 1, folder=str(path), allow=allow)
+    (found,) = _answers("pickle_check", 1, folder=str(path), allow=allow)
     return found
 
 

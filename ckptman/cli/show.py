@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
             {
                 **describe(entry, note),
                 "files": {name: record.model_dump() for name, record in sorted(manifest.files.items())},
-                "tensors": [tensor.as_dict() for tensor in tensors],
+                "tensors": [asdict(tensor) for tensor in tensors],
                 "values": [{"state": unit.state, "key": unit.key, "value": unit.value} for unit in values],
             }
         )
@@ -60,7 +61,7 @@ def _show_foreign(path: Path, as_json: bool) -> None:
     """Show the tensors and the names of the plain values of a checkpoint without a manifest. Raises: CorruptError."""
     tensors, values, changed = foreign_tensors(path)
     if as_json:
-        facts: dict[str, Any] = {"path": str(path), "manifest": None, "tensors": [each.as_dict() for each in tensors]}
+        facts: dict[str, Any] = {"path": str(path), "manifest": None, "tensors": [asdict(each) for each in tensors]}
         text.say_json({**facts, "values": values, "transforms": changed})
         return
     text.say(f"{text.plain(path)}: written by plain DCP; no manifest, so no step, no digests, no lineage")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,6 @@ class TensorFacts:
     chunks: int
     sharding: str
     bytes: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the same, for JSON."""
-        return asdict(self)
 
 
 def tensors_of(index: Index, table: ChunkTable) -> list[TensorFacts]:

@@ -10,10 +10,7 @@ by looking at them. Not proved: the values, and that the ranks' memory suffices.
 
 from __future__ import annotations
 
-import json
 import math
-import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -201,8 +198,5 @@ def _shared_bytes(state: SavedState, tensors: Sequence[Saved]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plan what a request (JSON) asks for. Prints a JSON object for each world size, or one with an error."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    request = json.loads(arguments[0])
-    speeds = request["bandwidth"], request["rank_bandwidth"]
-    return proof.answer(map(asdict, plan(Path(request["folder"]), request["world_sizes"], request["mesh"], *speeds)))
+    """Answer a request: a plan for each world size."""
+    return proof.serve(arguments, lambda request: map(asdict, plan(Path(request.pop("folder")), **request)))

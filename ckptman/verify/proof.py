@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,10 +78,11 @@ def world_sizes_with(world_sizes: Sequence[int], mesh: Sequence[int] | None = No
     return sizes
 
 
-def answer(reports: Iterable[Mapping[str, Any]]) -> int:
-    """Print reports as lines of JSON for `cli.loading`, or the error that kept them from being made."""
+def serve(arguments: Sequence[str], check: Callable[[dict[str, Any]], Iterable[Mapping[str, Any]]]) -> int:
+    """Answer a request of `cli.loading` (JSON): print a JSON object for each report, or one with the error."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit ends what was forked, too
     try:
-        for report in reports:
+        for report in check(json.loads(arguments[0])):
             print(json.dumps(report), flush=True)
     except (CkptmanError, OSError) as error:
         kind = next((each.__name__ for each in (CorruptError, ConfigError) if isinstance(error, each)), "")

@@ -17,13 +17,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,9 +43,9 @@ from ckptman.verify.chunk_files import Saved, Tensors
 from ckptman.verify.container_check import Containers
 from ckptman.verify.forked import Done, Tell, run_forked
 from ckptman.verify.independent_compare import IndependentCompare, LoadedRows
+from ckptman.verify.pickle_check import allow
 from ckptman.verify.placement_check import check_placement
 from ckptman.verify.proof import LoadReport
-from ckptman.verify.refusals import allow
 
 BATCH_BYTES = 16 * 1024 * 1024
 """A rank holds this much of its shards at a time, or one shard that is larger: a checkpoint may exceed the memory."""
@@ -337,17 +336,14 @@ def _text(error: BaseException) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check the world sizes of a request (JSON). Print a JSON object for each, or one with an error."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit ends the ranks too
-    request = json.loads(arguments[0])
+    """Answer a request: a report for each world size, and how much of it is done."""
 
     def done(part: float) -> None:
         print(json.dumps({"done": part}), flush=True)
 
-    def reports() -> Iterator[LoadReport]:
-        allow(request["allow"])
-        yield from check(
-            Path(request["folder"]), request["world_sizes"], request["mesh"], done=done if request["progress"] else None
-        )
+    def reports(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        allow(request.pop("allow"))
+        told = done if request.pop("progress") else None
+        yield from map(asdict, check(Path(request.pop("folder")), **request, done=told))
 
-    return proof.answer(map(asdict, reports()))
+    return proof.serve(arguments, reports)

@@ -17,7 +17,7 @@ from torch import nn
 import ckptman
 from ckptman.cli import loading
 from ckptman.cli.app import main
-from ckptman.verify import refusals
+from ckptman.verify import pickle_check
 from tests.dcp.test_values import Named, save
 from tests.helpers.checkpoints import note_in
 
@@ -129,8 +129,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused_on(path: Path, allow: tuple[str, ...]) -> dict[str, list[str]]:
         before = torch.serialization.get_safe_globals()
         try:
-            refusals.allow(allow)
-            refused, quantized = refusals.check(path)
+            pickle_check.allow(allow)
+            refused, quantized = pickle_check.check(path)
         finally:
             torch.serialization.clear_safe_globals()
             torch.serialization.add_safe_globals(before)

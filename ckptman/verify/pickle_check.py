@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -78,12 +78,11 @@ def _refusals(saved: SavedState) -> Iterator[CorruptError]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check the checkpoint of a request (JSON). Print a JSON object with the result, or with an error."""
-    request = json.loads(arguments[0])
+    """Answer a request: what is refused, and what is quantized."""
 
-    def found() -> Iterator[dict[str, list[str]]]:
+    def found(request: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
         allow(request["allow"])
         refused, quantized = check(Path(request["folder"]))
         yield {"refused": sorted(refused), "quantized": quantized}
 
-    return proof.answer(found())
+    return proof.serve(arguments, found)
