@@ -15,7 +15,7 @@ from ckptman.cli import verify_checks as checks
 from ckptman.cli.options import AsJson, check_threads, option, parse_rate
 from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.verify_checks import Wishes
-from ckptman.cli.verify_report import Report, byte_lines, refused_lines, remark_lines, summary_lines
+from ckptman.cli.verify_report import Report, byte_lines, not_tried_lines, refused_lines, remark_lines, summary_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def verify(
 
 def _judge(report: Report, wishes: Wishes, say: Callable[[list[str]], None], entry: Entry | None = None) -> Report:
     """Print the result of the bytes, go on with how it loads, and note what was proved."""
-    say([*byte_lines(report), *refused_lines(report)])
+    say([*byte_lines(report), *refused_lines(report), *not_tried_lines(report.not_tried)])
     if report.is_checked:
         for lines in checks.check_fit(report, wishes):
             say(lines)

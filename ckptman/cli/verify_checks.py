@@ -114,7 +114,7 @@ def check_fit(report: Report, wishes: Wishes) -> Iterator[list[str]]:
         yield [f"  {text.paint('damaged', 'red')}: {text.plain(error)}"]
     except (CkptmanError, OSError) as error:
         report.not_tried.append(f"that it loads: {error}")
-        yield not_tried_lines(report)
+        yield not_tried_lines(report.not_tried[-1:])
     see_whether_it_stayed(report)
 
 
@@ -130,7 +130,7 @@ def _load(report: Report, wishes: Wishes) -> Iterator[list[str]]:
                 report.remarks.append(f"on {on} not proved: {names} load, as quantized tensors cannot be sharded")
             if found.not_tried:
                 report.not_tried.append(f"that it loads on {on}: {found.not_tried}")
-                yield not_tried_lines(report)
+                yield not_tried_lines(report.not_tried[-1:])
                 continue
             report.loads[found.world_size] = found
             yield load_lines(report, found)

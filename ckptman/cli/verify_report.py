@@ -158,9 +158,9 @@ def load_lines(report: Report, found: LoadReport) -> list[str]:
     return [f"  on {on}: loads, bit for bit what {'was saved' if report.digests else 'is on disk'}{but}"]
 
 
-def not_tried_lines(report: Report) -> list[str]:
-    """Return the last of what could not be tried."""
-    return [f"  {text.paint('not proved', 'yellow')}: {text.plain(report.not_tried[-1])}"]
+def not_tried_lines(whys: Sequence[str]) -> list[str]:
+    """Return what could not be tried."""
+    return _told(whys, f"  {text.paint('not proved', 'yellow')}: ")
 
 
 def plan_lines(report: Report, plan: PlanReport) -> list[str]:

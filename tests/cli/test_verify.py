@@ -386,6 +386,20 @@ def test_what_could_not_be_tried_is_neither_good_nor_bad(
     assert note_in(entry.path) is not None
 
 
+def test_pickles_that_could_not_be_looked_at_are_told_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise CkptmanError("the loading check ended with exit code -9")
+
+    commit(tmp_path, 100)
+    monkeypatch.setattr("ckptman.integrity.check.only_pickled", lambda *_: True)
+    monkeypatch.setattr(loading, "refused_on", fail)
+    assert main(["verify", str(tmp_path)]) == 10
+    why = "that what is pickled in it loads: the loading check ended with exit code -9"
+    assert f"  not proved: {why}\n" in capsys.readouterr().out
+
+
 def test_a_size_on_which_a_tensor_was_left_out_is_not_noted(
     tmp_path: Path, loads: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
