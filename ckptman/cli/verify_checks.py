@@ -119,7 +119,7 @@ def check_fit(report: Report, wishes: Wishes) -> Iterator[list[str]]:
 
 
 def _load(report: Report, wishes: Wishes) -> Iterator[list[str]]:
-    from ckptman.cli.loading import load_on
+    from ckptman.cli.verify_process import load_on
 
     with progress(f"loading {report.name}", None) as done:
         for found in load_on(report.path, wishes.world_sizes, wishes.mesh, done, wishes.allow):
@@ -137,7 +137,7 @@ def _load(report: Report, wishes: Wishes) -> Iterator[list[str]]:
 
 
 def _plan(report: Report, wishes: Wishes) -> Iterator[list[str]]:
-    from ckptman.cli.loading import plan_on
+    from ckptman.cli.verify_process import plan_on
 
     for plan in plan_on(report.path, wishes.world_sizes, wishes.bandwidth, wishes.mesh, wishes.rank_bandwidth):
         report.plans.append(plan)
@@ -271,7 +271,7 @@ def _check_coverage(report: Report, manifest: Manifest, wishes: Wishes) -> None:
 
 def _check_pickles(report: Report, wishes: Wishes) -> None:
     """Check in a process with torch whether a load would unpickle what only a pickle holds."""
-    from ckptman.cli.loading import refused_on
+    from ckptman.cli.verify_process import refused_on
 
     try:
         found = refused_on(report.path, wishes.allow)

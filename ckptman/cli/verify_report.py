@@ -12,10 +12,10 @@ from ckptman.cli import console as text
 
 if TYPE_CHECKING:
     from ckptman.catalog.verified import Identity, Level
-    from ckptman.cli.loading import LoadReport, PlanReport
     from ckptman.errors import FormatVersionError
     from ckptman.format.manifest import Manifest
     from ckptman.integrity.damage_report import Damage
+    from ckptman.verify.proof import LoadReport, PlanReport
 
 PROBLEMS_SHOWN = 40
 """Lines about one checkpoint: a screen. `--json` has all of them."""

@@ -79,7 +79,7 @@ def world_sizes_with(world_sizes: Sequence[int], mesh: Sequence[int] | None = No
 
 
 def serve(arguments: Sequence[str], check: Callable[[dict[str, Any]], Iterable[Mapping[str, Any]]]) -> int:
-    """Answer a request of `cli.loading` (JSON): print a JSON object for each report, or one with the error."""
+    """Answer a request of `cli.verify_process` (JSON): print a JSON object for each report, or one with the error."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit ends what was forked, too
     try:
         for report in check(json.loads(arguments[0])):

@@ -19,9 +19,8 @@ import pytest
 
 from ckptman import __version__
 from ckptman.catalog.catalog import Catalog, Entry
-from ckptman.cli import loading, verify_checks
+from ckptman.cli import verify_checks, verify_process
 from ckptman.cli.app import main
-from ckptman.cli.loading import LoadReport, PlanReport
 from ckptman.cli.options import parse_rate
 from ckptman.cli.verify import parse_mesh, parse_world_sizes
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
@@ -30,6 +29,7 @@ from ckptman.format.manifest import FileRecord
 from ckptman.format.paths import CHUNKS, INDEX
 from ckptman.io.checksums import digest_bytes
 from ckptman.io.filesystem import Disk
+from ckptman.verify.proof import LoadReport, PlanReport
 from tests.helpers.checkpoints import commit, flip_byte, index_files, note_in
 
 
@@ -76,8 +76,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             seconds = None if more[0] is None else 2**30 / more[0]
             yield PlanReport(size, asked["problems"].get(size, []), 2**30, 2**20, 2.0**20, 3, 77, 0.25, seconds)
 
-    monkeypatch.setattr(loading, "load_on", load_on)
-    monkeypatch.setattr(loading, "plan_on", plan_on)
+    monkeypatch.setattr(verify_process, "load_on", load_on)
+    monkeypatch.setattr(verify_process, "plan_on", plan_on)
     return asked
 
 
@@ -394,7 +394,7 @@ def test_pickles_that_could_not_be_looked_at_are_told_with_the_reason(
 
     commit(tmp_path, 100)
     monkeypatch.setattr("ckptman.integrity.check.only_pickled", lambda *_: True)
-    monkeypatch.setattr(loading, "refused_on", fail)
+    monkeypatch.setattr(verify_process, "refused_on", fail)
     assert main(["verify", str(tmp_path)]) == 10
     why = "that what is pickled in it loads: the loading check ended with exit code -9"
     assert f"  not proved: {why}\n" in capsys.readouterr().out

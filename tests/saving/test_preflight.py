@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckptman
-from ckptman.cli import loading
+from ckptman.cli import verify_process
 from ckptman.cli.app import main
 from ckptman.verify import pickle_check
 from tests.dcp.test_values import Named, save
@@ -136,7 +136,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.serialization.add_safe_globals(before)
         return {"refused": refused, "quantized": quantized}
 
-    monkeypatch.setattr(loading, "refused_on", refused_on)
+    monkeypatch.setattr(verify_process, "refused_on", refused_on)
 
 
 STATE = {"t": VALUES.as_subclass(Named), "when": date(2026, 11, 23), "n": 1, "deep": {"by": [1, {"w": VALUES}]}}

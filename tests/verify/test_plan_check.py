@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptman.cli.loading import plan_on
+from ckptman.cli.verify_process import plan_on
 from ckptman.verify.proof import PlanReport
 from tests.helpers.alone import alone
 from tests.helpers.ranks import run_ranks

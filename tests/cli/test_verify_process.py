@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.cli import loading
+from ckptman.cli import verify_process
 from ckptman.cli.app import main
-from ckptman.cli.loading import load_on
+from ckptman.cli.verify_process import load_on
 from ckptman.errors import CkptmanError, ConfigError
 from ckptman.io.workers import cores
 from tests.helpers.ranks import run_ranks
@@ -144,7 +144,9 @@ def test_what_keeps_the_check_from_running_is_an_error_and_not_a_verdict(
         list(load_on(tmp_path, [1]))
     with pytest.raises(ConfigError, match="such as 2x4"):
         list(load_on(folder, [1], (2, 2, 2)))
-    monkeypatch.setattr(loading, "_START", "import sys; print('so it goes', file=sys.stderr); sys.exit(9) # {} {}")
+    monkeypatch.setattr(
+        verify_process, "_START", "import sys; print('so it goes', file=sys.stderr); sys.exit(9) # {} {}"
+    )
     with pytest.raises(CkptmanError, match="ended with exit code 9: so it goes"):
         list(load_on(folder, [1]))
 

@@ -14,8 +14,6 @@ from typing import Any
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
 from ckptman.verify.proof import LoadReport, PlanReport, world_sizes_with
 
-__all__ = ["LoadReport", "PlanReport", "load_on", "plan_on"]
-
 # The search path of this process: with -m, a random.py in the current folder would take the place of Python's own.
 # What was imported stays: looking for garbage in it took a quarter of the import, half a second at the end, and a copy
 # of each of its pages in every rank that is forked.
@@ -23,8 +21,6 @@ _START = (
     "import gc, sys; gc.disable(); sys.path[:] = {!r}; from ckptman.verify.{} import main; "
     "gc.freeze(); gc.enable(); sys.exit(main(sys.argv[1:]))"
 )
-
-
 _KINDS = {each.__name__: each for each in (CorruptError, ConfigError)}
 
 
