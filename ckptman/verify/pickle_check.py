@@ -25,17 +25,21 @@ def allow(classes: Iterable[str]) -> None:
 
     Imports their modules, also from the current folder. Raises: ConfigError.
     """
-    for written in classes:
-        here = str(Path.cwd())
+    here = str(Path.cwd())
+    is_new = here not in sys.path
+    if is_new:
         sys.path.append(here)
-        try:
-            torch.serialization.add_safe_globals([_named(written)])
-        except (Exception, SystemExit) as error:
-            raise ConfigError(
-                f"--allow: {written} is not there ({type(error).__name__}: {error}): name a class as module.Class, of "
-                f"an installed package or of a module in this folder"
-            ) from error
-        finally:
+    try:
+        for written in classes:
+            try:
+                torch.serialization.add_safe_globals([_named(written)])
+            except (Exception, SystemExit) as error:
+                raise ConfigError(
+                    f"--allow: {written} is not there ({type(error).__name__}: {error}): name a class as module.Class, "
+                    f"of an installed package or of a module in this folder"
+                ) from error
+    finally:
+        if is_new:
             sys.path.remove(here)
 
 
