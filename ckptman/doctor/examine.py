@@ -119,7 +119,7 @@ def examine(
 
 
 def bill(found: Sequence[Finding], against_bytes: int | None) -> list[Finding]:
-    """What a checkpoint of that size costs at the rates that were found: a save, a load, and the interval it allows.
+    """Return what a checkpoint of that size costs at the rates found: a save, a load, and the interval it allows.
 
     Whatever its size, a save makes and flushes files and folders, one after the other, and a load looks at the files.
     """

@@ -9,6 +9,9 @@ from typing import Literal
 
 from ckptman.policies.checks import check_count
 
+Ending = Literal["finished", "stopped", "crashed", "interrupted"]
+"""How an attempt ended. Stopped: it saved and left on purpose (exit code 75). Interrupted: ended from outside, by
+a time limit, a preemption, a node that failed, somebody's `scancel`. Crashed: anything else that was not the end."""
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 60.0, 3600.0
 """How long to wait after the first crash with no new checkpoint, and at most."""
 
@@ -19,9 +22,7 @@ class Attempt:
 
     number: int
     """1 for the first attempt of the chain."""
-    outcome: Literal["finished", "stopped", "crashed", "interrupted"]
-    """Stopped: it saved and left on purpose (exit code 75). Interrupted: it was ended from outside, by a time limit,
-    a preemption, a node that failed, somebody's `scancel`. Crashed: anything else that was not the end."""
+    outcome: Ending
     reason: str
     """Why it ended, for people: "SIGTERM on rank 2", "exit code 1"."""
     committed_sequence: int

@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
+from ckptman.policies.resubmit import Ending
 from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV
 from ckptman.scheduler.chain import Say, judge, patient
-from ckptman.scheduler.chain_record import AttemptRecord, Chain, Ending, JobRecord, Spec
+from ckptman.scheduler.chain_record import AttemptRecord, Chain, JobRecord, Spec
 from ckptman.scheduler.history import (
     begun_anywhere,
     end_of,

@@ -9,15 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Protocol
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, NotFoundError, RootError, SchedulerError
 from ckptman.io.filesystem import DISK
 from ckptman.policies.calendar import is_known_time
-from ckptman.policies.resubmit import Attempt, decide
+from ckptman.policies.resubmit import Attempt, Ending, decide
 from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, read_outcome
 
-Ending = Literal["finished", "stopped", "crashed"]
 CHAINS = "ckptman-chains"
 """The folder that holds chains, in the directory where they were submitted."""
 Say = Callable[[str], None]

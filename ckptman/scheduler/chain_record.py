@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ckptman.errors import CorruptError, ExistsError, FormatVersionError, NotFoundError
 from ckptman.io.filesystem import DISK
 from ckptman.io.safe_open import read_regular
+from ckptman.policies.resubmit import Ending
 from ckptman.runtime.journal import Journal
 from ckptman.scheduler.chain import CHAINS
 
@@ -35,7 +36,6 @@ _MOST_BYTES = 16 * 1024 * 1024
 
 ChainState = Literal["active", "paused", "finished", "stopped", "cancelled"]
 Mode = Literal["successor", "requeue", "upfront"]
-Ending = Literal["finished", "stopped", "crashed", "interrupted"]
 M = TypeVar("M", bound=BaseModel)
 
 

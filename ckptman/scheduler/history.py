@@ -5,12 +5,12 @@ from __future__ import annotations
 from ckptman.errors import CkptmanError, CorruptError, SchedulerError
 from ckptman.forecast.save_costs import warning_seconds
 from ckptman.policies.intervals import seconds_text
-from ckptman.policies.resubmit import Attempt, Next, decide
+from ckptman.policies.resubmit import Attempt, Ending, Next, decide
 from ckptman.runtime.deadline import parse_end_time
 from ckptman.runtime.measurements import save_seconds
 from ckptman.runtime.outcome import Outcome, read_outcome, reported_nodes
 from ckptman.scheduler.chain import gone_text, newest_sequence
-from ckptman.scheduler.chain_record import AttemptRecord, Chain, Ending, EndRecord, JobRecord
+from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, JobRecord
 from ckptman.scheduler.slurm.commands import Job, Slurm
 
 AVOIDED_SECONDS = 86_400.0

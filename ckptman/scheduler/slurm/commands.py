@@ -124,7 +124,7 @@ def call(command: Sequence[str], environ: Mapping[str, str], folder: str | None)
 
 
 def submission_environment(environ: Mapping[str, str], sbatch: Mapping[str, str]) -> dict[str, str]:
-    """What a job is submitted with from inside another one: no trace of the job that runs, but for where Slurm is.
+    """Return the environment to submit a job with from inside another one: no trace of that one, but where Slurm is.
 
     Otherwise the limits of this job, and the number of its restarts, would be taken for those of the next.
     `sbatch`: the SBATCH_* variables that the user had at the first submission.
