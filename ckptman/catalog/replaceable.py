@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.verified import VERIFIED
-from ckptman.errors import CkptmanError, CorruptError, FormatVersionError
+from ckptman.errors import CorruptError, FormatVersionError
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import CHUNKS, DOT, INDEX, MANIFEST, METADATA, parse_half_written, parse_owner, rank_of
 from ckptman.io.safe_open import open_regular
@@ -30,33 +30,40 @@ def may_be_replaced(folder: Path) -> bool:
         return False
     with os.scandir(folder) as items:
         names = {item.name: item.is_dir(follow_symlinks=False) for item in items}
-    if not names:
+    others = [name for name, is_folder in names.items() if is_folder and name != DOT]
+    if names.get(DOT) and not _is_of_claims(folder / DOT):
+        others.append(DOT)
+    if are_replaceable(names, lambda: read_manifest(folder), has_others=bool(others)):
+        return True
+    return not others and _has_data(names) and METADATA in names and _begins_a_pickle(folder / METADATA)
+
+
+def are_replaceable(
+    names: Iterable[str], read: Callable[[], object], *, is_noted: bool = False, has_others: bool = False
+) -> bool:
+    """Whether files of these names are a checkpoint, or what is left of one, wherever they lie.
+
+    Args:
+        names: Of all that is there.
+        read: Reads the manifest. Raises: FormatVersionError, CorruptError, FileNotFoundError.
+        is_noted: A note beside them says that they are of a copy or of a deletion.
+        has_others: There is more than files: then only a manifest that is whole makes it a checkpoint.
+    """
+    every = set(names)
+    if not every:
         return True
     try:
-        read_manifest(folder)
+        read()
         return True
     except FormatVersionError:
-        return has_data(names)
-    except (CkptmanError, FileNotFoundError):
-        pass
-    if any(is_folder and (name != DOT or not _is_of_claims(folder / DOT)) for name, is_folder in names.items()):
-        return False
-    return is_left(names) or (has_data(names) and METADATA in names and _begins_a_pickle(folder / METADATA))
+        return _has_data(every)
+    except (CorruptError, FileNotFoundError):
+        is_ours = all(each in _COMMON or _is_of_rank(each) or parse_half_written(each) is not None for each in every)
+        return is_ours and not has_others and (is_noted or _has_data(every))
 
 
-def is_left(names: Iterable[str]) -> bool:
-    """Whether all of these are names of files of a checkpoint, and one is such that nobody else gives it."""
-    every = set(names)
-    return has_data(every) and is_of_a_checkpoint(every)
-
-
-def is_of_a_checkpoint(names: Iterable[str]) -> bool:
-    """Whether all of these are names of files of a checkpoint, or of files that were being written there."""
-    return all(name in _COMMON or _is_of_rank(name) or parse_half_written(name) is not None for name in names)
-
-
-def has_data(names: Iterable[str]) -> bool:
-    """Whether one of these names is of a file that holds what a rank saved."""
+def _has_data(names: Iterable[str]) -> bool:
+    """Whether one of these names is of a file that holds what a rank saved: nobody else gives it."""
     return any(map(_is_of_rank, names))
 
 

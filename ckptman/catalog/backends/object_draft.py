@@ -18,13 +18,11 @@ from ckptman.catalog.backends.object_source import THREADS, scan_objects
 from ckptman.catalog.backends.object_store import COPYING, REMOVING, ObjectBackend
 from ckptman.catalog.backends.source import Facts
 from ckptman.catalog.pins import PINNED
-from ckptman.catalog.replaceable import has_data, is_left, is_of_a_checkpoint
+from ckptman.catalog.replaceable import are_replaceable
 from ckptman.errors import (
     CkptmanError,
     ConfigError,
-    CorruptError,
     ExistsError,
-    FormatVersionError,
     NotFoundError,
     plain,
 )
@@ -68,17 +66,12 @@ class ObjectDraft:
         there = self._place.listing(self._name)
         names = {name for name in there if name} - {COPYING, REMOVING}
         is_noted = not there.keys().isdisjoint({COPYING, REMOVING})
-        if not names or is_left(names) or (is_noted and is_of_a_checkpoint(names)):
-            return True
-        if there.get(MANIFEST, MOST_BYTES + 1) > MOST_BYTES:
-            return False
-        try:
-            data = self._place.read(f"{self._name}/{MANIFEST}", 0, there[MANIFEST])
-            return bool(parse_manifest(f"{self.where}/{MANIFEST}", data))
-        except FormatVersionError:
-            return has_data(names)
-        except (CorruptError, NotFoundError):
-            return False
+
+        def read() -> object:
+            size, name = there.get(MANIFEST, 0), f"{self._name}/{MANIFEST}"
+            return parse_manifest(name, self._place.read(name, 0, size) if size <= MOST_BYTES else b"")
+
+        return are_replaceable(names, read, is_noted=is_noted)
 
     def stands_aside(self) -> bool:
         return False
