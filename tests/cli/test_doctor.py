@@ -17,13 +17,11 @@ import pytest
 
 from ckptman.cli import doctor as verb
 from ckptman.cli.app import main
-from ckptman.cli.options import parse_size
 from ckptman.doctor import examine as checks
 from ckptman.doctor import promises, renames, surroundings
 from ckptman.doctor.finding import Finding
 from ckptman.doctor.mount import FAMILIES, LOCAL
 from ckptman.doctor.surroundings import TorchFacts
-from ckptman.errors import ConfigError
 from ckptman.io.filesystem import Disk
 from tests.helpers.checkpoints import commit
 
@@ -188,50 +186,6 @@ def test_wrong_options_are_2(options: list[str], told: str, tmp_path: Path, caps
 def test_a_size_without_a_folder_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--size", "1GiB"]) == 2
     assert "name one, as in ckptman doctor DIR --size 1GiB" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("written", "size"),
-    [
-        ("70GB", 70 * 10**9),
-        ("70 gb", 70 * 10**9),
-        ("1.5TiB", 3 * 2**39),
-        ("256MiB", 2**28),
-        ("256M", 2**28),
-        ("4096", 4096),
-        ("4096B", 4096),
-        ("1kB", 1000),
-        ("0.5KiB", 512),
-        ("1PB", 10**15),
-    ],
-)
-def test_sizes(written: str, size: int) -> None:
-    assert parse_size("--size", written) == size
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        "",
-        " ",
-        "0",
-        "0.0GB",
-        "-1",
-        "-70GB",
-        "GB",
-        "1e9",
-        "nan",
-        "inf",
-        "70XB",
-        "1,5GB",
-        "7 0GB",
-        "9" * 30,
-        "0.1B",
-    ],
-)
-def test_no_sizes(written: str) -> None:
-    with pytest.raises(ConfigError, match="--size"):
-        parse_size("--size", written)
 
 
 def test_against_a_checkpoint_a_root_and_one_of_plain_dcp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from ckptman.cli.app import main
-from ckptman.cli.options import parse_count, parse_rate, parse_seconds
-from ckptman.errors import ConfigError
 from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
 from ckptman.forecast.save_costs import warning_seconds
 from ckptman.format.paths import data_name, step_folder
@@ -391,29 +389,3 @@ for run in runs:
     command = [sys.executable, "-c", code, str(tmp_path / "run.toml")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert re.fullmatch(r"0 \[\]\n0 \[\]\n0 \[('numpy')?\]\n", ran.stderr), ran.stderr
-
-
-# ---- quantities ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("written", "seconds"),
-    [("90", 90), ("90s", 90), ("1.5h", 5400), ("1h30min", 5400), ("1h 30m", 5400), ("4d", 345_600), ("2e3", 2000)],
-)
-def test_times(written: str, seconds: float) -> None:
-    assert parse_seconds("--x", written) == seconds
-
-
-@pytest.mark.parametrize(
-    "written", ["", " ", "h", "0", "0s", "-1s", "1x", "1h30", "nan", "inf", "1e400", "1,5h", "１h"]
-)
-def test_what_is_no_time(written: str) -> None:
-    with pytest.raises(ConfigError, match="--x: a time above 0"):
-        parse_seconds("--x", written)
-
-
-def test_rates_and_counts() -> None:
-    assert parse_rate("--x", "2GB/s") == parse_rate("--x", "2GB") == 2e9
-    assert [parse_count("--x", each) for each in ("9e9", "7B", "350M", "1.5t", "8192", "64k")] == [
-        *(9_000_000_000, 7_000_000_000, 350_000_000, 1_500_000_000_000, 8192, 64_000)
-    ]

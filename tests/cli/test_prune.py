@@ -10,9 +10,7 @@ import pytest
 from ckptman.catalog import prune
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
-from ckptman.cli.options import parse_keep_best
 from ckptman.format.paths import run_folder
-from ckptman.policies.retention import KeepBest
 from tests.helpers.checkpoints import commit, steps_of
 
 
@@ -118,22 +116,6 @@ def test_a_removal_that_fails_is_told_and_can_be_repeated(
 def test_a_root_without_checkpoints_is_no_error_whatever_the_metric(tmp_path: Path) -> None:
     run_folder(tmp_path).mkdir()
     assert main(["prune", str(tmp_path), "--keep-best", "loss"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("written", "rule"),
-    [
-        ("loss", KeepBest("loss")),
-        ("loss:3", KeepBest("loss", 3)),
-        ("loss:3:min", KeepBest("loss", 3)),
-        ("accuracy:max", KeepBest("accuracy", 1, "max")),
-        ("eval:loss", KeepBest("eval:loss")),
-        ("eval:loss:2:max", KeepBest("eval:loss", 2, "max")),
-        ("max", KeepBest("max")),
-    ],
-)
-def test_keep_best_as_it_is_written(written: str, rule: KeepBest) -> None:
-    assert parse_keep_best(written) == rule
 
 
 def test_a_second_prune_of_this_host_waits(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
