@@ -165,7 +165,7 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert wider["model"]["parameters"] > made["model"]["parameters"]
     assert wider["memory"]["parameters_bytes"] < wider["memory"]["gradients_bytes"]
     message = refused(["plan", "--config", "run.toml", "--set", "model.dim=65"], capsys)
-    assert "model.dim: 65 is no multiple" in message
+    assert "model.dim: 65 is not a multiple" in message
     Path("run.toml").write_text(CONFIG.replace("vocab_size = 512", ""))
     assert "--set model.vocab_size=N" in refused(["plan", "--config", "run.toml"], capsys)
     huge = f"1{320 * '0'}"
