@@ -1,0 +1,112 @@
+"""One file that several threads read: what it opens, what it gives at the end of the file, and past the page cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from ckptman.errors import CorruptError
+from ckptman.io.file_reader import DIRECT_BYTES, FileReader, after
+from ckptman.io.workers import ALIGN_BYTES, aligned_memory
+
+DATA = random.Random(1).randbytes(2 * DIRECT_BYTES + 777)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "x").write_bytes(DATA)
+    return tmp_path / "x"
+
+
+def test_segments_are_filled_one_after_the_other_up_to_the_end_of_the_file(path: Path) -> None:
+    reader = FileReader(path)
+    places = [bytearray(3), bytearray(5), bytearray(4096)]
+    assert reader.read([memoryview(place) for place in places], 7) == 3 + 5 + 4096
+    assert b"".join(places) == DATA[7 : 7 + 3 + 5 + 4096]
+    last = bytearray(100)
+    assert reader.read([memoryview(last)], len(DATA) - 10) == 10
+    assert last[:10] == DATA[-10:]
+    assert reader.read([memoryview(last)], len(DATA) + 5) == 0
+    reader.close()
+
+
+def test_it_is_opened_when_it_is_wanted_and_again_after_it_was_closed(path: Path) -> None:
+    sizes: list[int] = []
+    reader = FileReader(path, opened=lambda found: sizes.append(found.st_size))
+    assert sizes == []
+    reader.open()
+    reader.open()
+    reader.close()
+    reader.close()
+    reader.read([memoryview(bytearray(1))], 0)
+    assert sizes == [len(DATA)] * 2
+    reader.close()
+
+
+def test_what_is_not_a_file_is_refused_and_a_link_is_followed_on_demand(path: Path) -> None:
+    link = path.with_name("link")
+    link.symlink_to(path)
+    with pytest.raises(CorruptError, match="not a regular file"):
+        FileReader(link).open()
+    followed = FileReader(link, follow=True)
+    assert os.fstat(followed.open()).st_size == len(DATA)
+    followed.close()
+    with pytest.raises(CorruptError, match="not a regular file"):
+        FileReader(path.parent).open()
+
+
+def test_an_error_of_who_is_told_of_the_opening_closes_the_file(path: Path) -> None:
+    def refuse(found: os.stat_result) -> None:
+        raise MemoryError
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(MemoryError):
+        FileReader(path, opened=refuse).open()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("offset", [0, 5, ALIGN_BYTES, len(DATA) - 100])
+def test_past_the_page_cache_the_same_bytes_come_or_none(path: Path, offset: int) -> None:
+    reader, scratch = FileReader(path), aligned_memory(2 * DIRECT_BYTES)
+    size = min(DIRECT_BYTES, len(DATA) - offset)
+    inside = offset % ALIGN_BYTES
+    count = reader.read_direct(offset, size, scratch)
+    assert count in (0, size)
+    assert scratch[inside : inside + count] == DATA[offset : offset + count]
+    reader.close()
+
+
+def test_another_file_that_took_the_name_is_not_read_in_its_place(path: Path) -> None:
+    reader, scratch = FileReader(path), aligned_memory(2 * DIRECT_BYTES)
+    reader.open()
+    path.with_name("y").write_bytes(bytes(len(DATA)))
+    path.with_name("y").replace(path)
+    assert reader.read_direct(0, DIRECT_BYTES, scratch) == 0
+    place = bytearray(10)
+    reader.read([memoryview(place)], 0)
+    assert place == DATA[:10]
+    reader.close()
+
+
+def test_where_the_page_cache_cannot_be_asked_nobody_knows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = FileReader(path)
+    assert reader.is_cold(0, DIRECT_BYTES - 1) is None, "too little to be read past it"
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, "no such flag")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", refuse)
+        assert reader.is_cached(0) is None
+    assert reader.is_cold(0, DIRECT_BYTES) is None
+    reader.close()
+
+
+def test_what_is_left_of_segments() -> None:
+    segments = [memoryview(b"abc"), memoryview(b"defg")]
+    assert [bytes(each) for each in after(segments, 4)] == [b"efg"]
+    assert after(segments, 7) == []

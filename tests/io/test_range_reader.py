@@ -1,0 +1,495 @@
+"""Reading ranges of files: what is read is what was written, or it is refused."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptman.errors import ConfigError, CorruptError
+from ckptman.io import range_reader as ranges
+from ckptman.io import workers as parallel
+from ckptman.io.checksums import Digests
+from ckptman.io.range_reader import Wanted, read_wanted
+from ckptman.io.workers import ALIGN_BYTES, io_threads
+from tests.helpers.files import BLOCK, KIB, MIB, digests_of, into, random_bytes
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def evict(path: Path) -> None:
+    """Have a file out of the page cache, where the file system has anything below it."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+SIZE = 700_001
+PIECES = st.lists(
+    st.tuples(
+        st.integers(0, 1),  # the file
+        st.integers(0, SIZE),
+        st.one_of(st.integers(0, 300), st.integers(0, 150_000), st.just(SIZE)),
+        st.sampled_from(["into", "deliver", "whole", "whole into"]),
+    ),
+    max_size=24,
+)
+
+
+@pytest.fixture(scope="module")
+def two_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("two")
+    for number in range(2):
+        (made / f"{number}").write_bytes(random_bytes(SIZE, seed=number))
+    return made
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=150)
+@given(
+    PIECES,
+    st.sampled_from([None, 512, 4096, 100_000, 1 << 20]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([0, 1, 5000]),
+    st.sampled_from([4096, 65536, 1 << 22]),
+    st.sampled_from(["warm", "cold", "from place to place"]),
+)
+def test_every_range_gets_its_bytes(
+    two_files: Path,
+    pieces: list[tuple[int, int, int, str]],
+    block: int | None,
+    threads: int,
+    gap: int,
+    stride: int,
+    cache: str,
+) -> None:
+    data = [(two_files / f"{number}").read_bytes() for number in range(2)]
+    digests = None if block is None else {f"{n}": digests_of(two_files / f"{n}", block) for n in range(2)}
+    places, calls, wanted = [], [], []
+    for file, offset, size, how in pieces:
+        size = min(size, SIZE - offset)
+        place = bytearray(size)
+        places.append((place, data[file][offset : offset + size]))
+        if "into" in how:
+            wanted.append(Wanted(f"{file}", offset, size, into=memoryview(place), whole="whole" in how))
+            continue
+        count: list[int] = []
+        calls.append((how, size, count))
+
+        def deliver(piece: memoryview, at: int, place: bytearray = place, count: list[int] = count) -> None:
+            place[at : at + len(piece)] = piece
+            count.append(len(piece))
+
+        wanted.append(Wanted(f"{file}", offset, size, deliver=deliver, whole="whole" in how))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "STRIDE_BYTES", stride)
+        patch.setattr(ranges, "DIRECT_BYTES", 1)
+        for number in range(2) if cache != "warm" else []:
+            evict(two_files / f"{number}")
+        if cache == "from place to place":
+            (two_files / "0").read_bytes()
+        report = read_wanted(two_files, wanted, digests, threads=threads, gap_bytes=gap)
+    for place, expected in places:
+        assert place == expected
+    for how, size, count in calls:
+        assert sum(count) == size
+        assert how != "whole" or len(count) == (size > 0)
+    assert report.wanted_bytes == sum(len(place) for place, _ in places)
+    if all("whole" not in how for *_, how in pieces):
+        blocks = {
+            (file, at // (block or 1))
+            for file, offset, size, _ in pieces
+            for at in (
+                [*range(offset, min(offset + size, SIZE), block or 1), min(offset + size, SIZE) - 1] if size else ()
+            )
+            if offset < SIZE
+        }
+        if block is not None and gap == 0:
+            assert report.read_bytes <= len(blocks) * block
+
+
+def test_each_block_is_read_once(tmp_path: Path) -> None:
+    data = random_bytes(20 * MIB + 5)
+    (tmp_path / "x").write_bytes(data)
+    rng = random.Random(1)
+    cuts = sorted({0, len(data), *(rng.randrange(len(data)) for _ in range(500))})
+    places = [bytearray(high - low) for low, high in pairwise(cuts)]
+    wanted = [into("x", low, len(place), place=place) for low, place in zip(cuts, places)]
+    rng.shuffle(wanted)
+    for digests in ({"x": digests_of(tmp_path / "x")}, None):
+        report = read_wanted(tmp_path, wanted, digests)
+        assert report.wanted_bytes == report.read_bytes == len(data)
+        assert b"".join(places) == data
+    twice = read_wanted(tmp_path, [*wanted, into("x", 0, len(data))], {"x": digests_of(tmp_path / "x")})
+    assert twice.read_bytes == len(data)
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(random_bytes(4 * MIB))
+    digests = {"x": digests_of(tmp_path / "x")}
+    wanted = [into("x", at + 100, 10) for at in range(0, 4 * MIB, MIB)]
+    assert read_wanted(tmp_path, wanted, digests).read_bytes == 4 * BLOCK
+    assert read_wanted(tmp_path, wanted, None).read_bytes == 40
+    near = [into("x", at, 10) for at in range(0, 8 * KIB, KIB)]
+    report = read_wanted(tmp_path, near, None)
+    assert report.read_bytes == 7 * KIB + 10
+    assert read_wanted(tmp_path, near, None, gap_bytes=0).read_bytes == 80
+
+
+def test_many_small_ranges_and_large_whole_ones(tmp_path: Path) -> None:
+    data = random_bytes(32 * MIB)
+    (tmp_path / "x").write_bytes(data)
+    digests = {"x": digests_of(tmp_path / "x")}
+    places = [bytearray(9000) for _ in range(3000)]  # more than one call can scatter
+    wanted = [into("x", number * 10_000, 9000, place=place) for number, place in enumerate(places)]
+    got: dict[int, bytes] = {}
+    wholes = [77, 7 * MIB + 5, 15 * MIB + 1, 23 * MIB + 9]
+
+    def keep(start: int) -> Callable[[memoryview, int], None]:
+        return lambda piece, _: got.update({start: bytes(piece)})
+
+    wanted += [Wanted("x", at, 8 * MIB, deliver=keep(at), whole=True) for at in wholes]
+    for each in (digests, None):
+        got.clear()
+        report = read_wanted(tmp_path, wanted, each, threads=2)
+        assert all(place == data[n * 10_000 : n * 10_000 + 9000] for n, place in enumerate(places))
+        assert all(got[at] == data[at : at + 8 * MIB] for at in wholes)
+        assert report.read_bytes < (33 * MIB if each else 48 * MIB)
+
+
+def test_nothing_wanted_is_fine(tmp_path: Path) -> None:
+    assert read_wanted(tmp_path, [], None).read_bytes == 0
+    assert read_wanted(tmp_path, [into("gone", 7, 0)], None).read_bytes == 0
+
+
+def test_ranges_that_are_none_are_refused(tmp_path: Path) -> None:
+    place = memoryview(bytearray(8))
+    for each in (
+        Wanted("x", -1, 8, into=place),
+        Wanted("x", 0, 9, into=place),
+        Wanted("x", 0, 8),
+        Wanted("x", 0, 8, into=place, deliver=lambda *_: None),
+        Wanted("x", 0, ranges.WHOLE_BYTES + 1, deliver=lambda *_: None, whole=True),
+    ):
+        with pytest.raises(ValueError, match="x"):
+            read_wanted(tmp_path, [each], None)
+
+
+# ---- reading what is not as it was -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("threads", "groups"), [(1, True), (2, True), (4, True), (4, False)])
+def test_a_flipped_byte_is_found_exactly_when_its_block_is_read(folder: Path, threads: int, groups: bool) -> None:
+    data = bytearray(random_bytes(9 * MIB + 77))
+    path = folder / "x"
+    path.write_bytes(data)
+    digests = {"x": digests_of(path, groups=groups)}
+    blocks = -(-len(data) // BLOCK)
+    for flipped in (0, BLOCK - 1, BLOCK, 33 * BLOCK + 5, len(data) - 1):
+        bad = flipped // BLOCK
+        with path.open("r+b") as file:
+            file.seek(flipped)
+            file.write(bytes([data[flipped] ^ 1]))
+        low, high = bad * BLOCK, min((bad + 1) * BLOCK, len(data))
+        for wanted in ([into("x", 0, len(data), "all")], [into("x", low, 1, "layers.0.weight")]):
+            with pytest.raises(CorruptError) as caught:
+                read_wanted(folder, wanted, digests, threads=threads)
+            text = str(caught.value)
+            assert all(each in text for each in (str(path), f"block {bad} ", f"bytes {low} to {high}", "verify"))
+            assert wanted[0].label in text
+            assert "restore an older checkpoint" in text
+        around = [into("x", 0, low), into("x", high, len(data) - high)]
+        assert read_wanted(folder, around, digests, threads=threads).read_bytes == len(data) - (high - low)
+        assert read_wanted(folder, [into("x", 0, len(data))], None).read_bytes == len(data)
+        path.write_bytes(data)
+    assert blocks == 73
+
+
+@pytest.mark.parametrize("offset", [0, 1, BLOCK, 16 * BLOCK, 17 * BLOCK + 5])
+def test_the_digests_of_groups_decide_nothing(folder: Path, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random_bytes(9 * MIB + 77)
+    (folder / "x").write_bytes(data)
+    good = digests_of(folder / "x")
+    calls = Counter[str]()
+
+    def counted(name: str) -> None:
+        real = getattr(ranges, name)
+        monkeypatch.setattr(ranges, name, lambda *args: (calls.update([name]), real(*args))[1])
+
+    counted("digest_together")
+    counted("digest_segments")
+    for digests, by_group in ((good, True), (replace(good, groups=bytes(len(good.groups))), False)):
+        half = (len(data) - offset) // 2
+        wanted = [into("x", offset, half), into("x", offset + half, len(data) - offset - half)]
+        calls.clear()
+        read_wanted(folder, wanted, {"x": digests})
+        assert b"".join(bytes(each.into or b"") for each in wanted) == data[offset:]
+        low = offset - offset % BLOCK
+        whole = 5 - -(-low // (16 * BLOCK))  # 9 MiB are four groups and a part of one, which counts at the end
+        assert calls["digest_together"] == whole
+        assert calls["digest_segments"] == (0 if by_group else whole) + (low % (16 * BLOCK) > 0)
+
+
+def test_only_the_tensors_of_the_bad_block_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(BLOCK * 2))
+    digests = {"x": Digests(BLOCK, digests_of(tmp_path / "x").blocks[:16] + bytes(16), 2 * BLOCK)}
+    seen: list[int] = []
+    wanted = [into("x", number * KIB, KIB, f"t{number}") for number in range(2 * BLOCK // KIB)]
+    wanted.append(Wanted("x", BLOCK, 4, deliver=lambda *_: seen.append(1)))
+    with pytest.raises(CorruptError, match=r"of t128, t129, t130 and 125 more"):
+        read_wanted(tmp_path, wanted, digests)
+    assert not seen
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_files_that_are_shrunk_grown_or_gone(folder: Path, threads: int) -> None:
+    data, path = random_bytes(5 * MIB), folder / "x"
+    path.write_bytes(data)
+    digests = {"x": digests_of(path)}
+
+    def fails(match: str, digests: Any = digests) -> None:
+        with pytest.raises(CorruptError, match=match) as caught:
+            read_wanted(folder, [into("x", 0, len(data), "weight")], digests, threads=threads)
+        assert all(text in str(caught.value) for text in (str(path), "weight", "restore an older checkpoint"))
+
+    for size in (len(data) - 1, 0, len(data) + 1):
+        os.truncate(path, size)
+        fails(f"has {size} bytes instead of {len(data)}")
+        if size < len(data):
+            fails(f"has only {size} bytes", None)
+        path.write_bytes(data)
+    path.unlink()
+    fails("is missing")
+    fails("is missing", None)
+    path.mkdir()
+    fails("is not a regular file")
+
+
+def test_digests_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(BLOCK))
+    good = digests_of(tmp_path / "x")
+    wanted = [into("x", 0, 10, "weight")]
+    with pytest.raises(CorruptError, match="no digests"):
+        read_wanted(tmp_path, wanted, {})
+    with pytest.raises(CorruptError, match="15 bytes of digests"):
+        read_wanted(tmp_path, wanted, {"x": Digests(BLOCK, good.blocks[:15], BLOCK)})
+    with pytest.raises(CorruptError, match="is to give"):
+        read_wanted(tmp_path, [into("x", BLOCK, 1)], {"x": good})
+
+
+def test_a_file_shrunk_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(random_bytes(2 * MIB))
+    digests, real = {"x": digests_of(path)}, os.preadv
+
+    def shrink(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        os.truncate(path, MIB + 3)
+        return real(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", shrink)
+    with pytest.raises(CorruptError, match=rf"has only {MIB + 3} bytes and ends before block 8 .* does"):
+        read_wanted(tmp_path, [into("x", 0, 2 * MIB)], digests, threads=1)
+
+
+def test_short_reads_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, real = random_bytes(3 * MIB + 1), os.preadv
+    (tmp_path / "x").write_bytes(data)
+    rng = random.Random(3)
+
+    def less(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags and rng.random() < 0.3:
+            raise BlockingIOError(errno.EAGAIN, "not in memory")
+        if flags and rng.random() < 0.3:
+            raise OSError(errno.EOPNOTSUPP, "no such flag")
+        return real(fd, [buffers[0][: rng.randint(1, len(buffers[0]))]], offset)
+
+    monkeypatch.setattr(os, "preadv", less)
+    for digests in ({"x": digests_of(tmp_path / "x")}, None):
+        places = [bytearray(100_000) for _ in range(30)]
+        wanted = [into("x", number * 101_000, 100_000, place=place) for number, place in enumerate(places)]
+        read_wanted(tmp_path, wanted, digests, threads=2)
+        assert all(place == data[n * 101_000 : n * 101_000 + 100_000] for n, place in enumerate(places))
+
+
+Preadv = Callable[..., int]
+
+
+def as_ever(real: Preadv) -> Preadv:
+    return real
+
+
+def refused(real: Preadv) -> Preadv:
+    def call(fd: int, *rest: Any) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, *rest)
+
+    return call
+
+
+def cut_short(real: Preadv) -> Preadv:
+    def call(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            buffers = [buffers[0][: len(buffers[0]) // 2 // ALIGN_BYTES * ALIGN_BYTES]]
+        return real(fd, buffers, offset, flags)
+
+    return call
+
+
+@pytest.mark.parametrize("how", [as_ever, refused, cut_short])
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="no direct I/O on this system")
+def test_what_is_not_in_the_page_cache_is_read_past_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool, how: Callable[[Preadv], Preadv]
+) -> None:
+    size = 9 * MIB + 777
+    data, path = random_bytes(size), tmp_path / "x"
+    path.write_bytes(data)
+    digests = {"x": digests_of(path)} if checked else None
+    wanted = [into("x", 1000, 5 * MIB), into("x", 6 * MIB + 1, 3 * MIB + 776)]
+    flags, real = [], os.open
+
+    def record(path: Any, flag: int, *rest: Any) -> int:
+        flags.append(flag)
+        return real(path, flag, *rest)
+
+    monkeypatch.setattr(os, "open", record)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    read_wanted(tmp_path, wanted, digests)
+    assert len(flags) == 1, "it is in the page cache"
+    evict(path)
+    monkeypatch.setattr(os, "preadv", how(os.preadv))
+    for each in wanted:
+        assert each.into is not None
+        each.into[:] = bytes(len(each.into))
+    read_wanted(tmp_path, wanted, digests)
+    assert any(flag & os.O_DIRECT for flag in flags)
+    for each in wanted:
+        assert each.into == data[each.offset : each.offset + each.bytes]
+
+
+@pytest.mark.parametrize("place", [0, 3 * MIB + 5, 8 * MIB])
+def test_a_flipped_byte_is_found_in_what_is_read_past_the_cache(tmp_path: Path, place: int) -> None:
+    data, path = bytearray(random_bytes(8 * MIB + 1)), tmp_path / "x"
+    path.write_bytes(data)
+    digests = {"x": digests_of(path)}
+    data[place] ^= 4
+    path.write_bytes(data)
+    evict(path)
+    delivered: list[tuple[int, int]] = []
+    wanted = [
+        Wanted("x", at, MIB, deliver=lambda piece, _, at=at: delivered.append((at, len(piece))), whole=True)  # type: ignore[misc]
+        for at in range(0, 8 * MIB, MIB)
+    ]
+    with pytest.raises(CorruptError, match=rf"does not match its digests in block {place // BLOCK} "):
+        read_wanted(tmp_path, [*wanted, into("x", 8 * MIB, 1)], digests, threads=1)
+    assert all(not at <= place < at + MIB for at, _ in delivered)
+
+
+def test_what_is_no_file_does_not_hang_a_load(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x")
+    for digests in ({"x": Digests(BLOCK, bytes(16), 100)}, None):
+        with pytest.raises(CorruptError, match="is not a regular file"):
+            read_wanted(tmp_path, [into("x", 0, 100)], digests)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_error_of_the_disk_is_told_as_damage(tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(bytes(64 * MIB))
+    digests, reads = {"x": digests_of(tmp_path / "x")}, []
+
+    def fail(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        reads.append(offset)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CorruptError, match=r"cannot be read in block \d+ .*Input/output error.*of weight") as caught:
+        read_wanted(tmp_path, [into("x", 0, 64 * MIB, "weight")], digests, threads=threads)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.EIO
+    assert len(reads) <= 4 * threads
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_error_of_a_receiver_is_raised_as_it_is(tmp_path: Path, threads: int) -> None:
+    (tmp_path / "x").write_bytes(bytes(64 * MIB))
+    calls = []
+
+    def deliver(piece: memoryview, at: int) -> None:
+        calls.append(at)
+        raise LookupError("no room")
+
+    with pytest.raises(LookupError, match="no room"):
+        read_wanted(tmp_path, [Wanted("x", 0, 64 * MIB, deliver=deliver)], None, threads=threads)
+    assert len(calls) <= 2 * threads
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPTMAN_IO_THREADS", raising=False)
+    assert io_threads() == 4
+    monkeypatch.setenv("CKPTMAN_IO_THREADS", "7")
+    assert io_threads() == 7
+    for text in ("0", "-1", "two", "1.5"):
+        monkeypatch.setenv("CKPTMAN_IO_THREADS", text)
+        with pytest.raises(ConfigError, match="CKPTMAN_IO_THREADS"):
+            io_threads()
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 2), (3, 3), (64, 6)])
+def test_no_more_threads_than_cores_read_what_is_in_the_page_cache(
+    cores: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+
+    def share_out(*arguments: Any, threads: int, **options: Any) -> None:
+        used.append(threads)
+        parallel.share_out(*arguments, threads=threads, **options)
+
+    monkeypatch.setattr(ranges, "cores", lambda: cores)
+    monkeypatch.setattr(ranges, "share_out", share_out)
+    data = bytearray(4 * MIB)
+    (tmp_path / "x").write_bytes(random_bytes(4 * MIB))
+    wanted = [Wanted("x", 0, 4 * MIB, into=memoryview(data))]
+    read_wanted(tmp_path, wanted, None, threads=6)
+    # It may come from the other end of a network, or only begin there: then a disk is waited for.
+    for is_cold in (lambda *_: None, lambda _, span: span.low >= MIB):
+        monkeypatch.setattr(ranges._File, "is_cold", is_cold)
+        read_wanted(tmp_path, wanted, None, threads=6)
+    assert used == [expected, 6, 6]
+    assert data == (tmp_path / "x").read_bytes()
+
+
+def test_an_interrupt_stops_all_threads(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(64 * MIB))
+    calls = []
+
+    def deliver(piece: memoryview, at: int) -> None:
+        calls.append(at)
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(0.02)
+
+    wanted = [Wanted("x", 0, 64 * MIB, deliver=deliver)]
+    with pytest.raises(KeyboardInterrupt):
+        read_wanted(tmp_path, wanted, None, threads=4)
+    assert len(calls) < 16
