@@ -80,13 +80,8 @@ def copy(
         for found in job.counting(entries, asked=step is not None):
             job.attempt(found, means(partial(copy_checkpoint, found, LocalBackend(destination), source=store)))
     elif step is None and not every and is_foreign(Path(source)):
-        if target_url is not None:
-            raise ConfigError(
-                f"{source} has no manifest, and in an object store that is what makes a checkpoint: only those of "
-                f"ckptman are copied there"
-            )
         with copy_progress(Path(source).name) as meter:
-            job.done(means(partial(copy_foreign, Path(source), LocalBackend(destination)))(meter))
+            job.done(means(partial(copy_foreign, Path(source), _target(destination, target_url)))(meter))
     else:
         path, place = Path(source), _target(destination, target_url)
         if target_url is None:

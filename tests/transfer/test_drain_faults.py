@@ -32,7 +32,7 @@ from ckptman.transfer.drain import carry_out, plan_drain
 from tests.catalog.test_tiers import drain, root, steps
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import rewrite
-from tests.transfer.test_to_folder import a_copy_of, a_run_in
+from tests.transfer.test_copy_to_folder import a_copy_of, a_run_in
 
 __all__ = ["root"]
 

@@ -25,7 +25,7 @@ from ckptman.transfer.copy import Means, copy_checkpoint, copy_foreign
 from ckptman.transfer.progress import Meter
 from tests.helpers.checkpoints import commit, steps_of
 from tests.helpers.faulty_disk import Death
-from tests.transfer.test_to_folder import STEP, Told, copy, plain, source
+from tests.transfer.test_copy_to_folder import STEP, Told, copy, plain, source
 
 __all__ = ["source"]
 

@@ -139,6 +139,6 @@ class BusyCopyingError(BusyError):
         )
 
 
-def is_same(sizes: Mapping[str, int], there: Mapping[str, int]) -> str:
-    """The first name whose size is another; "" where all are right."""
+def first_of_another_size(sizes: Mapping[str, int], there: Mapping[str, int]) -> str:
+    """Return the first name whose size is not what it has to be; "" where all are right."""
     return next((name for name, size in sizes.items() if there.get(name) != size), "")

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing, is_same
+from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing, first_of_another_size
 from ckptman.catalog.backends.object_source import THREADS, scan_objects
 from ckptman.catalog.backends.object_store import COPYING, REMOVING, ObjectBackend
 from ckptman.catalog.backends.source import Facts
@@ -59,7 +59,7 @@ class ObjectDraft:
             return None
         if not self._has_manifest(there):
             return "is there, and is another checkpoint"
-        wrong = is_same(self._facts.sizes, there)
+        wrong = first_of_another_size(self._facts.sizes, there)
         return f"is there, and is not complete: {wrong}" if wrong else ""
 
     def may_replace(self) -> bool:
@@ -173,7 +173,7 @@ class ObjectDraft:
         there, note = self._place.listing(self._name), self._place.note_of(self._name)
         # With the manifest there, another copy of the same checkpoint was quicker.
         is_ours = note.get("tag") == self._facts.tag or self._has_manifest(there)
-        if not is_ours or is_same(self._facts.sizes, there):
+        if not is_ours or first_of_another_size(self._facts.sizes, there):
             raise _TakenError(self.where, str(note.get("host", "")), note.get("pid", 0))
 
     def _put(self, name: str, data: bytes) -> None:

@@ -353,6 +353,29 @@ def test_other_stores_of_fsspec_work_too(root: Path, tmp_path: Path) -> None:
     assert holds(tmp_path / "back") == holds(root)
 
 
+@pytest.mark.parametrize("threads", [None, 1, 3])
+def test_a_store_without_parts_gets_large_files_from_front_to_back(
+    threads: int | None, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objectput, "PART_BYTES", 2**20)
+    place = ObjectBackend(f"memory://{tmp_path.name}/runs", QUICK)
+    upload(root, place, 200, threads=threads)
+    download(place, tmp_path / "back")
+    assert holds(tmp_path / "back")[200] == holds(root)[200]
+
+
+def test_what_ends_in_the_middle_makes_no_object_there(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objectput, "PART_BYTES", 2**20)
+    place = ObjectBackend(f"memory://{tmp_path.name}/runs", QUICK)
+    flip_byte(root / "step-0000000200" / "__1_0.distcp")
+    with pytest.raises(CorruptError):
+        upload(root, place, 200)
+    assert [entry.complete for entry in place.list()] == []
+    assert not place.listing("step-0000000200")
+
+
 def test_the_meter_sees_every_byte_once(root: Path, place: ObjectBackend) -> None:
     seen: list[tuple[str, int, int]] = []
     upload(root, place, 200, meter=Meter(lambda meter: seen.append((meter.phase, meter.done_bytes, meter.total_bytes))))
