@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptman.cli.console import plain, say
-from ckptman.cli.options import parse_seconds
+from ckptman.cli.options import option, parse_seconds
 from ckptman.errors import ConfigError, SchedulerError
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ Command = Annotated[
 SchedulerName = Annotated[
     str, typer.Option("--scheduler", metavar="NAME", help="slurm: as jobs. local: here, one attempt after another.")
 ]
-MaxAttempts = Annotated[
-    int | None, typer.Option("--max-attempts", metavar="N", show_default=False, help="End after N attempts.")
-]
+MaxAttempts = Annotated[int | None, option("--max-attempts", "N", "End after N attempts.")]
 CrashLimit = Annotated[
     int, typer.Option("--crash-limit", metavar="N", help="End after N crashes in a row with no new checkpoint.")
 ]
@@ -39,41 +37,16 @@ StallLimit = Annotated[
     int, typer.Option("--stall-limit", metavar="N", help="End after N attempts of any kind with no new checkpoint.")
 ]
 ChainDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--chain-dir",
-        metavar="DIR",
-        show_default=False,
-        help="The folder of the chain (default: a new folder under ./ckptman-chains).",
-    ),
+    Path | None, option("--chain-dir", "DIR", "The folder of the chain (default: a new folder under ./ckptman-chains).")
 ]
-MaxWalltime = Annotated[
-    str | None,
-    typer.Option("--max-walltime", metavar="TIME", show_default=False, help="End when the attempts took 36h or 10d."),
-]
-Until = Annotated[
-    str | None,
-    typer.Option("--until", metavar="DATE", show_default=False, help="Begin no attempt after it: 2026-12-24T18:00."),
-]
+MaxWalltime = Annotated[str | None, option("--max-walltime", "TIME", "End when the attempts took 36h or 10d.")]
+Until = Annotated[str | None, option("--until", "DATE", "Begin no attempt after it: 2026-12-24T18:00.")]
 Requeue = Annotated[
     bool, typer.Option("--requeue", help="Requeue the same job, where sbatch is forbidden on compute nodes.")
 ]
-Upfront = Annotated[
-    int | None, typer.Option("--upfront", metavar="N", show_default=False, help="Put N jobs into the queue at once.")
-]
-Sbatch = Annotated[
-    list[str] | None,
-    typer.Option("--sbatch", metavar="OPTION", show_default=False, help="An option for sbatch, such as --nodes=4."),
-]
-First = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--first",
-        metavar="ARGUMENT",
-        show_default=False,
-        help="For the script until a checkpoint is there.",
-    ),
-]
+Upfront = Annotated[int | None, option("--upfront", "N", "Put N jobs into the queue at once.")]
+Sbatch = Annotated[list[str] | None, option("--sbatch", "OPTION", "An option for sbatch, such as --nodes=4.")]
+First = Annotated[list[str] | None, option("--first", "ARGUMENT", "For the script until a checkpoint is there.")]
 Another = Annotated[bool, typer.Option("--another", help="Even if a chain of the same script goes on already.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be submitted, and leave no trace.")]
 
