@@ -250,7 +250,8 @@ class Checkpointer:
             self._rehearse()
         if (news := self._timings.step_ended()) is not None:
             self._session.note(news[0], step=step, **news[1])
-        self._account_for(self._saver.poll(), None)
+        if reports := self._saver.poll():
+            self._account_for(reports, None)
         agreed = self._consensus.at(step)
         stride = max(1, step - self._timings.previous_step)
         reason = None

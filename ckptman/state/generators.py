@@ -33,9 +33,9 @@ class RNGState:
     def generators(self) -> dict[str, Any]:
         """Return copies of what each generator is at now: little work, for who may need `encoded` of it later."""
         # A subclass need not call an __init__ of this class.
-        kept = self.__dict__.setdefault(
-            "_kept", (_Kept(_python_state, _python_memory), _Kept(_numpy_state, _numpy_memory))
-        )
+        kept = self.__dict__.get("_kept")
+        if kept is None:
+            kept = self._kept = _Kept(_python_state, _python_memory), _Kept(_numpy_state, _numpy_memory)
         state: dict[str, Any] = {"python": kept[0].state(), "torch": torch.get_rng_state()}
         if torch.accelerator.is_available():
             state["device"] = torch.get_device_module().get_rng_state()

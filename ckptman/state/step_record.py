@@ -133,7 +133,8 @@ class Settings:
         self.groups = [dict(group) for group in optimizer.param_groups]
         for group in self.groups:
             del group["params"]
-        self._marks = Marks(each for group in self.groups for each in group.values() if isinstance(each, torch.Tensor))
+        settings = (each for group in self.groups for each in group.values())
+        self._marks = Marks([each for each in settings if isinstance(each, torch.Tensor)])
         self._state, self._sizes = optimizer.state, self._look()
 
     def unchanged(self) -> bool:
