@@ -26,7 +26,6 @@ from ckptman.format.paths import MANIFEST, parse_step
 from ckptman.integrity.damage_report import Damage, located, of_bytes
 from ckptman.io.checksums import digest_of_blocks
 from ckptman.io.file_scan import Scanned
-from ckptman.io.filesystem import DISK, Disk
 from ckptman.transfer.pieces import move
 from ckptman.transfer.progress import Limit, Meter, Phase
 
@@ -40,7 +39,6 @@ class Means:
     `limit`: to what is copied, and to what is read back after it. `overwrite`: another checkpoint of its name goes.
     """
 
-    disk: Disk = DISK
     threads: int | None = None
     limit: Limit | None = None
     meter: Meter | None = None
@@ -131,7 +129,7 @@ def check_apart(folder: Path, where: str | os.PathLike[str]) -> None:
 
 def _copy(original: Original, place: Backend, means: Means) -> Copied:
     means = replace(means, meter=means.meter or Meter())
-    with place.receive(original.facts, means.disk) as draft:
+    with place.receive(original.facts) as draft:
         copied = _already(original, draft, means)
         if copied is None:
             if draft.in_place and draft.difference():

@@ -172,7 +172,7 @@ def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractConte
         try:
             with means(task) as how:
                 over = replace(how, overwrite=how.overwrite or task.over)
-                place = open_tier(task.tier, how.disk)
+                place = open_tier(task.tier)
                 look_whose(root, place)  # again: it may be hours since that was planned
                 yield Drained(task, copy_checkpoint(task.entry, place, over))
             fuller[task.tier] = task

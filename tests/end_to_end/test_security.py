@@ -538,7 +538,7 @@ def test_nor_does_a_copy(outside: Path, kind: str, name: str) -> None:
     source = commit(outside.parent / "source", 10)
     root = outside.parent / "copies"
     with pytest.raises(ckptman.CkptmanError):
-        copy_checkpoint(source, LocalBackend(root), Means(disk=Swapping(outside, kind, name), threads=1))
+        copy_checkpoint(source, LocalBackend(root, Swapping(outside, kind, name)), Means(threads=1))
     stays(outside)
     assert Catalog(root).scan() == []
 

@@ -41,8 +41,8 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def copy(source: Path, root: Path, step: int = 200, **means: object) -> Copied:
-    return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root), Means(**means))  # type: ignore[arg-type]
+def copy(source: Path, root: Path, step: int = 200, disk: Disk = DISK, **means: object) -> Copied:
+    return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root, disk), Means(**means))  # type: ignore[arg-type]
 
 
 def draft_of(root: Path) -> Path:
@@ -87,7 +87,7 @@ def test_a_copy_is_the_same_checkpoint_and_is_proved(source: Path, tmp_path: Pat
 def test_everything_is_flushed_before_it_can_be_seen(source: Path, tmp_path: Path) -> None:
     disk = FaultyDisk()
     place = LocalBackend(tmp_path / "root", disk)
-    copied = copy_checkpoint(Catalog(source).entry(200), place, Means(disk=disk))
+    copied = copy_checkpoint(Catalog(source).entry(200), place)
     seen = max(number for number, name in enumerate(disk.log) if name == "rename")
     assert disk.log[:seen].count("sync_file") == copied.files
     assert disk.log[seen - 1] == disk.log[seen + 1] == "sync_folder"

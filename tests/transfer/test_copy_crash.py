@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -21,7 +22,7 @@ from ckptman.catalog.backends import local_draft as copydraft
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
-from ckptman.catalog.tiers import write_tiers
+from ckptman.catalog.tiers import open_tier, write_tiers
 from ckptman.catalog.writer_lock import claim
 from ckptman.io.filesystem import DISK, Disk
 from ckptman.policies.retention import KeepLast
@@ -45,7 +46,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def copy(world: Path, disk: Disk) -> None:
     for entry in Catalog(world / "root").complete():
-        copy_checkpoint(entry, LocalBackend(world / "near", disk), Means(disk=disk, threads=1))
+        copy_checkpoint(entry, LocalBackend(world / "near", disk), Means(threads=1))
 
 
 def drain(world: Path, disk: Disk) -> None:
@@ -53,8 +54,9 @@ def drain(world: Path, disk: Disk) -> None:
     write_tiers(root, [Tier(world / "near")], disk)
     plan = plan_drain(root, [Tier(world / "near")])
     prepare(root, plan)
-    for each in carry_out(root, plan, lambda task: contextlib.nullcontext(Means(disk=disk, threads=1))):
-        assert each.error is None
+    with mock.patch("ckptman.transfer.drain.open_tier", partial(open_tier, disk=disk)):
+        for each in carry_out(root, plan, lambda task: contextlib.nullcontext(Means(threads=1))):
+            assert each.error is None
 
 
 @pytest.mark.parametrize("act", [copy, drain])

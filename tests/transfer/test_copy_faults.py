@@ -53,7 +53,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def copy(source: Path, root: Path, disk: Disk, **means: object) -> object:
     place = LocalBackend(root, disk)
-    return copy_checkpoint(Catalog(source).entry(STEP), place, Means(disk=disk, threads=1, **means))  # type: ignore[arg-type]
+    return copy_checkpoint(Catalog(source).entry(STEP), place, Means(threads=1, **means))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -6,12 +6,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.tiers import write_tiers
+from ckptman.catalog.tiers import open_tier, write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ExistsError, RootError
 from ckptman.format.paths import DOT, MANIFEST
@@ -57,7 +59,7 @@ class Late(Disk):
 
 def copy(source: Path, root: Path, disk: Disk | None = None, *, overwrite: bool = False) -> Copied:
     disk = disk or Disk()
-    means = Means(threads=1, overwrite=overwrite, disk=disk)
+    means = Means(threads=1, overwrite=overwrite)
     return copy_checkpoint(Catalog(source).entry(200), LocalBackend(root, disk), means)
 
 
@@ -137,10 +139,14 @@ def test_a_drain_says_so_and_fills_up_the_rest(source: Path, tmp_path: Path) -> 
 
     @contextmanager
     def means(task: Task) -> Iterator[Means]:
-        yield Means(disk=Late(lambda: commit(far, 200, sequence=9), after=True))
+        yield Means()
+
+    def late(tier: Tier) -> Backend:
+        return open_tier(tier, Late(lambda: commit(far, 200, sequence=9), after=True))
 
     def drained() -> dict[int, Drained]:
-        return {each.task.entry.step: each for each in carry_out(source, plan_drain(source, [Tier(far)]), means)}
+        with mock.patch("ckptman.transfer.drain.open_tier", late):
+            return {each.task.entry.step: each for each in carry_out(source, plan_drain(source, [Tier(far)]), means)}
 
     done = drained()
     assert {step for step, each in done.items() if each.copied is not None} == {100, 300}

@@ -43,8 +43,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def copy(source: Path, root: Path, step: int = 200, disk: Disk = DISK, overwrite: bool = False) -> Copied:
-    means = Means(disk=disk, overwrite=overwrite)
-    return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root), means)
+    return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root, disk), Means(overwrite=overwrite))
 
 
 def plain(folder: Path, content: bytes) -> Path:

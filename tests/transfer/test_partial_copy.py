@@ -80,7 +80,7 @@ def test_what_was_copied_by_hand_is_flushed_before_it_counts(source: Path, tmp_p
         if folder.name == STEP:
             assert copy(source, tmp_path / "root", disk=disk).already
         else:
-            assert copy_foreign(folder, LocalBackend(tmp_path / "root"), Means(disk=disk)).already
+            assert copy_foreign(folder, LocalBackend(tmp_path / "root", disk)).already
         wanted = {str(path) for path in (there, *there.iterdir()) if path.name not in (MANIFEST, "verified.json")}
         assert wanted <= disk.flushed
 
@@ -92,7 +92,7 @@ def test_what_an_error_left_of_a_checkpoint_of_others_is_cleared_by_the_next_cop
 
     folder, root = plain(tmp_path / "outputs", b"one"), tmp_path / "root"
     with pytest.raises(RootError, match="no room"):
-        copy_foreign(folder, LocalBackend(root), Means(disk=Full()))
+        copy_foreign(folder, LocalBackend(root, Full()))
     assert len(names(root)) == 1
     (root / "outputs.tmp-copy-of-mine").mkdir()
     plain(folder, b"three")
@@ -114,7 +114,7 @@ def test_of_what_was_replaced_nothing_is_left_after_a_kill_either(where: str, tm
     plain(folder, b"three")
     disk = Killed()
     with pytest.raises(Death):
-        copy_foreign(folder, LocalBackend(root, disk), Means(disk=disk, overwrite=True))
+        copy_foreign(folder, LocalBackend(root, disk), Means(overwrite=True))
     assert len(names(root)) == 3
     copy_foreign(folder, LocalBackend(root), Means(overwrite=True))
     assert names(root) == ["outputs", "outputs.old-copy-20261122"]

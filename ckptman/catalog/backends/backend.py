@@ -74,7 +74,7 @@ class Backend(Protocol):
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
         """Hold an entry until the block ends, so that no prune takes it. `what`: who reads, in words."""
 
-    def receive(self, facts: Facts, disk: Disk = DISK) -> AbstractContextManager[Draft]:
+    def receive(self, facts: Facts) -> AbstractContextManager[Draft]:
         """Begin a copy of what is described, or go on with one. Held until the block ends.
 
         Raises: ConfigError (such a one is not kept here), RootError, SourceError.

@@ -209,10 +209,10 @@ class LocalBackend:
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
         return reading(entry.path, what=what, disk=self._disk)
 
-    def receive(self, facts: Facts, disk: Disk = DISK) -> AbstractContextManager[Draft]:
+    def receive(self, facts: Facts) -> AbstractContextManager[Draft]:
         from ckptman.catalog.backends.local_draft import receive_in_folder
 
-        return receive_in_folder(self, facts, disk)
+        return receive_in_folder(self, facts, self._disk)
 
     def read_note(self, name: str) -> bytes | None:
         path = run_folder(self.root) / name

@@ -38,7 +38,6 @@ from ckptman.errors import (
 )
 from ckptman.format.manifest import MOST_BYTES, Manifest, parse_manifest
 from ckptman.format.paths import DOT, MANIFEST, parse_step
-from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.workers import share_out
 from ckptman.policies.retention import plan
 from ckptman.policies.rules import Record, RetentionPolicy
@@ -394,7 +393,7 @@ class ObjectBackend:
         for each in (MANIFEST, *sorted(self.listing(name).keys() - {MANIFEST, REMOVING}), REMOVING):
             self.remove(f"{name}/{each}")
 
-    def receive(self, facts: Facts, disk: Disk = DISK) -> AbstractContextManager[Draft]:
+    def receive(self, facts: Facts) -> AbstractContextManager[Draft]:
         from ckptman.catalog.backends.object_draft import ObjectDraft
 
         return contextlib.nullcontext(ObjectDraft(self, facts))
