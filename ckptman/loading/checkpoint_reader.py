@@ -39,7 +39,7 @@ from ckptman.format.table_assembly import assemble
 from ckptman.format.torch_zip import PartOfFile
 from ckptman.format.value_codec import TensorRef, decode, paths_in
 from ckptman.io.checksums import Digests, digest_file, digest_of_blocks
-from ckptman.io.range_reader import ReadReport, Wanted, read_wanted
+from ckptman.io.range_reader import Wanted, read_wanted
 from ckptman.io.safe_open import open_regular
 from ckptman.loading.restricted_unpickler import load_plain, read_foreign_metadata, transforms_in
 from ckptman.state.tensor_container import payload_of
@@ -163,11 +163,14 @@ class SavedState:
             )
         return None if inside is None else chunk.offset + inside
 
-    def read_wanted(self, wanted: Sequence[Wanted], *, verify: bool = True) -> ReadReport:
-        """Read ranges of the data files, each block checked where there are digests. Raises: CorruptError, OSError."""
+    def read_wanted(self, wanted: Sequence[Wanted], *, verify: bool = True) -> int:
+        """Read ranges of the data files, each block checked where there are digests. Returns the bytes that were read.
+
+        Raises: CorruptError, OSError.
+        """
         known = {name: self.digests(name) for name in {each.file for each in wanted}} if verify else {}
         digests = {name: each for name, each in known.items() if each is not None}
-        return read_wanted(self.folder, wanted, digests or None)
+        return read_wanted(self.folder, wanted, digests or None).read_bytes
 
     def read_range(self, file: str, offset: int, size: int, label: str, *, verify: bool = True) -> bytearray:
         """Return bytes of a data file. Raises: CorruptError, OSError."""

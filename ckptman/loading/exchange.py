@@ -89,7 +89,7 @@ def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, tor
     read_bytes = 0
     try:
         fills = fills_for_all(saved, {name: targets[name] for name in own})
-        read_bytes = read_fills(saved, fills, verify=verify).read_bytes
+        read_bytes = read_fills(saved, fills, verify=verify)
     except Exception as failed:  # noqa: BLE001 the others wait for this rank's bands
         error = failed
     # Groups in the same order on every rank: whoever waits for one waits for the smallest that is not done.
@@ -234,7 +234,7 @@ class _Exchange:
                 offsets = (shared.offsets[0] + band.first, *shared.offsets[1:])
                 fills += fills_for_box(self._saved, shared.name, offsets, memory)
                 pieces.append(memory)
-            return pieces, read_fills(self._saved, fills, verify=self._verify).read_bytes
+            return pieces, read_fills(self._saved, fills, verify=self._verify)
         except Exception as error:  # noqa: BLE001
             self.error = error
             return [], 0

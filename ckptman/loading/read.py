@@ -15,7 +15,7 @@ import torch
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.pickle_guard import NotAllowed
 from ckptman.io.checksums import BLOCK_BYTES
-from ckptman.io.range_reader import ReadReport, Wanted
+from ckptman.io.range_reader import Wanted
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
 from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.state.file_layout import address_of, flat, put, view_of
@@ -77,8 +77,11 @@ def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: 
         )
 
 
-def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True) -> ReadReport:
-    """Read into the targets. Raises: CorruptError; they may be partly filled then, and its text says so."""
+def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True) -> int:
+    """Read into the targets. Returns the bytes that were read from storage.
+
+    Raises: CorruptError; the targets may be partly filled then, and its text says so.
+    """
     uploads = Uploads()
     wanted: list[Wanted] = []
     special: list[list[Fill]] = []
@@ -99,7 +102,7 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
         room -= fill.chunk.bytes
     try:
         try:
-            report = saved.read_wanted(wanted, verify=verify)
+            read_bytes = saved.read_wanted(wanted, verify=verify)
         finally:
             uploads.finish()
         for batch in special:
@@ -108,14 +111,12 @@ def read_fills(saved: SavedState, fills: Iterable[Fill], *, verify: bool = True)
                 Wanted(fill.chunk.file, fill.chunk.offset, len(container), into=container, label=fill.name)
                 for fill, container in zip(batch, containers)
             ]
-            found = saved.read_wanted(whole, verify=verify)
-            report.wanted_bytes += found.wanted_bytes
-            report.read_bytes += found.read_bytes
+            read_bytes += saved.read_wanted(whole, verify=verify)
             for fill, container in zip(batch, containers):
                 _unpack(saved, fill, container)
     except CorruptError as error:
         raise CorruptError(f"{error}. {NOT_USABLE}") from error
-    return report
+    return read_bytes
 
 
 class Cut:

@@ -324,7 +324,7 @@ def _read_on(folder: Path, world_size: int) -> tuple[PlanReport, list[tuple[int,
             offsets = (low, *[0] * (len(shape) - 1)) if shape else ()
             if 0 not in shape:
                 fills += list(fills_for_box(state, name, offsets, torch.empty(shape)))
-        read.append((read_fills(state, fills).read_bytes, len({fill.chunk.file for fill in fills})))
+        read.append((read_fills(state, fills), len({fill.chunk.file for fill in fills})))
     return report, read
 
 
