@@ -184,7 +184,7 @@ class Undead:
         monkeypatch.setattr(draining, "time", self)
         monkeypatch.setattr(draining, "_work_done", self.work_done)
         drainer._process, drainer._again = cast(Any, self), False
-        drainer._told = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        drainer._outputs = tempfile.TemporaryFile(), tempfile.TemporaryFile()
 
 
 def test_a_drain_that_cannot_be_killed_is_left_to_itself(drainer: Drainer, monkeypatch: pytest.MonkeyPatch) -> None:
