@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -236,7 +236,7 @@ def _look(draft: Draft, means: Means) -> dict[str, bytes]:
             there[found.name] = bytes(found.blocks)
 
     if sizes:
-        _scan(draft, list(sizes), "looking", finish, means, total=sum(sizes.values()))
+        _scan(draft, sizes, "looking", finish, means)
     return there
 
 
@@ -245,10 +245,10 @@ def _wrong(
 ) -> tuple[str, ...]:
     """Read files, of the draft or of what has its name, and say what of them is not what was saved."""
     damage, unread = list[Damage](), list[str]()
-    folder, names = Path(draft.where if final else draft.draft), list(names)
+    folder = Path(draft.where if final else draft.draft)
     finish = partial(_judge, folder, proof, damage, unread)
-    total = sum(proof.files[name].bytes for name in names)
-    changed = _scan(draft, names, "verifying", finish, means, total=total, final=final)
+    sizes = {name: proof.files[name].bytes for name in names}
+    changed = _scan(draft, sizes, "verifying", finish, means, final=final)
     return (*_in_words(damage, folder, proof), *sorted(unread), *changed)
 
 
@@ -267,18 +267,17 @@ def _in_words(damage: list[Damage], folder: Path, proof: Manifest) -> list[str]:
 
 def _scan(
     draft: Draft,
-    names: list[str],
+    sizes: Mapping[str, int],
     phase: Phase,
     finish: Callable[[Scanned], None],
     means: Means,
     *,
-    total: int,
     final: bool = False,
 ) -> Iterable[str]:
     meter = _meter(means)
-    meter.begin(phase, total, 0)
+    meter.begin(phase, sum(sizes.values()), 0)
     done = partial(means.passed, meter)
-    return draft.scan(names, final=final, finish=finish, threads=means.threads, done=done)
+    return draft.scan(sizes, final=final, finish=finish, threads=means.threads, done=done)
 
 
 def _check_original(original: Original, means: Means) -> None:
@@ -292,7 +291,16 @@ def _check_original(original: Original, means: Means) -> None:
     finish = partial(_judge, folder, proof, damage, unread)
     meter.begin("verifying", facts.bytes, 0)
     with of_source(facts.where):
+        for name in facts.sizes:
+            try:
+                original.open(name).close()  # which looks at its size
+            except FileNotFoundError as error:
+                if not os.path.lexists(folder):
+                    raise
+                raise CorruptError(f"{folder / name} is missing, so it replaces nothing: copy another one") from error
         original.scan(finish=finish, threads=means.threads, done=partial(means.passed, meter))
+    if (lost := original.lost()) is not None:
+        raise lost
     if not damage and not unread:
         return
     why = f"{facts.where} is not what was saved ({'; '.join((*_in_words(damage, folder, proof), *unread)[:3])})"
@@ -310,8 +318,7 @@ def _difference_in_bytes(original: Original, draft: Draft, means: Means) -> str:
 
     done = partial(means.passed, _meter(means))
     original.scan(finish=partial(finish, digests[0]), threads=means.threads, done=done)
-    names = list(original.facts.sizes)
-    draft.scan(names, final=True, finish=partial(finish, digests[1]), threads=means.threads, done=done)
+    draft.scan(original.facts.sizes, final=True, finish=partial(finish, digests[1]), threads=means.threads, done=done)
     same = digests[0] == digests[1] and all(digests[0].values())
     return "" if same else "is there, with other bytes in its files"
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ckptman.catalog.backends.drafts import Draft, Writing
 from ckptman.catalog.backends.source import Original, Reading, of_source
 from ckptman.io.checksums import digest_of_blocks
-from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay
+from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, share_out
 from ckptman.transfer.copy_digest import OnTheWay
 from ckptman.transfer.progress import Limit, Meter
 
@@ -79,19 +79,30 @@ def move(
             file.put(low, data, scratch)
         file.end()
 
-    threads = threads or draft.writers or io_threads()
+    def put_piece(number: int, scratch: memoryview) -> None:
+        put(number, scratch, fetch(number, scratch))
+
+    def put_file(number: int, scratch: memoryview) -> None:
+        files[number].put_in_order(piece, scratch, limit)
+
+    threads, scratch_bytes = threads or draft.writers or io_threads(), max(piece, ALIGN_BYTES)
     if limit is not None:
         limit.renew()
     try:
-        relay(
-            starts[-1],
-            fetch,
-            put,
-            first_threads=draft.readers or original.readers or computing_threads(threads),
-            then_threads=max(1, threads - 1),
-            scratch_bytes=max(piece, ALIGN_BYTES),
-            on_error=limit.release if limit is not None else lambda: None,
-        )
+        if draft.in_order:
+            share_out(len(files), put_file, threads=threads, scratch_bytes=scratch_bytes)
+        elif draft.in_place:  # both ends wait for a network: one thread does both, with one piece in memory
+            share_out(starts[-1], put_piece, threads=threads, scratch_bytes=scratch_bytes)
+        else:
+            relay(
+                starts[-1],
+                fetch,
+                put,
+                first_threads=original.readers or computing_threads(threads),
+                then_threads=max(1, threads - 1),
+                scratch_bytes=scratch_bytes,
+                on_error=limit.release if limit is not None else lambda: None,
+            )
     finally:
         for each in files:
             each.close()
@@ -130,7 +141,7 @@ class _File:
     def begin(self) -> None:
         """Open both ends. Raises: CorruptError, OSError."""
         with self._lock:
-            if self._writing is not None:
+            if self._reading is not None or self._writing is not None:
                 return
             begun = time.perf_counter()
             with of_source(self._original.facts.where):
@@ -139,7 +150,8 @@ class _File:
                     self._is_all_right = _is_right(self._original, self.name, self._there)
                 if not self._is_all_right:
                     self._reading = self._original.open(self.name)
-            self._writing = self._draft.writer(self.name, self.size)
+            if not self._draft.in_order:
+                self._writing = self._draft.writer(self.name, self.size)
             self._seconds += time.perf_counter() - begun
 
     def is_right(self, low: int, high: int) -> bool:
@@ -172,6 +184,32 @@ class _File:
         with self._lock:
             self.written_bytes += size
         self._meter.moved(size, time.perf_counter() - begun)
+
+    def put_in_order(self, piece: int, scratch: memoryview, limit: Limit | None) -> None:
+        """Bring all of it, from front to back. Raises: CorruptError, OSError."""
+        self.begin()
+        self._draft.put_in_order(self.name, lambda: self._pieces(piece, scratch, limit))
+        self.written_bytes = self.size
+        self.close()
+        self._meter.ended_file(self._seconds)
+
+    def _pieces(self, piece: int, scratch: memoryview, limit: Limit | None) -> Iterator[memoryview]:
+        done = 0
+        try:
+            for low in range(0, self.size, piece):
+                high = min(low + piece, self.size)
+                if limit is not None:
+                    limit.take(high - low)
+                data = self.fetch(low, high, scratch)
+                assert data is not None
+                begun = time.perf_counter()
+                yield data
+                self._meter.moved(high - low, time.perf_counter() - begun)
+                done += high - low
+            self.digest = self._passing.judge()  # before there is an object
+        except BaseException:
+            self._meter.moved(-done, 0.0)
+            raise
 
     def end(self) -> None:
         """A piece is done; after the last one the file is judged and made durable. Raises: CorruptError, OSError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -41,8 +41,8 @@ class Draft(Protocol):
     """What it is meanwhile, for messages."""
     in_place: bool
     """Whether files are put as a whole and under their final names: then what has the name goes first."""
-    readers: int
-    """The most threads that may read for it; 0: as many as the original wants."""
+    in_order: bool
+    """Whether a file can be put only from its first byte to its last: by `put_in_order`, and not by `writer`."""
     writers: int
     """As many threads write to it where nobody says otherwise; 0: as many as a save has."""
 
@@ -85,9 +85,12 @@ class Draft(Protocol):
     def writer(self, name: str, size: int) -> Writing:
         """Open one of its files for writing."""
 
+    def put_in_order(self, name: str, pieces: Callable[[], Iterator[memoryview]]) -> None:
+        """Write one of its files from front to back. `pieces`: asked anew where the file has to be begun anew."""
+
     def scan(
         self,
-        names: Sequence[str],
+        sizes: Mapping[str, int],
         *,
         final: bool,
         finish: Callable[[Scanned], None],
@@ -96,7 +99,7 @@ class Draft(Protocol):
     ) -> Sequence[str]:
         """Read files and digest their blocks. Return what was written to meanwhile, in words.
 
-        `final`: those of what has the name, and not those of the draft.
+        `sizes`: how many bytes of each. `final`: those of what has the name, and not those of the draft.
         """
 
     def uncache(self, *, final: bool) -> bool:

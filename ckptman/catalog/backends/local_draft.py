@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +53,7 @@ _known_dead: set[str] = set()
 class FolderDraft:
     """See `Draft`."""
 
-    in_place, readers, writers = False, 0, 0
+    in_place, in_order, writers = False, False, 0
 
     def __init__(self, place: LocalBackend, facts: Facts, disk: Disk, nonce: str) -> None:
         self._place, self._facts, self._disk, self._nonce = place, facts, disk, nonce
@@ -148,9 +148,12 @@ class FolderDraft:
         is_large = self.piece_bytes() % ALIGN_BYTES == 0 and size >= ALIGN_BYTES
         return _FolderWriting(self._folder / name, size, is_large, self._disk)
 
+    def put_in_order(self, name: str, pieces: Callable[[], Iterator[memoryview]]) -> None:
+        raise NotImplementedError  # see `in_order`
+
     def scan(
         self,
-        names: Sequence[str],
+        sizes: Mapping[str, int],
         *,
         final: bool,
         finish: Callable[[Scanned], None],
@@ -163,9 +166,8 @@ class FolderDraft:
             read.append((found.name, found.stamp))
             finish(found)
 
-        sizes = [(name, self._facts.sizes[name]) for name in names]
-        sizes.sort(key=lambda each: -each[1])  # small ones fill the gaps at the end
-        scan(folder, sizes, self._facts.block_bytes, finish=end, threads=threads, done=done)
+        in_order = sorted(sizes.items(), key=lambda each: -each[1])  # small ones fill the gaps at the end
+        scan(folder, in_order, self._facts.block_bytes, finish=end, threads=threads, done=done)
         changed = [name for name, stamp in read if stamp is not None and stamp != _stamp(folder / name)]
         return [f"{name} was written to or removed while it was verified" for name in changed]
 

@@ -7,8 +7,7 @@ again by itself. On other stores of fsspec it is put from its first byte to its 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -49,12 +48,13 @@ class ObjectDraft:
             )
         self._place, self._facts, self._name = place, facts, facts.name
         self._has_parts = hasattr(place.fs, "call_s3")
-        self.writers = THREADS
-        self.readers = 0 if self._has_parts else 1  # pieces of a file have to come in their order
+        self._judged: dict[str, int] = {}
+        self._replaces = False
+        self.writers, self.in_order = THREADS, not self._has_parts
         self.where = self.draft = f"{place.url}/{facts.name}"
 
     def difference(self) -> str | None:
-        there = self._place.listing(self._name)
+        there = self._judged = self._place.listing(self._name)
         if MANIFEST not in there:
             return None
         if not self._has_manifest(there):
@@ -83,7 +83,6 @@ class ObjectDraft:
         """Nothing: see `is_proved`."""
 
     def settle(self) -> Sequence[str]:
-        self._place.hand_on(self._facts.rollbacks)
         if self._facts.pinned is not None and PINNED not in self._place.listing(self._name):
             self._put(PINNED, self._facts.pinned)
         if self._is_noted():  # the note of another checkpoint is about to replace this one
@@ -96,16 +95,20 @@ class ObjectDraft:
     @contextmanager
     def claimed(self, replace: bool) -> Iterator[None]:
         if replace and not self.may_replace():
-            found = min(self._place.listing(self._name))
+            found = min(self._place.listing(self._name), default="")
             raise ExistsError(
                 f"{self.where} has objects in it that are of no checkpoint, such as {plain(found)}: move them away, or "
                 f"copy to another prefix"
             )
+        self._replaces = replace
         self._place.begin(self._name, self._facts.tag, replace=replace)
         yield
 
     def tidy(self) -> dict[str, int]:
-        there = self._place.listing(self._name)
+        # What was judged, and not what is there by now: another copy of the same checkpoint may have ended meanwhile.
+        there = self._judged
+        if COPYING not in there:  # there was a manifest when this copy began, which went before it was judged
+            self._place.begin(self._name, self._facts.tag, replace=self._replaces)
         if MANIFEST in there:
             self._place.remove(f"{self._name}/{MANIFEST}")  # first, so that no mixture of the two ever counts
         for name in sorted(there.keys() - {MANIFEST, COPYING, *self._facts.sizes}):
@@ -121,19 +124,34 @@ class ObjectDraft:
         return stride_of(block, least) if block <= STRIDE_BYTES else least
 
     def writer(self, name: str, size: int) -> Writing:
-        kind = _Whole if size <= self.piece_bytes() else _Parts if self._has_parts else _Stream
+        kind = _Whole if size <= self.piece_bytes() else _Parts
         return kind(self._place, f"{self._name}/{name}", self.piece_bytes())
+
+    def put_in_order(self, name: str, pieces: Callable[[], Iterator[memoryview]]) -> None:
+        path = f"{self._name}/{name}"
+        self._place.ask("written", partial(self._put_once, path, pieces), path)
+
+    def _put_once(self, path: str, pieces: Callable[[], Iterator[memoryview]]) -> None:
+        file: Any = self._place.fs.open(f"{self._place.prefix}/{path}", "wb", block_size=PART_BYTES)
+        try:
+            for piece in pieces():
+                file.write(bytes(piece))
+        except BaseException:
+            # To close it would make an object of what there is.
+            with suppress(Exception):
+                file.discard()
+            raise
+        file.close()
 
     def scan(
         self,
-        names: Sequence[str],
+        sizes: Mapping[str, int],
         *,
         final: bool,
         finish: Callable[[Scanned], None],
         threads: int | None,
         done: Callable[[int], None],
     ) -> Sequence[str]:
-        sizes = {name: self._facts.sizes[name] for name in names}
         scan_objects(self._place, self._name, sizes, self._facts.block_bytes, finish, threads, done)
         return []
 
@@ -141,7 +159,6 @@ class ObjectDraft:
         return False
 
     def publish(self, replace: bool) -> str:
-        self._place.hand_on(self._facts.rollbacks)  # what was abandoned elsewhere must not be the newest here
         if self._facts.pinned is not None:
             self._put(PINNED, self._facts.pinned)
         self._check_ours()
@@ -233,39 +250,6 @@ class _Parts:
         bucket, key, _ = self._place.fs.split_path(f"{self._place.prefix}/{self._name}")
         call = self._place.fs.call_s3
         return self._place.ask("written", lambda: call(method, Bucket=bucket, Key=key, **arguments), self._name)
-
-
-class _Stream:
-    """An object that is put from its first byte to its last. Pieces come in their order, or nearly: see `readers`."""
-
-    buffered_because = ""
-
-    def __init__(self, place: ObjectBackend, name: str, part: int) -> None:
-        self._place, self._name = place, name
-        self._file: Any = place.ask("written", self._open, name)
-        self._lock = threading.Lock()
-        self._early: dict[int, bytes] = {}
-        self._done = 0
-
-    def write(self, data: memoryview, offset: int, scratch: memoryview) -> None:
-        with self._lock:
-            self._early[offset] = bytes(data)
-            while (piece := self._early.pop(self._done, None)) is not None:
-                self._place.ask("written", partial(self._file.write, piece), self._name, again=False)
-                self._done += len(piece)
-
-    def finish(self) -> None:
-        file, self._file = self._file, None
-        self._place.ask("written", file.close, self._name, again=False)
-
-    def close(self) -> None:
-        if self._file is not None:  # to close it would make an object of what there is
-            with suppress(Exception):
-                self._file.discard()
-        self._file = None
-
-    def _open(self) -> Any:
-        return self._place.fs.open(f"{self._place.prefix}/{self._name}", "wb", block_size=PART_BYTES)
 
 
 class _TakenError(BusyCopyingError):

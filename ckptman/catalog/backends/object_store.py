@@ -117,8 +117,8 @@ class ObjectEntry(Entry):
 
     @property
     def may_go(self) -> bool:
-        # Objects without a manifest may be of anybody.
-        return self.newer_format is None and self.was_committed and not (self.complete and PINNED in self.sizes)
+        # Objects without a manifest that can be read may be of anybody.
+        return self.manifest is not None and not (self.complete and PINNED in self.sizes)
 
     def record(self) -> Record:
         # No copy is there that was not read back.
@@ -396,7 +396,9 @@ class ObjectBackend:
     def receive(self, facts: Facts) -> AbstractContextManager[Draft]:
         from ckptman.catalog.backends.object_draft import ObjectDraft
 
-        return contextlib.nullcontext(ObjectDraft(self, facts))
+        draft = ObjectDraft(self, facts)
+        self.hand_on(facts.rollbacks)  # first: what was abandoned there must not be the newest here
+        return contextlib.nullcontext(draft)
 
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -441,7 +443,7 @@ class ObjectBackend:
             if not verdict.keep:
                 self.delete(entries[verdict.record.sequence - 1])
 
-    def ask(self, done: str, call: Callable[[], T], name: str, *, again: bool = True) -> T:
+    def ask(self, done: str, call: Callable[[], T], name: str) -> T:
         """Ask the store for something, again where it is busy or away. Raises: NotFoundError, RootError."""
         wait, begun = self._patience.first_seconds, self._patience.clock()
         for attempt in range(1, self._patience.attempts + 1):
@@ -456,7 +458,7 @@ class ObjectBackend:
                 ) from error
             except Exception as error:
                 final = isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES
-                if final or not again or self._patience.ends(attempt, self._patience.clock() - begun):
+                if final or self._patience.ends(attempt, self._patience.clock() - begun):
                     raise self._failure(done, name, error, attempt) from error
             self._patience.sleep(wait * random.uniform(0.5, 1.5))
             wait *= self._patience.factor
