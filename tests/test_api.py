@@ -514,3 +514,38 @@ def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
     kinds = [text.split()[0] for text in first]
     assert kinds == ["ExistsError", "MismatchError", "ConfigError", "NotFoundError", "done"]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["x"]
+
+
+class FixedKeys(dict[str, Any]):
+    """A mapping whose keys cannot be changed."""
+
+    def __delitem__(self, key: str) -> None:
+        raise TypeError("its keys are fixed")
+
+    clear = __delitem__  # type: ignore[assignment]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self:
+            raise TypeError("its keys are fixed")
+        super().__setitem__(key, value)
+
+
+def test_mappings_of_fixed_keys_are_filled(tmp_path: Path) -> None:
+    ckptman.save(state(), tmp_path / "x")
+    fresh = FixedKeys(state(0.0) | {"nested": FixedKeys(state(0.0)["nested"])})
+    ckptman.load(fresh, tmp_path / "x")
+    assert fresh["step"] == 1
+    assert fresh["nested"]["lr"] == [1.0, 2.0]
+    assert torch.equal(fresh["nested"]["b"], torch.ones(2))
+
+
+def test_what_is_in_the_state_twice_stays_one(tmp_path: Path) -> None:
+    def twice(value: float) -> dict[str, Any]:
+        shared = {"lr": value, "steps": [value]}
+        return {"a": shared, "b": {"m": shared}}
+
+    ckptman.save(twice(1.0), tmp_path / "x")
+    fresh = twice(0.0)
+    ckptman.load(fresh, tmp_path / "x")
+    assert fresh["a"] is fresh["b"]["m"]
+    assert fresh["a"] == {"lr": 1.0, "steps": [1.0]}

@@ -198,6 +198,10 @@ class SavedState:
         place = self.index.objects[name]
         if self.manifest is None:
             size = size_of(self.folder / place.file)
+            if size < 0:
+                raise CorruptError(
+                    f"{self.folder / place.file} is missing, and the value {name} is in it: restore another checkpoint"
+                )
             if min(place.offset, place.bytes) < 0 or place.offset + place.bytes > size:
                 raise CorruptError(
                     f"{self.folder / place.file} has {size} bytes, and the value {name} is to lie at {place.offset} + "

@@ -117,7 +117,7 @@ class Fit:
 
     def apply(self, names: Iterable[str]) -> None:
         """Give these objects their values, when the tensors are filled. Raises whatever they raise."""
-        filled = set[int]()
+        filled = set[int]() if self._strict else None
         for name in names:
             value = self.values[name] = replace_refs(self.values[name], lambda ref: self.targets[ref.name])
             put_back(self._state, name, value, self._rank, name in self.from_other_rank, filled)
@@ -167,7 +167,8 @@ class Fit:
 
     def _match_tensor(self, name: str, live: torch.Tensor, there: Any, known: bool) -> TensorRef | None:
         if not isinstance(there, TensorRef) and name not in self._saved.index.tensors:
-            self._report.missing.append(name)
+            if not known or not self._strict:
+                self._report.missing.append(name)
             if known:
                 self._report.mismatched.append(f"{name}: checkpoint a plain value, this run a tensor")
             return None

@@ -125,8 +125,8 @@ class Stager:
         """Make the first slot for a file, so that the first save finds it warm. Raises: MemoryError, RuntimeError."""
         if self._file is not file:
             self.give_back()
-            self._file = file
             self._slots.append(Slot(file, memory))
+            self._file = file  # last: with a file and no slot, a save would wait for one for ever
 
     def give_back(self) -> None:
         """Give up all slots, when they are no longer needed."""

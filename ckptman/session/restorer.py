@@ -184,7 +184,7 @@ class Restorer:
 
         Raises: SuspectError where nothing else is left: a run never falls back to step 0 over checkpoints.
         """
-        reasons = self._attempt.suspects
+        reasons = self._attempt.suspects()
         left = [entry for entry in chosen if entry.step not in reasons]
         if chosen and not left:
             step = chosen[0].step

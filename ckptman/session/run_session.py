@@ -8,7 +8,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -56,8 +56,6 @@ class RunSession:
     """Whether the root held anything that has a checkpoint's name when the attempt began."""
     save_seconds: float | None = None
     """What a save took in earlier attempts, from the decision until it was durable; None: none was measured."""
-    suspects: Mapping[int, str] = field(default_factory=dict)
-    """Steps of the checkpoints that earlier attempts crashed with, each with the reason not to load it again."""
     claim: Claim | None = None
     journal: Journal | None = None
     drainer: Drainer | None = None
@@ -68,16 +66,28 @@ class RunSession:
     def open(cls, control: Channel, backend: LocalBackend, run_id: str | None) -> RunSession:
         """Take the root and begin. Every rank calls it. Raises, on every rank alike: BusyError, RootError."""
         session: RunSession | None = None
-        with failing_as_one(), AllRanks[RunSession | None](control) as ranks:
-            if control.is_leader:
-                session = _begin(backend, run_id, control.world_size)
-                ranks.mine = replace(session, claim=None, journal=None, drainer=None)
+        try:
+            with failing_as_one(), AllRanks[RunSession | None](control) as ranks:
+                if control.is_leader:
+                    session = _begin(backend, run_id, control.world_size)
+                    ranks.mine = replace(session, claim=None, journal=None, drainer=None)
+        except BaseException:  # another rank was lost, or Ctrl-C: a notebook's next cell finds the root free
+            if session is not None:
+                session.release()
+            raise
         return session or cast(RunSession, ranks.all[0])
 
     def note(self, event: str, *, sync: bool = False, **fields: object) -> None:
         """Write an event to the journal; nothing on ranks that are not the leader."""
         if self.journal is not None:
             self.journal.record(event, sync=sync, **fields)
+
+    def suspects(self) -> dict[int, str]:
+        """Return the steps of the checkpoints that attempts crashed with, each with the reason not to load it again.
+
+        As the journal has it now: a step that was saved anew is not one of them any more.
+        """
+        return suspects(crashes_of(_events(self.root)))
 
     def committed(self) -> None:
         """Have what the tiers are to get of a durable save copied behind the training."""
@@ -202,9 +212,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int) -> RunSes
         finds = bool(entries or backend.list(abandoned=True))
         events = _events(backend.root)
         saves = typical_save_seconds(events)
-        session = RunSession(
-            backend.root, _number(events), run_id, job_id, finds, saves, suspects(crashes_of(events)), held
-        )
+        session = RunSession(backend.root, _number(events), run_id, job_id, finds, saves, held)
         session.journal = Journal(journal_path(backend.root), disk=disk)
         session.journal.rotate()
         session.journal.bind(attempt=session.number)

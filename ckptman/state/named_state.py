@@ -174,10 +174,15 @@ def value_digests(shot: Snapshot, state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def put_back(
-    state: MutableMapping[str, Any], name: str, values: Any, rank: int, from_other_rank: bool, filled: set[int]
+    state: MutableMapping[str, Any],
+    name: str,
+    values: Any,
+    rank: int,
+    from_other_rank: bool,
+    filled: set[int] | None = None,
 ) -> None:
     """Give one object of the application the values that were restored for it. `filled`: ids of the dicts and lists
-    that this restore has filled already."""
+    that this restore has filled already; None: one that is in the state twice stays one."""
     target = state[name]
     if isinstance(target, torch.nn.Module):
         set_model_state_dict(target, values)
@@ -193,22 +198,29 @@ def put_back(
     elif is_stateful(target):
         target.load_state_dict(values)
     else:
-        state[name] = _refilled(target, values, filled)
+        value = _refilled(target, values, filled)
+        if value is not target:
+            state[name] = value
 
 
-def _refilled(old: Any, new: Any, filled: set[int]) -> Any:
+def _refilled(old: Any, new: Any, filled: set[int] | None) -> Any:
     """Return what was restored, in the dicts and lists that are there: whoever else has them sees it too. One that is
     met a second time, as in `[{}] * 3`, was several when it was saved, and stays behind."""
-    if id(old) in filled:
-        return new
+    if filled is not None and isinstance(old, (MutableMapping, list)):
+        if id(old) in filled:
+            return new
+        filled.add(id(old))
     if isinstance(old, MutableMapping) and isinstance(new, Mapping):
-        filled.add(id(old))
         found = {key: _refilled(old.get(key), each, filled) for key, each in new.items()}
-        old.clear()
-        old.update(found)
+        if list(old) == list(found):  # a mapping of fixed keys can be filled, too
+            for key, each in found.items():
+                if old[key] is not each:
+                    old[key] = each
+        else:
+            old.clear()
+            old.update(found)
         return old
-    if type(old) is list and type(new) is list:
-        filled.add(id(old))
+    if isinstance(old, list) and type(new) is list:
         old[:] = [_refilled(old[at] if at < len(old) else None, each, filled) for at, each in enumerate(new)]
         return old
     return new

@@ -22,7 +22,7 @@ from ckptman._torch_compat import read_zip
 from ckptman.errors import CorruptError
 from ckptman.format.index import Index
 from ckptman.format.paths import METADATA
-from ckptman.format.torch_zip import PartOfFile, data_at, records
+from ckptman.format.torch_zip import LOCAL_HEADER_BYTES, PartOfFile, data_at, records
 from ckptman.integrity.table_check import check_table
 from ckptman.io.failure_cause import UNREADABLE
 from ckptman.io.safe_open import open_regular
@@ -159,7 +159,11 @@ def open_container(folder: Path, where: Container) -> Opened:
 def _check_record(archive: BinaryIO, record: zipfile.ZipInfo, opened: Opened) -> None:
     if record.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{record.filename[:80]} is compressed, which torch.save never does")
-    archive.seek(data_at(archive, record))
+    begins, name = data_at(archive, record), record.orig_filename.encode("utf-8", "replace")
+    archive.seek(record.header_offset + LOCAL_HEADER_BYTES)  # the name, of which there is no checksum
+    if archive.read(len(name)) != name:
+        raise ValueError(f"{record.filename[:80]} has another name where it begins")
+    archive.seek(begins)
     checksum, left = 0, record.file_size
     while left:
         data = archive.read(min(_READ_BYTES, left))

@@ -178,6 +178,7 @@ def _problems(running: list[_Process]) -> list[str]:
 
 def _serve(work: Work, ranks: Sequence[int], world_size: int, store: str | None, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    parent = os.getppid()
     for rank in ranks:
         failed = False
         _tell(pipe, rank, "its start")
@@ -191,7 +192,7 @@ def _serve(work: Work, ranks: Sequence[int], world_size: int, store: str | None,
         except BaseException as error:  # noqa: BLE001 DCP's own exception is a BaseException
             failed, problems = True, [f"{type(error).__name__}: {error}"]
         pipe.send(_Found(rank, problems, failed and store is not None))
-    while store is not None:
+    while store is not None and os.getppid() == parent:
         time.sleep(1.0)  # the others may still be in a collective with this one: whoever forked it ends all of them
 
 

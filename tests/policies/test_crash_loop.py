@@ -112,6 +112,22 @@ def test_a_run_goes_back_behind_a_checkpoint_that_crashed_it_twice(tmp_path: Pat
         assert Poisoned(False).run(tmp_path, 8) == 8
 
 
+def test_saved_anew_it_is_another_one_for_a_second_restore_too(tmp_path: Path) -> None:
+    Poisoned(False).run(tmp_path, 3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="loss is NaN"):
+            Poisoned(True).run(tmp_path, 8)
+    state = {"x": {"w": torch.zeros(3)}}
+    with ckptman.Checkpointer(tmp_path, state, save_policy=ckptman.AtStep(3), deadline=None) as checkpointer:
+        with pytest.warns(RuntimeWarning, match="skipping the checkpoint of step 3"):
+            assert checkpointer.restore() == 2
+        state["x"]["w"].fill_(7)
+        checkpointer.step(3)
+        checkpointer.wait()
+        assert checkpointer.restore() == 3
+    assert torch.equal(state["x"]["w"], torch.full((3,), 7.0))
+
+
 def test_it_is_loaded_if_asked_for(tmp_path: Path) -> None:
     Poisoned(False).run(tmp_path, 3)
     for _ in range(2):

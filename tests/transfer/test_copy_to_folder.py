@@ -280,3 +280,21 @@ def test_a_folder_of_somebody_elses_is_not_replaced(files: dict[str, bytes], tmp
     with pytest.raises(ExistsError):
         copy(source, root, overwrite=True)
     assert {name: (root / step_folder(200) / name).read_bytes() for name in files} == files
+
+
+def test_a_file_that_was_cut_off_goes_on_from_there(source: Path, tmp_path: Path) -> None:
+    commit(source, 300, rows=1_500_000)
+
+    def stop(meter: Meter) -> None:
+        if meter.phase == "verifying":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy_checkpoint(Catalog(source).entry(300), LocalBackend(tmp_path / "root"), Means(meter=Meter(stop)))
+    draft = next((tmp_path / "root").glob("step-0000000300.tmp-copy-*"))
+    largest = max(draft.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    size = largest.stat().st_size
+    os.truncate(largest, size // 2)  # as a file system leaves it that cannot reserve room
+    again = copy(source, tmp_path / "root", 300)
+    assert again.written_bytes < size * 3 // 4
+    assert Catalog(tmp_path / "root").entry(300).complete

@@ -430,3 +430,62 @@ def test_the_command_copies_there_lists_and_copies_back(
     assert main(["copy", str(root), "s3://no-such-bucket-anywhere/x", "--all"]) == 3
     assert main(["copy", url, "s3://elsewhere/x"]) == 2
     assert main(["copy", str(root), f"{url}/{FOLDER}"]) == 2
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectBackend:
+    """A store without parts, for which the files of step 200 are large."""
+    monkeypatch.setattr(objectput, "PART_BYTES", 2**20)
+    return ObjectBackend(f"memory://{tmp_path.name}/runs", QUICK)
+
+
+def test_one_write_that_fails_is_tried_again_on_a_store_without_parts(
+    root: Path, memory: ObjectBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, failed = memory.fs.open, list[str]()
+
+    def flaky(path: str, mode: str, **options: object) -> object:
+        file = opened(path, mode, **options)
+        if mode == "wb" and path.endswith(".distcp") and not failed:
+            write = file.write
+
+            def once(data: bytes) -> object:
+                if file.tell() and not failed:
+                    failed.append(path)
+                    raise ConnectionError("503")
+                return write(data)
+
+            file.write = once
+        return file
+
+    monkeypatch.setattr(memory.fs, "open", flaky)
+    seen: list[int] = []
+    copied = upload(root, memory, 200, meter=Meter(lambda meter: seen.append(meter.done_bytes)))
+    assert failed
+    assert copied.written_bytes == copied.bytes >= max(seen)
+    download(memory, tmp_path / "back")
+    assert holds(tmp_path / "back")[200] == holds(root)[200]
+
+
+def test_another_copy_that_ends_this_very_moment_is_left_alone(
+    root: Path, memory: ObjectBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tidy = objectput.ObjectDraft.tidy
+
+    def late(draft: objectput.ObjectDraft) -> dict[str, int]:
+        monkeypatch.setattr(objectput.ObjectDraft, "tidy", tidy)
+        assert not upload(root, memory, 200).already
+        return tidy(draft)
+
+    monkeypatch.setattr(objectput.ObjectDraft, "tidy", late)
+    upload(root, memory, 200)
+    assert [entry.complete for entry in memory.list()] == [True]
+    download(memory, tmp_path / "back")
+    assert holds(tmp_path / "back")[200] == holds(root)[200]
+
+
+def test_objects_whose_manifest_cannot_be_read_may_be_of_anybody(root: Path, memory: ObjectBackend) -> None:
+    upload(root, memory, 200)
+    memory.write("step-0000000200/pinned.json", b'{"why": "Table 2"}')
+    memory.write("step-0000000200/manifest.json", b'{"step": 200')
+    assert [entry.may_go for entry in memory.list()] == [False]
