@@ -30,8 +30,11 @@ LONG_AGO = 1_700_000_000
 
 
 def settle(root: Path) -> None:
-    """Date the folders of all checkpoints back: what was written a moment ago is not remembered."""
-    for folder in root.glob("step-*"):
+    """Date the folders of all checkpoints back: what was written a moment ago is not remembered.
+
+    Not what a prune has renamed: it is being removed, behind the training.
+    """
+    for folder in root.glob("step-" + "[0-9]" * 10):
         if folder.stat().st_mtime != LONG_AGO:
             os.utime(folder, (LONG_AGO, LONG_AGO))
 
