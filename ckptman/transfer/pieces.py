@@ -1,6 +1,7 @@
 """Moving the bytes of a copy: pieces of all files over a few threads, digested on the way. Torch-free.
 
-Some threads read and digest while others write, by direct I/O where the file system takes it. A piece whose bytes are
+Into a folder, some threads read and digest while others write, by direct I/O where the file system takes it. Into an
+object store each thread does both, as both wait for a network. A piece whose bytes are
 at the destination already is not written again, and where its digests are known beforehand it is not read either.
 """
 

@@ -31,8 +31,8 @@ class Writing(Protocol):
 class Draft(Protocol):
     """A checkpoint on its way into a backend. The next copy of the same checkpoint goes on where this one ended.
 
-    Called in this order: `difference`, `claimed`, `tidy`, `writer` for each file, `publish`. Each raises OSError and
-    CkptmanError.
+    Called in this order: `difference`, `claimed`, `tidy`, `writer` or `put_in_order` for each file, `publish`. Each
+    raises OSError and CkptmanError.
     """
 
     where: str
