@@ -37,7 +37,7 @@ from benchmarks.engine.team import forked, fresh
 from benchmarks.verify import save_state
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
-from ckptman.transfer.copy import Means, copy_checkpoint
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 
 TOOLS = (2, 4)
 """So many processes of each parallel tool."""
@@ -144,7 +144,7 @@ def _run(name: str, line: str, disk: Path, into: Round) -> None:
 
 def _copy(source: Path, disk: Path, threads: int, into: Round) -> None:
     root = disk / "ours"
-    copied = copy_checkpoint(Catalog(source).entry(1), LocalBackend(root), Means(threads=threads or None))
+    copied = copy_checkpoint(Catalog(source).entry(1), LocalBackend(root), CopyOptions(threads=threads or None))
     assert not copied.already
     assert not copied.from_memory
     into[f"copy x{threads}"], into[f"verify x{threads}"] = copied.copy_seconds, copied.verify_seconds

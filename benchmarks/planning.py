@@ -12,9 +12,8 @@ from typing import TypedDict
 
 import torch
 
-from ckptman.format.chunk_table import ChunkTable
+from ckptman.format.chunk_table import ChunkTable, assemble, pack, unpack
 from ckptman.format.paths import data_name
-from ckptman.format.table_assembly import assemble, pack, unpack
 from ckptman.saving.index_writer import write_metadata
 from ckptman.saving.write_plan import Held, divide, lay_out, make_rows
 from ckptman.state.local_shards import Box

@@ -37,13 +37,13 @@ _HOME = {
     "KeepBest": "ckptman.policies.retention",
     "KeepEvery": "ckptman.policies.retention",
     "KeepLast": "ckptman.policies.retention",
-    "KeepSteps": "ckptman.policies.rules",
+    "KeepSteps": "ckptman.policies.retention_rules",
     "KeepWithin": "ckptman.policies.calendar",
     "KeepHourly": "ckptman.policies.calendar",
     "KeepDaily": "ckptman.policies.calendar",
     "KeepWeekly": "ckptman.policies.calendar",
     "KeepMonthly": "ckptman.policies.calendar",
-    "AtMost": "ckptman.policies.limit",
+    "AtMost": "ckptman.policies.retention_rules",
     "Tier": "ckptman.policies.tiers",
     "RetentionPolicy": "ckptman.policies.retention",
     "BusyError": "ckptman.errors",
@@ -127,12 +127,12 @@ if TYPE_CHECKING:
     from ckptman.policies.calendar import KeepMonthly as KeepMonthly
     from ckptman.policies.calendar import KeepWeekly as KeepWeekly
     from ckptman.policies.calendar import KeepWithin as KeepWithin
-    from ckptman.policies.limit import AtMost as AtMost
     from ckptman.policies.retention import KeepBest as KeepBest
     from ckptman.policies.retention import KeepEvery as KeepEvery
     from ckptman.policies.retention import KeepLast as KeepLast
     from ckptman.policies.retention import RetentionPolicy as RetentionPolicy
-    from ckptman.policies.rules import KeepSteps as KeepSteps
+    from ckptman.policies.retention_rules import AtMost as AtMost
+    from ckptman.policies.retention_rules import KeepSteps as KeepSteps
     from ckptman.policies.save_policies import AtStep as AtStep
     from ckptman.policies.save_policies import BeforeDeadline as BeforeDeadline
     from ckptman.policies.save_policies import DalyInterval as DalyInterval

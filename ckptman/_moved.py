@@ -11,9 +11,9 @@ from types import ModuleType
 
 MOVED = {
     "ckptman.policy.calendar": "ckptman.policies.calendar",
-    "ckptman.policy.limit": "ckptman.policies.limit",
+    "ckptman.policy.limit": "ckptman.policies.retention_rules",
     "ckptman.policy.retention": "ckptman.policies.retention",
-    "ckptman.policy.rules": "ckptman.policies.rules",
+    "ckptman.policy.rules": "ckptman.policies.retention_rules",
     "ckptman.policy.saving": "ckptman.policies.save_policies",
     "ckptman.policy.tiers": "ckptman.policies.tiers",
     "ckptman.policy.timing": "ckptman.policies.intervals",

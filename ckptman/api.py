@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.catalog.reader_lease import reading
-from ckptman.comm.control import AllRanks, Channel, RankFailed
+from ckptman.comm.control_group import AllRanks, Channel, RankFailed
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, warn
-from ckptman.io.filesystem import DISK
+from ckptman.io.durable_files import DISK
 from ckptman.loading.loader import load as load_checkpoint
 from ckptman.saving.preflight import warn_of_refused
 from ckptman.saving.write_plan import RankFile, plan_save, signature_of

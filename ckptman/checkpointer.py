@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 
 from ckptman.catalog.backends.tiered import backend_for
-from ckptman.comm.control import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
+from ckptman.comm.control_group import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CommitError, ConfigError, warn
 from ckptman.format.paths import MAX_STEP
-from ckptman.io.filesystem import DISK
+from ckptman.io.durable_files import DISK
 from ckptman.policies.retention import RetentionPolicy
 from ckptman.policies.save_policies import BeforeDeadline, InitTimeInterval, OnStop, SavePolicy
 from ckptman.policies.tiers import Tier
@@ -31,7 +31,7 @@ from ckptman.session.run_session import RunSession
 from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import Setting, make_watchdog
-from ckptman.state.step_record import OptimizerHooks, Recorded, Recorder
+from ckptman.state.step_record import OptimizerHooks, Recorded, StepRecorder
 
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)
 """Codes of a SystemExit with which a loop leaves its block in order."""
@@ -157,7 +157,7 @@ class Checkpointer:
             )
             undone.callback(self._saver.close)
             self._timings = Timings(process_started(), end, durable_seconds=self._session.save_seconds)
-            self._recorder = Recorder(state, self._hooks)
+            self._recorder = StepRecorder(state, self._hooks)
             self._consensus = StepConsensus(
                 self._control, self._policy, self._timings, signals, self._saver, self._recorder
             )

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
 
@@ -93,7 +93,7 @@ import atexit, os, sys
 import torch
 import torch.distributed.checkpoint as dcp
 import ckptman.dcp.storage
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 
 class Forks(Disk):
     def sync_file(self, fd):

@@ -53,7 +53,7 @@ IMPURE_CALLS = {
     *("now", "today", "utcnow", "fromtimestamp", "astimezone"),
 }
 """The second line: what of `datetime` looks at the clock, or at the time zone of this machine."""
-DURABLE = "io/filesystem.py"
+DURABLE = "io/durable_files.py"
 COMPAT = "_torch_compat.py"
 FILE_CALLS = {
     *("fsync", "fdatasync", "syncfs", "rename", "renames", "rmtree", "move", "link", "hardlink_to", "unlink", "rmdir"),
@@ -169,7 +169,7 @@ def private_names_of_torch(package: Path) -> list[str]:
 
 
 def durable_calls_elsewhere(package: Path) -> list[str]:
-    """Calls that flush, rename or remove files outside of `io/filesystem.py`, unless they are made on a `Disk`."""
+    """Calls that flush, rename or remove files outside of `io/durable_files.py`, unless they are made on a `Disk`."""
     found = []
     for where, tree in sources(package):
         if where == DURABLE:
@@ -249,7 +249,7 @@ def test_no_folder_of_the_project_hides_a_package() -> None:
         ("upward imports", "policies/x.py", "from ckptman.format.paths import DOT", "policies/x.py:1"),
         ("upward imports", "errors.py", "import ckptman.policies.save_policies", "errors.py:1"),
         ("upward imports", "io/x.py", "def f():\n    from ckptman.runtime import signals", "io/x.py:2"),
-        ("upward imports", "io/x.py", "from ..comm import control", "ckptman.comm.control"),
+        ("upward imports", "io/x.py", "from ..comm import control_group", "ckptman.comm.control_group"),
         ("upward imports", "io/x.py", "from .. import train", "ckptman.train"),
         ("upward imports", "saving/x.py", "from ckptman import cli", "ckptman.cli"),
         ("upward imports", "runtime/x.py", "from ckptman import Checkpointer", "ckptman.Checkpointer"),

@@ -23,7 +23,7 @@ from ckptman.catalog.verified import VERIFIED, read_verified
 from ckptman.errors import CkptmanError, CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.format.manifest import Manifest, compare_names, read_manifest
 from ckptman.format.paths import MANIFEST, StepName, like_step, parse_step
-from ckptman.policies.rules import Record
+from ckptman.policies.retention_rules import Record
 
 _LONG_AGO = "by an earlier rollback"
 _LOOKS = 10

@@ -18,7 +18,7 @@ from ckptman.catalog.writer_lock import is_alive, is_this_process, read_owner
 from ckptman.errors import CkptmanError
 from ckptman.format.manifest import missing_file, read_manifest
 from ckptman.format.paths import Kind, StepName, parse_half_written, run_folder, step_folder
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 
 _REASONS: dict[Kind, str] = {
     "tmp": "a save that was never committed; its writer is gone",

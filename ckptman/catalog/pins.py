@@ -17,7 +17,7 @@ from ckptman.format.sealed_json import seal, unseal
 from ckptman.io.safe_open import read_regular
 
 if TYPE_CHECKING:
-    from ckptman.io.filesystem import Disk
+    from ckptman.io.durable_files import Disk
 
 PINNED = "pinned.json"
 FORMAT_VERSION = 1

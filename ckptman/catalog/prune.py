@@ -30,7 +30,7 @@ from ckptman.catalog.rollback_records import rollback_numbers
 from ckptman.catalog.tiers import awaited
 from ckptman.errors import CkptmanError
 from ckptman.format.paths import MANIFEST, run_folder, step_folder
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention import Record, RetentionPolicy, Verdict, over_limit, plan
 
 LOCK_SECONDS = 300.0

@@ -30,9 +30,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ckptman.catalog.writer_lock import BEAT_SECONDS, PATIENCE_SECONDS, Owner, process_lives, this_process, touched_at
 from ckptman.errors import CorruptError, RootError, plain
 from ckptman.format.paths import is_lease, lease_path, parse_step, run_folder
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_regular
-from ckptman.io.wakeup import Flag
+from ckptman.io.threads import Flag
 
 _MOST_BYTES = 1024 * 1024
 _LOOK_SECONDS = 0.1

@@ -17,7 +17,7 @@ from ckptman.catalog.verified import read_verified
 from ckptman.catalog.writer_lock import claim
 from ckptman.errors import ConfigError, CorruptError, NotFoundError
 from ckptman.format.paths import step_folder
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ckptman.errors import CorruptError, RootError, plain
 from ckptman.format.manifest import FORMAT_VERSION, parse_versioned
 from ckptman.format.paths import parse_rollback, rollback_path, run_folder
 from ckptman.format.sealed_json import SealError, seal, unseal
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_regular
 
 _MOST_BYTES = 64 * 1024 * 1024

@@ -10,9 +10,9 @@ from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.manifest import parse_versioned
 from ckptman.format.paths import retention_path
 from ckptman.format.sealed_json import seal, unseal
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_regular
-from ckptman.policies.rules import RetentionPolicy
+from ckptman.policies.retention_rules import RetentionPolicy
 from ckptman.policies.serialization import from_data, to_data
 
 FORMAT_VERSION = 1

@@ -21,7 +21,7 @@ from ckptman.errors import CkptmanError, ConfigError, CorruptError, plain
 from ckptman.format.manifest import FORMAT_VERSION, parse_versioned
 from ckptman.format.paths import DOT, ROOT_ID, TIER_OF, outcome_path, run_folder
 from ckptman.format.sealed_json import SealError, seal, unseal
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 
 _MOST_TEXT = 8192
 _OUTCOME = outcome_path(Path()).name

@@ -28,9 +28,9 @@ from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundErro
 from ckptman.format.manifest import FORMAT_VERSION, parse_versioned
 from ckptman.format.paths import drained_path, run_folder, tiers_path
 from ckptman.format.sealed_json import SealError, seal, unseal
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_regular
-from ckptman.policies.rules import Record
+from ckptman.policies.retention_rules import Record
 from ckptman.policies.serialization import from_data, to_data
 from ckptman.policies.tiers import Tier, due
 

@@ -28,7 +28,7 @@ from ckptman.format.sealed_json import SealError, seal, unseal
 from ckptman.io.safe_open import read_regular
 
 if TYPE_CHECKING:
-    from ckptman.io.filesystem import Disk
+    from ckptman.io.durable_files import Disk
 
 VERIFIED = "verified.json"
 FORMAT_VERSION = 1
@@ -167,7 +167,7 @@ def note_damaged(
 def remember_damage(folder: Path, manifest: Manifest, what: str, disk: Disk | None = None) -> None:
     """The same of the files that lie there now, as far as it can be noted: so that no retention counts them, and
     deletes good ones. Called by whoever was refused them."""
-    from ckptman.io.filesystem import DISK  # ctypes and shutil, which a listing can do without
+    from ckptman.io.durable_files import DISK  # ctypes and shutil, which a listing can do without
 
     now, version = time.time(), __version__
     with contextlib.suppress(OSError, CorruptError):

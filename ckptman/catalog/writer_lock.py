@@ -24,9 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptman.errors import BusyError, CorruptError, RootError
 from ckptman.format.paths import new_nonce, owner_path, parse_owner, run_folder
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import open_regular, read_regular
-from ckptman.io.wakeup import Flag
+from ckptman.io.threads import Flag
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ckptman.errors import CkptmanError, RootError, plain, plain_lines
-from ckptman.policies.calendar import is_known_time
+from ckptman.policies.retention_rules import is_known_time
 
 if TYPE_CHECKING:
     from ckptman.format.manifest import Mesh

@@ -27,7 +27,7 @@ from ckptman.errors import (
 if TYPE_CHECKING:
     from ckptman.catalog.backends.backend import Backend
     from ckptman.catalog.catalog import Entry
-    from ckptman.transfer.copy import Copied, Means
+    from ckptman.transfer.copy import Copied, CopyOptions
     from ckptman.transfer.progress import Meter
 
 Source = Annotated[
@@ -70,7 +70,7 @@ def copy(
     from ckptman.catalog.backends.source import GoneError
     from ckptman.transfer.copy import copy_checkpoint, copy_foreign
 
-    means = _means(limit, threads, overwrite)
+    with_options = _options(limit, threads, overwrite)
     job = _Job(source, destination, as_json, every)
     source_url, target_url = find_url(source), find_url(destination)
     if source_url is not None and target_url is not None:
@@ -78,10 +78,10 @@ def copy(
     if source_url is not None:
         store, entries = choose_objects(source_url, step, every)
         for found in job.counting(entries, asked=step is not None):
-            job.attempt(found, means(partial(copy_checkpoint, found, LocalBackend(destination), source=store)))
+            job.attempt(found, with_options(partial(copy_checkpoint, found, LocalBackend(destination), source=store)))
     elif step is None and not every and is_foreign(Path(source)):
         with copy_progress(Path(source).name) as meter:
-            job.done(means(partial(copy_foreign, Path(source), _target(destination, target_url)))(meter))
+            job.done(with_options(partial(copy_foreign, Path(source), _target(destination, target_url)))(meter))
     else:
         path, place = Path(source), _target(destination, target_url)
         if target_url is None:
@@ -90,7 +90,7 @@ def copy(
         for looks_left in reversed(range(_LOOKS)):
             try:
                 for entry in job.counting(choose(path, step, every, passed_over=True), asked):
-                    job.attempt(entry, means(partial(copy_checkpoint, entry, place)))
+                    job.attempt(entry, with_options(partial(copy_checkpoint, entry, place)))
                 break
             except GoneError:  # whoever pruned it has a newer one by now
                 if asked or not looks_left:
@@ -250,13 +250,13 @@ def _refuse_inside(path: Path, root: Path) -> None:
         raise ConfigError(f"{root} is {path} itself, or inside of it: name a root outside of what is copied")
 
 
-def _means(
+def _options(
     limit: str | None, threads: int | None, overwrite: bool
-) -> Callable[[Callable[[Means], Copied]], Callable[[Meter], Copied]]:
-    """What makes of a copy that wants its means one that wants only a meter. Raises: ConfigError."""
-    from ckptman.transfer.copy import Means
+) -> Callable[[Callable[[CopyOptions], Copied]], Callable[[Meter], Copied]]:
+    """What makes of a copy that wants its options one that wants only a meter. Raises: ConfigError."""
+    from ckptman.transfer.copy import CopyOptions
     from ckptman.transfer.progress import Limit
 
     check_threads("copy", threads)
     shared = None if limit is None else Limit(parse_rate("--limit", limit))
-    return lambda copy: lambda meter: copy(Means(threads=threads, limit=shared, meter=meter, overwrite=overwrite))
+    return lambda copy: lambda meter: copy(CopyOptions(threads=threads, limit=shared, meter=meter, overwrite=overwrite))

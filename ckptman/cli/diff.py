@@ -46,7 +46,7 @@ def diff(
     wrote one of them. 10: one of them could not be read.
     """
     from ckptman.catalog.reader_lease import reading
-    from ckptman.policies.checks import check_count
+    from ckptman.policies.parameters import check_count
 
     check_count("diff", "--top", top)
     before, after = _sides(a, b, _two_steps(steps))

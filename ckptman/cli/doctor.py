@@ -22,7 +22,7 @@ from ckptman.errors import CkptmanError, ConfigError
 
 if TYPE_CHECKING:
     from ckptman.doctor.finding import Finding
-    from ckptman.doctor.surroundings import TorchFacts
+    from ckptman.doctor.job_environment import TorchFacts
 
 # No path to typer: it would look at the folder in this process, and hang where its file system does.
 Folder = Annotated[
@@ -65,7 +65,7 @@ def doctor(
     in a folder of its own inside DIR, and removes it. Without DIR: torch, devices, Slurm, memory and limits around this
     process. Exit code 1: something is broken.
     """
-    from ckptman.policies.checks import check_positive
+    from ckptman.policies.parameters import check_positive
 
     check_positive("doctor", "--timeout", timeout)
     if timeout > MOST_TIMEOUT_SECONDS:
@@ -142,7 +142,7 @@ def _checkpoint_bytes(path: Path) -> int | None:
 
 
 def _survey(against_bytes: int | None, timeout: float, note: Callable[[str], None]) -> list[Finding]:
-    from ckptman.doctor.surroundings import Host, survey
+    from ckptman.doctor.job_environment import Host, survey
 
     note("torch")
     return survey(_torch_facts(timeout), Host(), against_bytes)
@@ -150,7 +150,7 @@ def _survey(against_bytes: int | None, timeout: float, note: Callable[[str], Non
 
 def _torch_facts(timeout: float) -> TorchFacts:
     """Asked in a process of its own: a driver that is broken may hang whoever asks for devices."""
-    from ckptman.doctor.surroundings import TorchFacts
+    from ckptman.doctor.job_environment import TorchFacts
     from ckptman.io.isolated_process import Died, NoAnswer, run_isolated
 
     def ask() -> TorchFacts:

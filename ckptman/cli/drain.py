@@ -19,8 +19,8 @@ from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError
 
 if TYPE_CHECKING:
     from ckptman.policies.tiers import Tier
-    from ckptman.transfer.copy import Means
-    from ckptman.transfer.drain import Drained, DrainPlan, Task
+    from ckptman.transfer.copy import CopyOptions
+    from ckptman.transfer.drain import Drained, DrainPlan, DrainTask
 
 To = Annotated[
     str | None,
@@ -60,12 +60,12 @@ def drain(
     done: list[Drained] = []
 
     @contextmanager
-    def means(task: Task) -> Iterator[Means]:
-        from ckptman.transfer.copy import Means
+    def options_for(task: DrainTask) -> Iterator[CopyOptions]:
+        from ckptman.transfer.copy import CopyOptions
 
         rates = [each for each in (rate, task.tier.bytes_per_second) if each is not None]
         with copy_progress(f"step {task.entry.step}") as meter:
-            yield Means(threads=threads, limit=Limit(min(rates)) if rates else None, meter=meter)
+            yield CopyOptions(threads=threads, limit=Limit(min(rates)) if rates else None, meter=meter)
 
     progress = time.monotonic()
     while True:
@@ -75,7 +75,7 @@ def drain(
             _tell_plan(root, plan, as_json)
             break
         plan = prepare(root, plan)
-        for each in carry_out(root, plan, means):
+        for each in carry_out(root, plan, options_for):
             done.append(each)
             if not as_json:
                 text.say(*_lines(each))

@@ -18,7 +18,7 @@ from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
     from ckptman.policies.retention import Verdict
-    from ckptman.policies.rules import KeepBest, KeepSteps, RetentionPolicy
+    from ckptman.policies.retention_rules import KeepBest, KeepSteps, RetentionPolicy
 
 
 def option(name: str, metavar: str, help: str) -> Any:
@@ -111,7 +111,7 @@ def parse_count(option: str, written: str) -> int:
 
 def check_threads(verb: str, threads: int | None) -> None:
     """Check the value of `--threads`. Raises: ConfigError."""
-    from ckptman.policies.checks import check_count
+    from ckptman.policies.parameters import check_count
 
     if threads is None:
         return
@@ -158,8 +158,7 @@ def parse_retention(
 ) -> RetentionPolicy | None:
     """Return the policy that the options of `ckptman prune` and `ckptman plan` mean, or None. Raises: ConfigError."""
     from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
-    from ckptman.policies.limit import AtMost
-    from ckptman.policies.rules import KeepEvery, KeepLast
+    from ckptman.policies.retention_rules import AtMost, KeepEvery, KeepLast
 
     def counted(rule: Callable[[int], RetentionPolicy], count: int | None) -> list[RetentionPolicy]:
         return [] if count is None else [rule(count)]
@@ -184,7 +183,7 @@ def parse_retention(
 
 def parse_keep_best(written: str) -> KeepBest:
     """Parse `loss`, `loss:2` or `accuracy:2:max`; the name of a metric may contain colons. Raises: ConfigError."""
-    from ckptman.policies.rules import KeepBest
+    from ckptman.policies.retention_rules import KeepBest
 
     parts = written.split(":")
     mode = parts.pop() if len(parts) > 1 and parts[-1] in ("min", "max") else "min"
@@ -200,7 +199,7 @@ def parse_keep_best(written: str) -> KeepBest:
 
 def parse_steps(written: str) -> KeepSteps:
     """Parse steps such as `1000,5000`. Raises: ConfigError."""
-    from ckptman.policies.rules import KeepSteps
+    from ckptman.policies.retention_rules import KeepSteps
 
     try:
         return KeepSteps(*(int(part) for part in written.split(",")))
@@ -210,7 +209,7 @@ def parse_steps(written: str) -> KeepSteps:
 
 def check_meant(root: Path, policy: RetentionPolicy | None, verdicts: Sequence[Verdict], *, stored: bool) -> None:
     """Refuse rules that cannot be meant. `stored`: the rules are those of the run. Raises: ConfigError."""
-    from ckptman.policies.sanity_checks import slip
+    from ckptman.policies.retention import slip
 
     if cause := slip(policy, [each.record for each in verdicts], time.time(), goes_on=stored):
         remedy = "say what to keep, with options such as --keep-last 3" if stored else "check the options"

@@ -25,7 +25,7 @@ def pin(path: PathOrRoot, why: Why, step: Step = None) -> None:
     """
     from ckptman.catalog import pins
     from ckptman.catalog.verified import read_verified
-    from ckptman.io.filesystem import DISK
+    from ckptman.io.durable_files import DISK
 
     entry = _entry(path, step)
     note = read_verified(entry.path, entry.require_manifest())
@@ -41,7 +41,7 @@ def pin(path: PathOrRoot, why: Why, step: Step = None) -> None:
 def unpin(path: PathOrRoot, step: Step = None) -> None:
     """Let the rules of a prune decide about a checkpoint again."""
     from ckptman.catalog import pins
-    from ckptman.io.filesystem import DISK
+    from ckptman.io.durable_files import DISK
 
     entry = _entry(path, step)
     try:

@@ -127,14 +127,14 @@ def plan(
     Memory of a GPU, size of a checkpoint, seconds and stall of a save on each tier, the interval, goodput at a given
     rate of failures, disk under the keep rules, and how early to be warned. Sizes are in powers of 1000.
     """
-    from ckptman.cli.plan_inputs import Written, subject_of, tiers_of
+    from ckptman.cli.plan_inputs import PlanOptions, subject_of, tiers_of
     from ckptman.cli.plan_report import Plan, as_dict, lines
     from ckptman.forecast.disk_forecast import Saves, disk_figures
     from ckptman.forecast.failure_rates import mtbf_figure, rate_named
     from ckptman.forecast.figures import Figure
     from ckptman.forecast.gpu_memory import memory_figures
     from ckptman.forecast.save_costs import Life, Saving, tier_figures
-    from ckptman.policies.checks import check_positive
+    from ckptman.policies.parameters import check_positive
 
     check_positive("plan", "--factor", factor)
     if factor > MOST_FACTOR:
@@ -143,7 +143,7 @@ def plan(
     init_seconds, run_seconds = parse_seconds("--init", init or "20min"), parse_seconds("--length", length)
     room = None if gpu_memory is None else parse_size("--gpu-memory", gpu_memory, needs_unit=True)
     step_seconds = None if step is None else parse_seconds("--step", step)
-    written = Written(
+    written = PlanOptions(
         params=params,
         config=config,
         model=model,
@@ -201,8 +201,8 @@ def plan(
 
 def _check_steps(given: float | None, policy: RetentionPolicy | None) -> None:
     """Raises: ConfigError for a rule that counts steps where nobody says what one takes."""
-    from ckptman.policies.limit import rules_of
     from ckptman.policies.retention import KeepEvery, KeepSteps
+    from ckptman.policies.retention_rules import rules_of
 
     if given is None and any(isinstance(each, KeepEvery | KeepSteps) for each in rules_of(policy)):
         raise ConfigError("a rule to keep checkpoints goes by steps: say what a step takes, as in --step 2s")
@@ -223,7 +223,7 @@ def _cadence(policy: SavePolicy | None, figures: list[Figure], step_seconds: flo
 
 
 def _limit_bytes(policy: RetentionPolicy | None) -> int | None:
-    from ckptman.policies.limit import limited
+    from ckptman.policies.retention_rules import limited
 
     limit = limited(policy)
     return None if limit is None else limit.bytes

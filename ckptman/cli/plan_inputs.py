@@ -13,7 +13,7 @@ from ckptman.forecast.checkpoint_size import (
     DTYPE_BYTES,
     RULE_FACTOR,
     RULE_SOURCE,
-    Tensor,
+    SavedTensor,
     frozen,
     parameter_count,
     rule_bytes,
@@ -23,12 +23,12 @@ from ckptman.forecast.checkpoint_size import (
 from ckptman.forecast.failure_rates import MOST_GPUS
 from ckptman.forecast.figures import Figure
 from ckptman.forecast.gpu_memory import Batch, Shape, Weights, likely_shape
-from ckptman.forecast.save_costs import TABLE, TABLE_SOURCE, Tier
-from ckptman.policies.checks import check_count
-from ckptman.policies.limit import size_text
+from ckptman.forecast.save_costs import TABLE, TABLE_SOURCE, TierRates
+from ckptman.policies.parameters import check_count
+from ckptman.policies.retention_rules import size_text
 
 if TYPE_CHECKING:
-    from ckptman.forecast.checkpoint_size import Values
+    from ckptman.forecast.checkpoint_size import SavedValues
     from ckptman.policies.retention import RetentionPolicy
     from ckptman.policies.save_policies import SavePolicy
 
@@ -53,7 +53,7 @@ _DATA_OF_LOOP = ("position", "seed", "global_batch", "sequence_tokens", "digest"
 
 
 @dataclass(frozen=True)
-class Written:
+class PlanOptions:
     """Options as they were typed; None: left out."""
 
     params: str | None
@@ -93,7 +93,7 @@ class Subject:
         return self.replicas * self.weights.shards
 
 
-def subject_of(written: Written) -> Subject:
+def subject_of(written: PlanOptions) -> Subject:
     """Raises: ConfigError, NotFoundError."""
     given = [name for name in ("params", "config", "model") if getattr(written, name) is not None]
     if len(given) != 1:
@@ -127,7 +127,7 @@ def _check_most(name: str, value: int, most: int) -> None:
         raise ConfigError(f"{name}: at most {most:,}; what is more was a slip")
 
 
-def _mesh(written: Written, shard: int | None) -> tuple[int, int]:
+def _mesh(written: PlanOptions, shard: int | None) -> tuple[int, int]:
     """(replicas, shards) as the bundled loop lays ranks out. Raises: ConfigError for a --shard that cannot be."""
     from ckptman.train.launch import mesh_shape
 
@@ -141,7 +141,7 @@ def _mesh(written: Written, shard: int | None) -> tuple[int, int]:
     return replicas, shards
 
 
-def _of_params(written: Written, params: str) -> Subject:
+def _of_params(written: PlanOptions, params: str) -> Subject:
     count = parse_count("--params", params)
     dtype = written.dtype or "float32"
     item = DTYPE_BYTES[dtype]
@@ -169,8 +169,8 @@ def _of_params(written: Written, params: str) -> Subject:
     )
 
 
-def _of_config(written: Written, path: Path) -> Subject:
-    from ckptman.forecast.checkpoint_size import SCHEDULED_VALUES, Values
+def _of_config(written: PlanOptions, path: Path) -> Subject:
+    from ckptman.forecast.checkpoint_size import SCHEDULED_VALUES, SavedValues
     from ckptman.train.config import load_config
     from ckptman.train.dataset.tokenfile import read_meta
     from ckptman.train.setup import parameter_shapes
@@ -196,13 +196,13 @@ def _of_config(written: Written, path: Path) -> Subject:
     ):
         _check_most(name, value, _MOST[kind])
     replicas, shards = _mesh(written, written.shard or config.parallel.shard_ranks)
-    names = [Tensor(name, shape) for name, shape in parameter_shapes(model, vocab)]
+    names = [SavedTensor(name, shape) for name, shape in parameter_shapes(model, vocab)]
     others = [f"scheduler.{each}" for each in _OTHERS_OF_LOOP] + [f"data.{each}" for each in _DATA_OF_LOOP]
     share = -(-data.global_batch // (replicas * shards))
     subject = _exactly(
         f"{parameter_count(names):,} parameters of {path}",
         names,
-        Values(SCHEDULED_VALUES, tuple(others)),
+        SavedValues(SCHEDULED_VALUES, tuple(others)),
         Shape(model.dim, model.layers, vocab, model.hidden_dim, model.kv_heads / model.heads, tied=model.tied),
         Batch(
             data.micro_batch * data.sequence_tokens,
@@ -216,8 +216,8 @@ def _of_config(written: Written, path: Path) -> Subject:
     return replace(subject, retention=checkpoint.retention(), save_policy=checkpoint.save_policy())
 
 
-def _of_model(written: Written) -> Subject:
-    from ckptman.forecast.checkpoint_size import Values
+def _of_model(written: PlanOptions) -> Subject:
+    from ckptman.forecast.checkpoint_size import SavedValues
     from ckptman.state.meta_model import tensors_of
 
     assert written.model is not None
@@ -227,7 +227,7 @@ def _of_model(written: Written) -> Subject:
     return _exactly(
         f"{trained:,} trained{also} parameters of {written.model}",
         names,
-        Values(),
+        SavedValues(),
         replace(_shape(written, trained + others), tied=any(each.tied for each in names)),
         _batch(written),
         _mesh(written, written.shard),
@@ -237,8 +237,8 @@ def _of_model(written: Written) -> Subject:
 
 def _exactly(
     title: str,
-    names: list[Tensor],
-    values: Values,
+    names: list[SavedTensor],
+    values: SavedValues,
     shape: Shape,
     batch: Batch,
     mesh: tuple[int, int],
@@ -280,15 +280,15 @@ def _rule(count: int, item: int) -> Figure:
     return Figure("rule", rule_bytes(count, item), "bytes", formula, RULE_SOURCE)
 
 
-def _shape(written: Written, count: int) -> Shape:
+def _shape(written: PlanOptions, count: int) -> Shape:
     return likely_shape(count, written.vocab or DEFAULT_VOCAB, written.dim, written.layers)
 
 
-def _batch(written: Written) -> Batch:
+def _batch(written: PlanOptions) -> Batch:
     return Batch((written.micro_batch or 1) * (written.sequence or DEFAULT_SEQUENCE))
 
 
-def tiers_of(written: Sequence[str], nodes: int, gpus: int) -> list[Tier]:
+def tiers_of(written: Sequence[str], nodes: int, gpus: int) -> list[TierRates]:
     """`NAME=2GB/s`, `NAME=2GB/s/node`, `NAME=2GB/s/gpu`, `NAME=DIR` (measured), each with `:10GB/s`, the most that the
     whole file system gives. Without any, the practitioners' table. Raises: ConfigError, NotFoundError, RootError."""
     tiers = [_tier(each, nodes, gpus) for each in written]
@@ -296,11 +296,11 @@ def tiers_of(written: Sequence[str], nodes: int, gpus: int) -> list[Tier]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"--tier: {twice[0]} is given twice; give each tier a name of its own")
     return tiers or [
-        Tier(name, rate, rate, f"{size_text(rate)}/s in all", TABLE_SOURCE) for name, rate in TABLE
+        TierRates(name, rate, rate, f"{size_text(rate)}/s in all", TABLE_SOURCE) for name, rate in TABLE
     ]  # fmt: skip
 
 
-def _tier(written: str, nodes: int, gpus: int) -> Tier:
+def _tier(written: str, nodes: int, gpus: int) -> TierRates:
     name, equals, what = written.partition("=")
     if not (equals and name.strip() and what.strip()):
         raise ConfigError(f"--tier: NAME=RATE or NAME=DIR, as in scratch=2GB/s or scratch=/scratch/me, not {written!r}")
@@ -313,7 +313,7 @@ def _tier(written: str, nodes: int, gpus: int) -> Tier:
     return _measured(name, Path(what), most, nodes)
 
 
-def _given(name: str, what: str, most: float | None, nodes: int, gpus: int) -> Tier:
+def _given(name: str, what: str, most: float | None, nodes: int, gpus: int) -> TierRates:
     times, per = 1, "in all"
     for ending, count, noun in (("/node", nodes, "nodes"), ("/gpu", gpus, "GPUs")):
         if what.endswith(ending):
@@ -322,7 +322,7 @@ def _given(name: str, what: str, most: float | None, nodes: int, gpus: int) -> T
     return _limited(name, rate * times, rate * times, most, f"{size_text(rate)}/s {per}", "as given")
 
 
-def _measured(name: str, folder: Path, most: float | None, nodes: int) -> Tier:
+def _measured(name: str, folder: Path, most: float | None, nodes: int) -> TierRates:
     from ckptman.doctor.examine import examine
 
     found = {each.name: each.figures for each in examine(folder)}
@@ -334,7 +334,7 @@ def _measured(name: str, folder: Path, most: float | None, nodes: int) -> Tier:
     return _limited(name, write * nodes, read * nodes, most, how, f"measured in {folder}; ckptman doctor")
 
 
-def _limited(name: str, write: float, read: float, most: float | None, how: str, source: str) -> Tier:
+def _limited(name: str, write: float, read: float, most: float | None, how: str, source: str) -> TierRates:
     if most is None:
-        return Tier(name, write, read, how, source)
-    return Tier(name, min(write, most), min(read, most), f"{how}, at most {size_text(most)}/s", source)
+        return TierRates(name, write, read, how, source)
+    return TierRates(name, min(write, most), min(read, most), f"{how}, at most {size_text(most)}/s", source)

@@ -12,7 +12,7 @@ from ckptman.cli import console as text
 if TYPE_CHECKING:
     from ckptman.cli.plan_inputs import Subject
     from ckptman.forecast.figures import Figure
-    from ckptman.forecast.save_costs import Tier
+    from ckptman.forecast.save_costs import TierRates
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Plan:
     memory: list[Figure]
     failures: list[Figure]
     limit_bytes: int | None
-    tiers: list[tuple[Tier, list[Figure]]]
+    tiers: list[tuple[TierRates, list[Figure]]]
     blocking: bool
     step_seconds: float | None = None
 
@@ -65,7 +65,7 @@ def _rows(made: Plan, headers: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _fits(memory: Sequence[Figure], room: int) -> list[str]:
-    from ckptman.policies.limit import size_text
+    from ckptman.policies.retention_rules import size_text
 
     lines = []
     for name, how in (("total_plain", "without"), ("total_checkpointed", "with")):
@@ -77,7 +77,7 @@ def _fits(memory: Sequence[Figure], room: int) -> list[str]:
 def _advice(made: Plan) -> list[str]:
     """Return what to do, by the numbers: the tier that yields most, and what to write where."""
     from ckptman.forecast.save_costs import BOUND_SECONDS
-    from ckptman.policies.limit import size_text
+    from ckptman.policies.retention_rules import size_text
 
     lines = []
     lasting = [each for each in made.tiers if each[0].lasts]
@@ -119,7 +119,7 @@ def _advice(made: Plan) -> list[str]:
     return lines
 
 
-def _bound_costs(tier: Tier, figures: list[Figure], blocking: bool) -> list[str]:
+def _bound_costs(tier: TierRates, figures: list[Figure], blocking: bool) -> list[str]:
     """Say where the bound costs more than a percent of what the best interval yields."""
     at_bound, at_best = value_of(figures, "goodput"), value_of(figures, "goodput_best")
     if at_bound >= 0.99 * at_best:

@@ -39,7 +39,7 @@ from ckptman.errors import CkptmanError, ConfigError, RootError
 
 if TYPE_CHECKING:
     from ckptman.catalog.prune import Pruned, PrunePlan
-    from ckptman.policies.rules import RetentionPolicy
+    from ckptman.policies.retention_rules import RetentionPolicy
 
 MOST_JOBS = 256
 Roots = Annotated[
@@ -97,7 +97,7 @@ def prune(
     Of several roots each is pruned for itself, also where another one cannot be; the exit code is that of the first
     that could not. Exit code 2: no rules, or a folder that holds no checkpoints. 10: something cannot be removed.
     """
-    from ckptman.policies.checks import check_count, check_positive
+    from ckptman.policies.parameters import check_count, check_positive
 
     # Thousands of small things are made, and none of them is thrown away before the end.
     gc.disable()
@@ -193,7 +193,7 @@ def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError |
 def _policy_for(root: Path, wishes: _Wishes) -> RetentionPolicy | None:
     """The rules of the options, or else of the run; with a limit in percent as one in bytes."""
     from ckptman.catalog.stored_policy import read_policy
-    from ckptman.policies.limit import in_bytes, needs_capacity
+    from ckptman.policies.retention_rules import in_bytes, needs_capacity
 
     if wishes.leftovers_only:
         return None
@@ -209,7 +209,7 @@ def _carry_out(root: Path, plan: PrunePlan, wishes: _Wishes, pruned: Pruned) -> 
     """Delete, and say in `pruned` what is gone. Returns what could not be removed."""
     from ckptman.catalog.prune import execute
     from ckptman.catalog.reader_lease import lease
-    from ckptman.io.filesystem import DISK
+    from ckptman.io.durable_files import DISK
     from ckptman.io.throttled_delete import ThrottledDelete
 
     remove: Callable[[Path], None] | None = None

@@ -13,7 +13,7 @@ from ckptman.cli.options import AsJson
 from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.tensors import TensorFacts, foreign_tensors, tensors_of
 from ckptman.errors import CorruptError
-from ckptman.policies.calendar import is_known_time
+from ckptman.policies.retention_rules import is_known_time
 
 if TYPE_CHECKING:
     from ckptman.catalog.catalog import Entry

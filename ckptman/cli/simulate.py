@@ -138,7 +138,7 @@ def _mean(
 ) -> tuple[float, str]:
     """Mean seconds between failures, and what to call them."""
     from ckptman.forecast.failure_rates import mtbf_figure, rate_named
-    from ckptman.policies.checks import check_count
+    from ckptman.policies.parameters import check_count
 
     if recorded is not None:
         how_often = f"one in {_time(recorded.mtbf_seconds)}" if recorded.failures else "none"
@@ -157,7 +157,7 @@ def _failures(
     """Return the failures of each run, and how long a run is. Raises: ConfigError."""
     import random
 
-    from ckptman.policies.checks import check_count
+    from ckptman.policies.parameters import check_count
 
     seconds = None if length is None else parse_seconds("--length", length)
     if recorded is not None:

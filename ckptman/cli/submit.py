@@ -71,7 +71,7 @@ def submit(
 
     Each job puts the next into the queue when it begins, and a finished run takes it out again.
     """
-    from ckptman.policies.checks import check_count
+    from ckptman.policies.parameters import check_count
 
     for name, value in (
         ("--crash-limit", crash_limit),

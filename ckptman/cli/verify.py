@@ -15,7 +15,14 @@ from ckptman.cli import verify_checks as checks
 from ckptman.cli.options import AsJson, check_threads, option, parse_rate
 from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.verify_checks import Wishes
-from ckptman.cli.verify_report import Report, byte_lines, not_tried_lines, refused_lines, remark_lines, summary_lines
+from ckptman.cli.verify_report import (
+    VerifyReport,
+    byte_lines,
+    not_tried_lines,
+    refused_lines,
+    remark_lines,
+    summary_lines,
+)
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
 
 if TYPE_CHECKING:
@@ -96,7 +103,9 @@ def verify(
     _raise_for(reports)
 
 
-def _judge(report: Report, wishes: Wishes, say: Callable[[list[str]], None], entry: Entry | None = None) -> Report:
+def _judge(
+    report: VerifyReport, wishes: Wishes, say: Callable[[list[str]], None], entry: Entry | None = None
+) -> VerifyReport:
     """Print the result of the bytes, go on with how it loads, and note what was proved."""
     say([*byte_lines(report), *refused_lines(report), *not_tried_lines(report.not_tried)])
     if report.is_checked:
@@ -167,7 +176,7 @@ def _say(lines: list[str]) -> None:
         text.say(*lines)
 
 
-def _raise_for(reports: list[Report]) -> None:
+def _raise_for(reports: list[VerifyReport]) -> None:
     """End with the worst that was found. Raises: CorruptError, FormatVersionError, RootError, NotFoundError."""
     of = text.count(len(reports), "checkpoint")
     if damaged := [report for report in reports if report.is_damaged]:
@@ -189,14 +198,14 @@ def _raise_for(reports: list[Report]) -> None:
         raise NotFoundError(f"{_names(reports)}: {reports[0].gone}")
 
 
-def _names(reports: list[Report]) -> str:
+def _names(reports: list[VerifyReport]) -> str:
     return ", ".join(report.name for report in reports)
 
 
 class _DoesNotLoad(CkptmanError):
     exit_code = MismatchError.exit_code
 
-    def __init__(self, stuck: list[Report]) -> None:
+    def __init__(self, stuck: list[VerifyReport]) -> None:
         report = stuck[0]
         if report.refused:
             super().__init__(

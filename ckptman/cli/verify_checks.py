@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptman.cli import console as text
 from ckptman.cli.progress import progress
-from ckptman.cli.verify_report import Report, load_lines, not_tried_lines, plan_lines
+from ckptman.cli.verify_report import VerifyReport, load_lines, not_tried_lines, plan_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ class Wishes:
     allow: tuple[str, ...] = ()
 
 
-def check_bytes(entry: Entry, wishes: Wishes) -> Report:
+def check_bytes(entry: Entry, wishes: Wishes) -> VerifyReport:
     """Check digests and coverage of an entry, complete or not; without digests where only a plan is asked for."""
     from ckptman.catalog.verified import identify
     from ckptman.format.manifest import missing_file, read_manifest
 
-    report = Report(entry.step, entry.path, newer_format=entry.newer_format, mesh=wishes.mesh)
+    report = VerifyReport(entry.step, entry.path, newer_format=entry.newer_format, mesh=wishes.mesh)
     if entry.newer_format is not None:
         return report
     if entry.unreadable is not None:
@@ -61,12 +61,12 @@ def check_bytes(entry: Entry, wishes: Wishes) -> Report:
     return report
 
 
-def check_foreign(path: Path, wishes: Wishes) -> Report:
+def check_foreign(path: Path, wishes: Wishes) -> VerifyReport:
     """Check what plain DCP or torchtitan wrote, as far as it describes itself. Needs torch."""
     from ckptman.io.file_scan import default_threads
     from ckptman.verify import foreign_check
 
-    report = Report(None, path, digests=False, mesh=wishes.mesh)
+    report = VerifyReport(None, path, digests=False, mesh=wishes.mesh)
     begun = time.perf_counter()
     with _noted_in(report):
         total = sum(each.stat().st_size for each in path.iterdir() if each.is_file())
@@ -86,7 +86,7 @@ def check_foreign(path: Path, wishes: Wishes) -> Report:
 
 
 @contextmanager
-def _noted_in(report: Report) -> Iterator[None]:
+def _noted_in(report: VerifyReport) -> Iterator[None]:
     """Note in the report what ends a check of the bytes."""
     try:
         yield
@@ -98,7 +98,7 @@ def _noted_in(report: Report) -> Iterator[None]:
         report.unread.append(f"{error.filename or report.path} cannot be read: {error.strerror or error}")
 
 
-def check_fit(report: Report, wishes: Wishes) -> Iterator[list[str]]:
+def check_fit(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
     """Load it, or plan to, on each world size that is asked for. Yield the lines to print after each."""
     if not wishes.world_sizes and wishes.mesh is None:
         return
@@ -118,7 +118,7 @@ def check_fit(report: Report, wishes: Wishes) -> Iterator[list[str]]:
     see_whether_it_stayed(report)
 
 
-def _load(report: Report, wishes: Wishes) -> Iterator[list[str]]:
+def _load(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
     from ckptman.cli.verify_process import load_on
 
     with progress(f"loading {report.name}", None) as done:
@@ -136,7 +136,7 @@ def _load(report: Report, wishes: Wishes) -> Iterator[list[str]]:
             yield load_lines(report, found)
 
 
-def _plan(report: Report, wishes: Wishes) -> Iterator[list[str]]:
+def _plan(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
     from ckptman.cli.verify_process import plan_on
 
     for plan in plan_on(report.path, wishes.world_sizes, wishes.bandwidth, wishes.mesh, wishes.rank_bandwidth):
@@ -144,7 +144,7 @@ def _plan(report: Report, wishes: Wishes) -> Iterator[list[str]]:
         yield plan_lines(report, plan)
 
 
-def check_freshness(report: Report, entry: Entry, known: Sequence[Entry]) -> None:
+def check_freshness(report: VerifyReport, entry: Entry, known: Sequence[Entry]) -> None:
     """Remark on a checkpoint whose parameters are all those of the commit before it."""
     from ckptman.integrity.repeated_content import stale_parameters
 
@@ -179,11 +179,11 @@ def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
         return ()
 
 
-def remember(report: Report, entry: Entry) -> None:
+def remember(report: VerifyReport, entry: Entry) -> None:
     """Note beside the manifest what was proved, or found damaged. If that fails, it is a remark."""
     from ckptman import __version__
     from ckptman.catalog.verified import forget_verified, note_damaged, note_verified
-    from ckptman.io.filesystem import DISK
+    from ckptman.io.durable_files import DISK
 
     if report.identity is None or not (report.is_checked or report.is_damaged):
         return
@@ -213,7 +213,7 @@ def remember(report: Report, entry: Entry) -> None:
         report.remarks.append(f"{what} could not be noted: {where}")
 
 
-def see_whether_it_stayed(report: Report) -> None:
+def see_whether_it_stayed(report: VerifyReport) -> None:
     """Take back all findings if a run deleted the checkpoint, or saved it again, while it was read."""
     from ckptman.catalog.verified import identify
 
@@ -233,8 +233,8 @@ def see_whether_it_stayed(report: Report) -> None:
         report.loads, report.plans, report.not_tried, report.refused = {}, [], [], []
 
 
-def _check_files(report: Report, manifest: Manifest, wishes: Wishes) -> None:
-    from ckptman.integrity.check import check_sizes, verify_folder
+def _check_files(report: VerifyReport, manifest: Manifest, wishes: Wishes) -> None:
+    from ckptman.integrity.folder_check import check_sizes, verify_folder
 
     begun = time.perf_counter()
     if wishes.plan_only:
@@ -249,9 +249,9 @@ def _check_files(report: Report, manifest: Manifest, wishes: Wishes) -> None:
         report.levels.append("digests")
 
 
-def _check_coverage(report: Report, manifest: Manifest, wishes: Wishes) -> None:
+def _check_coverage(report: VerifyReport, manifest: Manifest, wishes: Wishes) -> None:
     from ckptman.format.index import read_index
-    from ckptman.integrity.check import check_coverage, only_pickled
+    from ckptman.integrity.folder_check import check_coverage, only_pickled
 
     try:
         index = read_index(report.path, manifest)
@@ -269,7 +269,7 @@ def _check_coverage(report: Report, manifest: Manifest, wishes: Wishes) -> None:
         _check_pickles(report, wishes)
 
 
-def _check_pickles(report: Report, wishes: Wishes) -> None:
+def _check_pickles(report: VerifyReport, wishes: Wishes) -> None:
     """Check in a process with torch whether a load would unpickle what only a pickle holds."""
     from ckptman.cli.verify_process import refused_on
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
-from ckptman.verify.proof import LoadReport, PlanReport, world_sizes_with
+from ckptman.verify.reports import LoadReport, PlanReport, world_sizes_with
 
 # The search path of this process: with -m, a random.py in the current folder would take the place of Python's own.
 # What was imported stays: looking for garbage in it took a quarter of the import, half a second at the end, and a copy

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from ckptman.errors import FormatVersionError
     from ckptman.format.manifest import Manifest
     from ckptman.integrity.damage_report import Damage
-    from ckptman.verify.proof import LoadReport, PlanReport
+    from ckptman.verify.reports import LoadReport, PlanReport
 
 PROBLEMS_SHOWN = 40
 """Lines about one checkpoint: a screen. `--json` has all of them."""
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """What was found about one checkpoint.
 
     levels: what was proved of its bytes.
@@ -120,7 +120,7 @@ class Report:
         }
 
 
-def byte_lines(report: Report) -> list[str]:
+def byte_lines(report: VerifyReport) -> list[str]:
     """Return the result of the bytes of a checkpoint."""
     name = text.plain(report.name)
     if unchecked := report.gone or report.newer_format:
@@ -141,7 +141,7 @@ def byte_lines(report: Report) -> list[str]:
     return [f"{name}: {held}, of the right sizes; {tensors}, all complete"]
 
 
-def refused_lines(report: Report) -> list[str]:
+def refused_lines(report: VerifyReport) -> list[str]:
     """Return what a load would refuse."""
     if not report.refused:
         return []
@@ -149,7 +149,7 @@ def refused_lines(report: Report) -> list[str]:
     return [f"  {text.paint('does not load', 'red')}", *_told(report.refused, "    "), remedy]
 
 
-def load_lines(report: Report, found: LoadReport) -> list[str]:
+def load_lines(report: VerifyReport, found: LoadReport) -> list[str]:
     """Return the result of loading on a number of processes."""
     on = text.count(found.world_size, "process", "processes") + _layout(report, found.world_size)
     if found.problems:
@@ -163,7 +163,7 @@ def not_tried_lines(whys: Sequence[str]) -> list[str]:
     return _told(whys, f"  {text.paint('not proved', 'yellow')}: ")
 
 
-def plan_lines(report: Report, plan: PlanReport) -> list[str]:
+def plan_lines(report: VerifyReport, plan: PlanReport) -> list[str]:
     """Return the result of planning a load onto a number of ranks."""
     on = text.count(plan.world_size, "rank") + _layout(report, plan.world_size)
     if plan.problems:
@@ -174,12 +174,12 @@ def plan_lines(report: Report, plan: PlanReport) -> list[str]:
     return [*lines, *_told(plan.unproved, "    not proved: ")]
 
 
-def remark_lines(report: Report) -> list[str]:
+def remark_lines(report: VerifyReport) -> list[str]:
     """Return the remarks."""
     return _told(report.remarks, f"  {text.paint('remark', 'yellow')}: ")
 
 
-def summary_lines(reports: Sequence[Report]) -> list[str]:
+def summary_lines(reports: Sequence[VerifyReport]) -> list[str]:
     """Return what was proved of those that are good, level by level, and what was not."""
     good = [report for report in reports if report.is_proved]
     if not good:
@@ -207,7 +207,7 @@ def summary_lines(reports: Sequence[Report]) -> list[str]:
     return [f"Proved{those}", *(f"  {line}" for line in proved), "Not proved", *(f"  {line}" for line in open_)]
 
 
-def _layout(report: Report, world_size: int) -> str:
+def _layout(report: VerifyReport, world_size: int) -> str:
     mesh = report.mesh_of(world_size)
     return "" if mesh is None else f" ({' x '.join(map(str, mesh))})"
 

@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from ckptman._torch_compat import ShardedTensor
-from ckptman.comm.control import AllRanks, Channel, failing_as_one
+from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
 from ckptman.errors import ConfigError
-from ckptman.state.file_layout import put, view_of
+from ckptman.state.file_layout import is_plain, put, view_of
 from ckptman.state.named_state import Snapshot
-from ckptman.state.tensor_container import is_plain
 
 SMALL_BYTES = 64 * 1024
 """Larger tensors are not compared."""

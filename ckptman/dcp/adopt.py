@@ -21,8 +21,8 @@ from ckptman.dcp.adopt_describe import Digested, describe, placed
 from ckptman.errors import ConfigError, CorruptError, ExistsError, NotFoundError, RootError, plain
 from ckptman.format.manifest import Manifest, read_manifest
 from ckptman.format.paths import MANIFEST, METADATA, parse_data, parse_half_written, parse_step, step_folder
+from ckptman.io.durable_files import DISK
 from ckptman.io.file_scan import Stamp, stamp_of
-from ckptman.io.filesystem import DISK
 from ckptman.io.safe_open import read_regular
 from ckptman.loading.box_reader import BoundedState
 from ckptman.loading.checkpoint_reader import SavedState

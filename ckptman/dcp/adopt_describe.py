@@ -15,16 +15,15 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 import ckptman
 from ckptman.catalog.catalog import Catalog
 from ckptman.errors import ConfigError, CorruptError
-from ckptman.format.chunk_table import FRAME_BYTES, item_bytes
+from ckptman.format.chunk_table import FRAME_BYTES, assemble, item_bytes
 from ckptman.format.index import Index, Unit
 from ckptman.format.manifest import FileRecord, Manifest
 from ckptman.format.paths import CHUNKS, INDEX, METADATA, digests_name, parse_data, parse_step
-from ckptman.format.table_assembly import assemble
 from ckptman.format.value_codec import TensorRef, encode, tensor_ref
 from ckptman.io.checksums import BLOCK_BYTES, digest_bytes, group_bytes
 from ckptman.io.safe_open import open_regular, read_regular
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState, resolve
-from ckptman.policies.calendar import time_to_store
+from ckptman.policies.retention_rules import time_to_store
 from ckptman.saving.write_plan import make_rows
 from ckptman.state.file_layout import Placed
 from ckptman.verify.chunk_files import Saved, Tensors

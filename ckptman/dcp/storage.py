@@ -36,18 +36,17 @@ from torch.futures import Future
 from ckptman._torch_compat import StorageInfo, StoragePrefix, unflattened
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
+from ckptman.format.chunk_table import pack
 from ckptman.format.paths import METADATA, data_name
-from ckptman.format.table_assembly import pack
-from ckptman.io.filesystem import DISK
+from ckptman.io.durable_files import DISK
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
-from ckptman.loading.read import NOT_USABLE, Fill, read_fills
+from ckptman.loading.read_tensors import NOT_USABLE, Fill, read_fills
 from ckptman.saving.index_writer import IndexWriter, RankResult, write_small
 from ckptman.saving.preflight import warn_of_refused
 from ckptman.saving.write_plan import Described, lay_out, make_rows, refuse_meta
 from ckptman.saving.writer import Draft, SaveInfo, write_rank_files
-from ckptman.state.file_layout import Image, Layout, Placed, pickled
+from ckptman.state.file_layout import Image, Layout, Placed, is_plain, pickled
 from ckptman.state.named_state import Snapshot, snapshot_of
-from ckptman.state.tensor_container import is_plain
 
 _RESULT = "ckptman.result"
 """The name under which the result of a rank travels to the leader among DCP's write results."""

@@ -18,7 +18,7 @@ from ckptman.diff.digest_compare import digests_agree, same_containers
 from ckptman.errors import CorruptError
 from ckptman.loading.box_reader import PIECE_BYTES, BoxReader, Refused, Shape, boxes, prefetched
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.read import Fill
+from ckptman.loading.read_tensors import Fill
 
 BATCH_STEPS = 1024
 Kind = Literal["same", "changed", "added", "removed", "reshaped", "retyped"]

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from ckptman.doctor import mount, promises, quota, renames, speed
+from ckptman.doctor import filesystem_checks, mount, quota, renames, speed
 from ckptman.doctor.finding import Finding, Verdict, size_text, why
 from ckptman.errors import CkptmanError, NotFoundError, RootError
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.failure_cause import FULL
-from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.isolated_process import Died, NoAnswer, run_isolated
 from ckptman.policies.intervals import seconds_text
 from ckptman.runtime.deadline import run_command
@@ -65,7 +65,7 @@ class MountAccess:
     run: quota.Run = run_command
     mountinfo: Callable[[], str] = lambda: mount.MOUNTINFO.read_text(errors="surrogateescape")
     statvfs: Callable[[str], os.statvfs_result] = os.statvfs
-    lock: Callable[[str, int], None] = promises.lock
+    lock: Callable[[str, int], None] = filesystem_checks.lock
     now: Callable[[], float] = time.time
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     repeat_seconds: float = 1.0
@@ -271,7 +271,7 @@ def _check_promises(checks: _Checks, own: Path, size: int, mounted: mount.Mount 
     unsafe = mount.unsafe_sync(mounted)
 
     def sync() -> Finding:
-        found = promises.check_sync(own, disk, means.repeat_seconds)
+        found = filesystem_checks.check_sync(own, disk, means.repeat_seconds)
         if unsafe is None or found.verdict == "FAILED":
             return found
         return Finding(found.name, "warning", found.value, unsafe, found.figures)
@@ -279,12 +279,12 @@ def _check_promises(checks: _Checks, own: Path, size: int, mounted: mount.Mount 
     reserve_bytes = min(_RESERVE_BYTES, max(size, 4096))
     checks.do("rename", lambda: renames.check_rename(own, disk, means.repeat_seconds), "commits are not safe here")
     checks.do("fsync", sync, "nothing that is saved here is durable")
-    checks.do("claim", lambda: promises.check_claim(own, disk), "two runs could write to one root")
-    checks.do("locks", lambda: promises.check_locks(own, means.lock), "locks cannot be relied on")
-    checks.do("clock", lambda: promises.check_clock(own, disk, means.now))
-    checks.do("direct I/O", lambda: promises.check_direct(own, disk))
-    checks.do("reserve", lambda: promises.check_reserve(own, reserve_bytes, disk))
-    checks.do("links", lambda: promises.check_links(own))
+    checks.do("claim", lambda: filesystem_checks.check_claim(own, disk), "two runs could write to one root")
+    checks.do("locks", lambda: filesystem_checks.check_locks(own, means.lock), "locks cannot be relied on")
+    checks.do("clock", lambda: filesystem_checks.check_clock(own, disk, means.now))
+    checks.do("direct I/O", lambda: filesystem_checks.check_direct(own, disk))
+    checks.do("reserve", lambda: filesystem_checks.check_reserve(own, reserve_bytes, disk))
+    checks.do("links", lambda: filesystem_checks.check_links(own))
 
 
 def _check_speed(checks: _Checks, own: Path, size: int, in_memory: bool, means: MountAccess) -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckptman.policies import limit
+from ckptman.policies import retention_rules
 
 Verdict = Literal["ok", "slow", "warning", "FAILED", "unknown"]
 
@@ -37,7 +37,7 @@ class Finding:
 
 def size_text(size_bytes: float) -> str:
     """Return bytes to three digits: nothing here is measured to more."""
-    return limit.size_text(size_bytes, digits=3)
+    return retention_rules.size_text(size_bytes, digits=3)
 
 
 def why(error: OSError) -> str:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ckptman.doctor.finding import Finding, why
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.isolated_process import IsolatedProcess
 
 PATIENCE_SECONDS = 10.0

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptman.doctor.finding import Finding, Verdict, size_text
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.file_reader import FileReader
-from ckptman.io.filesystem import DISK, Disk
-from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES
+from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES
 
 if TYPE_CHECKING:
     from ckptman.io.file_writer import FileWriter
@@ -37,7 +37,7 @@ _SMALL_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Moved:
+class SpeedSample:
     """What a test of bandwidth moved, and how. `cold`: what was read was not in the cache of this host."""
 
     streams: int
@@ -52,7 +52,7 @@ class Moved:
         return self.bytes / max(self.seconds, 1e-9)
 
 
-def write_streams(folder: Path, size_bytes: int, streams: int, limit_seconds: float, disk: Disk = DISK) -> Moved:
+def write_streams(folder: Path, size_bytes: int, streams: int, limit_seconds: float, disk: Disk = DISK) -> SpeedSample:
     """Write `size_bytes` in files of one stream each, and flush files and folder. Files are left there."""
     from ckptman.io.file_writer import FileWriter  # not at the top: it loads numpy, which the verb does without
 
@@ -69,10 +69,10 @@ def write_streams(folder: Path, size_bytes: int, streams: int, limit_seconds: fl
     moved = _together(streams, lambda number: _write(open_stream(number), data, share, stop))
     disk.sync_folder(folder)
     seconds = time.monotonic() - began
-    return Moved(streams, sum(count for count, _ in moved), seconds, all(direct for _, direct in moved))
+    return SpeedSample(streams, sum(count for count, _ in moved), seconds, all(direct for _, direct in moved))
 
 
-def read_streams(folder: Path, streams: int, limit_seconds: float) -> Moved:
+def read_streams(folder: Path, streams: int, limit_seconds: float) -> SpeedSample:
     """Read the files of `write_streams` once, past the cache of this host as far as it lets go of them."""
     paths = sorted(folder.glob("stream-*"))
     dropped = [_drop(path) for path in paths]
@@ -83,7 +83,7 @@ def read_streams(folder: Path, streams: int, limit_seconds: float) -> Moved:
     seconds = time.monotonic() - began
     direct = all(each for _, each in moved)
     cold = all(direct if each is None else each for each in dropped)
-    return Moved(streams, sum(count for count, _ in moved), seconds, direct, cold)
+    return SpeedSample(streams, sum(count for count, _ in moved), seconds, direct, cold)
 
 
 def check_write(folder: Path, size_bytes: int, limit_seconds: float, disk: Disk = DISK) -> Finding:
@@ -134,7 +134,7 @@ class _Repeated:
         return self.count / max(self.seconds, 1e-9)
 
 
-def _bandwidth(name: str, both: Sequence[Moved], size_bytes: int, how: str, instead: str = "") -> Finding:
+def _bandwidth(name: str, both: Sequence[SpeedSample], size_bytes: int, how: str, instead: str = "") -> Finding:
     """`how` it was moved; `instead`: how it was, where that makes the rate another one than that of a checkpoint."""
     best = max(each.rate for each in both)
     rates = ", ".join(

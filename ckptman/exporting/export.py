@@ -19,7 +19,7 @@ from ckptman.exporting.formats import config_file, dcp_files, safetensors_files,
 from ckptman.exporting.source import opened
 from ckptman.exporting.target import Format, aside_of, check_target, clear_leftovers, draft_of
 from ckptman.exporting.write import FilePlan, same_bits, write_files
-from ckptman.io.filesystem import DISK
+from ckptman.io.durable_files import DISK
 from ckptman.loading.box_reader import BoxReader
 
 MAX_SHARD_BYTES = 5_000_000_000

@@ -17,19 +17,17 @@ from ckptman.exporting.choice import Choice, Item, Keys, leaves
 from ckptman.exporting.target import CONFIG, commented, save_id
 from ckptman.exporting.write import FilePlan, parts_of
 from ckptman.format import safetensors
-from ckptman.format.chunk_table import ChunkTable
+from ckptman.format.chunk_table import ChunkTable, assemble
 from ckptman.format.index import Location
 from ckptman.format.paths import METADATA, data_name
-from ckptman.format.table_assembly import assemble
 from ckptman.format.value_codec import TensorRef
 from ckptman.io.safe_open import read_regular
 from ckptman.loading.box_reader import boxes
 from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.saving.index_writer import write_metadata
 from ckptman.saving.write_plan import make_rows
-from ckptman.state.file_layout import Layout, in_order, pickled
+from ckptman.state.file_layout import Layout, WriteRecorder, in_order, pickled
 from ckptman.state.named_state import replace_refs
-from ckptman.state.tensor_container import Recorder
 
 _MOST_CONFIG_BYTES = 64 * 1024 * 1024
 _WHICH_CONFIG = "name the config.json that transformers wrote"
@@ -73,7 +71,7 @@ def torch_file(choice: Choice, name: str) -> FilePlan:
         else:
             tree = replace_refs(choice.tree, fake)
         order = [item for item in choice.items if item.bytes]
-        recorder = Recorder()
+        recorder = WriteRecorder()
         torch.save(tree, recorder)  # type: ignore[arg-type]
     *literals, (place, end) = recorder.literals
     end = commented(end)
@@ -174,7 +172,7 @@ def _check_plain(name: str, value: Any, load: Callable[[io.BytesIO], Any]) -> No
 
 def _has_payload(value: Any) -> bool:
     """Whether a plain value has tensors in it, so that it is more than its pickle."""
-    recorder = Recorder()
+    recorder = WriteRecorder()
     with torch.serialization.skip_data():
         torch.save(value, recorder)  # type: ignore[arg-type]
     return bool(recorder.holes())

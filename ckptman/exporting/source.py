@@ -13,7 +13,7 @@ from ckptman.loading.box_reader import BoundedState
 from ckptman.loading.checkpoint_reader import SavedState
 
 
-class Source:
+class ExportSource:
     """The files of a checkpoint as they were before it was read: inode, size and times of each."""
 
     def __init__(self, folder: Path) -> None:
@@ -42,9 +42,9 @@ class Source:
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[Source]:
+def opened(folder: Path) -> Iterator[ExportSource]:
     """Open a checkpoint; an error that came of its being deleted or saved again meanwhile becomes a NotFoundError."""
-    source = Source(folder)
+    source = ExportSource(folder)
     try:
         yield source
     except (CorruptError, OSError) as error:

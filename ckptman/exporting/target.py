@@ -19,7 +19,7 @@ from ckptman.catalog.writer_lock import Owner, process_lives, this_process
 from ckptman.errors import ConfigError, CorruptError, ExistsError
 from ckptman.format.paths import MANIFEST, METADATA, data_name, parse_step
 from ckptman.format.safetensors import INDEX_NAME, has_mark, is_file_name
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from ckptman.io.safe_open import open_regular
 
 Format = Literal["safetensors", "torch", "dcp"]

@@ -17,10 +17,10 @@ import torch
 
 from ckptman.errors import ConfigError
 from ckptman.exporting.choice import CASTS, Item
+from ckptman.io.durable_files import Disk
 from ckptman.io.file_writer import FileWriter
-from ckptman.io.filesystem import Disk
 from ckptman.loading.box_reader import PIECE_BYTES, BoxReader, Shape, boxes, prefetched
-from ckptman.loading.read import Fill
+from ckptman.loading.read_tensors import Fill
 from ckptman.state.file_layout import as_bytes, view_of
 
 _BATCH_PIECES = 1024

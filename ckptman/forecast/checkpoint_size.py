@@ -1,6 +1,6 @@
 """How large a checkpoint is: by the practitioners' rule, and from the shapes of its tensors, file by file.
 
-The files follow what `saving.write_plan`, `state.file_layout` and `state.tensor_container` do, on any mesh; tests save
+The files follow what `saving.write_plan` and `state.file_layout` do, on any mesh; tests save
 and compare. Data files and the digests of their blocks are exact to the byte. What describes them is text, whose
 numbers differ in length: to 1 % of itself.
 """
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ckptman.policies.checks import check_positive
+from ckptman.policies.parameters import check_positive
 
 RULE_FACTOR = 5
 """Size of a checkpoint = parameters x 5 x bytes per element: the practitioners' rule (a 7B model at 16 bit: 70 GB)."""
@@ -51,7 +51,7 @@ SCHEDULED_VALUES = (*ADAMW_VALUES, ("initial_lr", 6))
 
 
 @dataclass(frozen=True)
-class Tensor:
+class SavedTensor:
     """A tensor of the state by its flat name. `sharded`: each rank of a shard group has some of its rows."""
 
     name: str
@@ -84,7 +84,7 @@ def state_bytes(parameters: float, item_bytes: int, moments: int = MOMENTS, mome
     return round(parameters * (item_bytes + moments * (item_bytes if moment_bytes is None else moment_bytes)))
 
 
-def with_optimizer(tensors: Iterable[Tensor], moments: int = MOMENTS) -> list[Tensor]:
+def with_optimizer(tensors: Iterable[SavedTensor], moments: int = MOMENTS) -> list[SavedTensor]:
     """Return the tensors of the state `{"model": ..., "optimizer": AdamW}`, sorted by name as they are written.
 
     `tensors` are those of the model by their names in it. A moment has the dtype and the shape of its parameter.
@@ -96,23 +96,23 @@ def with_optimizer(tensors: Iterable[Tensor], moments: int = MOMENTS) -> list[Te
             continue
         own = f"optimizer.state.{each.name}"
         names = ("exp_avg", "exp_avg_sq")[:moments] + tuple(f"moment_{number}" for number in range(2, moments))
-        found += [Tensor(f"{own}.{name}", each.shape, each.item_bytes, each.sharded) for name in names]
-        found.append(Tensor(f"{own}.step", (), STEP_BYTES, sharded=False))
+        found += [SavedTensor(f"{own}.{name}", each.shape, each.item_bytes, each.sharded) for name in names]
+        found.append(SavedTensor(f"{own}.step", (), STEP_BYTES, sharded=False))
     return sorted(found, key=lambda each: each.name)
 
 
-def parameter_count(tensors: Sequence[Tensor]) -> int:
+def parameter_count(tensors: Sequence[SavedTensor]) -> int:
     """Elements that are trained."""
     return sum(each.elements for each in tensors if each.parameter)
 
 
-def frozen(tensors: Sequence[Tensor]) -> list[Tensor]:
+def frozen(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
     """Parameters that are not trained: they are sharded, but have neither gradients nor moments."""
     return [each for each in tensors if each.sharded and not each.parameter and not each.tied]
 
 
 @dataclass(frozen=True)
-class Values:
+class SavedValues:
     """The plain values of a state: `each` those that the optimizer keeps for a parameter, with the length of their
     JSON; `others` the flat names of the rest. `random`: there is an `RNGState`, which each rank saves for itself."""
 
@@ -138,7 +138,7 @@ class Size:
         return self.data + self.digests + self.texts
 
 
-def checkpoint_size(tensors: Sequence[Tensor], values: Values, replicas: int = 1, shards: int = 1) -> Size:
+def checkpoint_size(tensors: Sequence[SavedTensor], values: SavedValues, replicas: int = 1, shards: int = 1) -> Size:
     """Return what a save of `tensors` (see `with_optimizer`) writes on `replicas` x `shards` ranks."""
     ranks = replicas * shards
     divided = _divide(tensors, replicas, shards)
@@ -173,13 +173,13 @@ class _Divided:
     times: int
 
 
-def _divide(tensors: Sequence[Tensor], replicas: int, shards: int) -> _Divided:
+def _divide(tensors: Sequence[SavedTensor], replicas: int, shards: int) -> _Divided:
     """As `saving.write_plan.divide`: holders of the same rows share them evenly, by bytes. Replicas: the outer axis."""
     times = shards if shards > MOST_SHARDS else 1
     columns = shards // times
     found = _Divided([[] for _ in range(replicas * columns)], [], Counter(), times)
-    cut: list[Tensor] = []
-    by_all: list[tuple[Tensor, int]] = []
+    cut: list[SavedTensor] = []
+    by_all: list[tuple[SavedTensor, int]] = []
     for each in tensors:
         rows = each.shape[0] if each.shape else 1
         if each.sharded and each.shape and each.elements and shards > 1:
@@ -206,7 +206,7 @@ def _rows_of(rows: int, shards: int, number: int) -> int:
     return max(0, min(most, rows - most * number))
 
 
-def _share(line: Sequence[tuple[Tensor, int]], holders: int) -> Iterator[tuple[int, str, int]]:
+def _share(line: Sequence[tuple[SavedTensor, int]], holders: int) -> Iterator[tuple[int, str, int]]:
     """Holder, name and bytes of each piece of boxes that are laid end to end, in the order of their names."""
     sizes = [each.bytes // each.shape[0] * rows if each.shape else each.bytes for each, rows in line]
     total, start = sum(sizes), 0
@@ -243,7 +243,9 @@ def _digests_bytes(size: int) -> int:
     return (-(-size // BLOCK_BYTES) + -(-size // GROUP_BYTES)) * DIGEST_BYTES
 
 
-def _index_bytes(tensors: Sequence[Tensor], chunks: Counter[str], values: Values, file_bytes: int, ranks: int) -> int:
+def _index_bytes(
+    tensors: Sequence[SavedTensor], chunks: Counter[str], values: SavedValues, file_bytes: int, ranks: int
+) -> int:
     """`index.json`: what it says of each file, tensor and plain value, with the numbers of a typical one."""
     total, start = _INDEX_BYTES + ranks * len('"__000_0.distcp",'), 0
     for each in tensors:
@@ -262,7 +264,7 @@ def _index_bytes(tensors: Sequence[Tensor], chunks: Counter[str], values: Values
     return total + (ranks * (place + len("rng.rank-00000.generators")) if values.random else 0)
 
 
-def _metadata_bytes(tensors: Sequence[Tensor], chunks: Counter[str], plain: Sequence[str], random: int) -> int:
+def _metadata_bytes(tensors: Sequence[SavedTensor], chunks: Counter[str], plain: Sequence[str], random: int) -> int:
     """`.metadata`: the instructions of a pickle. Each name is in it three times, once in two parts."""
     total = _METADATA_BYTES
     for each in tensors:
@@ -277,7 +279,7 @@ def _integer_bytes(number: int) -> int:
     return 2 if number < 2**8 else 3 if number < 2**16 else 5
 
 
-def _with_state(tensors: Sequence[Tensor]) -> list[str]:
+def _with_state(tensors: Sequence[SavedTensor]) -> list[str]:
     """Return the parameters that the optimizer has a state for."""
     head, tail = "optimizer.state.", ".step"
     names = (each.name for each in tensors)

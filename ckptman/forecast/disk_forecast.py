@@ -13,9 +13,17 @@ from dataclasses import dataclass
 
 from ckptman.forecast.figures import Figure, time_text
 from ckptman.policies.calendar import KeepByPeriod, KeepWithin
-from ckptman.policies.checks import check_positive
-from ckptman.policies.limit import limited, rules_of, size_text
-from ckptman.policies.rules import KeepBest, KeepEvery, KeepLast, KeepSteps, RetentionPolicy
+from ckptman.policies.parameters import check_positive
+from ckptman.policies.retention_rules import (
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepSteps,
+    RetentionPolicy,
+    limited,
+    rules_of,
+    size_text,
+)
 from ckptman.policies.save_policies import AnyOf, DerivedInterval, EverySeconds, EverySteps, Facts, SavePolicy
 
 _DAY = 86_400

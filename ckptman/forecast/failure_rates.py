@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ckptman.errors import ConfigError
 from ckptman.forecast.figures import Figure, time_text
-from ckptman.policies.checks import check_count
+from ckptman.policies.parameters import check_count
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptman.policies.intervals import seconds_text
-from ckptman.policies.limit import size_text
+from ckptman.policies.retention_rules import size_text
 
 Unit = Literal["bytes", "bytes_per_second", "seconds", "count", "share"]
 

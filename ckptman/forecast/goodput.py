@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ckptman.policies.checks import check_at_least, check_positive
+from ckptman.policies.parameters import check_at_least, check_positive
 
 
 @dataclass(frozen=True)

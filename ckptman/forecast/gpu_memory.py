@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptman.forecast.figures import Figure
-from ckptman.policies.checks import check_count, check_positive
-from ckptman.policies.limit import size_text
+from ckptman.policies.parameters import check_count, check_positive
+from ckptman.policies.retention_rules import size_text
 
 _HEAD_WIDTH = 128
 _LLAMA = "shapes of Llama 2 and 3: 12 x layers x dim^2 parameters"

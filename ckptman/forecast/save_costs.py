@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from ckptman.forecast.figures import Figure, time_text
 from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
-from ckptman.policies.checks import check_positive
 from ckptman.policies.intervals import daly_interval_seconds
-from ckptman.policies.limit import size_text
+from ckptman.policies.parameters import check_positive
+from ckptman.policies.retention_rules import size_text
 from ckptman.policies.save_policies import BeforeDeadline
 
 BOUND_SECONDS = 900.0
@@ -30,7 +30,7 @@ _BLOCKED = "B = M (1 - e^(-S/M)) / (e^(T/M) - 1)"
 
 
 @dataclass(frozen=True)
-class Tier:
+class TierRates:
     """A place that checkpoints go to. Rates are what the whole run gets there; `how`: by which formula; `source`: whose
     number that is."""
 
@@ -74,7 +74,7 @@ class Life:
     source: str = ""
 
 
-def tier_figures(tier: Tier, saving: Saving, life: Life) -> list[Figure]:
+def tier_figures(tier: TierRates, saving: Saving, life: Life) -> list[Figure]:
     """Everything about saves to one tier. Raises IntervalError."""
     for name, rate in (("write rate", tier.write_bytes_per_second), ("read rate", tier.read_bytes_per_second)):
         check_positive(f"tier {tier.name}", name, rate)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptman.forecast.goodput import Costs
-from ckptman.policies.checks import check_positive
+from ckptman.policies.parameters import check_positive
 
 
 @dataclass(frozen=True)

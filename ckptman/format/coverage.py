@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ckptman.format.chunk_table import Ints
-
+Ints = NDArray[np.int64]
 _CORNERS = 2**24
 """Corners of boxes that are looked at, at most, to find two that overlap while the volumes add up."""
 _ENDS = 2**30

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_hexdigest
 from ckptman.errors import CorruptError, FormatVersionError, plain
 from ckptman.format.paths import MANIFEST, MAX_STEP, METADATA
 from ckptman.io.safe_open import read_regular
-from ckptman.policies.calendar import LATEST_SECONDS
+from ckptman.policies.retention_rules import LATEST_SECONDS
 
 FORMAT_VERSION = 1
 MOST_BYTES = 64 * 1024 * 1024

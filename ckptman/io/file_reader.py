@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptman.errors import CorruptError
 from ckptman.io.safe_open import open_regular
-from ckptman.io.workers import ALIGN_BYTES
+from ckptman.io.threads import ALIGN_BYTES
 
 DIRECT_BYTES = 1024 * 1024
 """Less than this is read through the page cache: what follows lies near, and it reads ahead."""

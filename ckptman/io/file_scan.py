@@ -1,6 +1,6 @@
 """Files read from end to end at the speed of storage, each block digested while it lies in the cache of the core.
 
-The reader of a load (`ckptman.io.range_reader`) reads what somebody wants and stops at the first block that is not
+The reader of a load (`ckptman.io.checked_reader`) reads what somebody wants and stops at the first block that is not
 right. This one, of `verify` and of copies, is independent of it on purpose, but for how a file is opened and read: it
 reads everything, goes on past what cannot be read, and keeps the digest of each block. Which of them are wrong is for
 the caller.
@@ -36,7 +36,7 @@ from ckptman.io.checksums import DIGEST_BYTES
 from ckptman.io.failure_cause import UNREADABLE
 from ckptman.io.file_reader import FileReader
 from ckptman.io.isolated_process import IsolatedProcess
-from ckptman.io.workers import (
+from ckptman.io.threads import (
     ALIGN_BYTES,
     STRIDE_BYTES,
     THREADS_ENV,
@@ -108,7 +108,7 @@ def scan(
             finish(source.scanned)
     hands: dict[int, _Hand] = {}
 
-    def end(source: Source, count: int) -> None:
+    def end(source: ScanFile, count: int) -> None:
         last = source.end(count)
         if done is not None:
             done(count)
@@ -172,7 +172,7 @@ class _Window(_Hand):
             raise OSError(ctypes.get_errno(), "the file cannot be mapped")
 
 
-class Source:
+class ScanFile:
     """A file that is being read: opened when it is wanted, closed after the last byte."""
 
     def __init__(self, path: Path, name: str, size: int, block_bytes: int) -> None:
@@ -284,14 +284,14 @@ class _Pieces:
 
     def __init__(self, folder: Path, sizes: Sequence[tuple[str, int]], block_bytes: int) -> None:
         self.block_bytes, self.piece_bytes = block_bytes, stride_of(block_bytes)
-        self.sources = [Source(folder / name, name, size, block_bytes) for name, size in sizes]
+        self.sources = [ScanFile(folder / name, name, size, block_bytes) for name, size in sizes]
         self._starts = list(accumulate((-(-size // self.piece_bytes) for _, size in sizes), initial=0))
 
     @property
     def count(self) -> int:
         return self._starts[-1]
 
-    def runs(self, numbers: range) -> Iterator[tuple[Source, int, int]]:
+    def runs(self, numbers: range) -> Iterator[tuple[ScanFile, int, int]]:
         """Pieces that follow one another: each of their files, and its bytes [low, high)."""
         begin = numbers.start
         while begin < numbers.stop:
@@ -313,7 +313,7 @@ class _Pieces:
 # ---- forked processes that digest -------------------------------------------------------------------------------
 
 
-def _scan_apart(pieces: _Pieces, processes: int, end: Callable[[Source, int], None]) -> Sequence[int]:
+def _scan_apart(pieces: _Pieces, processes: int, end: Callable[[ScanFile, int], None]) -> Sequence[int]:
     """Have the pieces digested by forked processes. `end` is told how much of which file is done.
 
     The numbers of those that are not: because a process died, or met an error, or because none is worth it.
@@ -376,7 +376,7 @@ def _serve(pieces: _Pieces, pipe: Connection) -> None:
     """What a process does until nothing is asked of it: for a task, stamp and digests of each run of pieces, or
     nothing where there was an error, which whoever reads them again will tell."""
     hand, window = _Hand(aligned_memory(STRIDE_BYTES), pieces.block_bytes), _Window(pieces.block_bytes)
-    current: Source | None = None
+    current: ScanFile | None = None
     with suppress(EOFError, ConnectionError):
         while True:
             task: range = pipe.recv()

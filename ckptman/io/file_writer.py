@@ -2,7 +2,7 @@
 
 A `FileWriter` is one file that is being written; whatever writes large files does it through one. `write_source` writes
 a whole data file from a source, with the digests that are saved beside it. What was written is read back by
-`ckptman.io.range_reader`. Memory beyond the source: scratch of one stride a thread, used again by later calls.
+`ckptman.io.checked_reader`. Memory beyond the source: scratch of one stride a thread, used again by later calls.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.io.checksums import BLOCK_BYTES, DIGEST_BYTES, Digests, digests_bytes, group_bytes
-from ckptman.io.filesystem import Disk, named, open_new
-from ckptman.io.workers import ALIGN_BYTES, computing_threads, io_threads, relay, share_out, stride_of
+from ckptman.io.durable_files import Disk, named, open_new
+from ckptman.io.threads import ALIGN_BYTES, computing_threads, io_threads, relay, share_out, stride_of
 
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptman.io.filesystem import Disk
-from ckptman.io.wakeup import Flag, Wakeup
+from ckptman.io.durable_files import Disk
+from ckptman.io.threads import Flag, Wakeup
 
 Sleep = Callable[[float], object]
 _GENTLY_SECONDS = 0.05

@@ -14,9 +14,9 @@ import torch
 
 from ckptman.errors import CorruptError
 from ckptman.io.checksums import Digests
-from ckptman.io.wakeup import Worker
+from ckptman.io.threads import Worker
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
-from ckptman.loading.read import Fill, fills_for_box, read_fills
+from ckptman.loading.read_tensors import Fill, fills_for_box, read_fills
 from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.state.file_layout import put
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptman._torch_compat import StorageInfo
 from ckptman.errors import CorruptError, NotFoundError, plain, warn
-from ckptman.format.chunk_table import ChunkTable, Rows, TensorRecord
+from ckptman.format.chunk_table import ChunkTable, Rows, TensorRecord, assemble
 from ckptman.format.index import (
     Index,
     Location,
@@ -35,14 +35,13 @@ from ckptman.format.index import (
 )
 from ckptman.format.manifest import Manifest, missing_file, read_manifest
 from ckptman.format.paths import INDEX, MANIFEST, METADATA, parse_step
-from ckptman.format.table_assembly import assemble
 from ckptman.format.torch_zip import PartOfFile
 from ckptman.format.value_codec import TensorRef, decode, paths_in
+from ckptman.io.checked_reader import Wanted, read_wanted
 from ckptman.io.checksums import Digests, digest_file, digest_of_blocks
-from ckptman.io.range_reader import Wanted, read_wanted
 from ckptman.io.safe_open import open_regular
 from ckptman.loading.restricted_unpickler import load_plain, read_foreign_metadata, transforms_in
-from ckptman.state.tensor_container import payload_of
+from ckptman.state.file_layout import payload_of
 
 MAX_LIST = 1_000_000
 """The longest list of a foreign checkpoint that is believed."""

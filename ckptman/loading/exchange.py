@@ -20,13 +20,12 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from xxhash import xxh3_128_hexdigest
 
 from ckptman._torch_compat import local_shape_and_offset, local_tensor
-from ckptman.comm.control import Channel
-from ckptman.io.wakeup import Task, Worker
+from ckptman.comm.control_group import Channel
+from ckptman.io.threads import Task, Worker
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.read import Fill, Uploads, fills_for_all, fills_for_box, read_fills
-from ckptman.state.file_layout import as_bytes, put
+from ckptman.loading.read_tensors import Fill, Uploads, fills_for_all, fills_for_box, read_fills
+from ckptman.state.file_layout import as_bytes, is_plain, put
 from ckptman.state.local_shards import local_parts
-from ckptman.state.tensor_container import is_plain
 
 BAND_BYTES = 32 * 1024 * 1024
 """What the members of a group hold in flight together, twice: one band is read while the one before is exchanged."""

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from ckptman.errors import ConfigError, plain, warn
 from ckptman.format.value_codec import TensorRef
 from ckptman.loading.checkpoint_reader import Lazy, SavedState, resolve
-from ckptman.loading.read import fills_for_box, read_fills
-from ckptman.state.file_layout import as_bytes
+from ckptman.loading.read_tensors import fills_for_box, read_fills
+from ckptman.state.file_layout import QUANTIZED, as_bytes, is_plain
 from ckptman.state.local_shards import Box, local_parts, refuse_unfillable
 from ckptman.state.named_state import (
     is_leaf,
@@ -29,13 +29,12 @@ from ckptman.state.named_state import (
     snapshot_of,
 )
 from ckptman.state.optimizers import GROUPS, groups_by_name, model_of, parameter_of
-from ckptman.state.tensor_container import QUANTIZED, is_plain
 
 State = MutableMapping[str, Any]
 
 
 @dataclass
-class Report:
+class FitReport:
     """Per-rank result of the fit, gathered on all ranks.
 
     `wanted`: the keys of its state, and the names in its modules and optimizers.
@@ -64,7 +63,7 @@ class Fit:
         self.values: dict[str, Any] = {}
         self.from_other_rank: set[str] = set()
         self.expected: set[str] = set()
-        self._report = Report()
+        self._report = FitReport()
         self._live: dict[str, Any] = {}
 
     def ask(self) -> None:
@@ -78,7 +77,7 @@ class Fit:
         if self._strict and saved.manifest is None:
             _nest_bare_model(self._state, self._live, saved, warns=warns)
 
-    def match(self) -> Report:
+    def match(self) -> FitReport:
         """Match checkpoint and state, after `ask`. Raises: CorruptError, also for plain values; ConfigError."""
         saved, report = self._saved, self._report
         for name, target in self._state.items():

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from ckptman.comm.control import Channel, RankFailed
+from ckptman.comm.control_group import Channel, RankFailed
 from ckptman.errors import CkptmanError, CorruptError, MismatchError
 from ckptman.io.failure_cause import Trouble, trouble_of_load
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.loading.exchange import read_together
 from ckptman.loading.fit import Fit, State, name_as
-from ckptman.loading.read import NOT_USABLE
+from ckptman.loading.read_tensors import NOT_USABLE
 from ckptman.state.optimizers import as_before_on_error
 
 _TROUBLES: dict[Trouble, str] = {

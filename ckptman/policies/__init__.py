@@ -8,12 +8,12 @@ from ckptman.policies.calendar import KeepHourly as KeepHourly
 from ckptman.policies.calendar import KeepMonthly as KeepMonthly
 from ckptman.policies.calendar import KeepWeekly as KeepWeekly
 from ckptman.policies.calendar import KeepWithin as KeepWithin
-from ckptman.policies.limit import AtMost as AtMost
 from ckptman.policies.retention import KeepBest as KeepBest
 from ckptman.policies.retention import KeepEvery as KeepEvery
 from ckptman.policies.retention import KeepLast as KeepLast
 from ckptman.policies.retention import RetentionPolicy as RetentionPolicy
-from ckptman.policies.rules import KeepSteps as KeepSteps
+from ckptman.policies.retention_rules import AtMost as AtMost
+from ckptman.policies.retention_rules import KeepSteps as KeepSteps
 from ckptman.policies.save_policies import AtStep as AtStep
 from ckptman.policies.save_policies import BeforeDeadline as BeforeDeadline
 from ckptman.policies.save_policies import DalyInterval as DalyInterval

@@ -11,24 +11,20 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import ClassVar, NamedTuple
 
-from ckptman.policies.checks import check_count, check_positive
-from ckptman.policies.rules import ZERO_HINT, Record, RetentionPolicy, sequence_of
+from ckptman.policies.parameters import check_count, check_positive
+from ckptman.policies.retention_rules import (
+    ZERO_HINT,
+    Record,
+    RetentionPolicy,
+    is_known_time,
+    newest_time,
+    sequence_of,
+    time_to_store,
+)
 
 _DAY = 86_400
 _UNITS = ((7 * _DAY, "w"), (_DAY, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _EPOCH = date(1970, 1, 1)
-LATEST_SECONDS = 253_402_300_799
-"""The end of the year 9999, in unix seconds. Only a broken clock is later, or earlier than 1970."""
-
-
-def is_known_time(seconds: float) -> bool:
-    """Return whether a unix time can be one: a clock that says another one was not set, or is broken."""
-    return 0 < seconds < LATEST_SECONDS
-
-
-def time_to_store(seconds: float) -> float:
-    """Return a unix time, or the bound that it is beyond, where it is no known time."""
-    return min(max(seconds, 0.0), float(LATEST_SECONDS))
 
 
 @dataclass(frozen=True)
@@ -66,11 +62,6 @@ class KeepWithin(RetentionPolicy):
 
     def why_not(self, record: Record) -> str:
         return f"older than {duration(self.seconds)}"
-
-
-def newest_time(records: Sequence[Record]) -> float:
-    """Return the latest known time of the records, in unix seconds; 0 where none is known."""
-    return max((each.time_seconds for each in records if is_known_time(each.time_seconds)), default=0.0)
 
 
 class Period(NamedTuple):

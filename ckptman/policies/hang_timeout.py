@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptman.policies.checks import check_at_least, check_positive
+from ckptman.policies.parameters import check_at_least, check_positive
 
 Doing = Literal["start", "step", "save"]
 """What a rank is at: restoring, compiling and all else before the end of the first step; a step, with what the loop

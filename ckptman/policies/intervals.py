@@ -6,7 +6,7 @@ import math
 from collections import deque
 from statistics import median
 
-from ckptman.policies.checks import check_at_least, check_positive
+from ckptman.policies.parameters import check_at_least, check_positive
 
 WINDOW_STEPS = 20
 DRIFT = 0.20

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from ckptman.policies.checks import check_count
+from ckptman.policies.parameters import check_count
 
 Ending = Literal["finished", "stopped", "crashed", "interrupted"]
 """How an attempt ended. Stopped: it saved and left on purpose (exit code 75). Interrupted: ended from outside, by

@@ -2,12 +2,14 @@
 
     plan(records, (KeepLast(3) | KeepBest("loss", count=2)) & AtMost(bytes=2_000_000_000_000))
 
-The rules are in `rules`, `calendar` and `limit`. Whatever they say, these stay: the newest checkpoint, the newest that
-was verified, one that is pinned, and one that somebody reads or went on from.
+The rules are in `retention_rules` and `calendar`. Whatever they say, these stay: the newest checkpoint, the newest that
+was verified, one that is pinned, and one that somebody reads or went on from. A rule that cannot be meant, by a slip in
+a step or in the name of a metric, is found (`slip`) before it deletes what it was to keep.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +19,26 @@ from ckptman.policies.calendar import KeepHourly as KeepHourly
 from ckptman.policies.calendar import KeepMonthly as KeepMonthly
 from ckptman.policies.calendar import KeepWeekly as KeepWeekly
 from ckptman.policies.calendar import KeepWithin as KeepWithin
-from ckptman.policies.calendar import is_known_time, newest_time
-from ckptman.policies.limit import ROOM, KeepAll, Limited, limited, rules_of, size_text, trim
-from ckptman.policies.limit import AtMost as AtMost
-from ckptman.policies.rules import KeepAny as KeepAny
-from ckptman.policies.rules import KeepBest as KeepBest
-from ckptman.policies.rules import KeepEvery as KeepEvery
-from ckptman.policies.rules import KeepLast as KeepLast
-from ckptman.policies.rules import KeepSteps as KeepSteps
-from ckptman.policies.rules import Record as Record
-from ckptman.policies.rules import RetentionPolicy as RetentionPolicy
-from ckptman.policies.rules import sequence_of
+from ckptman.policies.retention_rules import (
+    ROOM,
+    KeepAll,
+    Limited,
+    is_known_time,
+    limited,
+    newest_time,
+    rules_of,
+    sequence_of,
+    size_text,
+    trim,
+)
+from ckptman.policies.retention_rules import AtMost as AtMost
+from ckptman.policies.retention_rules import KeepAny as KeepAny
+from ckptman.policies.retention_rules import KeepBest as KeepBest
+from ckptman.policies.retention_rules import KeepEvery as KeepEvery
+from ckptman.policies.retention_rules import KeepLast as KeepLast
+from ckptman.policies.retention_rules import KeepSteps as KeepSteps
+from ckptman.policies.retention_rules import Record as Record
+from ckptman.policies.retention_rules import RetentionPolicy as RetentionPolicy
 
 
 @dataclass(frozen=True)
@@ -135,3 +146,45 @@ def _standing(limit: Limited, rules: int) -> str:
     if isinstance(limit.policy, KeepAll):
         return "and there are newer ones"
     return "and only 1 rule keeps it" if rules == 1 else f"although {rules} rules keep it"
+
+
+def slip(policy: RetentionPolicy | None, records: Sequence[Record], now_seconds: float, *, goes_on: bool) -> str:
+    """Return why a policy cannot be meant for the checkpoints there are; "" where it can.
+
+    `goes_on`: it is that of a run. Then a metric that no checkpoint has is a slip only where they have others, and a
+    step that has not come yet is none. Called before anything is deleted.
+    """
+    rules = rules_of(policy)
+    if not records:
+        return ""
+    told = {name for record in records for name in record.metrics}
+    known = {name for record in records for name, value in record.metrics.items() if math.isfinite(value)}
+    for metric in sorted({rule.metric for rule in rules if isinstance(rule, KeepBest)} - known):
+        if goes_on and (metric in told or not known):
+            continue
+        if metric in told:
+            return f"the metric {metric!r} is a finite number in no checkpoint"
+        there = f"they have {', '.join(sorted(known))}" if known else "they have no metrics"
+        return f"no checkpoint has the metric {metric!r}; {there}"
+    counted = [record for record in records if not record.abandoned]
+    # By its age all of it may well be over.
+    if len(counted) < 2 or not rules or any(isinstance(rule, KeepWithin) for rule in rules):
+        return ""
+    if keeps_any(policy, records, now_seconds):
+        return ""
+    last = max(record.step for record in counted)
+    if goes_on and any(_waits(rule, last) for rule in rules):
+        return ""
+    return f"the rules keep none of {len(counted)} checkpoints ({' | '.join(map(repr, rules))})"
+
+
+def keeps_any(policy: RetentionPolicy | None, records: Sequence[Record], now_seconds: float) -> bool:
+    """Return whether a rule keeps at least one of the checkpoints there are."""
+    counted = [record for record in records if not record.abandoned]
+    return any(rule.keeps_at(counted, now_seconds) for rule in rules_of(policy))
+
+
+def _waits(rule: RetentionPolicy, last: int) -> bool:
+    """Return whether a rule that keeps nothing may be about a step that has not come yet. One of the user's own may
+    be."""
+    return rule.steps[-1] > last if isinstance(rule, KeepSteps) else not isinstance(rule, KeepBest)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptman.errors import ConfigError
-from ckptman.policies.checks import check_at_least, check_count, check_positive, check_range
 from ckptman.policies.intervals import daly_interval_seconds, seconds_text
+from ckptman.policies.parameters import check_at_least, check_count, check_positive, check_range
 
 
 class Facts(NamedTuple):

@@ -7,8 +7,18 @@ from typing import Any
 
 from ckptman.errors import ConfigError
 from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
-from ckptman.policies.limit import AtMost, KeepAll, limited, rules_of
-from ckptman.policies.rules import KeepAny, KeepBest, KeepEvery, KeepLast, KeepSteps, RetentionPolicy
+from ckptman.policies.retention_rules import (
+    AtMost,
+    KeepAll,
+    KeepAny,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepSteps,
+    RetentionPolicy,
+    limited,
+    rules_of,
+)
 
 OWN = "own"
 """Marks a rule whose class is the user's: it is named, and cannot be made again."""

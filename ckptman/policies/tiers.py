@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptman.errors import ConfigError, masked_address, plain
-from ckptman.policies.checks import check_count, check_positive
-from ckptman.policies.limit import needs_capacity
-from ckptman.policies.rules import Record, RetentionPolicy
+from ckptman.policies.parameters import check_count, check_positive
+from ckptman.policies.retention_rules import Record, RetentionPolicy, needs_capacity
 
 
 class AsPath(Protocol):

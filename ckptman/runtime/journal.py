@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.errors import NotFoundError, masked
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_end
 
 ROTATE_BYTES = 8 * 1024 * 1024

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ckptman.errors import ConfigError, CorruptError, masked
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_regular
 
 OUTCOME_ENV = "CKPTMAN_OUTCOME"

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ckptman.errors import EXIT_STALLED, plain_lines
-from ckptman.io.filesystem import DISK, Disk
-from ckptman.io.wakeup import Flag
+from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.threads import Flag
 from ckptman.policies.hang_timeout import Doing, Patience, Progress, Stall
 
 OnStall = Callable[[Stall, Callable[[float], None]], None]

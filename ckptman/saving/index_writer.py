@@ -34,13 +34,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptman._torch_compat import StorageInfo
-from ckptman.format.chunk_table import Chunks, ChunkTable, Ints, Rows, TensorRecord
+from ckptman.format.chunk_table import Chunks, ChunkTable, Ints, Rows, TensorRecord, assemble, unpack
 from ckptman.format.index import Index, Location
 from ckptman.format.manifest import FileRecord
 from ckptman.format.paths import CHUNKS, INDEX, METADATA, data_name
-from ckptman.format.table_assembly import assemble, unpack
 from ckptman.io.checksums import BlockDigester, digest_bytes
-from ckptman.io.filesystem import Disk, open_new
+from ckptman.io.durable_files import Disk, open_new
 from ckptman.saving.stale_saves import Seen
 from ckptman.saving.write_plan import Described
 

@@ -16,16 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckptman.comm.control import AllRanks, Call, Channel, failing_as_one, refuse_other_calls
+from ckptman.comm.control_group import AllRanks, Call, Channel, failing_as_one, refuse_other_calls
 from ckptman.errors import ConfigError, CorruptError, warn
 from ckptman.format.pickle_guard import NotAllowed
 from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.saving.write_plan import signature_of
-from ckptman.state.file_layout import pickled
+from ckptman.state.file_layout import QUANTIZED, is_plain, pickled
 from ckptman.state.local_shards import refuse_unfillable
 from ckptman.state.named_state import Snapshot, is_named, is_stateful, snapshot, unlike_on_ranks, value_digests
 from ckptman.state.step_record import OptimizerHooks
-from ckptman.state.tensor_container import QUANTIZED, is_plain
 
 _NAMED = 3
 

@@ -15,9 +15,8 @@ from ckptman.catalog.stored_policy import write_policy
 from ckptman.catalog.writer_lock import Claim
 from ckptman.errors import warn
 from ckptman.io.throttled_delete import Remover
-from ckptman.policies.limit import in_bytes, needs_capacity
-from ckptman.policies.rules import Record, RetentionPolicy
-from ckptman.policies.sanity_checks import keeps_any, slip
+from ckptman.policies.retention import keeps_any, slip
+from ckptman.policies.retention_rules import Record, RetentionPolicy, in_bytes, needs_capacity
 from ckptman.runtime.journal import Journal
 from ckptman.saving.writer import SaveInfo
 

@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.writer_lock import Claim
-from ckptman.comm.control import AllRanks, Channel, RankFailed, failing_as_one
+from ckptman.comm.control_group import AllRanks, Channel, RankFailed, failing_as_one
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, ConfigError, RankLostError, warn
 from ckptman.io.failure_cause import FULL
-from ckptman.io.wakeup import Task, Worker
+from ckptman.io.threads import Task, Worker
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.watchdog import Watchdog
 from ckptman.saving.preflight import Preflight, preflight, refused_tensors

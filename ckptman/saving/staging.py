@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from ckptman.io.wakeup import Task, Wakeup, Worker
-from ckptman.io.workers import aligned_memory
+from ckptman.io.threads import Task, Wakeup, Worker, aligned_memory
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.saving.write_plan import RankFile
 from ckptman.state.file_layout import flat, put, view_of

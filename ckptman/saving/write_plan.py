@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from xxhash import xxh3_128_hexdigest
 
-from ckptman.comm.control import AllRanks, Channel, failing_as_one
+from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
 from ckptman.errors import ConfigError
 from ckptman.format.chunk_table import Rows
-from ckptman.state.file_layout import Layout, Placed, in_order
+from ckptman.state.file_layout import Layout, Placed, in_order, is_plain
 from ckptman.state.local_shards import Box, first_of_mesh, layout_of, local_parts
 from ckptman.state.named_state import Snapshot
-from ckptman.state.tensor_container import is_plain
 
 CUT_BYTES = 1024 * 1024
 """Tensors of less than this are written as a whole by one of the ranks that hold them."""

@@ -21,19 +21,19 @@ import ckptman
 from ckptman._torch_compat import is_traceable_wrapper_subclass, transform_subclass
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.object_store import check_folder
+from ckptman.catalog.overwrite import may_be_replaced
 from ckptman.catalog.reader_lease import lease
-from ckptman.catalog.replaceable import may_be_replaced
 from ckptman.catalog.writer_lock import Claim
-from ckptman.comm.control import Channel
+from ckptman.comm.control_group import Channel
 from ckptman.errors import ExistsError
+from ckptman.format.chunk_table import pack
 from ckptman.format.index import values_json
 from ckptman.format.manifest import FileRecord, Manifest, Mesh
 from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, parse_step, step_folder, values_name
-from ckptman.format.table_assembly import pack
 from ckptman.io.checksums import BLOCK_BYTES
+from ckptman.io.durable_files import Disk, holding
 from ckptman.io.file_writer import write_source
-from ckptman.io.filesystem import Disk, holding
-from ckptman.policies.calendar import time_to_store
+from ckptman.policies.retention_rules import time_to_store
 from ckptman.saving.index_writer import IndexWriter, RankResult, write_small
 from ckptman.saving.staging import Staged
 from ckptman.saving.stale_saves import Stale, StaleSaves, Watch

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Protocol
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, NotFoundError, RootError, SchedulerError
-from ckptman.io.filesystem import DISK
-from ckptman.policies.calendar import is_known_time
+from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Attempt, Ending, decide
+from ckptman.policies.retention_rules import is_known_time
 from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, read_outcome
 
 CHAINS = "ckptman-chains"

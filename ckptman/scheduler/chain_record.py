@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ckptman.errors import CorruptError, ExistsError, FormatVersionError, NotFoundError
-from ckptman.io.filesystem import DISK
+from ckptman.io.durable_files import DISK
 from ckptman.io.safe_open import read_regular
 from ckptman.policies.resubmit import Ending
 from ckptman.runtime.journal import Journal

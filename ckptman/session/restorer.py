@@ -14,15 +14,15 @@ from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.reader_lease import reading
 from ckptman.catalog.verified import remember_damage
-from ckptman.comm.control import Channel, failing_as_one
+from ckptman.comm.control_group import Channel, failing_as_one
 from ckptman.errors import CkptmanError, CorruptError, NotFoundError, RootError, SuspectError, plain, warn
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import MANIFEST
-from ckptman.io.wakeup import Worker
+from ckptman.io.threads import Worker
 from ckptman.loading.fit import State
 from ckptman.loading.loader import load
 from ckptman.session.run_session import RunSession, refuse_other_checkpoints
-from ckptman.transfer.copy import Means, copy_checkpoint
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.transfer.progress import Meter
 
 _FETCH_LOOK_SECONDS = 1.0
@@ -128,8 +128,8 @@ class Restorer:
 
         def fetch() -> None:
             source, may_replace = place.source_of(entry)
-            root, means = LocalBackend(place.root, place.disk), Means(meter=meter, overwrite=may_replace)
-            copy_checkpoint(entry, root, means, source=source)
+            root, options = LocalBackend(place.root, place.disk), CopyOptions(meter=meter, overwrite=may_replace)
+            copy_checkpoint(entry, root, options, source=source)
 
         with Worker("ckptman-fetch") as pool:
             work = [pool.submit(fetch)] if self._control.is_leader else []

@@ -19,11 +19,11 @@ from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.prune import clear, find_leftovers
 from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.catalog.writer_lock import Claim, claim
-from ckptman.comm.control import AllRanks, Channel, failing_as_one
+from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, masked, warn
 from ckptman.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
+from ckptman.io.durable_files import Disk, folder_mode
 from ckptman.io.failure_cause import FULL, cause_of, is_broken_device
-from ckptman.io.filesystem import Disk, folder_mode
 from ckptman.policies.crash_loop import crashes_of, suspects
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.measurements import typical_save_seconds

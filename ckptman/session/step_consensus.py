@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from ckptman.comm.control import Channel
+from ckptman.comm.control_group import Channel
 from ckptman.errors import CkptmanError, ConfigError, RankLostError
 from ckptman.policies.save_policies import Decision, SavePolicy
 from ckptman.runtime.signals import SignalHandler
 from ckptman.saving.saver import Saver
 from ckptman.session.timings import Timings
-from ckptman.state.step_record import Recorder
+from ckptman.state.step_record import StepRecorder
 
 _STOP, _SAVE, _FAILED, _SLOW, _STEP, _MINUS_STEP = range(6)
 FLAGS = 6
@@ -46,7 +46,7 @@ class StepConsensus:
         timings: Timings,
         signals: SignalHandler | None,
         saver: Saver,
-        recorder: Recorder,
+        recorder: StepRecorder,
     ) -> None:
         self._control, self._policy, self._timings, self._signals, self._saver = (
             control,

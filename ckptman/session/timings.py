@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ckptman.policies.calendar import is_known_time
 from ckptman.policies.intervals import StepMeter
+from ckptman.policies.retention_rules import is_known_time
 from ckptman.policies.save_policies import Facts
 from ckptman.saving.saver import SaveReport
 

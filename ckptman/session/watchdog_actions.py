@@ -10,7 +10,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from ckptman._torch_compat import abort_default_group
-from ckptman.comm.control import Channel
+from ckptman.comm.control_group import Channel
 from ckptman.comm.hang_report import HangReport, this_process
 from ckptman.errors import EXIT_STALLED, ConfigError
 from ckptman.format.paths import journal_path, outcome_path, stacks_path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptman.doctor.surroundings import TorchFacts
+from ckptman.doctor.job_environment import TorchFacts
 
 
 def torch_facts() -> TorchFacts:

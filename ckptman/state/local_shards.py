@@ -23,7 +23,7 @@ from ckptman._torch_compat import (
     local_tensor,
 )
 from ckptman.errors import ConfigError
-from ckptman.state.tensor_container import is_plain
+from ckptman.state.file_layout import is_plain
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from ckptman.errors import ConfigError
-from ckptman.forecast.checkpoint_size import Tensor
+from ckptman.forecast.checkpoint_size import SavedTensor
 
 
-def tensors_of(written: str, option: str = "--model") -> list[Tensor]:
+def tensors_of(written: str, option: str = "--model") -> list[SavedTensor]:
     """Return the tensors of the model that `package.module:function` gives, called on the meta device, no arguments.
 
     Modules of the current folder can be named. Raises: ConfigError, whatever goes wrong there.
@@ -57,7 +57,7 @@ def tensors_of(written: str, option: str = "--model") -> list[Tensor]:
     return found
 
 
-def _tensors(model: torch.nn.Module) -> list[Tensor]:
+def _tensors(model: torch.nn.Module) -> list[SavedTensor]:
     """As its state dict names them. What is tied is saved under each of its names, and has one optimizer state."""
     seen: set[int] = set()
     found = []
@@ -67,5 +67,5 @@ def _tensors(model: torch.nn.Module) -> list[Tensor]:
         is_parameter, tied = isinstance(each, torch.nn.Parameter), id(each) in seen
         trained = is_parameter and each.requires_grad and not tied
         seen.add(id(each))
-        found.append(Tensor(name, tuple(each.shape), each.dtype.itemsize, is_parameter, trained, tied))
+        found.append(SavedTensor(name, tuple(each.shape), each.dtype.itemsize, is_parameter, trained, tied))
     return found

@@ -169,7 +169,7 @@ class Recorded:
     unknown: str = ""
 
 
-class Recorder:
+class StepRecorder:
     """Records a state at the end of steps. Every rank has one."""
 
     def __init__(self, state: Mapping[str, Any], hooks: OptimizerHooks) -> None:

@@ -25,7 +25,7 @@ from ckptman.train.parallel import (
     process_group,
     seed_generators,
 )
-from ckptman.train.report import Report
+from ckptman.train.report import StepReport
 from ckptman.train.setup import Setup
 
 
@@ -42,7 +42,7 @@ def train(setup: Setup, signals: ckptman.SignalHandler, *, allow_suspect: bool =
         make_deterministic()
     with (
         process_group(config.parallel, setup.launch, device, run.timeout_seconds) as world,
-        Report(setup, world) as report,
+        StepReport(setup, world) as report,
     ):
         seed_generators(run.seed, world.rank)
         data = TokenData(config.data, run.seed, world.rank, world.size)

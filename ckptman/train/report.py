@@ -16,7 +16,7 @@ from ckptman.train.parallel import World
 from ckptman.train.setup import Setup, peak_tflops
 
 
-class Report(ExitStack):
+class StepReport(ExitStack):
     """Collects the results of each step, and reports every `run.log_every` steps; only then it waits for the device.
 
     `metrics` holds the mean loss of the steps reported last, the label of the next checkpoint.

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import ckptman
 from ckptman.catalog.backends.backend import Backend
-from ckptman.catalog.backends.drafts import Draft, NotReadBackError
+from ckptman.catalog.backends.drafts import CopyDraft, NotReadBackError
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.source import Facts, ForeignOriginal, Original, SourceError, of_source
+from ckptman.catalog.backends.source import ForeignOriginal, Original, SourceError, SourceInfo, of_source
 from ckptman.catalog.catalog import Entry
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, ExistsError
 from ckptman.format.manifest import FileRecord, Manifest
@@ -26,14 +26,14 @@ from ckptman.format.paths import MANIFEST, parse_step
 from ckptman.integrity.damage_report import Damage, located, of_bytes
 from ckptman.io.checksums import digest_of_blocks
 from ckptman.io.file_scan import Scanned
-from ckptman.transfer.pieces import move
+from ckptman.transfer.copy_bytes import move
 from ckptman.transfer.progress import Limit, Meter, Phase
 
-__all__ = ["Copied", "Means", "check_apart", "copy_checkpoint", "copy_foreign"]
+__all__ = ["Copied", "CopyOptions", "check_apart", "copy_checkpoint", "copy_foreign"]
 
 
 @dataclass(frozen=True)
-class Means:
+class CopyOptions:
     """How a copy is made. `threads` None: as many as a save and a verify have.
 
     `limit`: to what is copied, and to what is read back after it. `overwrite`: another checkpoint of its name goes.
@@ -51,7 +51,7 @@ class Means:
         meter.moved(count, 1.0)
 
 
-USUAL = Means()
+USUAL = CopyOptions()
 """As a save and a verify would, and nothing is replaced."""
 
 
@@ -78,7 +78,9 @@ class Copied:
     remarks: tuple[str, ...] = ()
 
 
-def copy_checkpoint(entry: Entry, place: Backend, means: Means = USUAL, *, source: Backend | None = None) -> Copied:
+def copy_checkpoint(
+    entry: Entry, place: Backend, options: CopyOptions = USUAL, *, source: Backend | None = None
+) -> Copied:
     """Copy one complete checkpoint to another place, verified there, and then visible as a whole.
 
     One that is there already is not copied again. Interrupted anywhere, it can be called again and goes on from what
@@ -88,7 +90,7 @@ def copy_checkpoint(entry: Entry, place: Backend, means: Means = USUAL, *, sourc
     Args:
         entry: As `source` lists it.
         place: Where to.
-        means: How.
+        options: How the copy is made.
         source: Where the entry lies, if not in the folder at its path.
     Raises: BusyError (another copy of it is at work, or a run that is alive owns the place), ConfigError (the place is
         where the checkpoint lies), CorruptError (the original is damaged; what was copied of it is removed),
@@ -100,16 +102,16 @@ def copy_checkpoint(entry: Entry, place: Backend, means: Means = USUAL, *, sourc
     if entry.in_folder:
         check_apart(entry.path, place.where)
     with source.reading(entry, "copy"):
-        return _copy(source.open(entry), place, means)
+        return _copy(source.open(entry), place, options)
 
 
-def copy_foreign(folder: Path, place: Backend, means: Means = USUAL) -> Copied:
+def copy_foreign(folder: Path, place: Backend, options: CopyOptions = USUAL) -> Copied:
     """The same of what plain DCP wrote: its files as they are, held against digests of what was read.
 
     Raises: as `copy_checkpoint`; ConfigError also where a place holds only what has a manifest.
     """
     check_apart(folder, place.where)
-    return _copy(ForeignOriginal(folder), place, means)
+    return _copy(ForeignOriginal(folder), place, options)
 
 
 def check_apart(folder: Path, where: str | os.PathLike[str]) -> None:
@@ -127,47 +129,47 @@ def check_apart(folder: Path, where: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{where} is inside of {around}, from which is copied: name a root outside of it")
 
 
-def _copy(original: Original, place: Backend, means: Means) -> Copied:
-    means = replace(means, meter=means.meter or Meter())
+def _copy(original: Original, place: Backend, options: CopyOptions) -> Copied:
+    options = replace(options, meter=options.meter or Meter())
     with place.receive(original.facts) as draft:
-        copied = _already(original, draft, means)
+        copied = _already(original, draft, options)
         if copied is None:
             if draft.in_place and draft.difference():
-                _check_original(original, means)
-            with draft.claimed(means.overwrite):
-                copied = _alone(original, draft, means)
+                _check_original(original, options)
+            with draft.claimed(options.overwrite):
+                copied = _alone(original, draft, options)
         draft.clear_others()
         return copied
 
 
-def _alone(original: Original, draft: Draft, means: Means) -> Copied:
+def _alone(original: Original, draft: CopyDraft, options: CopyOptions) -> Copied:
     """Copy while nobody else copies the same. Raises: as `copy_checkpoint`."""
     try:
         # Another copy may have ended while this one waited for nothing.
-        if (found := _already(original, draft, means)) is not None:
+        if (found := _already(original, draft, options)) is not None:
             draft.abandon()
             return found
         draft.clear_others()  # to make room
-        return _bring(original, draft, means)
+        return _bring(original, draft, options)
     except ExistsError:
         draft.abandon()
         raise
 
 
-def _bring(original: Original, draft: Draft, means: Means) -> Copied:
+def _bring(original: Original, draft: CopyDraft, options: CopyOptions) -> Copied:
     """Copy the files, read them back, and make the copy visible. Raises: as `copy_checkpoint`."""
-    facts, meter = original.facts, _meter(means)
+    facts, meter = original.facts, _meter(options)
     begun = time.monotonic()
     try:
-        there = _look(draft, means)
+        there = _look(draft, options)
         draft.check_room()
         looked = time.monotonic()
-        moved = move(original, draft, there, meter=meter, limit=means.limit, threads=means.threads)
+        moved = move(original, draft, there, meter=meter, limit=options.limit, threads=options.threads)
         copied = time.monotonic()
         # What was put in place was read a moment ago where it was right then.
         names = [name for name in facts.sizes if not draft.in_place or name in moved.written]
         cached = draft.uncache(final=False)
-        problems = _wrong(draft, names, _manifest_of(facts, moved.digests), means)
+        problems = _wrong(draft, names, _manifest_of(facts, moved.digests), options)
         if problems:
             raise NotReadBackError(draft.draft, problems)
         # Without digests, what was read may be some of what was there and some of what was saved over it since.
@@ -182,7 +184,7 @@ def _bring(original: Original, draft: Draft, means: Means) -> Copied:
             raise lost from error
         raise
     verified = time.monotonic()
-    path = draft.publish(means.overwrite)
+    path = draft.publish(options.overwrite)
     return replace(
         _report(facts, path, already=False),
         written_bytes=moved.written_bytes,
@@ -193,7 +195,7 @@ def _bring(original: Original, draft: Draft, means: Means) -> Copied:
     )
 
 
-def _already(original: Original, draft: Draft, means: Means) -> Copied | None:
+def _already(original: Original, draft: CopyDraft, options: CopyOptions) -> Copied | None:
     """The same checkpoint at the destination, proved now if that was not noted. None: nothing is in the way.
 
     Raises: ExistsError.
@@ -204,29 +206,29 @@ def _already(original: Original, draft: Draft, means: Means) -> Copied | None:
     if problem is None:
         return None
     if not problem and facts.manifest is None:
-        problem = _difference_in_bytes(original, draft, means)
+        problem = _difference_in_bytes(original, draft, options)
     elif not problem and not draft.is_proved():
         draft.uncache(final=True)
-        wrong = _wrong(draft, list(facts.sizes), _manifest_of(facts, {}), means, final=True)
+        wrong = _wrong(draft, list(facts.sizes), _manifest_of(facts, {}), options, final=True)
         problem = "is damaged there: " + "; ".join(wrong) if wrong else ""
         if not wrong:
             draft.note_proved()
     if problem:
-        if means.overwrite and not draft.may_replace():
+        if options.overwrite and not draft.may_replace():
             raise ExistsError(f"{draft.where} {problem}, and is no checkpoint: move it away, or copy to another root")
-        if means.overwrite or draft.stands_aside():
+        if options.overwrite or draft.stands_aside():
             return None
         raise ExistsError(f"{draft.where} {problem}: copy to another root, or say --overwrite to replace it")
     remarks = (*facts.remarks, *draft.settle())
     return replace(_report(facts, draft.where, already=True), verify_seconds=time.monotonic() - begun, remarks=remarks)
 
 
-def _report(facts: Facts, path: str, *, already: bool) -> Copied:
+def _report(facts: SourceInfo, path: str, *, already: bool) -> Copied:
     step = facts.manifest.step if facts.manifest else None
     return Copied(facts.where, path, step, len(facts.sizes), facts.bytes, already, remarks=facts.remarks)
 
 
-def _look(draft: Draft, means: Means) -> dict[str, bytes]:
+def _look(draft: CopyDraft, options: CopyOptions) -> dict[str, bytes]:
     """Digest what an attempt before left of files."""
     there: dict[str, bytes] = {}
     sizes = draft.tidy()
@@ -236,19 +238,19 @@ def _look(draft: Draft, means: Means) -> dict[str, bytes]:
             there[found.name] = bytes(found.blocks)
 
     if sizes:
-        _scan(draft, sizes, "looking", finish, means)
+        _scan(draft, sizes, "looking", finish, options)
     return there
 
 
 def _wrong(
-    draft: Draft, names: Iterable[str], proof: Manifest, means: Means, *, final: bool = False
+    draft: CopyDraft, names: Iterable[str], proof: Manifest, options: CopyOptions, *, final: bool = False
 ) -> tuple[str, ...]:
     """Read files, of the draft or of what has its name, and say what of them is not what was saved."""
     damage, unread = list[Damage](), list[str]()
     folder = Path(draft.where if final else draft.draft)
     finish = partial(_judge, folder, proof, damage, unread)
     sizes = {name: proof.files[name].bytes for name in names}
-    changed = _scan(draft, sizes, "verifying", finish, means, final=final)
+    changed = _scan(draft, sizes, "verifying", finish, options, final=final)
     return (*_in_words(damage, folder, proof), *sorted(unread), *changed)
 
 
@@ -266,26 +268,26 @@ def _in_words(damage: list[Damage], folder: Path, proof: Manifest) -> list[str]:
 
 
 def _scan(
-    draft: Draft,
+    draft: CopyDraft,
     sizes: Mapping[str, int],
     phase: Phase,
     finish: Callable[[Scanned], None],
-    means: Means,
+    options: CopyOptions,
     *,
     final: bool = False,
 ) -> Iterable[str]:
-    meter = _meter(means)
+    meter = _meter(options)
     meter.begin(phase, sum(sizes.values()), 0)
-    done = partial(means.passed, meter)
-    return draft.scan(sizes, final=final, finish=finish, threads=means.threads, done=done)
+    done = partial(options.passed, meter)
+    return draft.scan(sizes, final=final, finish=finish, threads=options.threads, done=done)
 
 
-def _check_original(original: Original, means: Means) -> None:
+def _check_original(original: Original, options: CopyOptions) -> None:
     """Another checkpoint goes before what takes its place is there, so that has to be whole before it goes.
 
     Raises: CorruptError, SourceError.
     """
-    facts, meter = original.facts, _meter(means)
+    facts, meter = original.facts, _meter(options)
     damage, unread, folder = list[Damage](), list[str](), Path(facts.where)
     proof = _manifest_of(facts, {})
     finish = partial(_judge, folder, proof, damage, unread)
@@ -298,7 +300,7 @@ def _check_original(original: Original, means: Means) -> None:
                 if not os.path.lexists(folder):
                     raise
                 raise CorruptError(f"{folder / name} is missing, so it replaces nothing: copy another one") from error
-        original.scan(finish=finish, threads=means.threads, done=partial(means.passed, meter))
+        original.scan(finish=finish, threads=options.threads, done=partial(options.passed, meter))
     if (lost := original.lost()) is not None:
         raise lost
     if not damage and not unread:
@@ -308,7 +310,7 @@ def _check_original(original: Original, means: Means) -> None:
     raise CorruptError(text) if damage else SourceError(errno.EIO, text)
 
 
-def _difference_in_bytes(original: Original, draft: Draft, means: Means) -> str:
+def _difference_in_bytes(original: Original, draft: CopyDraft, options: CopyOptions) -> str:
     """Why files of these sizes are no copy of what has no digests; "" where they are."""
     draft.uncache(final=True)
     digests: tuple[dict[str, bytes], dict[str, bytes]] = {}, {}
@@ -316,14 +318,14 @@ def _difference_in_bytes(original: Original, draft: Draft, means: Means) -> str:
     def finish(into: dict[str, bytes], found: Scanned) -> None:
         into[found.name] = b"" if found.unreadable or found.refused else bytes(found.blocks) + b"."
 
-    done = partial(means.passed, _meter(means))
-    original.scan(finish=partial(finish, digests[0]), threads=means.threads, done=done)
-    draft.scan(original.facts.sizes, final=True, finish=partial(finish, digests[1]), threads=means.threads, done=done)
+    done = partial(options.passed, _meter(options))
+    original.scan(finish=partial(finish, digests[0]), threads=options.threads, done=done)
+    draft.scan(original.facts.sizes, final=True, finish=partial(finish, digests[1]), threads=options.threads, done=done)
     same = digests[0] == digests[1] and all(digests[0].values())
     return "" if same else "is there, with other bytes in its files"
 
 
-def _manifest_of(facts: Facts, digests: dict[str, str]) -> Manifest:
+def _manifest_of(facts: SourceInfo, digests: dict[str, str]) -> Manifest:
     """The manifest; of files of others one as it would be, to hold what is read back against what was read."""
     return facts.manifest or Manifest(
         step=0,
@@ -339,6 +341,6 @@ def _manifest_of(facts: Facts, digests: dict[str, str]) -> Manifest:
     )
 
 
-def _meter(means: Means) -> Meter:
-    assert means.meter is not None
-    return means.meter
+def _meter(options: CopyOptions) -> Meter:
+    assert options.meter is not None
+    return options.meter

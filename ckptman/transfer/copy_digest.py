@@ -7,7 +7,7 @@ from xxhash import xxh3_128_digest
 from ckptman.catalog.backends.source import Original
 from ckptman.errors import CorruptError, plain
 from ckptman.io.checksums import DIGEST_BYTES, Digests, digest_of_blocks, group_bytes
-from ckptman.io.workers import STRIDE_BYTES
+from ckptman.io.threads import STRIDE_BYTES
 
 
 class OnTheWay:

@@ -33,18 +33,18 @@ from ckptman.catalog.tiers import (
 from ckptman.catalog.verified import remember_damage
 from ckptman.errors import CkptmanError, CorruptError, RootError, warn
 from ckptman.format.paths import drained_path
-from ckptman.integrity.check import verify_folder
+from ckptman.integrity.folder_check import verify_folder
 from ckptman.io.failure_cause import FULL
-from ckptman.policies.rules import Record
-from ckptman.policies.sanity_checks import keeps_any, slip
+from ckptman.policies.retention import keeps_any, slip
+from ckptman.policies.retention_rules import Record
 from ckptman.policies.tiers import Tier, due
-from ckptman.transfer.copy import Copied, Means, copy_checkpoint
+from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
-class Task:
+class DrainTask:
     """A checkpoint that has to go to a tier, and the reason. `over`: what has its name there counts for nothing."""
 
     tier: Tier
@@ -57,7 +57,7 @@ class Task:
 class Drained:
     """What became of a task: the copy, or what was in its way. `busy`: another drain is at it."""
 
-    task: Task
+    task: DrainTask
     copied: Copied | None = None
     error: CkptmanError | None = None
     busy: bool = False
@@ -68,7 +68,7 @@ class DrainPlan:
     """What is still to be done: `tasks`, tier by tier, the newest first; the tiers, of which nobody can look at some;
     and what is wrong in the root, which keeps nothing else from being copied."""
 
-    tasks: list[Task]
+    tasks: list[DrainTask]
     holdings: list[Holding]
     root_errors: tuple[RootError, ...] = ()
 
@@ -89,7 +89,7 @@ def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = No
     there = Catalog(root).look()
     entries = [entry for entry in there if entry.complete]
     records = [record_of(entry, left) for entry in entries]
-    tasks: list[Task] = []
+    tasks: list[DrainTask] = []
     for number, holding in enumerate(holdings):
         if holding.trouble:
             continue
@@ -101,7 +101,7 @@ def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = No
             entry = entries[place]
             # Nothing that comes there from now on is replaced.
             over = entry.step in holding.taken and entry.step not in good
-            tasks.append(Task(holding.tier, entry, wanted[place], over))
+            tasks.append(DrainTask(holding.tier, entry, wanted[place], over))
     return DrainPlan(tasks, holdings, tuple(entry.unreadable for entry in there if entry.unreadable is not None))
 
 
@@ -162,15 +162,17 @@ def _tell_prunes(root: Path, holdings: Iterable[Holding]) -> tuple[RootError, ..
     return ()
 
 
-def carry_out(root: Path, plan: DrainPlan, means: Callable[[Task], AbstractContextManager[Means]]) -> Iterator[Drained]:
+def carry_out(
+    root: Path, plan: DrainPlan, options_for: Callable[[DrainTask], AbstractContextManager[CopyOptions]]
+) -> Iterator[Drained]:
     """Copy what is to be copied, and prune each tier that has got something. Trouble with one keeps no other.
 
-    `means` is asked for each copy how it is to be made. What the tiers hold then is noted in the root.
+    `options_for` says how each copy is to be made. What the tiers hold then is noted in the root.
     """
-    fuller: dict[Tier, Task] = {}
+    fuller: dict[Tier, DrainTask] = {}
     for task in plan.tasks:
         try:
-            with means(task) as how:
+            with options_for(task) as how:
                 over = replace(how, overwrite=how.overwrite or task.over)
                 place = open_tier(task.tier)
                 look_whose(root, place)  # again: it may be hours since that was planned

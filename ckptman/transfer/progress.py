@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ckptman.forecast.transfer_time import Pace, Remaining, remaining
-from ckptman.policies.checks import check_positive
+from ckptman.policies.parameters import check_positive
 
 Phase = Literal["looking", "copying", "verifying"]
 

@@ -1,6 +1,6 @@
 """Saved tensors, their chunks, and the bytes in the files, by plain `preadv`.
 
-On purpose nothing here is shared with what a load reads with (`loading.read`, `io.range_reader`).
+On purpose nothing here is shared with what a load reads with (`loading.read_tensors`, `io.checked_reader`).
 """
 
 from __future__ import annotations

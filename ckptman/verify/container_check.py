@@ -15,7 +15,7 @@ from ckptman._torch_compat import read_zip
 from ckptman.errors import CorruptError
 from ckptman.format.torch_zip import PartOfFile
 from ckptman.loading.checkpoint_reader import ChunkPlace
-from ckptman.state.tensor_container import Frame, frame_of
+from ckptman.state.file_layout import Frame, frame_of
 from ckptman.verify.chunk_files import File, Saved, Tensors, rows_of
 
 SAMPLE_BYTES = 4 * 1024 * 1024

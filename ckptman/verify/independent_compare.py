@@ -1,7 +1,7 @@
 """Comparing what was loaded with what was saved, by another way than it was loaded.
 
-On purpose it shares nothing with `loading.read` and `io.range_reader` but the chunk table: an error of theirs must not
-hide itself. Which chunks touch some rows follows from arithmetic over all of them. Whole blocks are compared by the
+It shares nothing with `loading.read_tensors` and `io.checked_reader` but the chunk table, on purpose: an error of theirs
+must not hide itself. Which chunks touch some rows follows from arithmetic over all of them. Whole blocks are compared by the
 digests that were made of them when they were saved; what lies in the first and the last block of a range, and what has
 no digests, with the bytes of the file.
 """
@@ -19,7 +19,7 @@ from ckptman.errors import CorruptError
 from ckptman.format.chunk_table import Chunks, Ints
 from ckptman.format.coverage import flaw_of
 from ckptman.io.checksums import DIGEST_BYTES, Digests
-from ckptman.io.workers import share_out
+from ckptman.io.threads import share_out
 from ckptman.loading.checkpoint_reader import ChunkPlace
 from ckptman.verify.chunk_files import Bytes, Saved, Tensors, rows_of
 

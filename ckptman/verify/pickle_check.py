@@ -16,8 +16,8 @@ from ckptman.format.value_codec import paths_in
 from ckptman.io.safe_open import open_regular
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.saving.preflight import refusal_of
-from ckptman.state.tensor_container import QUANTIZED
-from ckptman.verify import proof
+from ckptman.state.file_layout import QUANTIZED
+from ckptman.verify import reports
 
 
 def allow(classes: Iterable[str]) -> None:
@@ -89,4 +89,4 @@ def main(arguments: Sequence[str]) -> int:
         refused, quantized = check(Path(request["folder"]))
         yield {"refused": sorted(refused), "quantized": quantized}
 
-    return proof.serve(arguments, found)
+    return reports.serve(arguments, found)

@@ -1,7 +1,7 @@
 """Proof that a checkpoint can be planned onto any number of ranks, on one core and without reading a tensor.
 
 `main` runs in a process of its own. Called by `ckptman verify --plan-only`, once the chunk table is known to lie inside
-the files and to cover each tensor (`integrity.check`).
+the files and to cover each tensor (`integrity.folder_check`).
 
 For every rank of a layout it is computed which bytes it reads (`plan_ranges`): that they are all it needs, each once,
 and how many they are. That the table says where the containers really are is seen in their sizes, and for some of them
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from ckptman.format.chunk_table import Chunks, Ints
 from ckptman.loading.checkpoint_reader import SavedState, size_of
-from ckptman.state.tensor_container import frame_of
-from ckptman.verify import proof
+from ckptman.state.file_layout import frame_of
+from ckptman.verify import reports
 from ckptman.verify.chunk_files import Saved, Tensors
 from ckptman.verify.container_check import Containers
 from ckptman.verify.plan_ranges import Overlaps, Readers, Reads, bytes_of, copies_of, overlaps, readers_of
-from ckptman.verify.proof import PlanReport
+from ckptman.verify.reports import PlanReport
 
 RANGES_AT_A_TIME = 2_000_000
 """Ranges, and rows of the chunk table, that are in memory at a time: some 200 MB."""
@@ -48,12 +48,12 @@ def plan(
 
     Raises: NotFoundError, CorruptError, FormatVersionError if it cannot be read at all; ConfigError (no such mesh).
     """
-    world_sizes = proof.world_sizes_with(world_sizes, mesh)
+    world_sizes = reports.world_sizes_with(world_sizes, mesh)
     begun = time.monotonic()
     state = SavedState.read(folder, rank=0)
     work = _Plan(state)
     for world_size in world_sizes:
-        yield work.report(proof.layout_for(world_size, mesh), begun, bandwidth, rank_bandwidth)
+        yield work.report(reports.layout_for(world_size, mesh), begun, bandwidth, rank_bandwidth)
         begun = time.monotonic()
 
 
@@ -75,12 +75,12 @@ class _Plan:
         """Plan one layout."""
         world_size = math.prod(layout)
         reads = Reads(world_size, self._file_sizes, self._block_bytes)
-        problems = [f"on {proof.text_of(layout)}: {why}" for why in self._plan(layout, reads)]
+        problems = [f"on {reports.text_of(layout)}: {why}" for why in self._plan(layout, reads)]
         total, most = int(reads.bytes.sum()), int(reads.bytes.max())
         seconds = [each / speed for each, speed in ((total, bandwidth), (most, rank_bandwidth)) if speed is not None]
         return PlanReport(
             world_size=world_size,
-            problems=proof.shown([*self._problems, *problems]),
+            problems=reports.shown([*self._problems, *problems]),
             bytes_total=total,
             bytes_per_rank_max=most,
             bytes_per_rank_mean=total / world_size,
@@ -189,7 +189,7 @@ def _shared_bytes(state: SavedState, tensors: Sequence[Saved]) -> Iterator[str]:
         order = np.lexsort((offset, file))
         file, offset, size, owner = file[order], offset[order], size[order], owner[order]
         twice = np.flatnonzero((file[1:] == file[:-1]) & (offset[1:] < offset[:-1] + size[:-1]))
-        for at in twice[: proof.PROBLEMS_SHOWN].tolist():
+        for at in twice[: reports.PROBLEMS_SHOWN].tolist():
             one, other = (tensors[int(owner[each])].name for each in (at, at + 1))
             yield (
                 f"bytes {offset[at + 1]} to {min(offset[at] + size[at], offset[at + 1] + size[at + 1])} of "
@@ -199,4 +199,4 @@ def _shared_bytes(state: SavedState, tensors: Sequence[Saved]) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Answer a request: a plan for each world size."""
-    return proof.serve(arguments, lambda request: map(asdict, plan(Path(request.pop("folder")), **request)))
+    return reports.serve(arguments, lambda request: map(asdict, plan(Path(request.pop("folder")), **request)))

@@ -1,6 +1,6 @@
 """Which ranks read which bytes in a load, for all ranks at a time: arithmetic on arrays, no rank and no tensor.
 
-The twin of what each rank does for itself in `loading.read` and `loading.exchange`, seen from the other side: chunks
+The twin of what each rank does for itself in `loading.read_tensors` and `loading.exchange`, seen from the other side: chunks
 look for the ranks that need them. Tests hold it against both.
 
 Shards are rows as `torch.chunk` cuts them; R replicas of a shard read it together, as `loading.exchange` has it, each
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptman.format.chunk_table import Chunks, Ints
-from ckptman.io.range_reader import GAP_BYTES
+from ckptman.io.checked_reader import GAP_BYTES
 from ckptman.loading.exchange import BAND_BYTES, MEMBERS, SHARED_BYTES
 from ckptman.verify.chunk_files import Saved, rows_of
 

@@ -30,22 +30,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ckptman._torch_compat import make_dtensor
-from ckptman.comm.control import Channel, RankFailed
+from ckptman.comm.control_group import Channel, RankFailed
 from ckptman.errors import CkptmanError, RankLostError
-from ckptman.io.workers import THREADS_ENV, cores, io_threads
+from ckptman.io.threads import THREADS_ENV, cores, io_threads
 from ckptman.loading.checkpoint_reader import SavedState, resolve
 from ckptman.loading.exchange import read_together
-from ckptman.loading.read import fills_for_all, read_fills
+from ckptman.loading.read_tensors import fills_for_all, read_fills
 from ckptman.runtime.host_memory import available_bytes
-from ckptman.state.tensor_container import QUANTIZED
-from ckptman.verify import proof
+from ckptman.state.file_layout import QUANTIZED
+from ckptman.verify import reports
 from ckptman.verify.chunk_files import Saved, Tensors
 from ckptman.verify.container_check import Containers
-from ckptman.verify.forked import Done, Tell, run_forked
 from ckptman.verify.independent_compare import IndependentCompare, LoadedRows
 from ckptman.verify.pickle_check import allow
 from ckptman.verify.placement_check import check_placement
-from ckptman.verify.proof import LoadReport
+from ckptman.verify.rank_processes import Done, Tell, run_forked
+from ckptman.verify.reports import LoadReport
 
 BATCH_BYTES = 16 * 1024 * 1024
 """A rank holds this much of its shards at a time, or one shard that is larger: a checkpoint may exceed the memory."""
@@ -59,7 +59,7 @@ _ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """What each rank has to do. `silence_seconds`: how long one step may take.
 
     `containers`: also check that each container holds what the chunk table says, which does not depend on the world
@@ -93,7 +93,7 @@ def check(
 
     Raises: NotFoundError, CorruptError, FormatVersionError if it cannot be read at all; ConfigError (no such mesh).
     """
-    world_sizes = proof.world_sizes_with(world_sizes, mesh)
+    world_sizes = reports.world_sizes_with(world_sizes, mesh)
     state = SavedState.read(folder)
     state.refuse_transformed()
     tensors = saved_tensors(state)
@@ -102,11 +102,11 @@ def check(
     misplaced, unseen = check_placement(state)
     for number, world_size in enumerate(world_sizes):
         begun = time.monotonic()
-        layout = proof.layout_for(world_size, mesh)
+        layout = reports.layout_for(world_size, mesh)
         found = _check_on(state, tensors, layout, number == 0, silence_seconds, done)
         yield replace(
             found,
-            problems=proof.shown([*misplaced, *found.problems]),
+            problems=reports.shown([*misplaced, *found.problems]),
             left_out=left_out,
             notes=[*unseen, *found.notes],
             seconds=time.monotonic() - begun,
@@ -161,7 +161,7 @@ def _check_on(
         need = f"each rank needs {shard_bytes + PROCESS_BYTES:,} bytes of memory, and {free_bytes:,} are free"
         return LoadReport(world_size, not_tried=f"{need}: take more ranks, or a machine with more memory")
     processes = processes_for(world_size, shard_bytes, free_bytes, free_cores)
-    job = Job(state, batches, layout, containers, max(1, free_cores // processes), silence_seconds)
+    job = RankJob(state, batches, layout, containers, max(1, free_cores // processes), silence_seconds)
     # Without replicas no rank needs what another one reads: a restore would only compare notes.
     joined = len(layout) > 1 and layout[0] > 1
     work = partial(check_rank, job)
@@ -175,7 +175,7 @@ def _check_on(
     return LoadReport(world_size, problems, notes=[waves])
 
 
-def check_rank(job: Job, rank: int, tell: Tell) -> list[str]:
+def check_rank(job: RankJob, rank: int, tell: Tell) -> list[str]:
     """Return what one rank finds. Runs in a forked process, inside a process group if replicas run together."""
     os.environ.setdefault(THREADS_ENV, str(min(io_threads(), job.threads)))  # the ranks share the cores
     # The watching parent is to be the first to lose patience: it knows which ranks are silent.
@@ -201,7 +201,7 @@ def check_rank(job: Job, rank: int, tell: Tell) -> list[str]:
     if rank == 0:
         tell("plain values", 1.0)
         problems += _check_values(job.state)
-    return proof.shown(problems)
+    return reports.shown(problems)
 
 
 @lru_cache(maxsize=1)
@@ -341,9 +341,9 @@ def main(arguments: Sequence[str]) -> int:
     def done(part: float) -> None:
         print(json.dumps({"done": part}), flush=True)
 
-    def reports(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def answer(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         allow(request.pop("allow"))
         told = done if request.pop("progress") else None
         yield from map(asdict, check(Path(request.pop("folder")), **request, done=told))
 
-    return proof.serve(arguments, reports)
+    return reports.serve(arguments, answer)

@@ -14,8 +14,8 @@ from ckptman.catalog.rollback_records import Rollback
 from ckptman.catalog.tier_identity import Whose, make_identity, mark_tier, read_mark
 from ckptman.errors import CorruptError, ExistsError, NotFoundError
 from ckptman.format.paths import MANIFEST
-from ckptman.policies.rules import KeepLast
-from ckptman.transfer.copy import Means, copy_checkpoint
+from ckptman.policies.retention_rules import KeepLast
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import holds
 from tests.helpers.object_store import bucket_fixture, proxy_fixture
@@ -124,7 +124,7 @@ def test_a_copy_that_is_there_is_not_made_again_and_another_is_not_replaced(
     assert copy_checkpoint(entry, backend).already
     with pytest.raises(ExistsError, match="--overwrite"):
         copy_checkpoint(other, backend)
-    assert not copy_checkpoint(other, backend, Means(overwrite=True)).already
+    assert not copy_checkpoint(other, backend, CopyOptions(overwrite=True)).already
     assert {each.identity for each in backend.list() if each.step == 100} == {other.identity}
 
 

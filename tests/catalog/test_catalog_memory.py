@@ -22,8 +22,8 @@ from ckptman.cli.app import main
 from ckptman.format import manifest as manifest_module
 from ckptman.format.manifest import Manifest
 from ckptman.format.paths import step_folder
-from ckptman.io.filesystem import DISK
-from ckptman.policies.rules import KeepLast, RetentionPolicy
+from ckptman.io.durable_files import DISK
+from ckptman.policies.retention_rules import KeepLast, RetentionPolicy
 from tests.helpers.checkpoints import commit
 
 LONG_AGO = 1_700_000_000

@@ -12,15 +12,15 @@ import pytest
 
 import ckptman
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, Patience, find_url
+from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, RetryPolicy, find_url
 from ckptman.catalog.backends.source import GoneError
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ConfigError, CorruptError, ExistsError, NotFoundError, RootError
 from ckptman.transfer import copy as copying
-from ckptman.transfer.copy import Copied, Means, copy_checkpoint
-from ckptman.transfer.pieces import Moved, move
+from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint
+from ckptman.transfer.copy_bytes import Moved, move
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import holds
 from tests.helpers.object_store import Proxy, bucket_fixture, proxy_fixture
@@ -28,7 +28,7 @@ from tests.helpers.object_store import Proxy, bucket_fixture, proxy_fixture
 __all__ = ["bucket_fixture", "proxy_fixture"]
 
 Told = pytest.CaptureFixture[str]
-QUICK = Patience(attempts=2, first_seconds=0.0)
+QUICK = RetryPolicy(attempts=2, first_seconds=0.0)
 FOLDER = "step-0000000100"
 DATA = f"{FOLDER}/__0_0.distcp"
 MANIFEST = f"{FOLDER}/manifest.json"
@@ -65,7 +65,7 @@ class Refused(Exception):
 
 
 def upload(root: Path, place: ObjectBackend, **means: object) -> Copied:
-    return copy_checkpoint(Catalog(root).entry(100), place, Means(**means))  # type: ignore[arg-type]
+    return copy_checkpoint(Catalog(root).entry(100), place, CopyOptions(**means))  # type: ignore[arg-type]
 
 
 def change_byte(place: ObjectBackend, name: str) -> None:
@@ -344,7 +344,7 @@ def test_a_store_that_is_silent_is_not_asked_for_ever(silent_seconds: float, att
         pass_by(silent_seconds)
         raise TimeoutError
 
-    place = ObjectBackend("memory://hard/silent", Patience(sleep=pass_by, clock=lambda: now[0]))
+    place = ObjectBackend("memory://hard/silent", RetryPolicy(sleep=pass_by, clock=lambda: now[0]))
     with pytest.raises(RootError, match=f"could not be listed {attempts} times"):
         place.ask("listed", ask, "x")
     assert now[0] < 150 or silent_seconds > 60

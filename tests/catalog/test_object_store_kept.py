@@ -14,7 +14,7 @@ from ckptman.catalog.backends.source import FolderReading
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, CorruptError, ExistsError, RootError
-from ckptman.policies.rules import KeepLast
+from ckptman.policies.retention_rules import KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.transfer.copy import copy_checkpoint
 from ckptman.transfer.drain import prune_tier

@@ -24,7 +24,7 @@ from ckptman.catalog.reader_lease import Lease, Leases, lease, look
 from ckptman.catalog.writer_lock import Owner, claim, this_process
 from ckptman.errors import NotFoundError
 from ckptman.format.paths import lease_path, outcome_path, owner_path, rollback_path, run_folder
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast
 from tests.helpers.faulty_disk import rewrite, save
 

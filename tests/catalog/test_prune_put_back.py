@@ -20,8 +20,8 @@ from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.writer_lock import claim
 from ckptman.cli.app import main
 from ckptman.format.manifest import read_manifest
-from ckptman.integrity.check import verify_folder
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.integrity.folder_check import verify_folder
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention import KeepLast
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.saving.retention_runner import RetentionRunner

@@ -20,7 +20,7 @@ from ckptman.catalog.reader_lease import TAKING, Lease, held, lease, look, readi
 from ckptman.catalog.writer_lock import this_process
 from ckptman.errors import RootError
 from ckptman.format.paths import is_lease, lease_path, run_folder, step_folder
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from tests.helpers.faulty_disk import FaultyDisk
 
 NAME = step_folder(100)

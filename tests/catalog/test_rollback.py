@@ -22,7 +22,7 @@ from ckptman.catalog.writer_lock import claim
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ConfigError, CorruptError, NotFoundError, RootError
 from ckptman.format.paths import journal_path, rollback_path, run_folder
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention import KeepLast
 from ckptman.runtime.journal import read_journal
 from tests.helpers.checkpoints import commit

@@ -19,7 +19,7 @@ from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.paths import DOT, ROOT_ID, TIER_OF
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from ckptman.policies.retention import KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.transfer.drain import plan_drain

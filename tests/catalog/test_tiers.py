@@ -20,8 +20,8 @@ from ckptman.format.paths import outcome_path, tiers_path
 from ckptman.policies.retention import AtMost, KeepBest, KeepEvery, KeepLast, Record, RetentionPolicy
 from ckptman.policies.tiers import Tier, due
 from ckptman.runtime.outcome import Outcome, write_outcome
-from ckptman.transfer.copy import Means
-from ckptman.transfer.drain import Drained, Task, carry_out, plan_drain, prepare
+from ckptman.transfer.copy import CopyOptions
+from ckptman.transfer.drain import Drained, DrainTask, carry_out, plan_drain, prepare
 from tests.helpers.checkpoints import commit, flip_byte
 
 
@@ -40,8 +40,8 @@ def wanted(records: list[Record], there: list[Record], tier: Tier) -> dict[int, 
 
 def drain(root: Path, *tiers: Tier) -> list[Drained]:
     @contextmanager
-    def means(task: Task) -> Iterator[Means]:
-        yield Means()
+    def means(task: DrainTask) -> Iterator[CopyOptions]:
+        yield CopyOptions()
 
     write_tiers(root, tiers)
     plan = plan_drain(root, tiers)

@@ -18,7 +18,7 @@ from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.verified import VERIFIED, Level, Verified, forget_verified, identify, note_verified
 from ckptman.format.manifest import missing_file
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention import KeepLast
 from tests.helpers.checkpoints import commit, note_in, steps_of
 from tests.helpers.faulty_disk import Death, FaultyDisk, faults

@@ -23,7 +23,7 @@ from ckptman.catalog import writer_lock as owner_module
 from ckptman.catalog.writer_lock import Claim, Owner, claim, is_alive, is_this_process, read_owner, this_process
 from ckptman.errors import BusyError, RootError
 from ckptman.format.paths import owner_path, run_folder
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from tests.helpers.faulty_disk import Death, FaultyDisk, faults
 
 SHORT_SECONDS = 0.1

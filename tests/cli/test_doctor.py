@@ -18,11 +18,11 @@ import pytest
 from ckptman.cli import doctor as verb
 from ckptman.cli.app import main
 from ckptman.doctor import examine as checks
-from ckptman.doctor import promises, renames, surroundings
+from ckptman.doctor import filesystem_checks, job_environment, renames
 from ckptman.doctor.finding import Finding
+from ckptman.doctor.job_environment import TorchFacts
 from ckptman.doctor.mount import FAMILIES, LOCAL
-from ckptman.doctor.surroundings import TorchFacts
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from tests.helpers.checkpoints import commit
 
 QUICK = ["--size", "2MiB"]
@@ -93,7 +93,7 @@ def test_what_failed_is_one_line_with_its_consequence(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(renames, "check_rename", check_rename)
-    monkeypatch.setattr(promises, "check_sync", check_sync)
+    monkeypatch.setattr(filesystem_checks, "check_sync", check_sync)
     assert main(["doctor", str(tmp_path), *QUICK]) == 1
     told = capsys.readouterr()
     assert told.err == (
@@ -244,7 +244,7 @@ def test_a_torch_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "raise --timeout" in told.err
     assert "imported" not in told.out + told.err
     assert "torch does not answer" in rows(told.out)["devices"][0]
-    assert surroundings.STAGING_SLOTS == 2
+    assert job_environment.STAGING_SLOTS == 2
 
 
 def test_a_torch_that_dies_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,7 @@ def test_while_it_is_read_no_prune_takes_it(root: Path, tmp_path: Path) -> None:
 SLOW = """
 import sys, time
 import ckptman.exporting.export as module
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 
 class Slow(Disk):
     def sync_file(self, fd):

@@ -100,7 +100,7 @@ def test_what_is_incomplete_is_neither_counted_nor_touched(root: Path) -> None:
 def test_a_removal_that_fails_is_told_and_can_be_repeated(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ckptman.io.filesystem import Disk
+    from ckptman.io.durable_files import Disk
 
     def refuse(self: Disk, source: Path, target: Path) -> None:
         raise PermissionError(13, "Permission denied", str(source))

@@ -22,8 +22,7 @@ from ckptman.catalog.writer_lock import Owner, owner_path, this_process
 from ckptman.cli import console as text
 from ckptman.cli.app import main
 from ckptman.format.paths import retention_path, run_folder, step_folder
-from ckptman.policies.limit import AtMost
-from ckptman.policies.rules import KeepBest, KeepLast, KeepSteps, RetentionPolicy
+from ckptman.policies.retention_rules import AtMost, KeepBest, KeepLast, KeepSteps, RetentionPolicy
 from tests.helpers import unprivileged
 from tests.helpers.checkpoints import commit, steps_of
 

@@ -27,8 +27,8 @@ from ckptman.format.index import Index
 from ckptman.format.manifest import FileRecord
 from ckptman.format.paths import CHUNKS, INDEX
 from ckptman.io.checksums import digest_bytes
-from ckptman.io.filesystem import Disk
-from ckptman.verify.proof import LoadReport, PlanReport
+from ckptman.io.durable_files import Disk
+from ckptman.verify.reports import LoadReport, PlanReport
 from tests.helpers.checkpoints import commit, flip_byte, index_files, note_in
 
 
@@ -392,7 +392,7 @@ def test_pickles_that_could_not_be_looked_at_are_told_with_the_reason(
         raise CkptmanError("the loading check ended with exit code -9")
 
     commit(tmp_path, 100)
-    monkeypatch.setattr("ckptman.integrity.check.only_pickled", lambda *_: True)
+    monkeypatch.setattr("ckptman.integrity.folder_check.only_pickled", lambda *_: True)
     monkeypatch.setattr(verify_process, "refused_on", fail)
     assert main(["verify", str(tmp_path)]) == 10
     why = "that what is pickled in it loads: the loading check ended with exit code -9"
@@ -627,7 +627,7 @@ def test_damage_counts_though_not_all_could_be_read(tmp_path: Path, monkeypatch:
 def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ckptman.integrity import check as verify
+    from ckptman.integrity import folder_check as verify
 
     entry = commit(tmp_path, 100)
     commit(tmp_path, 200)

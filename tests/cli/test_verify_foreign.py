@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import ckptman
 from ckptman.cli.app import main
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.state.tensor_container import frame_of
+from ckptman.state.file_layout import frame_of
 from ckptman.verify import foreign_check
 from ckptman.verify.foreign_check import check_foreign
 

@@ -12,7 +12,7 @@ from ckptman.cli import verify_process
 from ckptman.cli.app import main
 from ckptman.cli.verify_process import load_on
 from ckptman.errors import CkptmanError, ConfigError
-from ckptman.io.workers import cores
+from ckptman.io.threads import cores
 from tests.helpers.ranks import run_ranks
 
 

@@ -20,7 +20,7 @@ import ckptman
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.dcp.adopt import adopt, candidates, step_in
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from ckptman.loading.checkpoint_reader import SavedState
 from tests.dcp.test_values import blank, differing
 from tests.helpers import unprivileged

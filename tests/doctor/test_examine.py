@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from ckptman.doctor import promises, renames
+from ckptman.doctor import filesystem_checks, renames
 from ckptman.doctor.examine import LEAST_BYTES, MountAccess, bill, examine
 from ckptman.doctor.finding import Finding
 from ckptman.errors import BusyError, NotFoundError, RootError
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.runtime.deadline import run_command
 from tests.doctor.test_mount import LFS, TABLE, Commands
 from tests.helpers import unprivileged
@@ -104,7 +104,7 @@ def test_a_root_that_cannot_be_claimed_is_found(folder: Path, monkeypatch: pytes
     def refuse(*args: Any, **more: Any) -> None:
         raise BusyError("root", "elsewhere", 7, None)
 
-    monkeypatch.setattr(promises, "claim", refuse)
+    monkeypatch.setattr(filesystem_checks, "claim", refuse)
     found = quick(folder)["claim"]
     assert found.verdict == "FAILED"
     assert "being written to by another run" in found.value
@@ -313,8 +313,8 @@ def test_a_check_that_goes_wrong_is_told_and_the_others_go_on(folder: Path, monk
     def go_wrong(*args: Any) -> Finding:
         raise OverflowError("too large")
 
-    monkeypatch.setattr(promises, "check_links", go_wrong)
-    monkeypatch.setattr(promises, "check_claim", go_wrong)
+    monkeypatch.setattr(filesystem_checks, "check_links", go_wrong)
+    monkeypatch.setattr(filesystem_checks, "check_claim", go_wrong)
     found = quick(folder)
     assert list(found) == ALL
     assert (found["links"].verdict, found["links"].value) == ("unknown", "OverflowError: too large")

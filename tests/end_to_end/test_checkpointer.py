@@ -20,7 +20,7 @@ from torch import nn
 import ckptman
 from ckptman.catalog.catalog import Catalog
 from ckptman.format.paths import outcome_path
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.runtime.outcome import read_outcome
 from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to

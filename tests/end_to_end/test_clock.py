@@ -13,9 +13,9 @@ from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import plan_prune
 from ckptman.cli.app import main
 from ckptman.format.paths import journal_path, outcome_path
-from ckptman.policies.calendar import LATEST_SECONDS, KeepWithin, is_known_time
+from ckptman.policies.calendar import KeepWithin
 from ckptman.policies.retention import plan
-from ckptman.policies.rules import Record
+from ckptman.policies.retention_rules import LATEST_SECONDS, Record, is_known_time
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
 from ckptman.scheduler.chain import newest_sequence

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import ckptman
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Entry
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.policies.save_policies import Decision, Facts
 from ckptman.saving.retention_runner import RetentionRunner
@@ -270,7 +270,7 @@ def no_memory_left(*_: object, **__: object) -> torch.Tensor:
         ("os.open", no_descriptor_left, "not enough memory or open files"),
         ("torch.empty", no_memory_left, "not enough memory or open files"),
         ("ckptman.loading.checkpoint_reader.open_table", no_memory_for_numpy, "not enough memory"),
-        ("ckptman.io.workers.aligned_memory", OSError(errno.ENOMEM, "none left"), "not enough memory"),
+        ("ckptman.io.threads.aligned_memory", OSError(errno.ENOMEM, "none left"), "not enough memory"),
         (
             "ckptman.loading.checkpoint_reader.read_wanted",
             RuntimeError("CUDA error: out of memory"),
@@ -291,7 +291,7 @@ def test_what_is_no_fault_of_the_checkpoint_is_not_laid_to_it(
     tmp_path: Path, what: str, fault: Any, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_steps(tmp_path, 2, with_average(App()))
-    monkeypatch.setattr("ckptman.io.workers._free", deque())
+    monkeypatch.setattr("ckptman.io.threads._free", deque())
     with (
         open_run(tmp_path, with_average(App(seed=3), is_new=True)) as checkpointer,
         mock.patch(what, side_effect=fault),

@@ -18,7 +18,7 @@ import ckptman
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.format.paths import journal_path
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from ckptman.runtime.journal import read_journal
 from tests.helpers.apps import App, Mesh
 from tests.helpers.faulty_disk import saving_to

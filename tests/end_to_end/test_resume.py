@@ -21,7 +21,7 @@ from ckptman.catalog.verified import read_verified
 from ckptman.cli.app import main
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import MANIFEST, step_folder
-from ckptman.io.filesystem import PRIVATE_ENV
+from ckptman.io.durable_files import PRIVATE_ENV
 from ckptman.session import run_session as attempt
 from tests.helpers.apps import App, Mesh
 from tests.helpers.checkpoints import flip_byte

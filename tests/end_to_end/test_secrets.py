@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptman
-from ckptman.catalog.backends.object_store import ObjectBackend, Patience, find_url
+from ckptman.catalog.backends.object_store import ObjectBackend, RetryPolicy, find_url
 from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, RootError, masked
@@ -143,7 +143,7 @@ def test_one_that_was_stored_is_not_shown(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_what_a_store_says_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = ObjectBackend("memory://bucket/run", Patience(attempts=1))
+    place = ObjectBackend("memory://bucket/run", RetryPolicy(attempts=1))
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("403: https://b/x?X-Amz-Signature=hunter2")

@@ -31,7 +31,7 @@ from ckptman.format.manifest import MOST_BYTES, FileRecord, is_plain_name, read_
 from ckptman.format.paths import owner_path, run_folder
 from ckptman.format.pickle_guard import HostilePickle, check_pickle
 from ckptman.io.checksums import digest_file
-from ckptman.io.filesystem import DISK, PRIVATE_ENV, Disk, holding
+from ckptman.io.durable_files import DISK, PRIVATE_ENV, Disk, holding
 from ckptman.io.safe_open import open_regular, read_regular
 from ckptman.loading.restricted_unpickler import load_plain, read_foreign_metadata
 from ckptman.runtime.failure_trace import read_trace
@@ -39,7 +39,7 @@ from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.outcome import Outcome, read_outcome, write_outcome
 from ckptman.scheduler.chain_record import Chain
 from ckptman.train.dataset.tokenfile import read_meta
-from ckptman.transfer.copy import Means, copy_checkpoint
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from tests.faults.hostile_ours import container_of, zip_bomb
 from tests.faults.hostile_pickles import BOMBS, COMMANDS
 from tests.helpers.checkpoints import commit
@@ -538,7 +538,7 @@ def test_nor_does_a_copy(outside: Path, kind: str, name: str) -> None:
     source = commit(outside.parent / "source", 10)
     root = outside.parent / "copies"
     with pytest.raises(ckptman.CkptmanError):
-        copy_checkpoint(source, LocalBackend(root, Swapping(outside, kind, name)), Means(threads=1))
+        copy_checkpoint(source, LocalBackend(root, Swapping(outside, kind, name)), CopyOptions(threads=1))
     stays(outside)
     assert Catalog(root).scan() == []
 

@@ -31,7 +31,7 @@ from ckptman.catalog.tiers import read_tiers, write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import RootError
 from ckptman.format.paths import outcome_path
-from ckptman.io.wakeup import Task
+from ckptman.io.threads import Task
 from ckptman.policies.hang_timeout import Patience, Progress
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.journal import Journal, read_journal

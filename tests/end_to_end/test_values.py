@@ -17,7 +17,7 @@ from torch import nn
 
 import ckptman
 from ckptman.catalog.catalog import Catalog
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks

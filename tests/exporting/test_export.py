@@ -25,7 +25,7 @@ from ckptman.exporting import write as export_write
 from ckptman.exporting.export import export
 from ckptman.exporting.target import Format
 from ckptman.format.safetensors import DTYPES
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from tests.dcp.test_values import WRITERS, blank, differing, noise
 from tests.dcp.test_values import save as save_as
 from tests.helpers.faulty_disk import Death, Fault, FaultyDisk, faults, on_disk

@@ -23,7 +23,7 @@ from ckptman.exporting import target as export_target
 from ckptman.exporting import write as export_write
 from ckptman.exporting.export import export
 from ckptman.format.paths import MANIFEST
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from tests.helpers.faulty_disk import on_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*in a single process", "ignore:Detected an existing checkpoint")

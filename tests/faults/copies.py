@@ -22,7 +22,7 @@ import ckptman
 from ckptman.catalog.tiers import read_tiers, write_tiers
 from ckptman.cli.app import main
 from ckptman.transfer import drain
-from ckptman.transfer.copy import Means
+from ckptman.transfer.copy import CopyOptions
 from tests.faults.crash import goes_on_as_a_run, loaded
 from tests.faults.deaths import Scene, Tell, die_everywhere, impatient
 from tests.faults.subject import State, blank, content, open_run, save_versions, version_of
@@ -229,7 +229,7 @@ class _DrainsHere:
     def poke(self) -> None:
         plan = drain.plan_drain(self._root, read_tiers(self._root))
         drain.prepare(self._root, plan)
-        for each in drain.carry_out(self._root, plan, lambda task: contextlib.nullcontext(Means(threads=1))):
+        for each in drain.carry_out(self._root, plan, lambda task: contextlib.nullcontext(CopyOptions(threads=1))):
             if each.error is not None:
                 raise each.error
 

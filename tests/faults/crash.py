@@ -18,7 +18,7 @@ from pathlib import Path
 import ckptman
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from tests.faults.deaths import CASE_SECONDS, Tell, die_everywhere, impatient
 from tests.faults.limits import limit
 from tests.faults.powercut import LOSSES, Flushes, survive, watched

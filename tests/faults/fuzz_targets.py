@@ -30,7 +30,7 @@ from ckptman.loading.checkpoint_reader import SavedState, resolve
 from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import read_outcome
-from ckptman.state.tensor_container import payload_of
+from ckptman.state.file_layout import payload_of
 from tests.faults.subject import content, save_versions
 
 REFUSALS = (CorruptError, FormatVersionError)
@@ -233,7 +233,7 @@ def seeds_of(there: Stage) -> dict[str, list[bytes]]:
 
 def _verified(there: Stage) -> bytes:
     from ckptman.catalog.verified import identify, note_verified
-    from ckptman.io.filesystem import DISK
+    from ckptman.io.durable_files import DISK
 
     identity = identify(there.ours, there.manifest)
     note_verified(there.ours, identity, time_seconds=1.5, ckptman_version="0", levels=["digests"], disk=DISK)

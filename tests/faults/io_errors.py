@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from tests.faults.crash import EveryDisk
 from tests.faults.disks import CASE_SECONDS, WAYS, fail_and_go_on, judge_save
 from tests.faults.limits import Ended, in_child, limit

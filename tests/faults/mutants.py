@@ -22,17 +22,17 @@ from ckptman.catalog import prune, tiers
 from ckptman.catalog import writer_lock as owner
 from ckptman.catalog.backends import local as place
 from ckptman.catalog.backends import local_draft
-from ckptman.comm import control as ranks
+from ckptman.comm import control_group as ranks
 from ckptman.dcp import storage
 from ckptman.format import chunk_table as chunks
 from ckptman.format import index, manifest
 from ckptman.format.paths import step_folder
+from ckptman.io import checked_reader as ranges
 from ckptman.io import file_writer as blockio
-from ckptman.io import range_reader as ranges
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from ckptman.loading import checkpoint_reader as saved
 from ckptman.loading import exchange as sharing
-from ckptman.loading import read as reading
+from ckptman.loading import read_tensors as reading
 from ckptman.loading import restricted_unpickler as foreign
 from ckptman.state import step_record as recorded
 from ckptman.transfer import drain

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import ckptman
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
 

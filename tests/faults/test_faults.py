@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.errors import CorruptError
-from ckptman.io.filesystem import DISK
+from ckptman.io.durable_files import DISK
 from tests.faults.__main__ import KINDS, report, run_apart
 from tests.faults.limits import in_child
 from tests.faults.mutants import MUTANTS

@@ -18,9 +18,9 @@ import ckptman
 from ckptman.errors import ConfigError, IntervalError
 from ckptman.forecast.checkpoint_size import (
     SCHEDULED_VALUES,
+    SavedTensor,
+    SavedValues,
     Size,
-    Tensor,
-    Values,
     checkpoint_size,
     frozen,
     parameter_count,
@@ -105,7 +105,7 @@ def test_the_shapes_of_the_bundled_model_are_those_it_has() -> None:
         with torch.device("meta"):
             model = Decoder(config, VOCAB)
         assert parameter_shapes(config, VOCAB) == [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-        tensors = [Tensor(name, shape) for name, shape in parameter_shapes(config, VOCAB)]
+        tensors = [SavedTensor(name, shape) for name, shape in parameter_shapes(config, VOCAB)]
         assert parameter_count(tensors) == parameters_of(config, VOCAB)
 
 
@@ -139,7 +139,7 @@ def test_the_size_for_a_function_is_that_of_a_real_save(tmp_path: Path) -> None:
         checkpointer.restore()
         checkpointer.step(1)
     tensors = with_optimizer(tensors_of(f"{__name__}:small_model"))
-    size = checkpoint_size(tensors, Values())
+    size = checkpoint_size(tensors, SavedValues())
     assert_as_planned(size, tmp_path / "run" / step_folder(1))
     held = [*model.state_dict().values(), *(each for own in optimizer.state.values() for each in own.values())]
     assert size.payload == sum(each.nbytes for each in held)
@@ -169,8 +169,8 @@ def test_the_size_for_a_configuration_is_that_of_a_real_save(
     tmp_path: Path, config: ModelConfig, replicas: int, shards: int
 ) -> None:
     run_ranks(replicas * shards, save_of_the_loop, str(tmp_path / "run"), config, replicas, shards)
-    tensors = with_optimizer([Tensor(name, shape) for name, shape in parameter_shapes(config, VOCAB)])
-    size = checkpoint_size(tensors, Values(SCHEDULED_VALUES, OTHERS), replicas, shards)
+    tensors = with_optimizer([SavedTensor(name, shape) for name, shape in parameter_shapes(config, VOCAB)])
+    size = checkpoint_size(tensors, SavedValues(SCHEDULED_VALUES, OTHERS), replicas, shards)
     assert_as_planned(size, tmp_path / "run" / step_folder(1), replicas * shards)
 
 
@@ -181,9 +181,9 @@ def test_the_size_for_a_configuration_is_that_of_a_real_save(
     shards=st.integers(1, 64),
 )
 def test_however_it_is_cut_each_byte_is_written_once(shapes: list[list[int]], replicas: int, shards: int) -> None:
-    tensors = with_optimizer([Tensor(f"p{number}", tuple(shape)) for number, shape in enumerate(shapes)])
-    alone = checkpoint_size(tensors, Values())
-    size = checkpoint_size(tensors, Values(), replicas, shards)
+    tensors = with_optimizer([SavedTensor(f"p{number}", tuple(shape)) for number, shape in enumerate(shapes)])
+    alone = checkpoint_size(tensors, SavedValues())
+    size = checkpoint_size(tensors, SavedValues(), replicas, shards)
     assert size.payload == alone.payload == sum(each.bytes for each in tensors)
     assert size.chunks >= len(tensors) == alone.chunks
     # Around a piece lie at most two pages, around a file three, and what ranks add of their own.
@@ -194,9 +194,9 @@ def test_however_it_is_cut_each_byte_is_written_once(shapes: list[list[int]], re
 
 def test_a_checkpoint_of_sixteen_thousand_ranks_is_laid_out_at_once() -> None:
     large = ModelConfig(dim=16384, layers=126, heads=128, kv_heads=8, ffn_dim=53248, tied=False)
-    tensors = with_optimizer([Tensor(name, shape) for name, shape in parameter_shapes(large, 128_256)])
+    tensors = with_optimizer([SavedTensor(name, shape) for name, shape in parameter_shapes(large, 128_256)])
     for replicas, shards in ((2048, 8), (16, 1024)):
-        size = checkpoint_size(tensors, Values(SCHEDULED_VALUES), replicas, shards)
+        size = checkpoint_size(tensors, SavedValues(SCHEDULED_VALUES), replicas, shards)
         assert size.payload == 12 * 405_853_388_800 + 4 * (126 * 9 + 3)
         assert size.payload < size.total < 1.006 * size.payload
 

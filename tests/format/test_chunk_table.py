@@ -22,10 +22,12 @@ from ckptman.format.chunk_table import (
     Ints,
     Rows,
     TensorRecord,
+    assemble,
     item_bytes,
+    pack,
+    unpack,
 )
 from ckptman.format.coverage import flaw_of
-from ckptman.format.table_assembly import assemble, pack, unpack
 
 Box = tuple[list[int], list[int]]
 Tensor = tuple[str, str, tuple[int, ...]]

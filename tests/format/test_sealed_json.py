@@ -16,7 +16,7 @@ from ckptman.catalog.verified import VERIFIED, read_verified, remember_damage
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.paths import retention_path, rollback_path, tiers_path
 from ckptman.format.sealed_json import SealError, seal, unseal
-from ckptman.io.filesystem import DISK
+from ckptman.io.durable_files import DISK
 from ckptman.policies.retention import KeepLast
 from ckptman.policies.tiers import Tier
 from tests.helpers.checkpoints import commit

@@ -12,14 +12,13 @@ from xxhash import xxh3_128_digest
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.verified import Verified, read_verified
-from ckptman.format.chunk_table import Rows
+from ckptman.format.chunk_table import Rows, assemble
 from ckptman.format.index import Index, Unit
 from ckptman.format.manifest import FileRecord, Manifest, Mesh, read_manifest
 from ckptman.format.paths import CHUNKS, INDEX, METADATA, blocks_name, data_name, new_nonce, step_folder
-from ckptman.format.table_assembly import assemble
 from ckptman.format.value_codec import encode
 from ckptman.io.checksums import BLOCK_BYTES, GROUP_BLOCKS, digest_bytes
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 
 
 class QuickDisk(Disk):

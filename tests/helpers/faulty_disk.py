@@ -22,9 +22,9 @@ from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.format.chunk_table import Rows
 from ckptman.format.manifest import FileRecord, Manifest
 from ckptman.format.paths import blocks_name, data_name, new_nonce, step_folder
-from ckptman.integrity.check import check_coverage, verify_folder
+from ckptman.integrity.folder_check import check_coverage, verify_folder
 from ckptman.io.checksums import BLOCK_BYTES, digest_bytes
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from tests.helpers.checkpoints import blocks_of, index_files
 
 T = TypeVar("T")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from ckptman.io.checked_reader import Wanted
 from ckptman.io.checksums import Digests, digest_file, group_bytes
-from ckptman.io.range_reader import Wanted
 
 KIB, MIB = 1024, 1024 * 1024
 BLOCK = 128 * KIB

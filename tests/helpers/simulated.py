@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ckptman.format.chunk_table import Rows
+from ckptman.format.chunk_table import Rows, assemble
 from ckptman.format.index import Index
 from ckptman.format.manifest import FileRecord, Manifest
 from ckptman.format.paths import CHUNKS, INDEX, data_name
-from ckptman.format.table_assembly import assemble
 from ckptman.io.checksums import BLOCK_BYTES, digest_bytes
-from ckptman.state.tensor_container import frame_of
+from ckptman.state.file_layout import frame_of
 
 Described = tuple[str, str, tuple[int, ...]]
 

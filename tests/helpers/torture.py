@@ -29,9 +29,9 @@ from ckptman.catalog.reader_lease import lease, reading
 from ckptman.catalog.writer_lock import claim
 from ckptman.errors import CorruptError, NotFoundError
 from ckptman.format.paths import step_folder
-from ckptman.integrity.check import verify_folder
-from ckptman.io.filesystem import DISK
-from ckptman.policies.rules import KeepEvery, KeepLast, KeepSteps, RetentionPolicy
+from ckptman.integrity.folder_check import verify_folder
+from ckptman.io.durable_files import DISK
+from ckptman.policies.retention_rules import KeepEvery, KeepLast, KeepSteps, RetentionPolicy
 from ckptman.transfer.copy import copy_checkpoint
 from tests.helpers.faulty_disk import save
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptman.format import coverage
-from ckptman.format.chunk_table import HEAD, ChunkTable, Ints, Rows, TensorRecord
+from ckptman.format.chunk_table import HEAD, ChunkTable, Ints, Rows, TensorRecord, assemble
 from ckptman.format.index import Index
-from ckptman.format.table_assembly import assemble
 from ckptman.integrity import table_check as tablecheck
 from ckptman.integrity.table_check import check_table
 

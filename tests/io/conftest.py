@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptman.io.filesystem import DISK
+from ckptman.io.durable_files import DISK
 
 
 @pytest.fixture

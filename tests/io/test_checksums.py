@@ -25,7 +25,7 @@ from ckptman.format.index import Index, Location, Unit, open_table, ranks_with_v
 from ckptman.format.manifest import Manifest
 from ckptman.format.paths import CHUNKS, INDEX, blocks_name, data_name, values_name
 from ckptman.format.value_codec import tensor_ref
-from ckptman.integrity.check import FileReport, check_coverage, verify_folder
+from ckptman.integrity.folder_check import FileReport, check_coverage, verify_folder
 from ckptman.io.checksums import BLOCK_BYTES, BlockDigester, digest_bytes, digest_file, digest_of_blocks
 from tests.helpers.checkpoints import blocks_of
 from tests.helpers.faulty_disk import manifest_of, save

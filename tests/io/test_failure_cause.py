@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.comm.control import Failure, RankFailed
+from ckptman.comm.control_group import Failure, RankFailed
 from ckptman.io.failure_cause import ELSEWHERE, UNREADABLE, Trouble, cause_of, is_broken_device, trouble_of_load
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ckptman.errors import CorruptError
 from ckptman.io.file_reader import DIRECT_BYTES, FileReader, after
-from ckptman.io.workers import ALIGN_BYTES, aligned_memory
+from ckptman.io.threads import ALIGN_BYTES, aligned_memory
 
 DATA = random.Random(1).randbytes(2 * DIRECT_BYTES + 777)
 

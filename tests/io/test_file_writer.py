@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptman.io import workers as parallel
+from ckptman.io import threads as parallel
+from ckptman.io.checked_reader import read_wanted
 from ckptman.io.checksums import Digests, digest_file, digest_of_blocks
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.file_writer import Written, write_source
-from ckptman.io.filesystem import DISK, Disk
-from ckptman.io.range_reader import read_wanted
-from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES
+from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES
 from tests.helpers.files import BLOCK, MIB, digests_of, into, random_bytes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

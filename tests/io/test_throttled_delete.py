@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.io import throttled_delete as slowly
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.throttled_delete import Remover, ThrottledDelete, remove_by_file
 
 

@@ -20,7 +20,7 @@ import ckptman
 import ckptman.api as api_module
 import ckptman.loading.exchange as sharing_module
 import ckptman.loading.loader as load_module
-from ckptman.comm.control import Channel
+from ckptman.comm.control_group import Channel
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.loading.exchange import read_together
 from tests.dcp.test_shards import local

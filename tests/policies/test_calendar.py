@@ -12,9 +12,18 @@ import pytest
 
 from ckptman.errors import ConfigError, IntervalError
 from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin, duration
-from ckptman.policies.limit import AtMost, in_bytes, needs_capacity
 from ckptman.policies.retention import over_limit, plan
-from ckptman.policies.rules import KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
+from ckptman.policies.retention_rules import (
+    AtMost,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepSteps,
+    Record,
+    RetentionPolicy,
+    in_bytes,
+    needs_capacity,
+)
 from ckptman.policies.serialization import from_data, to_data
 
 GB = 10**9

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
-from ckptman.policies.limit import AtMost
 from ckptman.policies.retention import Verdict, over_limit, plan, untouchables
-from ckptman.policies.rules import KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
+from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
 
 DAY = 86_400.0
 BIRTH = 1_790_000_000.0

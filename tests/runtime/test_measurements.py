@@ -16,7 +16,7 @@ import torch
 import ckptman
 from ckptman import checkpointer as checkpointer_module
 from ckptman.format.paths import journal_path
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.save_policies import Decision, Facts, SavePolicy
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.measurements import StartUp, save_seconds, start_up, typical_save_seconds

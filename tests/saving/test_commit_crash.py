@@ -16,8 +16,8 @@ from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.errors import CkptmanError
 from ckptman.format.paths import outcome_path
+from ckptman.io.durable_files import Disk
 from ckptman.io.file_writer import write_source
-from ckptman.io.filesystem import Disk
 from ckptman.policies.retention import KeepLast
 from tests.helpers.faulty_disk import WHEN, Death, Fault, FaultyDisk, faults, holds, rewrite, save
 

@@ -20,8 +20,8 @@ from ckptman.catalog.stored_policy import read_policy
 from ckptman.cli.app import main
 from ckptman.errors import CommitError, ConfigError
 from ckptman.format.paths import journal_path, run_folder, step_folder
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.failure_cause import FULL
-from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.throttled_delete import Remover
 from ckptman.runtime.journal import read_journal
 from tests.helpers.checkpoints import commit

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
 from ckptman.catalog.catalog import Catalog
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.runtime.journal import read_journal
 from tests.dcp.test_values import State, bits, load, noise, save
 from tests.helpers.faulty_disk import saving_to

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ckptman
-from ckptman.comm.control import Channel
+from ckptman.comm.control_group import Channel
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.runtime.journal import read_journal
 from ckptman.saving.staging import RESERVE_BYTES, Slot, Staged, Stager

@@ -22,7 +22,7 @@ from ckptman.checkpointer import Checkpointer
 from ckptman.comm.hang_report import HangReport
 from ckptman.errors import EXIT_STALLED, ConfigError
 from ckptman.format.paths import journal_path, outcome_path, stacks_path
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from ckptman.policies.crash_loop import crashes_of
 from ckptman.policies.hang_timeout import Patience
 from ckptman.runtime.journal import read_journal

@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
-from ckptman.loading import read as read_module
-from ckptman.loading.read import BUFFERS, Uploads
+from ckptman.loading import read_tensors as read_module
+from ckptman.loading.read_tensors import BUFFERS, Uploads
 from ckptman.saving.staging import Stager
 from ckptman.saving.write_plan import RankFile
 from tests.saving.test_staging import file_of

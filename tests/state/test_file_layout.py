@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptman.state import file_layout as image
-from ckptman.state.file_layout import Image, Layout, copy_range, in_order, pickled
-from ckptman.state.tensor_container import frame_of, is_plain, payload_of
+from ckptman.state.file_layout import Image, Layout, copy_range, frame_of, in_order, is_plain, payload_of, pickled
 from tests.dcp.test_values import DTYPES, NOT_SAVED_BY_DCP, QUANTIZED, Named, bits, name_of, noise
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

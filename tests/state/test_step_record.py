@@ -26,13 +26,13 @@ from torch import nn
 import ckptman
 from ckptman.catalog.writer_lock import read_owner
 from ckptman.checkpointer import Checkpointer
-from ckptman.comm import control as ranks_module
+from ckptman.comm import control_group as ranks_module
 from ckptman.errors import BusyError, CommitError, ConfigError, RankLostError
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import Outcome, read_outcome
 from ckptman.state import step_record
-from ckptman.state.step_record import OptimizerHooks, Recorder
+from ckptman.state.step_record import OptimizerHooks, StepRecorder
 from tests.helpers.ranks import run_ranks
 
 NEVER = ckptman.EverySteps(10**6) | ckptman.OnStop()
@@ -228,7 +228,7 @@ class Slow:
 
 def test_an_object_that_is_slow_to_tell_its_state_is_not_asked_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(0.05, monkeypatch)
-    recorder = Recorder({"slow": slow}, OptimizerHooks({"slow": slow}))
+    recorder = StepRecorder({"slow": slow}, OptimizerHooks({"slow": slow}))
     for _ in range(3):
         assert not recorder.too_slow
         recorder.record(0.1)
@@ -240,7 +240,7 @@ def test_an_object_that_is_slow_to_tell_its_state_is_not_asked_at_each_step(monk
 
 def test_a_machine_that_is_busy_for_a_moment_is_not_taken_for_a_slow_object(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(0.01, monkeypatch)
-    recorder = Recorder({"slow": slow}, OptimizerHooks({"slow": slow}))
+    recorder = StepRecorder({"slow": slow}, OptimizerHooks({"slow": slow}))
     for _ in range(9):
         recorder.record(0.01)
     slow.seconds = 0.0
@@ -578,7 +578,7 @@ def test_ranks_that_call_other_methods_are_told(tmp_path: Path) -> None:
 def test_a_constructor_that_fails_leaves_the_root_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (KeyboardInterrupt(), AttributeError("x")):
         with monkeypatch.context() as patched:
-            patched.setattr(Recorder, "__init__", _raising(error))
+            patched.setattr(StepRecorder, "__init__", _raising(error))
             with pytest.raises(type(error)):
                 Checkpointer(tmp_path, {"n": {"x": 1}}, save_policy=NEVER)
         assert read_owner(tmp_path) is None

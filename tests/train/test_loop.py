@@ -18,7 +18,7 @@ from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import step_folder
 from ckptman.runtime.journal import read_journal
 from ckptman.train.__main__ import main
-from ckptman.train.report import Report
+from ckptman.train.report import StepReport
 from ckptman.train.tokenize import tokenize
 
 STEPS = 8
@@ -81,14 +81,14 @@ def saved_bytes(folder: Path, step: int) -> dict[str, object]:
 
 
 def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Report.add
+    add = StepReport.add
 
-    def add_and_stop(self: Report, now: int, *rest: Any) -> None:
+    def add_and_stop(self: StepReport, now: int, *rest: Any) -> None:
         add(self, now, *rest)
         if now == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Report, "add", add_and_stop)
+    monkeypatch.setattr(StepReport, "add", add_and_stop)
 
 
 def test_stopped_twice_it_repeats_the_uninterrupted_run(
@@ -129,13 +129,13 @@ def test_losses_are_told_in_batches_and_none_is_lost(
 def test_a_signal_before_the_first_step_leaves_at_once(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enter = Report.__enter__
+    enter = StepReport.__enter__
 
-    def enter_and_stop(self: Report) -> Report:
+    def enter_and_stop(self: StepReport) -> StepReport:
         os.kill(os.getpid(), signal.SIGTERM)
         return enter(self)
 
-    monkeypatch.setattr(Report, "__enter__", enter_and_stop)
+    monkeypatch.setattr(StepReport, "__enter__", enter_and_stop)
     with pytest.raises(SystemExit) as caught:
         run(tokens, tmp_path / "run")
     assert caught.value.code == 75

@@ -22,8 +22,8 @@ from ckptman.errors import BusyError, ConfigError, CorruptError, ExistsError, No
 from ckptman.forecast.transfer_time import Pace, Remaining, remaining
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import DOT
-from ckptman.io.filesystem import DISK, Disk
-from ckptman.transfer.copy import Copied, Means, copy_checkpoint, copy_foreign
+from ckptman.io.durable_files import DISK, Disk
+from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint, copy_foreign
 from ckptman.transfer.progress import Limit, Meter
 from tests.helpers.checkpoints import commit, flip_byte, note_in
 from tests.helpers.faulty_disk import FaultyDisk, holds
@@ -42,7 +42,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def copy(source: Path, root: Path, step: int = 200, disk: Disk = DISK, **means: object) -> Copied:
-    return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root, disk), Means(**means))  # type: ignore[arg-type]
+    return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root, disk), CopyOptions(**means))  # type: ignore[arg-type]
 
 
 def draft_of(root: Path) -> Path:
@@ -253,7 +253,7 @@ def test_an_original_that_is_deleted_or_saved_again_meanwhile_is_told(source: Pa
     for action in (lambda: shutil.rmtree(source / FOLDER), again):
         meter = Meter(Once("copying", action))
         with pytest.raises(NotFoundError, match="was deleted, or saved again"):
-            copy_checkpoint(entry, LocalBackend(root), Means(threads=1, meter=meter))
+            copy_checkpoint(entry, LocalBackend(root), CopyOptions(threads=1, meter=meter))
         assert list(root.glob("step-*")) == []
         with pytest.raises(NotFoundError):
             copy_checkpoint(entry, LocalBackend(root))
@@ -422,8 +422,8 @@ def foreign(folder: Path) -> Path:
 def test_a_checkpoint_of_others_is_copied_by_bytes(tmp_path: Path) -> None:
     folder, root = foreign(tmp_path / "plain"), tmp_path / "root"
     with pytest.raises(KeyboardInterrupt):
-        copy_foreign(folder, LocalBackend(root), Means(threads=1, meter=Meter(Once("copying", stop, STRIDE + 1))))
-    copied = copy_foreign(folder, LocalBackend(root), Means(threads=1))
+        copy_foreign(folder, LocalBackend(root), CopyOptions(threads=1, meter=Meter(Once("copying", stop, STRIDE + 1))))
+    copied = copy_foreign(folder, LocalBackend(root), CopyOptions(threads=1))
     assert 0 < copied.written_bytes < copied.bytes
     assert {path.name: path.read_bytes() for path in (root / "plain").iterdir()} == {
         path.name: path.read_bytes() for path in folder.iterdir()
@@ -432,7 +432,7 @@ def test_a_checkpoint_of_others_is_copied_by_bytes(tmp_path: Path) -> None:
     flip_byte(root / "plain" / "__0_0.distcp")
     with pytest.raises(ExistsError, match="with other bytes"):
         copy_foreign(folder, LocalBackend(root))
-    copy_foreign(folder, LocalBackend(root), Means(overwrite=True))
+    copy_foreign(folder, LocalBackend(root), CopyOptions(overwrite=True))
     (folder / "__2_0.distcp").touch()
     with pytest.raises(ExistsError, match="with other files"):
         copy_foreign(folder, LocalBackend(root))
@@ -447,7 +447,7 @@ def test_a_checkpoint_of_others_that_changes_meanwhile_is_told(tmp_path: Path) -
     folder, root = foreign(tmp_path / "plain"), tmp_path / "root"
     meter = Meter(Once("copying", lambda: os.truncate(folder / "__0_0.distcp", 10)))
     with pytest.raises(NotFoundError, match="was deleted, or saved again"):
-        copy_foreign(folder, LocalBackend(root), Means(threads=1, meter=meter))
+        copy_foreign(folder, LocalBackend(root), CopyOptions(threads=1, meter=meter))
     assert [path.name for path in root.iterdir() if path.name != DOT] == []
 
 

@@ -24,10 +24,10 @@ from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.tiers import open_tier, write_tiers
 from ckptman.catalog.writer_lock import claim
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention import KeepLast
 from ckptman.policies.tiers import Tier
-from ckptman.transfer.copy import Means, copy_checkpoint
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.transfer.drain import carry_out, plan_drain, prepare
 from tests.faults.powercut import Flushes, survive, watched
 from tests.helpers.checkpoints import commit
@@ -46,7 +46,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def copy(world: Path, disk: Disk) -> None:
     for entry in Catalog(world / "root").complete():
-        copy_checkpoint(entry, LocalBackend(world / "near", disk), Means(threads=1))
+        copy_checkpoint(entry, LocalBackend(world / "near", disk), CopyOptions(threads=1))
 
 
 def drain(world: Path, disk: Disk) -> None:
@@ -55,7 +55,7 @@ def drain(world: Path, disk: Disk) -> None:
     plan = plan_drain(root, [Tier(world / "near")])
     prepare(root, plan)
     with mock.patch("ckptman.transfer.drain.open_tier", partial(open_tier, disk=disk)):
-        for each in carry_out(root, plan, lambda task: contextlib.nullcontext(Means(threads=1))):
+        for each in carry_out(root, plan, lambda task: contextlib.nullcontext(CopyOptions(threads=1))):
             assert each.error is None
 
 

@@ -22,8 +22,8 @@ from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.writer_lock import claim
 from ckptman.errors import CkptmanError, RootError
 from ckptman.format.paths import DOT
-from ckptman.io.filesystem import Disk
-from ckptman.transfer.copy import Means, copy_checkpoint
+from ckptman.io.durable_files import Disk
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from tests.helpers.checkpoints import commit, note_in
 from tests.helpers.faulty_disk import Death, FaultyDisk, faults, holds
 
@@ -53,7 +53,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def copy(source: Path, root: Path, disk: Disk, **means: object) -> object:
     place = LocalBackend(root, disk)
-    return copy_checkpoint(Catalog(source).entry(STEP), place, Means(threads=1, **means))  # type: ignore[arg-type]
+    return copy_checkpoint(Catalog(source).entry(STEP), place, CopyOptions(threads=1, **means))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def copies_forever(source: Path, root: Path) -> None:
     os.fsync = lambda fd: None
     while True:
         for entry in Catalog(source).complete():
-            copied = copy_checkpoint(entry, LocalBackend(root), Means(threads=2))
+            copied = copy_checkpoint(entry, LocalBackend(root), CopyOptions(threads=2))
             print(copied.step, flush=True)
         for entry in Catalog(root).complete():
             LocalBackend(root).delete(entry, os.urandom(4).hex())

@@ -17,10 +17,10 @@ from ckptman.catalog.tiers import open_tier, write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ExistsError, RootError
 from ckptman.format.paths import DOT, MANIFEST
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from ckptman.policies.tiers import Tier
-from ckptman.transfer.copy import Copied, Means, copy_checkpoint
-from ckptman.transfer.drain import Drained, Task, carry_out, plan_drain
+from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint
+from ckptman.transfer.drain import Drained, DrainTask, carry_out, plan_drain
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import holds
 
@@ -59,7 +59,7 @@ class Late(Disk):
 
 def copy(source: Path, root: Path, disk: Disk | None = None, *, overwrite: bool = False) -> Copied:
     disk = disk or Disk()
-    means = Means(threads=1, overwrite=overwrite)
+    means = CopyOptions(threads=1, overwrite=overwrite)
     return copy_checkpoint(Catalog(source).entry(200), LocalBackend(root, disk), means)
 
 
@@ -138,8 +138,8 @@ def test_a_drain_says_so_and_fills_up_the_rest(source: Path, tmp_path: Path) -> 
     write_tiers(source, [Tier(far)])
 
     @contextmanager
-    def means(task: Task) -> Iterator[Means]:
-        yield Means()
+    def means(task: DrainTask) -> Iterator[CopyOptions]:
+        yield CopyOptions()
 
     def late(tier: Tier) -> Backend:
         return open_tier(tier, Late(lambda: commit(far, 200, sequence=9), after=True))
@@ -166,6 +166,6 @@ def test_what_a_tier_got_while_a_drain_was_planned_is_not_replaced(source: Path,
     plan = plan_drain(source, [Tier(far)])
     commit(far, 200, metrics={"loss": 1.0})
     before = holds(far)
-    (drained,) = carry_out(source, plan, lambda task: nullcontext(Means(threads=1)))
+    (drained,) = carry_out(source, plan, lambda task: nullcontext(CopyOptions(threads=1)))
     assert isinstance(drained.error, ExistsError)
     assert holds(far) == before

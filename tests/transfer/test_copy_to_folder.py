@@ -23,9 +23,9 @@ from ckptman.cli.app import main
 from ckptman.errors import BusyError, ExistsError, NotFoundError, RootError
 from ckptman.format.paths import DOT, MANIFEST, step_folder
 from ckptman.io import file_reader
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import open_regular
-from ckptman.transfer.copy import Copied, Means, copy_checkpoint, copy_foreign
+from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint, copy_foreign
 from ckptman.transfer.progress import Limit, Meter
 from tests.helpers.checkpoints import commit, steps_of
 
@@ -43,7 +43,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def copy(source: Path, root: Path, step: int = 200, disk: Disk = DISK, overwrite: bool = False) -> Copied:
-    return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root, disk), Means(overwrite=overwrite))
+    return copy_checkpoint(Catalog(source).entry(step), LocalBackend(root, disk), CopyOptions(overwrite=overwrite))
 
 
 def plain(folder: Path, content: bytes) -> Path:
@@ -65,7 +65,7 @@ def test_a_checkpoint_of_others_that_is_saved_over_meanwhile_is_no_mixture(tmp_p
 
     place = LocalBackend(tmp_path / "root")
     with pytest.raises(NotFoundError, match="was deleted, or saved again"):
-        copy_foreign(folder, place, Means(meter=Meter(save_over)))
+        copy_foreign(folder, place, CopyOptions(meter=Meter(save_over)))
     assert saved.is_set()
     assert [path.name for path in place.root.iterdir() if path.name != ".ckptman"] == []
     assert not copy_foreign(folder, place).already
@@ -78,10 +78,10 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     thesis.touch()
     place = LocalBackend(thesis.parents[1])
     with pytest.raises(ExistsError, match="and is no checkpoint: move it away"):
-        copy_foreign(folder, place, Means(overwrite=True))
+        copy_foreign(folder, place, CopyOptions(overwrite=True))
     assert thesis.exists()
     thesis.rename(thesis.with_name("__0_0.distcp"))
-    assert not copy_foreign(folder, place, Means(overwrite=True)).already
+    assert not copy_foreign(folder, place, CopyOptions(overwrite=True)).already
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", MANIFEST, "eval/results.json", ".metadata/workspace"])
@@ -205,7 +205,7 @@ def test_an_interrupt_is_not_held_back_by_a_limit(source: Path, tmp_path: Path) 
                 os.kill(os.getpid(), signal.SIGINT)
             super().take(count)
 
-    means = Means(limit=Interrupted(1.0), threads=2)
+    means = CopyOptions(limit=Interrupted(1.0), threads=2)
     with pytest.raises(KeyboardInterrupt):
         copy_checkpoint(Catalog(source).entry(200), LocalBackend(tmp_path / "root"), means)
     assert list((tmp_path / "root").glob("*.tmp-copy-*")), "the next copy goes on there"
@@ -222,14 +222,14 @@ sys.stdin.read()
 KILLED = """
 import sys
 from pathlib import Path
-from ckptman.transfer.copy import Means, copy_foreign
+from ckptman.transfer.copy import CopyOptions, copy_foreign
 from ckptman.transfer.progress import Meter
 from ckptman.catalog.backends.local import LocalBackend
 def wait(meter):
     if meter.phase == "verifying":
         print("now", flush=True)
         sys.stdin.read()
-copy_foreign(Path(sys.argv[1]), LocalBackend(sys.argv[2]), Means(meter=Meter(wait)))
+copy_foreign(Path(sys.argv[1]), LocalBackend(sys.argv[2]), CopyOptions(meter=Meter(wait)))
 """
 
 
@@ -290,7 +290,7 @@ def test_a_file_that_was_cut_off_goes_on_from_there(source: Path, tmp_path: Path
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        copy_checkpoint(Catalog(source).entry(300), LocalBackend(tmp_path / "root"), Means(meter=Meter(stop)))
+        copy_checkpoint(Catalog(source).entry(300), LocalBackend(tmp_path / "root"), CopyOptions(meter=Meter(stop)))
     draft = next((tmp_path / "root").glob("step-0000000300.tmp-copy-*"))
     largest = max(draft.glob("*.distcp"), key=lambda path: path.stat().st_size)
     size = largest.stat().st_size

@@ -14,11 +14,11 @@ import pytest
 
 from ckptman.catalog.backends import object_draft as objectput
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, Patience, find_url
+from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, RetryPolicy, find_url
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, CorruptError, ExistsError, FormatVersionError, NotFoundError, RootError
-from ckptman.transfer.copy import Copied, Means, copy_checkpoint
+from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint
 from ckptman.transfer.progress import Meter
 from tests.helpers.checkpoints import commit, flip_byte, note_in
 from tests.helpers.faulty_disk import holds, rewrite
@@ -27,8 +27,8 @@ from tests.helpers.object_store import Failure, Proxy, Request, bucket_fixture, 
 __all__ = ["bucket_fixture", "proxy_fixture"]
 
 Told = pytest.CaptureFixture[str]
-QUICK = Patience(attempts=4, first_seconds=0.0)
-TWICE = Patience(attempts=2, first_seconds=0.0)
+QUICK = RetryPolicy(attempts=4, first_seconds=0.0)
+TWICE = RetryPolicy(attempts=2, first_seconds=0.0)
 FOLDER = "step-0000000100"
 
 
@@ -46,7 +46,7 @@ def place(bucket: str, monkeypatch: pytest.MonkeyPatch) -> ObjectBackend:
     return ObjectBackend(f"s3://{bucket}/runs/a", QUICK)
 
 
-def impatient(place: ObjectBackend, failure: Failure, patience: Patience) -> ObjectBackend:
+def impatient(place: ObjectBackend, failure: Failure, patience: RetryPolicy) -> ObjectBackend:
     """The same place; where the server is silent, it is not waited for long: only then, as this host may be busy."""
     seconds = 0.5 if failure == "hang" else 60
     config = {"connect_timeout": 10, "read_timeout": seconds, "retries": {"total_max_attempts": 1}}
@@ -54,11 +54,11 @@ def impatient(place: ObjectBackend, failure: Failure, patience: Patience) -> Obj
 
 
 def upload(root: Path, place: ObjectBackend, step: int = 100, **means: object) -> Copied:
-    return copy_checkpoint(Catalog(root).entry(step), place, Means(**means))  # type: ignore[arg-type]
+    return copy_checkpoint(Catalog(root).entry(step), place, CopyOptions(**means))  # type: ignore[arg-type]
 
 
 def download(place: ObjectBackend, root: Path, **means: object) -> list[Copied]:
-    return [copy_checkpoint(each, LocalBackend(root), Means(**means), source=place) for each in place.look()]  # type: ignore[arg-type]
+    return [copy_checkpoint(each, LocalBackend(root), CopyOptions(**means), source=place) for each in place.look()]  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_a_store_that_is_busy_or_silent_for_a_while_is_asked_again(
         return failure
 
     proxy.fail = fail
-    place = impatient(place, failure, Patience(attempts=8, first_seconds=0.0))
+    place = impatient(place, failure, RetryPolicy(attempts=8, first_seconds=0.0))
     upload(root, place, 200)
     assert [entry.step for entry in place.look()] == [200]
     download(place, tmp_path / "back")

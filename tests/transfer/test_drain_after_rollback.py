@@ -15,7 +15,7 @@ from ckptman.catalog.tiers import awaited, read_tiers, write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import RootError
 from ckptman.format.paths import drained_path
-from ckptman.policies.rules import KeepBest, KeepLast
+from ckptman.policies.retention_rules import KeepBest, KeepLast
 from ckptman.policies.tiers import Tier
 from ckptman.transfer.copy import copy_checkpoint
 from ckptman.transfer.drain import plan_drain, prune_tier

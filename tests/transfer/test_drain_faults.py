@@ -23,11 +23,11 @@ from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ExistsError, NotFoundError, RootError
 from ckptman.format.manifest import Manifest, read_manifest
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from ckptman.io.safe_open import read_regular
-from ckptman.policies.rules import KeepLast
+from ckptman.policies.retention_rules import KeepLast
 from ckptman.policies.tiers import Tier
-from ckptman.transfer.copy import Means, copy_checkpoint
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.transfer.drain import carry_out, plan_drain
 from tests.catalog.test_tiers import drain, root, steps
 from tests.helpers.checkpoints import commit
@@ -135,7 +135,7 @@ def test_what_a_newer_ckptman_wrote_to_the_root_is_not_replaced_by_what_a_store_
     (remote,) = (each for each in place.list() if not each.in_folder and each.step == 80)
     source, may_replace = place.source_of(remote)
     with pytest.raises(ExistsError):
-        copy_checkpoint(remote, LocalBackend(root), Means(overwrite=may_replace), source=source)
+        copy_checkpoint(remote, LocalBackend(root), CopyOptions(overwrite=may_replace), source=source)
     assert (here / "manifest.json").read_bytes() == before
 
 
@@ -173,7 +173,7 @@ def test_a_tier_whose_mount_goes_away_is_not_made_anew_below_it(root: Path) -> N
     write_tiers(root, [far])
     plan = plan_drain(root, [far])
     shutil.rmtree(root.parent / "far")
-    done = list(carry_out(root, plan, lambda task: contextlib.nullcontext(Means())))
+    done = list(carry_out(root, plan, lambda task: contextlib.nullcontext(CopyOptions())))
     assert {type(each.error) for each in done} == {NotFoundError}
     assert not (root.parent / "far").exists()
 

@@ -19,9 +19,9 @@ from ckptman.cli.app import main
 from ckptman.errors import BusyError, RootError
 from ckptman.format import index
 from ckptman.format.paths import DOT, MANIFEST, owner_path
-from ckptman.io.filesystem import Disk
+from ckptman.io.durable_files import Disk
 from ckptman.io.safe_open import read_regular
-from ckptman.transfer.copy import Means, copy_checkpoint, copy_foreign
+from ckptman.transfer.copy import CopyOptions, copy_checkpoint, copy_foreign
 from ckptman.transfer.progress import Meter
 from tests.helpers.checkpoints import commit, steps_of
 from tests.helpers.faulty_disk import Death
@@ -58,7 +58,7 @@ def test_a_mount_that_goes_away_is_no_original_that_is_gone(of_others: bool, sou
         if meter.phase == "copying" and source.exists():
             source.rename(tmp_path / "away")
 
-    means, place = Means(meter=Meter(go_away), threads=1), LocalBackend(tmp_path / "root")
+    means, place = CopyOptions(meter=Meter(go_away), threads=1), LocalBackend(tmp_path / "root")
     with pytest.raises(SourceError, match=r"No such file.*check the mount"):
         copy_foreign(folder, place, means) if of_others else copy_checkpoint(Catalog(source).entry(200), place, means)
     assert len(names(place.root)) == 1
@@ -114,9 +114,9 @@ def test_of_what_was_replaced_nothing_is_left_after_a_kill_either(where: str, tm
     plain(folder, b"three")
     disk = Killed()
     with pytest.raises(Death):
-        copy_foreign(folder, LocalBackend(root, disk), Means(overwrite=True))
+        copy_foreign(folder, LocalBackend(root, disk), CopyOptions(overwrite=True))
     assert len(names(root)) == 3
-    copy_foreign(folder, LocalBackend(root), Means(overwrite=True))
+    copy_foreign(folder, LocalBackend(root), CopyOptions(overwrite=True))
     assert names(root) == ["outputs", "outputs.old-copy-20261122"]
 
 

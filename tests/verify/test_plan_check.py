@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ckptman.cli.verify_process import plan_on
-from ckptman.verify.proof import PlanReport
+from ckptman.verify.reports import PlanReport
 from tests.helpers.alone import alone
 from tests.helpers.ranks import run_ranks
 
@@ -163,7 +163,7 @@ def _lie(folder: Path, scratch: Path) -> list[tuple[str, list[str]]]:
     from ckptman.format.index import Index
     from ckptman.format.manifest import read_manifest
     from ckptman.format.paths import CHUNKS, INDEX
-    from ckptman.integrity.check import check_coverage
+    from ckptman.integrity.folder_check import check_coverage
     from ckptman.verify.plan_check import plan
     from tests.helpers.simulated import reseal
 
@@ -210,7 +210,7 @@ def _read_by_a_restore(state: Any, saved: Any, low: int, high: int) -> list[tupl
     """Which bytes of which files a restore reads for rows [low, high)."""
     import torch
 
-    from ckptman.loading.read import Cut, fills_for_box
+    from ckptman.loading.read_tensors import Cut, fills_for_box
 
     shape = (high - low, *saved.shape[1:]) if saved.shape else ()
     memory = torch.empty(shape, dtype=torch.uint8, device="meta")
@@ -306,7 +306,7 @@ def _read_on(folder: Path, world_size: int) -> tuple[PlanReport, list[tuple[int,
     import torch
 
     from ckptman.loading.checkpoint_reader import SavedState
-    from ckptman.loading.read import fills_for_box, read_fills
+    from ckptman.loading.read_tensors import fills_for_box, read_fills
     from ckptman.verify.plan_check import plan
 
     (report,) = plan(folder, [world_size])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckptman.errors import ConfigError
-from ckptman.verify.proof import layout_for, shown, text_of, world_sizes_with
+from ckptman.verify.reports import layout_for, shown, text_of, world_sizes_with
 from tests.helpers.alone import alone
 from tests.helpers.ranks import RankError, run_ranks
 
@@ -118,7 +118,7 @@ Patch = pytest.MonkeyPatch
 def _fills(patch: Patch, harm: Callable[[Any, list[Any]], Iterator[Any]]) -> None:
     """Put what `harm` makes of the fills of one tensor in their place, on the rank with the highest number."""
     from ckptman.loading import exchange as sharing
-    from ckptman.loading import read as reading
+    from ckptman.loading import read_tensors as reading
 
     real = reading.fills_for_box
 
@@ -520,7 +520,7 @@ def test_a_rank_that_reads_is_not_silent_though_it_tells_nothing() -> None:
 def _slow_disk(silence_seconds: float) -> Problems:
     import time
 
-    from ckptman.verify.forked import run_forked
+    from ckptman.verify.rank_processes import run_forked
 
     def work(rank: int, tell: Any) -> Problems:
         with open("/dev/zero", "rb", buffering=0) as disk:
@@ -539,11 +539,11 @@ def test_how_much_is_done_is_told() -> None:
 def _told() -> list[float]:
     import multiprocessing
 
-    from ckptman.verify import forked
+    from ckptman.verify import rank_processes
 
     told: list[float] = []
     told_enough = multiprocessing.get_context("fork").Event()
-    forked._TOLD_SECONDS = 0.05
+    rank_processes._TOLD_SECONDS = 0.05
 
     def work(rank: int, tell: Any) -> Problems:
         tell("half of it", 0.5 if rank else 0.0)
@@ -556,5 +556,5 @@ def _told() -> list[float]:
         if len(told) == 2:
             told_enough.set()
 
-    assert forked.run_forked(work, 2, 60.0, done=done) == []
+    assert rank_processes.run_forked(work, 2, 60.0, done=done) == []
     return told[:2]

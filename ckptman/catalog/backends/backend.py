@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.rollback_records import Rollback
 from ckptman.format.manifest import Manifest
-from ckptman.io.filesystem import DISK, Disk
-from ckptman.policies.rules import Record, RetentionPolicy
+from ckptman.io.durable_files import DISK, Disk
+from ckptman.policies.retention_rules import Record, RetentionPolicy
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.drafts import Draft
-    from ckptman.catalog.backends.source import Facts, Original
+    from ckptman.catalog.backends.drafts import CopyDraft
+    from ckptman.catalog.backends.source import Original, SourceInfo
 
 
 class Backend(Protocol):
@@ -74,7 +74,7 @@ class Backend(Protocol):
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
         """Hold an entry until the block ends, so that no prune takes it. `what`: who reads, in words."""
 
-    def receive(self, facts: Facts) -> AbstractContextManager[Draft]:
+    def receive(self, facts: SourceInfo) -> AbstractContextManager[CopyDraft]:
         """Begin a copy of what is described, or go on with one. Held until the block ends.
 
         Raises: ConfigError (such a one is not kept here), RootError, SourceError.

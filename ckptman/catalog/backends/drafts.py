@@ -28,7 +28,7 @@ class Writing(Protocol):
         """Let go of the file; of one that was not finished nothing need stay."""
 
 
-class Draft(Protocol):
+class CopyDraft(Protocol):
     """A checkpoint on its way into a backend. The next copy of the same checkpoint goes on where this one ended.
 
     Called in this order: `difference`, `claimed`, `tidy`, `writer` or `put_in_order` for each file, `publish`. Each

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING
 
 from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.catalog import Catalog, Entry, Memory
+from ckptman.catalog.overwrite import may_be_replaced
 from ckptman.catalog.pins import read_pin
 from ckptman.catalog.reader_lease import lease, look, reading
-from ckptman.catalog.replaceable import may_be_replaced
 from ckptman.catalog.rollback_records import Rollback, hand_on, read_abandoned, read_rollbacks
 from ckptman.errors import CkptmanError, ConfigError, ExistsError, NotFoundError, RootError, warn
 from ckptman.format.manifest import Manifest, read_manifest
 from ckptman.format.paths import DOT, MANIFEST, run_folder, step_folder
-from ckptman.io.filesystem import DISK, Disk, check_held
+from ckptman.io.durable_files import DISK, Disk, check_held
 from ckptman.io.safe_open import read_regular
-from ckptman.policies.rules import Record, RetentionPolicy
+from ckptman.policies.retention_rules import Record, RetentionPolicy
 from ckptman.policies.tiers import Tier
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.drafts import Draft
-    from ckptman.catalog.backends.source import Facts, Original
+    from ckptman.catalog.backends.drafts import CopyDraft
+    from ckptman.catalog.backends.source import Original, SourceInfo
 
 ANSWER_SECONDS = 60.0
 """How long a folder may take to say whether it is there."""
@@ -209,7 +209,7 @@ class LocalBackend:
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
         return reading(entry.path, what=what, disk=self._disk)
 
-    def receive(self, facts: Facts) -> AbstractContextManager[Draft]:
+    def receive(self, facts: SourceInfo) -> AbstractContextManager[CopyDraft]:
         from ckptman.catalog.backends.local_draft import receive_in_folder
 
         return receive_in_folder(self, facts, self._disk)

@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING
 import ckptman
 from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing
 from ckptman.catalog.backends.page_cache import ATTEMPTS, drop
-from ckptman.catalog.backends.source import AGAIN, Facts, SourceError, is_regular, refused
+from ckptman.catalog.backends.source import AGAIN, SourceError, SourceInfo, is_regular, refused
+from ckptman.catalog.overwrite import may_be_replaced
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.reader_lease import lease
-from ckptman.catalog.replaceable import may_be_replaced
 from ckptman.catalog.rollback_records import hand_on, read_rollbacks
 from ckptman.catalog.verified import identify, note_verified, read_verified
 from ckptman.catalog.writer_lock import Claim, Owner, claim, is_alive, is_this_process, process_lives, read_owner
 from ckptman.errors import BusyError, CkptmanError, RootError
 from ckptman.format.manifest import missing_file, read_manifest
 from ckptman.format.paths import DOT, MANIFEST, new_nonce
+from ckptman.io.durable_files import Disk, holding
 from ckptman.io.failure_cause import FULL
 from ckptman.io.file_scan import Scanned, scan, stamp_of
 from ckptman.io.file_writer import FileWriter
-from ckptman.io.filesystem import Disk, holding
 from ckptman.io.safe_open import read_regular
-from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES, stride_of
+from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES, stride_of
 
 if TYPE_CHECKING:
     from ckptman.catalog.backends.local import LocalBackend
@@ -55,7 +55,7 @@ class FolderDraft:
 
     in_place, in_order, writers = False, False, 0
 
-    def __init__(self, place: LocalBackend, facts: Facts, disk: Disk, nonce: str) -> None:
+    def __init__(self, place: LocalBackend, facts: SourceInfo, disk: Disk, nonce: str) -> None:
         self._place, self._facts, self._disk, self._nonce = place, facts, disk, nonce
         self._folder = place.root / f"{facts.name}.tmp-copy-{facts.tag}"
         self._final = place.root / facts.name
@@ -311,7 +311,7 @@ def drop_all(folder: Path, sizes: dict[str, int], flush: Disk | None = None) -> 
 
 
 @contextmanager
-def receive_in_folder(place: LocalBackend, facts: Facts, disk: Disk) -> Iterator[FolderDraft]:
+def receive_in_folder(place: LocalBackend, facts: SourceInfo, disk: Disk) -> Iterator[FolderDraft]:
     """Hold the root for a copy, and tell errors of the file system as ones of ours: which side, and what is left there.
 
     Raises: RootError, SourceError.
@@ -364,7 +364,7 @@ def _stamp(path: Path) -> object:
         return None
 
 
-def _root_error(root: Path, facts: Facts, error: OSError) -> RootError:
+def _root_error(root: Path, facts: SourceInfo, error: OSError) -> RootError:
     if error.errno in FULL:
         return RootError(
             error.errno,

@@ -15,9 +15,9 @@ from typing import Any
 from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing, first_of_another_size
 from ckptman.catalog.backends.object_source import THREADS, scan_objects
 from ckptman.catalog.backends.object_store import COPYING, REMOVING, ObjectBackend
-from ckptman.catalog.backends.source import Facts
+from ckptman.catalog.backends.source import SourceInfo
+from ckptman.catalog.overwrite import are_replaceable
 from ckptman.catalog.pins import PINNED
-from ckptman.catalog.replaceable import are_replaceable
 from ckptman.errors import (
     CkptmanError,
     ConfigError,
@@ -28,7 +28,7 @@ from ckptman.errors import (
 from ckptman.format.manifest import MOST_BYTES, parse_manifest
 from ckptman.format.paths import MANIFEST
 from ckptman.io.file_scan import Scanned
-from ckptman.io.workers import STRIDE_BYTES, stride_of
+from ckptman.io.threads import STRIDE_BYTES, stride_of
 
 PART_BYTES = 4 * STRIDE_BYTES
 MOST_PARTS = 10_000
@@ -40,7 +40,7 @@ class ObjectDraft:
 
     in_place = True
 
-    def __init__(self, place: ObjectBackend, facts: Facts) -> None:
+    def __init__(self, place: ObjectBackend, facts: SourceInfo) -> None:
         if facts.manifest is None:
             raise ConfigError(
                 f"{facts.where} has no manifest, and in an object store that is what makes a checkpoint: only those "

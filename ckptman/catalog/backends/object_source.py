@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.catalog.backends.object_store import COPYING, ObjectBackend
-from ckptman.catalog.backends.source import Facts, GoneError, Reading
+from ckptman.catalog.backends.source import GoneError, Reading, SourceInfo
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.pins import PINNED
 from ckptman.errors import CkptmanError, NotFoundError
@@ -15,7 +15,7 @@ from ckptman.format.manifest import parse_manifest
 from ckptman.format.paths import MANIFEST, digests_name
 from ckptman.io.checksums import DIGEST_BYTES, Digests, digests_bytes
 from ckptman.io.file_scan import Scanned
-from ckptman.io.workers import STRIDE_BYTES, share_out, stride_of
+from ckptman.io.threads import STRIDE_BYTES, share_out, stride_of
 
 THREADS = 8
 """As many as wait for the network at a time, where nobody says otherwise."""
@@ -33,7 +33,7 @@ class ObjectOriginal:
         if not data or parse_manifest(f"{entry.where}/{MANIFEST}", data).to_json() != manifest.to_json():
             raise self._gone(entry.where)
         beside = {MANIFEST, PINNED, COPYING, *manifest.files}
-        self.facts = Facts(
+        self.facts = SourceInfo(
             where=entry.where,
             name=self._name,
             manifest=manifest,

@@ -38,13 +38,13 @@ from ckptman.errors import (
 )
 from ckptman.format.manifest import MOST_BYTES, Manifest, parse_manifest
 from ckptman.format.paths import DOT, MANIFEST, parse_step
-from ckptman.io.workers import share_out
+from ckptman.io.threads import share_out
 from ckptman.policies.retention import plan
-from ckptman.policies.rules import Record, RetentionPolicy
+from ckptman.policies.retention_rules import Record, RetentionPolicy
 
 if TYPE_CHECKING:
-    from ckptman.catalog.backends.drafts import Draft
-    from ckptman.catalog.backends.source import Facts, Original
+    from ckptman.catalog.backends.drafts import CopyDraft
+    from ckptman.catalog.backends.source import Original, SourceInfo
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://?(?P<rest>[^/].*)", re.ASCII)
 _MEANT = re.compile(r"[a-z][\w+.-]+:/{2,}|s3:", re.ASCII | re.IGNORECASE)
@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How often something is tried, and how long is waited in between: each time `factor` times as long.
 
     What is silent takes long to fail, so after `most_seconds` it is tried no more; but twice in any case.
@@ -90,7 +90,7 @@ class Patience:
         return attempt >= self.attempts or (attempt > 1 and seconds > self.most_seconds)
 
 
-USUAL = Patience()
+USUAL = RetryPolicy()
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 class ObjectBackend:
     """Checkpoints under a prefix of an object store. Several threads may use one. Raises: ConfigError."""
 
-    def __init__(self, url: str, patience: Patience | None = None, **options: Any) -> None:
+    def __init__(self, url: str, patience: RetryPolicy | None = None, **options: Any) -> None:
         self.url, self._patience = url.rstrip("/"), patience or USUAL
         protocol, _, rest = self.url.partition("://")
         if not rest or rest.startswith("/"):
@@ -393,7 +393,7 @@ class ObjectBackend:
         for each in (MANIFEST, *sorted(self.listing(name).keys() - {MANIFEST, REMOVING}), REMOVING):
             self.remove(f"{name}/{each}")
 
-    def receive(self, facts: Facts) -> AbstractContextManager[Draft]:
+    def receive(self, facts: SourceInfo) -> AbstractContextManager[CopyDraft]:
         from ckptman.catalog.backends.object_draft import ObjectDraft
 
         draft = ObjectDraft(self, facts)

@@ -24,7 +24,7 @@ from ckptman.io.checksums import BLOCK_BYTES, Digests
 from ckptman.io.file_reader import FileReader
 from ckptman.io.file_scan import Scanned, scan
 from ckptman.io.safe_open import read_regular
-from ckptman.io.workers import ALIGN_BYTES
+from ckptman.io.threads import ALIGN_BYTES
 
 AGAIN = "what was copied stays; copy again, and it goes on from there"
 _MOST_PIN_BYTES = 1024 * 1024
@@ -67,7 +67,7 @@ class Reading(Protocol):
 
 
 @dataclass(frozen=True)
-class Facts:
+class SourceInfo:
     """What is to be copied.
 
     `where`: for messages. `name`: of its folder, which a copy keeps. `manifest`: None of a checkpoint of others.
@@ -96,7 +96,7 @@ class Facts:
 class Original(Protocol):
     """A checkpoint that is to be copied, wherever it lies."""
 
-    facts: Facts
+    facts: SourceInfo
     readers: int
     """How many threads read at a time: where a network is waited for, more than there are cores. 0: as it comes."""
 
@@ -163,7 +163,7 @@ class ForeignOriginal:
         self._folder = folder
         self._stamps = self._look()
         sizes = {name: stamp[0] for name, stamp in self._stamps.items()}
-        self.facts = Facts(
+        self.facts = SourceInfo(
             where=str(folder),
             name=folder.resolve().name,
             manifest=None,
@@ -234,7 +234,7 @@ class FolderReading:
         self._reader.close()
 
 
-def _facts(folder: Path, manifest: Manifest) -> Facts:
+def _facts(folder: Path, manifest: Manifest) -> SourceInfo:
     data = _manifest_bytes(folder)
     # As bytes: NaN is not equal to itself.
     if data is None or parse_manifest(folder / MANIFEST, data).to_json() != manifest.to_json():
@@ -248,7 +248,7 @@ def _facts(folder: Path, manifest: Manifest) -> Facts:
     beside = {MANIFEST, VERIFIED, PINNED, *manifest.files}
     names = sorted(os.listdir(folder))  # noqa: PTH208 names alone are wanted
     unknown = [name for name in names if name not in beside and parse_half_written(name) is None]
-    return Facts(
+    return SourceInfo(
         where=str(folder),
         name=step_folder(manifest.step),
         manifest=manifest,

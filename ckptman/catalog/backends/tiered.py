@@ -12,7 +12,7 @@ from ckptman.catalog.catalog import Entry, commit_order, mark
 from ckptman.catalog.rollback_records import abandoned_by, read_rollbacks
 from ckptman.catalog.tiers import absolute, check_tiers, entries_of, look_whose, make_tiers, open_tier, read_drained
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError, RootError, plain, warn
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.tiers import Tier
 
 

@@ -22,12 +22,12 @@ from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Entry
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, step_folder
-from ckptman.integrity.check import FileReport, check_coverage, check_sizes, verify_folder
 from ckptman.integrity.damage_report import runs_of
+from ckptman.integrity.folder_check import FileReport, check_coverage, check_sizes, verify_folder
 from ckptman.io import file_reader, file_scan
 from ckptman.io.checksums import BLOCK_BYTES, digest_file
 from ckptman.io.file_scan import Scanned, default_threads, scan
-from ckptman.io.workers import STRIDE_BYTES, THREADS_ENV
+from ckptman.io.threads import STRIDE_BYTES, THREADS_ENV
 from tests.helpers.checkpoints import QuickDisk, blocks_of, index_files
 from tests.helpers.faulty_disk import manifest_of
 
@@ -282,7 +282,7 @@ def test_digests_are_those_of_one_reading_whatever_the_blocks(
     block: int, cold: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cold:
-        monkeypatch.setattr(file_scan.Source, "is_cold", lambda *_: True)
+        monkeypatch.setattr(file_scan.ScanFile, "is_cold", lambda *_: True)
     sizes = {"empty": 0, "one": 1, "page": 4096, "odd": 3 * block + 77, "long": 2 * STRIDE_BYTES + block + 5}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(np.random.default_rng(size).bytes(size))
@@ -329,7 +329,7 @@ def test_processes_find_the_same_digests(
     folder, sizes = large
     apart.setattr(file_reader.FileReader, "is_cached", lambda *_: cached)
     # Nothing is left for this process to read.
-    apart.setattr(file_scan.Source, "read", lambda *_: pytest.fail("not apart"))
+    apart.setattr(file_scan.ScanFile, "read", lambda *_: pytest.fail("not apart"))
     told: list[int] = []
     _assert_right(folder, _digests(folder, sizes, threads=2, processes=True, done=told.append), sizes)
     assert sum(told) == sum(sizes.values())
@@ -339,7 +339,7 @@ def test_what_a_process_that_died_left_undone_is_read_here(
     large: tuple[Path, dict[str, int]], apart: pytest.MonkeyPatch
 ) -> None:
     folder, sizes = large
-    real, here = file_scan.Source.digests, os.getpid()
+    real, here = file_scan.ScanFile.digests, os.getpid()
 
     def die(self: Any, low: int, high: int, *more: Any) -> bytes:
         if os.getpid() == here:
@@ -350,7 +350,7 @@ def test_what_a_process_that_died_left_undone_is_read_here(
             raise OSError(errno.EIO, "as a disk does")
         return real(self, low, high, *more)
 
-    apart.setattr(file_scan.Source, "digests", die)
+    apart.setattr(file_scan.ScanFile, "digests", die)
     for processes in (1, 2, 5):
         _assert_right(folder, _digests(folder, sizes, threads=processes, processes=True), sizes)
 
@@ -389,11 +389,11 @@ from pathlib import Path
 from ckptman.io import file_scan
 file_scan.LEAST_BYTES = 0
 file_scan.MOST_PIECES = 1
-real = file_scan.Source.digests
+real = file_scan.ScanFile.digests
 def slow(*arguments):
     time.sleep(0.2)
     return real(*arguments)
-file_scan.Source.digests = slow
+file_scan.ScanFile.digests = slow
 folder = Path(sys.argv[1])
 sizes = [(path.name, path.stat().st_size) for path in folder.iterdir()] * 40
 print("begun", flush=True)

@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptman.errors import ConfigError, CorruptError
-from ckptman.io import range_reader as ranges
-from ckptman.io import workers as parallel
+from ckptman.io import checked_reader as ranges
+from ckptman.io import threads as parallel
+from ckptman.io.checked_reader import Wanted, read_wanted
 from ckptman.io.checksums import Digests
-from ckptman.io.range_reader import Wanted, read_wanted
-from ckptman.io.workers import ALIGN_BYTES, io_threads
+from ckptman.io.threads import ALIGN_BYTES, io_threads
 from tests.helpers.files import BLOCK, KIB, MIB, digests_of, into, random_bytes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

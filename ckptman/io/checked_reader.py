@@ -29,7 +29,7 @@ from ckptman.io.checksums import (
 )
 from ckptman.io.failure_cause import UNREADABLE
 from ckptman.io.file_reader import DIRECT_BYTES, FileReader, after
-from ckptman.io.workers import (
+from ckptman.io.threads import (
     ALIGN_BYTES,
     COLD_STRIDE_BYTES,
     STRIDE_BYTES,

@@ -13,9 +13,8 @@ from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.writer_lock import claim
 from ckptman.format.paths import journal_path
 from ckptman.policies.calendar import KeepDaily, KeepWithin
-from ckptman.policies.limit import AtMost
-from ckptman.policies.rules import KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
-from ckptman.policies.sanity_checks import slip
+from ckptman.policies.retention import slip
+from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, KeepSteps, Record, RetentionPolicy
 from ckptman.runtime.journal import Journal, read_journal
 from ckptman.saving.retention_runner import RetentionRunner
 from ckptman.saving.writer import SaveInfo

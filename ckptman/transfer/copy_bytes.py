@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ckptman.catalog.backends.drafts import Draft, Writing
+from ckptman.catalog.backends.drafts import CopyDraft, Writing
 from ckptman.catalog.backends.source import Original, Reading, of_source
 from ckptman.io.checksums import digest_of_blocks
-from ckptman.io.workers import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, share_out
+from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, share_out
 from ckptman.transfer.copy_digest import OnTheWay
 from ckptman.transfer.progress import Limit, Meter
 
@@ -38,7 +38,7 @@ class Moved:
 
 def move(
     original: Original,
-    draft: Draft,
+    draft: CopyDraft,
     there: Mapping[str, bytes],
     *,
     meter: Meter,
@@ -124,7 +124,7 @@ class _File:
     """A file on its way. Opened when its first piece is wanted, made durable and closed after its last."""
 
     def __init__(
-        self, original: Original, draft: Draft, name: str, size: int, piece: int, there: bytes, meter: Meter
+        self, original: Original, draft: CopyDraft, name: str, size: int, piece: int, there: bytes, meter: Meter
     ) -> None:
         self.name, self.size = name, size
         self.pieces = max(1, -(-size // piece))

@@ -21,10 +21,10 @@ from statistics import median
 from ckptman.catalog.writer_lock import Claim, claim
 from ckptman.doctor.finding import Finding, why
 from ckptman.errors import BusyError, CkptmanError
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.failure_cause import FULL
-from ckptman.io.filesystem import DISK, Disk
 from ckptman.io.isolated_process import IsolatedProcess
-from ckptman.io.workers import ALIGN_BYTES
+from ckptman.io.threads import ALIGN_BYTES
 from ckptman.policies.intervals import seconds_text
 
 SLOW_SYNC_SECONDS = 0.5

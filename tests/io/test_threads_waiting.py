@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ckptman.io.wakeup import Flag, Task, Wakeup, Worker
+from ckptman.io.threads import Flag, Task, Wakeup, Worker
 
 
 def test_a_worker_does_one_task_after_the_other_and_hands_on_what_they_raise() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ckptman.doctor import surroundings
-from ckptman.doctor.surroundings import (
+from ckptman.doctor import job_environment
+from ckptman.doctor.job_environment import (
     Host,
     TorchFacts,
     check_backends,
@@ -268,7 +268,7 @@ def test_without_torch_it_is_said(code: str, told: str, tmp_path: Any) -> None:
         [sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=True, env=environ
     )
     assert told in ran.stdout
-    assert surroundings.LEAST_TORCH == (2, 11)
+    assert job_environment.LEAST_TORCH == (2, 11)
 
 
 def test_ctrl_c_while_torch_is_imported_is_ctrl_c(tmp_path: Path) -> None:

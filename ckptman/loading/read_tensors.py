@@ -14,13 +14,12 @@ import torch
 
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.pickle_guard import NotAllowed
+from ckptman.io.checked_reader import Wanted
 from ckptman.io.checksums import BLOCK_BYTES
-from ckptman.io.range_reader import Wanted
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
 from ckptman.loading.restricted_unpickler import load_plain
-from ckptman.state.file_layout import address_of, flat, put, view_of
+from ckptman.state.file_layout import address_of, flat, is_plain, put, view_of
 from ckptman.state.local_shards import local_parts
-from ckptman.state.tensor_container import is_plain
 
 PIECE_BYTES = 4 * 1024 * 1024
 """What cannot go straight to its place passes through memory of this size."""

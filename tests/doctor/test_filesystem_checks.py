@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ckptman.catalog import writer_lock as owner
-from ckptman.doctor import promises, renames, speed
-from ckptman.io.filesystem import DISK, Disk
+from ckptman.doctor import filesystem_checks, renames, speed
+from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.isolated_process import run_isolated
 
 SIZE = 8 * 1024 * 1024
@@ -158,7 +158,7 @@ class SyncDisk(Disk):
     ],
 )
 def test_an_fsync_that_fails_is_found(disk: Disk, verdict: str, value: str, advice: str, tmp_path: Path) -> None:
-    found = promises.check_sync(tmp_path, disk)
+    found = filesystem_checks.check_sync(tmp_path, disk)
     assert found.verdict == verdict
     assert value in found.value
     assert advice in found.advice
@@ -169,8 +169,8 @@ def test_an_fsync_that_takes_long_is_slow(tmp_path: Path, monkeypatch: pytest.Mo
         def sync_file(self, fd: int) -> None:
             time.sleep(0.02)
 
-    monkeypatch.setattr(promises, "SLOW_SYNC_SECONDS", 0.01)
-    assert promises.check_sync(tmp_path, Slow(), seconds=0.0).verdict == "slow"
+    monkeypatch.setattr(filesystem_checks, "SLOW_SYNC_SECONDS", 0.01)
+    assert filesystem_checks.check_sync(tmp_path, Slow(), seconds=0.0).verdict == "slow"
 
 
 def test_bytes_that_are_not_those_that_were_written_are_found(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_bytes_that_are_not_those_that_were_written_are_found(tmp_path: Path) ->
         def sync_file(self, fd: int) -> None:
             os.pwrite(fd, b"\0" * 64, 0)
 
-    found = promises.check_sync(tmp_path, Lossy())
+    found = filesystem_checks.check_sync(tmp_path, Lossy())
     assert (found.verdict, found.value) == ("FAILED", "what was written is not what is read")
 
 
@@ -187,7 +187,7 @@ def test_files_that_two_processes_make_at_once_are_found(tmp_path: Path) -> None
         def create_file(self, path: Path, data: bytes) -> None:
             self.write_file(path, data)
 
-    found = run_isolated(lambda: promises.check_claim(tmp_path, Sharing()), 30)
+    found = run_isolated(lambda: filesystem_checks.check_claim(tmp_path, Sharing()), 30)
     assert found.verdict == "FAILED"
     assert found.value == "two processes made the same file, each as the only one, 10 times of 10"
     assert found.advice == "two runs could write to one root, and rename and prune each other's checkpoints"
@@ -198,14 +198,14 @@ def test_files_that_nobody_can_make_are_found(tmp_path: Path) -> None:
         def create_file(self, path: Path, data: bytes) -> None:
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
 
-    found = run_isolated(lambda: promises.check_claim(tmp_path, Refusing()), 30)
+    found = run_isolated(lambda: filesystem_checks.check_claim(tmp_path, Refusing()), 30)
     assert found.verdict == "FAILED"
     assert found.value == "of two processes none could make a file that was not there, 10 times"
 
 
 def test_a_root_that_two_processes_own_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "process_lives", lambda of: False)
-    found = run_isolated(lambda: promises.check_claim(tmp_path), 30)
+    found = run_isolated(lambda: filesystem_checks.check_claim(tmp_path), 30)
     assert (found.verdict, found.value) == ("FAILED", "a root that another process owns was given to this one")
 
 
@@ -218,7 +218,7 @@ def _refused(kind: str, fd: int) -> None:
 
 
 def _posix_only(kind: str, fd: int) -> None:
-    (_refused if kind == "flock" else promises.lock)(kind, fd)
+    (_refused if kind == "flock" else filesystem_checks.lock)(kind, fd)
 
 
 def _kept(kind: str, fd: int) -> None:
@@ -238,14 +238,14 @@ def _kept(kind: str, fd: int) -> None:
     ],
 )
 def test_locks_that_do_not_hold_are_found(take: Any, verdict: str, value: str, tmp_path: Path) -> None:
-    found = run_isolated(lambda: promises.check_locks(tmp_path, take), 30)
+    found = run_isolated(lambda: filesystem_checks.check_locks(tmp_path, take), 30)
     assert found.verdict == verdict
     assert value in found.value
 
 
 @pytest.mark.parametrize(("shift", "told"), [(-99.5, "99.5 s ahead of"), (3600.0, "3,600 s behind"), (1.0, "within")])
 def test_a_clock_that_is_off_is_told(shift: float, told: str, tmp_path: Path) -> None:
-    found = promises.check_clock(tmp_path, now=lambda: time.time() + shift)
+    found = filesystem_checks.check_clock(tmp_path, now=lambda: time.time() + shift)
     assert found.verdict == ("ok" if told == "within" else "warning")
     assert told in re.sub(r"99\.\d+ s", "99.5 s", found.value), found.value
 
@@ -262,12 +262,12 @@ def test_direct_io_that_is_refused_is_slow_and_other_errors_fail(tmp_path: Path)
                 raise OSError(self.number, os.strerror(self.number))
             return os.pwrite(fd, data, offset)
 
-    found = promises.check_direct(tmp_path, Refusing())
+    found = filesystem_checks.check_direct(tmp_path, Refusing())
     assert found.verdict == "slow"
     assert "Invalid argument" in found.value
     Refusing.number = errno.EIO
     with pytest.raises(OSError, match="Input/output"):
-        promises.check_direct(tmp_path, Refusing())
+        filesystem_checks.check_direct(tmp_path, Refusing())
 
 
 def test_room_that_is_not_taken_is_told(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_room_that_is_not_taken_is_told(tmp_path: Path) -> None:
         def reserve(self, fd: int, size: int) -> None:
             pass
 
-    found = promises.check_reserve(tmp_path, SIZE, Emulating())
+    found = filesystem_checks.check_reserve(tmp_path, SIZE, Emulating())
     assert found.verdict == "warning"
     assert "a full disk or quota shows only while a save is being written" in found.advice
     assert list(tmp_path.iterdir()) == []
@@ -286,7 +286,7 @@ def test_a_file_system_without_links_is_fine(tmp_path: Path, monkeypatch: pytest
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(Path, "symlink_to", refuse)
-    found = promises.check_links(tmp_path)
+    found = filesystem_checks.check_links(tmp_path)
     assert (found.verdict, found.value) == ("ok", "symbolic links are refused: Operation not permitted")
 
 

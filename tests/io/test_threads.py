@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from ckptman.io import workers as parallel
-from ckptman.io.workers import relay, share_out
+from ckptman.io import threads as parallel
+from ckptman.io.threads import relay, share_out
 
 MIB = 1024 * 1024
 
