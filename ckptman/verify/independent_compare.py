@@ -1,9 +1,9 @@
 """Comparing what was loaded with what was saved, by another way than it was loaded.
 
-It shares nothing with `loading.read_tensors` and `io.checked_reader` but the chunk table, on purpose: an error of theirs
-must not hide itself. Which chunks touch some rows follows from arithmetic over all of them. Whole blocks are compared by the
-digests that were made of them when they were saved; what lies in the first and the last block of a range, and what has
-no digests, with the bytes of the file.
+It shares nothing with `loading.read_tensors` and `io.checked_reader` but the chunk table, on purpose: an error of
+theirs must not hide itself. Which chunks touch some rows follows from arithmetic over all of them. Whole blocks are
+compared by the digests that were made of them when they were saved; what lies in the first and the last block of a
+range, and what has no digests, with the bytes of the file.
 """
 
 from __future__ import annotations
