@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.progress import progress
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError
@@ -50,16 +50,16 @@ def adopt(path: PathToAdopt, step: Step = None, keep_name: KeepName = False, as_
             refused[folder] = error
         else:
             if not as_json:
-                text.say(*_lines(folder, adopted[-1]))
-    whys = {folder: text.message(error) for folder, error in refused.items()}
+                console.say(*_lines(folder, adopted[-1]))
+    whys = {folder: console.message(error) for folder, error in refused.items()}
     if as_json:
         told: dict[str, Any] = {"adopted": [asdict(each) | {"path": str(each.path)} for each in adopted]}
-        text.say_json(told | {"refused": [{"path": str(each), "why": why} for each, why in whys.items()]})
+        console.say_json(told | {"refused": [{"path": str(each), "why": why} for each, why in whys.items()]})
     for folder, why in whys.items():
-        text.complain(f"{folder} was not adopted: {why}")
+        console.complain(f"{folder} was not adopted: {why}")
     if refused:
         first = next(iter(refused.values()))
-        raise typer.Exit(text.exit_code(first))
+        raise typer.Exit(console.exit_code(first))
 
 
 def _one(folders: list[Path]) -> str:
@@ -76,10 +76,12 @@ def _adopt(folder: Path, step: int | None, keep_name: bool) -> Adopted:
 
 
 def _lines(folder: Path, found: Adopted) -> list[str]:
-    what = f"{text.count(found.files, 'file')}, {text.size(found.bytes)}"
+    what = f"{console.count(found.files, 'file')}, {console.size(found.bytes)}"
     if found.files:
-        what += f", of which {text.size(found.checked_bytes)} have a checksum, which is right"
+        what += f", of which {console.size(found.checked_bytes)} have a checksum, which is right"
     else:
         what = "it had been adopted before"
-    lines = [f"{text.plain(folder)} -> {text.plain(folder.with_name(found.path.name))}: step {found.step}; {what}"]
-    return [*lines, *(f"  {text.plain(remark)}" for remark in found.remarks)]
+    lines = [
+        f"{console.plain(folder)} -> {console.plain(folder.with_name(found.path.name))}: step {found.step}; {what}"
+    ]
+    return [*lines, *(f"  {console.plain(remark)}" for remark in found.remarks)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.options import AsJson, path_argument
 from ckptman.errors import CkptmanError
 
@@ -46,7 +46,7 @@ def list_chains(
 
     chains = [(each, each.spec, each.state, each.attempts(), each.jobs()) for each in find_chains(folder.resolve())]
     if as_json:
-        text.say_json(
+        console.say_json(
             [
                 {
                     "chain": str(chain.folder),
@@ -60,21 +60,21 @@ def list_chains(
         )
         return
     if not chains:
-        text.say(f"no chain was submitted from {text.plain(folder.resolve())}")
+        console.say(f"no chain was submitted from {console.plain(folder.resolve())}")
         return
     now = time.time()
     rows = [
         (
             chain.folder.name,
-            text.plain(Path(spec.script).name),
+            console.plain(Path(spec.script).name),
             str(len(attempts)),
-            text.age(now - spec.created_seconds),
+            console.age(now - spec.created_seconds),
             jobs[-1].job_id if jobs else "-",
             _painted(state.state),
         )
         for chain, spec, state, attempts, jobs in chains
     ]
-    text.say(*text.table(("chain", "script", "attempts", "age", "last job", "state"), rows, "attempts age"))
+    console.say(*console.table(("chain", "script", "attempts", "age", "last job", "state"), rows, "attempts age"))
 
 
 @chain_app.command("show")
@@ -136,7 +136,7 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
     if as_json:
         from ckptman.scheduler.restart_gaps import restart_gaps
 
-        text.say_json(
+        console.say_json(
             {
                 "chain": str(chain.folder),
                 "script": spec.script,
@@ -148,18 +148,17 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
         )
         return
     now = time.time()
-    text.say(
-        f"{text.plain(chain.folder.name)}: {_painted(seen.state.state)}, {text.plain(seen.state.reason) or 'going on'}"
-    )
+    reason = console.plain(seen.state.reason) or "going on"
+    console.say(f"{console.plain(chain.folder.name)}: {_painted(seen.state.state)}, {reason}")
     if seen.attempts:
         headers = ("attempt", "job", "nodes", "began", "took", "step", "ending")
         rows = [_row(each, seen.ends.get(each.number), now) for each in seen.attempts]
-        text.say(*text.table(headers, rows, "attempt began took step"))
+        console.say(*console.table(headers, rows, "attempt began took step"))
     for _, job in seen.live:
         why = f", {job.reason}" if job.waits and job.reason not in ("", "None") else ""
-        text.say(f"job {job.id}: {job.state.lower()}{text.plain(why)}")
+        console.say(f"job {job.id}: {job.state.lower()}{console.plain(why)}")
     if seen.state.state == "active" and not seen.live:
-        text.say("nothing of it is in the queue: ckptman chain resume goes on with it")
+        console.say("nothing of it is in the queue: ckptman chain resume goes on with it")
     if seen.state.state == "stopped" and seen.attempts:
         _show_log(seen.attempts[-1])
 
@@ -170,11 +169,11 @@ def _row(attempt: AttemptRecord, end: EndRecord | None, now: float) -> tuple[str
     return (
         str(attempt.number),
         attempt.job_id,
-        text.plain(attempt.nodes) or "-",
-        f"{text.age(now - attempt.begun_seconds)} ago",
-        text.age(took),
+        console.plain(attempt.nodes) or "-",
+        f"{console.age(now - attempt.begun_seconds)} ago",
+        console.age(took),
         str(end.step) if end else "-",
-        text.plain(ending),
+        console.plain(ending),
     )
 
 
@@ -185,17 +184,17 @@ def _show_times(chain: Chain) -> None:
         return "-" if value is None else f"{value:,.1f}"
 
     found = restart_gaps(chain)
-    text.say()
+    console.say()
     if not found:
-        text.say("seconds from the end of an attempt to the first step of the next: there is no second one yet")
+        console.say("seconds from the end of an attempt to the first step of the next: there is no second one yet")
         return
-    text.say("seconds from the end of the attempt before to the end of the first step")
+    console.say("seconds from the end of the attempt before to the end of the first step")
     headers = ("attempt", "queue", "start-up", "restore", "first-step", "total")
     rows = [
         (str(each.attempt), *map(seconds, (each.queue, each.start_up, each.restore, each.first_step, each.total)))
         for each in found
     ]
-    text.say(*text.table(headers, rows, " ".join(headers)))
+    console.say(*console.table(headers, rows, " ".join(headers)))
 
 
 def _facts(attempt: AttemptRecord, end: EndRecord | None) -> dict[str, Any]:
@@ -205,19 +204,19 @@ def _facts(attempt: AttemptRecord, end: EndRecord | None) -> dict[str, Any]:
 
 def _show_log(attempt: AttemptRecord) -> None:
     """The last lines of the log of an attempt: as a rule, a traceback."""
-    text.say()
-    text.say(f"log of attempt {attempt.number}: {text.plain(attempt.log)}")
+    console.say()
+    console.say(f"log of attempt {attempt.number}: {console.plain(attempt.log)}")
     try:
         with open(attempt.log, "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - 16384))
             lines = log.read().decode(errors="replace").splitlines()[-LINES_SHOWN:]
     except (OSError, CkptmanError) as error:
-        text.say(f"  it cannot be read here: {text.plain(error)}")
+        console.say(f"  it cannot be read here: {console.plain(error)}")
         return
     for line in lines:
-        text.say(f"  {text.plain(line)}")
+        console.say(f"  {console.plain(line)}")
 
 
 def _painted(state: str) -> str:
     colour = _COLOURS.get(state)
-    return text.paint(state, colour) if colour else state
+    return console.paint(state, colour) if colour else state

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.options import AsJson, check_threads, option, parse_rate, path_argument
 from ckptman.cli.progress import copy_progress
 from ckptman.cli.select import Step, choose, choose_objects, is_checkpoint, is_foreign
@@ -148,7 +148,7 @@ class _Job:
         except CkptmanError as error:
             if self._every and self._as_json:  # what was copied before is told all the same
                 self.failures[entry.step] = error
-                text.say_json(self.as_dict())
+                console.say_json(self.as_dict())
             raise
 
     def done(self, copied: Copied) -> None:
@@ -158,13 +158,13 @@ class _Job:
     def end(self) -> None:
         """Sum up. Raises: the worst of what went wrong."""
         if self._as_json:
-            text.say_json(self.as_dict())
+            console.say_json(self.as_dict())
         self._say([self._summary()])
         for kind in _WORST_FIRST:
             for step, error in self.failures.items():
                 if isinstance(error, kind):
-                    what = f"{text.count(len(self.failures), 'checkpoint')} not copied, the first of step {step}"
-                    raise _NotAllError(f"{what}: {text.message(error)}", error.exit_code)
+                    what = f"{console.count(len(self.failures), 'checkpoint')} not copied, the first of step {step}"
+                    raise _NotAllError(f"{what}: {console.message(error)}", error.exit_code)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -174,30 +174,30 @@ class _Job:
                 {**vars(each), "remarks": list(each.remarks), "read_back": not each.from_memory} for each in self.copied
             ],
             "passed_over": [{"step": entry.step, "path": entry.where, "why": why} for entry, why in self.passed_over],
-            "failed": [{"step": step, "why": text.message(error)} for step, error in self.failures.items()],
+            "failed": [{"step": step, "why": console.message(error)} for step, error in self.failures.items()],
         }
 
     def _fail(self, entry: Entry, error: CkptmanError) -> None:
         self.failures[entry.step] = error
-        self._say([f"step {entry.step}: {text.paint('not copied', 'red')}: {text.message(error)}"])
+        self._say([f"step {entry.step}: {console.paint('not copied', 'red')}: {console.message(error)}"])
 
     def _pass_over(self, entry: Entry, why: str) -> None:
         self.passed_over.append((entry, why))
-        self._say([f"step {entry.step}: not copied: {text.plain(why)}"])
+        self._say([f"step {entry.step}: not copied: {console.plain(why)}"])
 
     def _say(self, lines: list[str]) -> None:
         if not self._as_json:
-            text.say(*lines)
+            console.say(*lines)
 
     def _summary(self) -> str:
         new = [each for each in self.copied if not each.already]
-        where = text.plain(self._destination)
-        there = text.count(len(self.copied) - len(new), "checkpoint")
+        where = console.plain(self._destination)
+        there = console.count(len(self.copied) - len(new), "checkpoint")
         if not self.copied:
             return "Nothing was copied."
         if not new:
             return f"Nothing to copy: {there} in {where} already."
-        copied = f"{text.count(len(new), 'checkpoint')}, {text.size(sum(each.bytes for each in new))}, to {where}"
+        copied = f"{console.count(len(new), 'checkpoint')}, {console.size(sum(each.bytes for each in new))}, to {where}"
         return f"Copied {copied}{f'; {there} there already' if len(new) < len(self.copied) else ''}."
 
 
@@ -211,8 +211,8 @@ class _NotAllError(CkptmanError):
 
 def copied_lines(copied: Copied) -> list[str]:
     """What became of one checkpoint, in words."""
-    name = f"step {copied.step}" if copied.step is not None else text.plain(copied.source)
-    what = f"{text.size(copied.bytes)} in {text.count(copied.files, 'file')}"
+    name = f"step {copied.step}" if copied.step is not None else console.plain(copied.source)
+    what = f"{console.size(copied.bytes)} in {console.count(copied.files, 'file')}"
     if copied.already:
         lines = [f"{name}: there already, {what}, every byte verified"]
     else:
@@ -221,17 +221,17 @@ def copied_lines(copied: Copied) -> list[str]:
     if copied.step is None:
         lines.append("  it has no digests of its own: the copy is held against what was read, not what was saved")
     if not copied.already and copied.written_bytes < copied.bytes:
-        kept = text.size(copied.bytes - copied.written_bytes)
+        kept = console.size(copied.bytes - copied.written_bytes)
         lines.append(f"  {kept} of it were there already")
     if copied.from_memory:
-        lines.append(f"  not proved: that it is on storage, for {text.plain(copied.from_memory)}")
-    return lines + [f"  {text.plain(remark)}" for remark in copied.remarks]
+        lines.append(f"  not proved: that it is on storage, for {console.plain(copied.from_memory)}")
+    return lines + [f"  {console.plain(remark)}" for remark in copied.remarks]
 
 
 def _pace(count: int, seconds: float) -> str:
     if count < _TIMED_BYTES:
         return ""
-    return f" in {seconds:.1f} s ({text.size(int(count / max(seconds, 1e-9)))}/s)"
+    return f" in {seconds:.1f} s ({console.size(int(count / max(seconds, 1e-9)))}/s)"
 
 
 def _target(destination: str, url: str | None) -> Backend:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.diff_report import Findings, Side, as_dict, lines, weight
 from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.progress import progress
@@ -57,9 +57,9 @@ def diff(
             f"--only {' '.join(only)} matches nothing in {before.path} or {after.path}: `ckptman show` lists the names"
         )
     if as_json:
-        text.say_json(as_dict(before, after, found))
+        console.say_json(as_dict(before, after, found))
     else:
-        text.say(*lines(before, after, found, top))
+        console.say(*lines(before, after, found, top))
     if not found.same:
         raise typer.Exit(DIFFERENT)
 
@@ -90,7 +90,7 @@ def _sides(a: Path, b: Path | None, steps: tuple[int, int] | None) -> tuple[Side
     complete = [entry for entry in entries if entry.complete]
     if len(complete) < 2:
         raise NotFoundError(
-            f"{a} holds {text.count(len(complete), 'complete checkpoint')}: there is nothing to compare"
+            f"{a} holds {console.count(len(complete), 'complete checkpoint')}: there is nothing to compare"
         )
     older, newer = complete[-2:]
     return Side(older.path, older.require_manifest()), Side(newer.path, newer.require_manifest())

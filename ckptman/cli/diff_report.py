@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,20 +94,20 @@ def lines(before: Side, after: Side, found: Findings, top: int) -> list[str]:
     shown = [_side_line("A", before), _side_line("B", after)]
     tensors = sum(group.tensors.total() for group in found.groups.values())
     values = sum(group.values.total() for group in found.groups.values())
-    known = f" ({text.count(found.unread, 'tensor')} by digest: --read reads them)" if found.unread else ""
-    compared = f"{text.count(tensors, 'tensor')} and {text.count(values, 'plain value')}"
+    known = f" ({console.count(found.unread, 'tensor')} by digest: --read reads them)" if found.unread else ""
+    compared = f"{console.count(tensors, 'tensor')} and {console.count(values, 'plain value')}"
     if found.same:
         return [*shown, f"no difference in {compared}{known}"]
-    differ = f"{text.count(len(found.tensors), 'tensor')} and {text.count(len(found.values), 'plain value')}"
+    differ = f"{console.count(len(found.tensors), 'tensor')} and {console.count(len(found.values), 'plain value')}"
     shown += [f"{differ} differ, of {compared}{known}", ""]
     shown += _indented(_group_table(found.groups))
     if found.tensors:
         headers = ("tensor", "", "shape", "dtype", "relative", "max abs", "elements", "")
         rows = map(_tensor_row, found.tensors[:top])
-        shown += ["", *_indented(text.table(headers, rows)), *_more(len(found.tensors), top)]
+        shown += ["", *_indented(console.table(headers, rows)), *_more(len(found.tensors), top)]
     if found.values:
         rows = map(_value_row, found.values[:top])
-        shown += ["", *_indented(text.table(("value", "A", "B"), rows)), *_more(len(found.values), top)]
+        shown += ["", *_indented(console.table(("value", "A", "B"), rows)), *_more(len(found.values), top)]
     return shown
 
 
@@ -154,9 +154,9 @@ def _value_dict(value: ValueDiff) -> dict[str, Any]:
 def _side_line(name: str, side: Side) -> str:
     known = side.manifest
     if known is None:
-        return f"{name}: {text.plain(side.path)}, written by plain DCP"
-    metrics = f", {text.metrics(known.metrics)}" if known.metrics else ""
-    return f"{name}: step {known.step}, {text.plain(side.path)}, {text.count(known.world_size, 'rank')}{metrics}"
+        return f"{name}: {console.plain(side.path)}, written by plain DCP"
+    metrics = f", {console.metrics(known.metrics)}" if known.metrics else ""
+    return f"{name}: step {known.step}, {console.plain(side.path)}, {console.count(known.world_size, 'rank')}{metrics}"
 
 
 def _group_table(groups: dict[str, Group]) -> list[str]:
@@ -166,17 +166,17 @@ def _group_table(groups: dict[str, Group]) -> list[str]:
     for name, group in sorted(groups.items()):
         counts = [group.tensors.total(), *(group.tensors[kind] for kind in kinds)]
         counts += [group.values.total(), group.values.total() - group.values["same"]]
-        rows.append((text.plain(name), *(f"{count:,}" if count else "-" for count in counts)))
-    return text.table(headers, rows)
+        rows.append((console.plain(name), *(f"{count:,}" if count else "-" for count in counts)))
+    return console.table(headers, rows)
 
 
 def _tensor_row(tensor: TensorDiff) -> Sequence[str]:
     forms = [form for form in (tensor.before, tensor.after) if form is not None]
     return (
-        text.plain(tensor.name),
+        console.plain(tensor.name),
         KINDS[tensor.kind],
         " -> ".join(dict.fromkeys(str(list(form.shape)) for form in forms)),
-        text.plain(" -> ".join(dict.fromkeys(form.dtype for form in forms))),
+        console.plain(" -> ".join(dict.fromkeys(form.dtype for form in forms))),
         *_numbers(tensor),
         _remark(tensor),
     )
@@ -202,12 +202,12 @@ def _remark(tensor: TensorDiff) -> str:
         if found.unmeasured:
             remarks.append(f"{found.unmeasured:,} not finite")
     if tensor.note:
-        remarks.append(f"only its bytes were compared: {_cut(text.plain(tensor.note), NOTE_WIDTH)}")
+        remarks.append(f"only its bytes were compared: {_cut(console.plain(tensor.note), NOTE_WIDTH)}")
     return "; ".join(remarks)
 
 
 def _value_row(value: ValueDiff) -> Sequence[str]:
-    return (text.plain(value.name), *_beside(text.plain(repr(value.before)), text.plain(repr(value.after))))
+    return (console.plain(value.name), *_beside(console.plain(repr(value.before)), console.plain(repr(value.after))))
 
 
 def _beside(before: str, after: str) -> tuple[str, str]:

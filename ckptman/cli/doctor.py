@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.options import AsJson, is_size, option, parse_size, path_argument
 from ckptman.errors import CkptmanError, ConfigError
 
@@ -85,7 +85,7 @@ def doctor(
             )
     failed = [each for each in findings if each.verdict == "FAILED"]
     if as_json:
-        text.say_json(
+        console.say_json(
             {
                 "directory": folder,
                 "good": not failed,
@@ -94,7 +94,7 @@ def doctor(
             }
         )
     else:
-        text.say(*_table(findings, _width()))
+        console.say(*_table(findings, _width()))
     if failed:
         raise CkptmanError(_complaint(folder, failed))
 
@@ -173,10 +173,10 @@ def _table(findings: Sequence[Finding], width: int) -> list[str]:
     indent = names + verdicts + 4
     lines = [f"{'check':{names}}  {'result':{verdicts}}  what it means"]
     for each in findings:
-        meaning = text.plain(f"{each.value}; {each.advice}" if each.advice else each.value)
+        meaning = console.plain(f"{each.value}; {each.advice}" if each.advice else each.value)
         broken = textwrap.wrap(meaning, max(40, width - indent), break_on_hyphens=False, break_long_words=False) or [""]
         verdict = f"{each.verdict:{verdicts}}"
-        verdict = text.paint(verdict, _COLOURS[each.verdict]) if each.verdict in _COLOURS else verdict
+        verdict = console.paint(verdict, _COLOURS[each.verdict]) if each.verdict in _COLOURS else verdict
         lines.append(f"{each.name:{names}}  {verdict}  {broken[0]}".rstrip())
         lines += [" " * indent + more for more in broken[1:]]
     return lines

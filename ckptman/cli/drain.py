@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.copy import Speed, Threads, copied_lines
 from ckptman.cli.options import AsJson, option, parse_rate
 from ckptman.cli.progress import copy_progress
@@ -78,7 +78,7 @@ def drain(
         for each in carry_out(root, plan, options_for):
             done.append(each)
             if not as_json:
-                text.say(*_lines(each))
+                console.say(*_lines(each))
             if each.copied is not None and not each.copied.already:
                 progress = time.monotonic()
         if not finished:
@@ -89,9 +89,9 @@ def drain(
         done = [each for each in done if each.copied is not None]
         time.sleep(poll)
     if as_json and not dry_run:
-        text.say_json({"root": str(root), "tasks": [_as_dict(each) for each in done], "troubles": _troubles(plan)})
+        console.say_json({"root": str(root), "tasks": [_as_dict(each) for each in done], "troubles": _troubles(plan)})
     elif not dry_run:
-        text.say(_summary(done, tiers))
+        console.say(_summary(done, tiers))
     _raise_worst(done, plan)
 
 
@@ -130,41 +130,41 @@ def _tell_plan(root: Path, plan: DrainPlan, as_json: bool) -> None:
             {"step": task.entry.step, "path": str(task.entry.path), "tier": str(task.tier), "reason": task.reason}
             for task in plan.tasks
         ]
-        text.say_json({"root": str(root), "dry_run": True, "tasks": tasks, "troubles": _troubles(plan)})
+        console.say_json({"root": str(root), "dry_run": True, "tasks": tasks, "troubles": _troubles(plan)})
         return
     rows = [
         (
             "copy",
             f"step {task.entry.step}",
-            text.size(task.entry.require_manifest().total_bytes),
-            text.plain(task.tier),
-            text.plain(task.reason),
+            console.size(task.entry.require_manifest().total_bytes),
+            console.plain(task.tier),
+            console.plain(task.reason),
         )
         for task in plan.tasks
     ]
     if rows:
-        text.say(*text.table(("action", "what", "size", "to", "why"), rows, right="size"), "")
-    text.say(f"Would copy {text.count(len(rows), 'checkpoint')}. Nothing was copied (--dry-run).")
+        console.say(*console.table(("action", "what", "size", "to", "why"), rows, right="size"), "")
+    console.say(f"Would copy {console.count(len(rows), 'checkpoint')}. Nothing was copied (--dry-run).")
 
 
 def _lines(drained: Drained) -> list[str]:
-    tier = text.plain(drained.task.tier)
+    tier = console.plain(drained.task.tier)
     if drained.copied is not None:
         first, *more = copied_lines(drained.copied)
-        return [f"{tier}: {first} ({text.plain(drained.task.reason)})", *more]
+        return [f"{tier}: {first} ({console.plain(drained.task.reason)})", *more]
     if drained.busy:
         return [f"{tier}: step {drained.task.entry.step}: another process is at work there"]
-    why = text.message(drained.error) if drained.error is not None else ""
-    return [f"{tier}: step {drained.task.entry.step}: {text.paint('trouble', 'red')}: {why}"]
+    why = console.message(drained.error) if drained.error is not None else ""
+    return [f"{tier}: step {drained.task.entry.step}: {console.paint('trouble', 'red')}: {why}"]
 
 
 def _summary(done: list[Drained], tiers: tuple[Tier, ...]) -> str:
     copied = [each.copied for each in done if each.copied is not None]
-    where = text.count(len(tiers), "tier")
+    where = console.count(len(tiers), "tier")
     if not copied:
         return f"Nothing copied to {where}."
-    size = text.size(sum(each.bytes for each in copied))
-    return f"Copied {text.count(len(copied), 'checkpoint')}, {size}, to {where}."
+    size = console.size(sum(each.bytes for each in copied))
+    return f"Copied {console.count(len(copied), 'checkpoint')}, {size}, to {where}."
 
 
 def _troubles(plan: DrainPlan) -> list[dict[str, str]]:
@@ -179,7 +179,7 @@ def _as_dict(drained: Drained) -> dict[str, Any]:
         "reason": task.reason,
         "copied": None if copied is None else {**vars(copied), "remarks": list(copied.remarks)},
         "busy": drained.busy,
-        "error": None if drained.error is None else text.message(drained.error),
+        "error": None if drained.error is None else console.message(drained.error),
     }
 
 

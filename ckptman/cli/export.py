@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.options import AsJson, option, parse_size
 from ckptman.cli.progress import progress
 from ckptman.cli.select import PathOrRoot, Step, check_is_folder, choose, is_foreign
@@ -114,9 +114,9 @@ def export(
             begin=begin,
         )
     if as_json:
-        text.say_json(_as_dict(folder, found, format))
+        console.say_json(_as_dict(folder, found, format))
     else:
-        text.say(*_lines(folder, out, found))
+        console.say(*_lines(folder, out, found))
 
 
 def _pairs(option: str, written: Sequence[str] | None) -> list[tuple[str, str]]:
@@ -130,9 +130,9 @@ def _pairs(option: str, written: Sequence[str] | None) -> list[tuple[str, str]]:
 
 
 def _lines(folder: Path, out: Path, found: Exported) -> list[str]:
-    what = f"{text.count(found.tensors, 'tensor')}, {text.size(found.bytes)}"
-    lines = [f"{text.plain(folder)} -> {text.plain(out)}: {what} in {text.count(len(found.files), 'file')}"]
-    return [*lines, *(f"  {text.plain(remark)}" for remark in found.remarks)]
+    what = f"{console.count(found.tensors, 'tensor')}, {console.size(found.bytes)}"
+    lines = [f"{console.plain(folder)} -> {console.plain(out)}: {what} in {console.count(len(found.files), 'file')}"]
+    return [*lines, *(f"  {console.plain(remark)}" for remark in found.remarks)]
 
 
 def _as_dict(folder: Path, found: Exported, format: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.options import AsJson, path_argument
 from ckptman.cli.select import check_is_no_checkpoint, is_foreign
 
@@ -44,7 +44,7 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
     if as_json:
         unfinished = [{"path": str(path), "step": parsed.step, "kind": parsed.kind} for path, parsed in leftovers]
         checkpoints = [describe(entry, notes.get(entry.path)) for entry in entries]
-        text.say_json({"root": str(folder), "checkpoints": checkpoints, "leftovers": unfinished})
+        console.say_json({"root": str(folder), "checkpoints": checkpoints, "leftovers": unfinished})
         return
     _say(str(folder), entries, notes, len(leftovers), [name for name in catalogue.names() if is_foreign(folder / name)])
 
@@ -55,7 +55,7 @@ def list_objects(url: str, as_json: bool) -> None:
 
     entries = ObjectBackend(url).look(abandoned=True)
     if as_json:
-        text.say_json({"root": url, "checkpoints": [describe(entry, None) for entry in entries], "leftovers": []})
+        console.say_json({"root": url, "checkpoints": [describe(entry, None) for entry in entries], "leftovers": []})
         return
     _say(url, entries, {}, 0)
 
@@ -76,14 +76,16 @@ def _say(
             (*_row(entry, now), *[verified(notes.get(entry.path), now)] * shown, _state(entry, notes.get(entry.path)))
             for entry in entries
         ]
-        lines = text.table(headers, rows, right="step age size ranks")
-        text.say(*lines)
-        text.say()
+        lines = console.table(headers, rows, right="step age size ranks")
+        console.say(*lines)
+        console.say()
     damaged = {path for path, note in notes.items() if note is not None and note.damaged}
-    text.say(_summary(root, entries, damaged, leftovers))
+    console.say(_summary(root, entries, damaged, leftovers))
     if foreign:
-        folders = text.count(len(foreign), "folder")
-        text.say(f"{folders} of plain DCP besides, such as {text.plain(foreign[-1])}: ckptman adopt makes them count.")
+        folders = console.count(len(foreign), "folder")
+        console.say(
+            f"{folders} of plain DCP besides, such as {console.plain(foreign[-1])}: ckptman adopt makes them count."
+        )
 
 
 def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
@@ -114,11 +116,11 @@ def _row(entry: Entry, now: float) -> tuple[str, ...]:
         return (str(entry.step), "-", "-", "-", "-", "-")
     return (
         str(entry.step),
-        text.age_of(manifest.time_seconds, now),
-        text.size(manifest.total_bytes),
+        console.age_of(manifest.time_seconds, now),
+        console.size(manifest.total_bytes),
         str(manifest.world_size),
-        text.mesh(manifest.mesh),
-        text.metrics(manifest.metrics) or "-",
+        console.mesh(manifest.mesh),
+        console.metrics(manifest.metrics) or "-",
     )
 
 
@@ -126,7 +128,7 @@ def verified(note: Verified | None, now: float) -> str:
     """What was proved of a checkpoint, and when: `5 min ago`, `3 h ago, on 1 2 8`, `plan only`, or `-`."""
     if note is None or note.damaged:
         return "-"
-    when = f"{text.age(now - note.time_seconds)} ago" if note.every_byte else "plan only"
+    when = f"{console.age(now - note.time_seconds)} ago" if note.every_byte else "plan only"
     loaded = [*map(str, note.world_sizes), *("x".join(map(str, mesh)) for mesh in note.meshes)]
     return f"{when}, on {' '.join(loaded[:SIZES_SHOWN])}{' ...' * (len(loaded) > SIZES_SHOWN)}" if loaded else when
 
@@ -138,29 +140,28 @@ def short_problem(entry: Entry, problem: str) -> str:
 
 def _state(entry: Entry, note: Verified | None) -> str:
     if note is not None and note.damaged:
-        return text.paint(f"damaged: {text.plain(short_problem(entry, note.damaged))}", "red")
+        return console.paint(f"damaged: {console.plain(short_problem(entry, note.damaged))}", "red")
     if entry.problem is None:
-        state = f"abandoned {text.plain(entry.abandoned)}" if entry.abandoned else "complete"
+        state = f"abandoned {console.plain(entry.abandoned)}" if entry.abandoned else "complete"
         why = entry.pinned
-        return f"{state}, pinned: {text.plain(why)}" if why else state
-    return text.paint(f"does not count: {text.plain(short_problem(entry, entry.problem))}", "red")
+        return f"{state}, pinned: {console.plain(why)}" if why else state
+    return console.paint(f"does not count: {console.plain(short_problem(entry, entry.problem))}", "red")
 
 
 def _summary(root: str, entries: Sequence[Entry], damaged: set[Path], leftovers: int) -> str:
     left = sum(entry.complete and bool(entry.abandoned) for entry in entries)
     counting = [entry for entry in entries if not (entry.complete and entry.abandoned)]
     complete = [entry.require_manifest() for entry in counting if entry.complete and entry.path not in damaged]
-    sentences = [f"{text.plain(root)}: no complete checkpoint."]
+    sentences = [f"{console.plain(root)}: no complete checkpoint."]
     if complete:
-        total = text.size(sum(manifest.total_bytes for manifest in complete))
-        sentences = [
-            f"{text.count(len(complete), 'complete checkpoint')}, {total}; the newest is of step {complete[-1].step}."
-        ]
+        total = console.size(sum(manifest.total_bytes for manifest in complete))
+        number = console.count(len(complete), "complete checkpoint")
+        sentences = [f"{number}, {total}; the newest is of step {complete[-1].step}."]
     if broken := len(counting) - len(complete):
         sentences.append(f"{broken:,} {'does' if broken == 1 else 'do'} not count.")
     if left:
         sentences.append(f"{left:,} {'was' if left == 1 else 'were'} abandoned.")
     if leftovers:
-        folders = text.count(leftovers, "folder")
+        folders = console.count(leftovers, "folder")
         sentences.append(f"{folders} besides, unfinished or left over by a crash: ckptman prune clears what is dead.")
     return " ".join(sentences)

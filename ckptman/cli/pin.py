@@ -6,7 +6,7 @@ import errno
 import time
 from typing import TYPE_CHECKING, Annotated
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.options import option
 from ckptman.cli.select import PathOrRoot, Step, choose
 from ckptman.errors import CorruptError, NotFoundError, RootError
@@ -32,10 +32,10 @@ def pin(path: PathOrRoot, why: Why, step: Step = None) -> None:
     if note is not None and note.damaged:  # no rule deletes it, but whoever pins it counts on it
         raise CorruptError(f"{entry.path} is damaged ({note.damaged}): pin another step")
     try:
-        pins.pin(entry.path, why, by=text.user_at_host(), time_seconds=time.time(), disk=DISK)
+        pins.pin(entry.path, why, by=console.user_at_host(), time_seconds=time.time(), disk=DISK)
     except OSError as error:
         raise _refused(entry, error, "pinned") from error
-    text.say(f"Pinned step {entry.step}: {text.plain(why.strip())}")
+    console.say(f"Pinned step {entry.step}: {console.plain(why.strip())}")
 
 
 def unpin(path: PathOrRoot, step: Step = None) -> None:
@@ -48,7 +48,7 @@ def unpin(path: PathOrRoot, step: Step = None) -> None:
         was = pins.unpin(entry.path, DISK)
     except OSError as error:
         raise _refused(entry, error, "unpinned") from error
-    text.say(f"Step {entry.step} is no longer pinned." if was else f"Step {entry.step} was not pinned.")
+    console.say(f"Step {entry.step} is no longer pinned." if was else f"Step {entry.step} was not pinned.")
 
 
 def _entry(path: PathOrRoot, step: int | None) -> Entry:

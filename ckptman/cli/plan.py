@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.options import (
     AsJson,
     KeepBestOption,
@@ -194,9 +194,9 @@ def plan(
         memory.append(Figure("host_copy_of_a_node", host, "bytes", words))
     made = Plan(subject, memory, failures, _limit_bytes(retention), tiers, blocking, step_seconds)
     if as_json:
-        text.say_json(as_dict(made, explain, room))
+        console.say_json(as_dict(made, explain, room))
     else:
-        text.say(*lines(made, explain, room))
+        console.say(*lines(made, explain, room))
 
 
 def _check_steps(given: float | None, policy: RetentionPolicy | None) -> None:

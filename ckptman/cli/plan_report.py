@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 
 if TYPE_CHECKING:
     from ckptman.cli.plan_inputs import Subject
@@ -38,16 +38,16 @@ def _text(figures: Sequence[Figure], name: str) -> str:
 
 def lines(made: Plan, explain: bool, room: int | None) -> list[str]:
     subject, weights = made.subject, made.subject.weights
-    gpus = f"{text.count(subject.gpus, 'GPU')}: replicate {subject.replicas} x shard {weights.shards}"
-    lines = [f"{text.plain(subject.title)}, {gpus}", ""]
+    gpus = f"{console.count(subject.gpus, 'GPU')}: replicate {subject.replicas} x shard {weights.shards}"
+    lines = [f"{console.plain(subject.title)}, {gpus}", ""]
     rows = [(each.name.replace("_", " "), each.text) for each in subject.checkpoint]
-    lines += [*text.table(("checkpoint", "size"), rows, right="size"), ""]
+    lines += [*console.table(("checkpoint", "size"), rows, right="size"), ""]
     rows = [(each.name.replace("_", " "), each.text) for each in made.memory]
-    lines += text.table(("memory of a GPU", "size"), rows, right="size")
+    lines += console.table(("memory of a GPU", "size"), rows, right="size")
     if room is not None:
         lines += _fits(made.memory, room)
-    lines += ["", *text.table(_SAVES, _rows(made, _SAVES), right=_RIGHT), ""]
-    lines += text.table(_INTERVALS, _rows(made, _INTERVALS), right=_RIGHT)
+    lines += ["", *console.table(_SAVES, _rows(made, _SAVES), right=_RIGHT), ""]
+    lines += console.table(_INTERVALS, _rows(made, _INTERVALS), right=_RIGHT)
     lines += ["", f"failures: one in {made.failures[0].text} ({made.failures[0].formula})", *_advice(made)]
     return [*lines, *_explained(made)] if explain else lines
 
@@ -61,7 +61,7 @@ _NAMES |= {"bound": "interval_bound", "lost per failure": "lost_per_failure"}
 
 def _rows(made: Plan, headers: Sequence[str]) -> list[tuple[str, ...]]:
     names = [_NAMES.get(each, each) for each in headers[1:]]
-    return [(text.plain(tier.name), *(_text(figures, name) for name in names)) for tier, figures in made.tiers]
+    return [(console.plain(tier.name), *(_text(figures, name) for name in names)) for tier, figures in made.tiers]
 
 
 def _fits(memory: Sequence[Figure], room: int) -> list[str]:
@@ -84,7 +84,7 @@ def _advice(made: Plan) -> list[str]:
     if lasting:
         tier, figures = max(lasting, key=lambda each: value_of(each[1], "goodput"))
         interval, warning = value_of(figures, "interval"), value_of(figures, "warning")
-        where = f"save to {text.plain(tier.name)}: " if len(made.tiers) > 1 else "save "
+        where = f"save to {console.plain(tier.name)}: " if len(made.tiers) > 1 else "save "
         lines.append(
             f"{where}every {math.ceil(interval):,} s, EverySeconds({math.ceil(interval)}), and ask Slurm for "
             f"--signal=USR2@{warning:.0f}; {_text(figures, 'goodput')} of the time is training that lasts"
@@ -93,27 +93,27 @@ def _advice(made: Plan) -> list[str]:
     for tier, figures in made.tiers:
         if value_of(figures, "restart") > value_of(made.failures, "mtbf"):
             lines.append(
-                f"{text.plain(tier.name)}: a restart takes longer than it is from one failure to the next: look for "
+                f"{console.plain(tier.name)}: a restart takes longer than it is from one failure to the next: look for "
                 f"the cause of the failures, or take fewer GPUs"
             )
         lines += _bound_costs(tier, figures, made.blocking)
         if made.limit_bytes is not None and value_of(figures, "disk") > made.limit_bytes:
             lines.append(
-                f"{text.plain(tier.name)}: {_text(figures, 'disk')} are there while a save is on its way, and "
+                f"{console.plain(tier.name)}: {_text(figures, 'disk')} are there while a save is on its way, and "
                 f"--max-bytes is {size_text(made.limit_bytes)}: a limit trims when the save is durable"
             )
         if not tier.lasts:
-            lines.append(f"{text.plain(tier.name)}: memory of a node, and gone with it")
+            lines.append(f"{console.plain(tier.name)}: memory of a node, and gone with it")
         busy = value_of(figures, "save") / value_of(figures, "interval")
         if busy > 0.25 and value_of(figures, "save") <= BOUND_SECONDS:
             lines.append(
-                f"{text.plain(tier.name)}: saves are under way {100 * busy:.0f} % of the time: if others need that "
+                f"{console.plain(tier.name)}: saves are under way {100 * busy:.0f} % of the time: if others need that "
                 f"file system too, save less often (ckptman simulate says what it costs)"
             )
         if value_of(figures, "save") > BOUND_SECONDS:
             took = _text(figures, "save")
             lines.append(
-                f"{text.plain(tier.name)}: a save takes {took}, longer than the bound of 15 min: save to a faster "
+                f"{console.plain(tier.name)}: a save takes {took}, longer than the bound of 15 min: save to a faster "
                 f"tier, and copy from there"
             )
     return lines
@@ -127,8 +127,8 @@ def _bound_costs(tier: TierRates, figures: list[Figure], blocking: bool) -> list
     seconds = math.ceil(value_of(figures, "interval_best"))
     shorter = "save in the background (without --blocking)" if blocking else "make the private copy faster"
     return [
-        f"{text.plain(tier.name)}: the bound costs more than it is worth: {_text(figures, 'goodput')} of the time is "
-        f"training that lasts at {_text(figures, 'interval')}, and {_text(figures, 'goodput_best')} at the best "
+        f"{console.plain(tier.name)}: the bound costs more than it is worth: {_text(figures, 'goodput')} of the time "
+        f"is training that lasts at {_text(figures, 'interval')}, and {_text(figures, 'goodput_best')} at the best "
         f"interval, {_text(figures, 'interval_best')}: {shorter}, or take EverySeconds({seconds}) and lose more in "
         f"each failure"
     ]
@@ -156,10 +156,10 @@ def _sections(made: Plan) -> list[tuple[str, list[Figure]]]:
 def _explained(made: Plan) -> list[str]:
     lines = []
     for title, figures in _sections(made):
-        lines += ["", f"{text.plain(title)}"]
+        lines += ["", f"{console.plain(title)}"]
         for each in figures:
             source = f"  [{each.source}]" if each.source else ""
-            lines.append(f"  {each.name.replace('_', ' ')} = {each.text}: {text.plain(each.formula + source)}")
+            lines.append(f"  {each.name.replace('_', ' ')} = {each.text}: {console.plain(each.formula + source)}")
     return lines
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -31,7 +31,7 @@ def progress(what: str, total_bytes: int | None) -> Iterator[Callable[[float], N
         (TaskProgressColumn(),) if total_bytes is None else (DownloadColumn(binary_units=True), TransferSpeedColumn())
     )
     with _bar(*counts, TimeRemainingColumn()) as bar:
-        task = bar.add_task(text.plain(what), total=1.0 if total_bytes is None else total_bytes)
+        task = bar.add_task(console.plain(what), total=1.0 if total_bytes is None else total_bytes)
         if total_bytes is None:
             yield lambda part: bar.update(task, completed=part)
         else:
@@ -50,13 +50,13 @@ def copy_progress(name: str) -> Iterator[Meter]:
 
     left = TextColumn("{task.fields[left]}", markup=False)
     with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn(), left) as bar:
-        task = bar.add_task(text.plain(name), total=None, left="")
+        task = bar.add_task(console.plain(name), total=None, left="")
         shown = [""]
 
         def show(meter: Meter) -> None:
             if shown[0] != meter.phase:  # else the speed would be that of the phase before
                 shown[0] = meter.phase
-                bar.reset(task, total=meter.total_bytes, description=f"{text.plain(name)}: {meter.phase}")
+                bar.reset(task, total=meter.total_bytes, description=f"{console.plain(name)}: {meter.phase}")
             bar.update(task, completed=meter.done_bytes, left=left_text(meter.remaining()))
 
         yield Meter(show)
@@ -81,7 +81,7 @@ def left_text(left: Remaining | None) -> str:
     """`12 s left`, or where both matter `12 s left: 8 s of bytes, 4 s of files`."""
     if left is None:
         return ""
-    told = f"{text.age(left.seconds)} left"
+    told = f"{console.age(left.seconds)} left"
     if left.both_matter:
-        told += f": {text.age(left.byte_seconds)} of bytes, {text.age(left.file_seconds)} of files"
+        told += f": {console.age(left.byte_seconds)} of bytes, {console.age(left.file_seconds)} of files"
     return told

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.options import (
     AsJson,
     KeepBestOption,
@@ -126,8 +126,8 @@ def prune(
     if not several:
         data, failed = _prune_one(paths[0], wishes)
         if as_json:
-            error = {"error": text.message(failed), "exit_code": failed.exit_code} if failed is not None else {}
-            text.say_json(data | error)
+            error = {"error": console.message(failed), "exit_code": failed.exit_code} if failed is not None else {}
+            console.say_json(data | error)
         if failed is not None:
             raise failed
         return
@@ -146,7 +146,7 @@ def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
     codes: list[int] = []
     for path in paths:
         if not wishes.as_json:
-            text.say(f"{text.plain(path)}:")
+            console.say(f"{console.plain(path)}:")
         data: dict[str, Any] = {"root": str(path)}
         failed: Exception | None = None
         try:
@@ -154,20 +154,20 @@ def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
         except (CkptmanError, OSError) as error:
             failed = error
         if failed is not None:
-            codes.append(text.exit_code(failed))
-            data |= {"error": text.message(failed), "exit_code": codes[-1]}
-            said = text.message(failed)
-            text.complain(said if str(path) in said else f"{path}: {said}")
+            codes.append(console.exit_code(failed))
+            data |= {"error": console.message(failed), "exit_code": codes[-1]}
+            said = console.message(failed)
+            console.complain(said if str(path) in said else f"{path}: {said}")
         told.append(data)
         if not wishes.as_json:
-            text.say()
+            console.say()
     if wishes.as_json:
-        text.say_json(told)
+        console.say_json(told)
     else:
         freed = sum(each.get("freed_bytes", 0) for each in told)
         bad = f"; {len(codes):,} could not be pruned, see above" if codes else ""
         verb = "would be freed" if wishes.dry_run else "freed"
-        text.say(f"{text.count(len(paths), 'root')}: {text.size(freed)} {verb}{bad}.")
+        console.say(f"{console.count(len(paths), 'root')}: {console.size(freed)} {verb}{bad}.")
     if codes:
         raise typer.Exit(codes[0])
 
@@ -182,11 +182,11 @@ def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError |
         plan = plan_prune(root, policy)
         check_meant(root, policy, plan.verdicts, stored=wishes.policy is None)
         if not wishes.as_json and (said := lines(plan, with_checkpoints=not wishes.leftovers_only)):
-            text.say(*said)
+            console.say(*said)
         pruned = None if wishes.dry_run else Pruned()
         failed = _carry_out(root, plan, wishes, pruned) if pruned is not None else None
     if not wishes.as_json:
-        text.say(*summary(plan, pruned))
+        console.say(*summary(plan, pruned))
     return as_dict(root, plan, pruned), failed
 
 

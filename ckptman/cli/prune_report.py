@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.list import short_problem
 
 if TYPE_CHECKING:
@@ -22,19 +22,19 @@ def lines(plan: PrunePlan, with_checkpoints: bool) -> list[str]:
     rows += [_leftover_row("clear", each) for each in plan.leftovers]
     rows += [_leftover_row("put back", each) for each in plan.strays]
     rows += [_ignored_row(each, why) for each, why in plan.ignored if with_checkpoints or _is_stranger(each)]
-    return [*text.table(("action", "what", "size", "why"), rows, right="size"), ""] if rows else []
+    return [*console.table(("action", "what", "size", "why"), rows, right="size"), ""] if rows else []
 
 
 def _verdict_row(verdict: Verdict) -> tuple[str, ...]:
     record = verdict.record
-    reasons = text.plain("; ".join(verdict.reasons))
-    return ("keep" if verdict.keep else "delete", f"step {record.step}", text.size(record.bytes), reasons)
+    reasons = console.plain("; ".join(verdict.reasons))
+    return ("keep" if verdict.keep else "delete", f"step {record.step}", console.size(record.bytes), reasons)
 
 
 def _ignored_row(entry: Entry, why: str) -> tuple[str, ...]:
-    size = text.size(entry.manifest.total_bytes) if entry.manifest else "-"
-    what = text.plain(entry.path.name) if _is_stranger(entry) else f"step {entry.step}"
-    return ("ignore", what, size, f"it does not count: {text.plain(short_problem(entry, why))}")
+    size = console.size(entry.manifest.total_bytes) if entry.manifest else "-"
+    what = console.plain(entry.path.name) if _is_stranger(entry) else f"step {entry.step}"
+    return ("ignore", what, size, f"it does not count: {console.plain(short_problem(entry, why))}")
 
 
 def _is_stranger(entry: Entry) -> bool:
@@ -44,7 +44,7 @@ def _is_stranger(entry: Entry) -> bool:
 
 
 def _leftover_row(action: str, leftover: Leftover) -> tuple[str, ...]:
-    return (action, text.plain(leftover.path.name), text.size(leftover.bytes), leftover.reason)
+    return (action, console.plain(leftover.path.name), console.size(leftover.bytes), leftover.reason)
 
 
 def summary(plan: PrunePlan, pruned: Pruned | None) -> list[str]:
@@ -52,10 +52,10 @@ def summary(plan: PrunePlan, pruned: Pruned | None) -> list[str]:
     said = [_outcome(plan, pruned)]
     steps = {verdict.record.sequence: verdict.record.step for verdict in plan.verdicts}
     for sequence, reason in sorted(pruned.spared.items() if pruned is not None else ()):
-        said.append(f"Spared after all: step {steps[sequence]}, {text.plain(reason)}.")
+        said.append(f"Spared after all: step {steps[sequence]}, {console.plain(reason)}.")
     if plan.over_bytes:
         said.append(
-            f"Still {text.size(plan.over_bytes)} over the limit: what is left is the newest, verified, pinned or in "
+            f"Still {console.size(plan.over_bytes)} over the limit: what is left is the newest, verified, pinned or in "
             f"use, and no limit removes that."
         )
     return said
@@ -63,16 +63,16 @@ def summary(plan: PrunePlan, pruned: Pruned | None) -> list[str]:
 
 def _outcome(plan: PrunePlan, pruned: Pruned | None) -> str:
     deleted = len(plan.deletions if pruned is None else pruned.deleted)
-    what = [f"{deleted:,} of {text.count(len(plan.verdicts), 'checkpoint')}"] if deleted else []
+    what = [f"{deleted:,} of {console.count(len(plan.verdicts), 'checkpoint')}"] if deleted else []
     cleared = len(plan.leftovers) if pruned is None else pruned.cleared
-    what += [text.count(cleared, "leftover")] if cleared else []
+    what += [console.count(cleared, "leftover")] if cleared else []
     if not what and (plan.deletions or plan.leftovers):
         return "Nothing was deleted."
     if not what:
-        return f"Nothing to delete: {text.count(len(plan.verdicts), 'checkpoint')}, no leftovers."
+        return f"Nothing to delete: {console.count(len(plan.verdicts), 'checkpoint')}, no leftovers."
     if pruned is None:
-        return f"Would delete {' and '.join(what)}, {text.size(plan.freed_bytes)}. Nothing was deleted (--dry-run)."
-    return f"Deleted {' and '.join(what)}: {text.size(pruned.freed_bytes)} freed."
+        return f"Would delete {' and '.join(what)}, {console.size(plan.freed_bytes)}. Nothing was deleted (--dry-run)."
+    return f"Deleted {' and '.join(what)}: {console.size(pruned.freed_bytes)} freed."
 
 
 def as_dict(root: Path, plan: PrunePlan, pruned: Pruned | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.options import AsJson, option
 from ckptman.cli.select import Root
 from ckptman.errors import ConfigError, plain
@@ -49,12 +49,12 @@ def rollback(
     else:
         make()  # what cannot be is refused before anything is written
         job = os.environ.get("SLURM_JOB_ID")
-        change = execute(root, make, why=why, by=text.user_at_host(), time_seconds=now, job_id=job)
+        change = execute(root, make, why=why, by=console.user_at_host(), time_seconds=now, job_id=job)
         _note(root, change, why)
     if as_json:
-        text.say_json(_as_dict(root, change, dry_run))
+        console.say_json(_as_dict(root, change, dry_run))
     else:
-        text.say(*_lines(change, dry_run, now))
+        console.say(*_lines(change, dry_run, now))
 
 
 def _note(root: Path, change: Change, why: str) -> None:
@@ -72,7 +72,7 @@ def _note(root: Path, change: Change, why: str) -> None:
 def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
     action = "abandon" if change.undoes is None else "bring back"
     rows = [(action, f"step {each.step}", *_facts(each.require_manifest(), now)) for each in change.entries]
-    lines = [*text.table(("action", "what", "size", "age", "metrics"), rows, right="size age"), ""] if rows else []
+    lines = [*console.table(("action", "what", "size", "age", "metrics"), rows, right="size age"), ""] if rows else []
     if not rows:
         return [f"Nothing to abandon: step {change.target.step} is the newest checkpoint."]
     done = "Nothing was changed (--dry-run): the next restore would go" if dry_run else "The next restore goes"
@@ -80,8 +80,8 @@ def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
 
 
 def _facts(manifest: Any, now: float) -> tuple[str, str, str]:
-    size, age = text.size(manifest.total_bytes), text.age_of(manifest.time_seconds, now)
-    return size, age, text.metrics(manifest.metrics) or "-"
+    size, age = console.size(manifest.total_bytes), console.age_of(manifest.time_seconds, now)
+    return size, age, console.metrics(manifest.metrics) or "-"
 
 
 def _as_dict(root: Path, change: Change, dry_run: bool) -> dict[str, Any]:

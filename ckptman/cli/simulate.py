@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.options import AsJson, option, parse_seconds
 from ckptman.errors import ConfigError, ExistsError
 
@@ -89,20 +89,20 @@ def simulate(
     if svg is not None:
         _draw(svg, chart, f"Goodput by interval: {words}")
     if as_json:
-        text.say_json(_as_dict(found, costs, mean, seconds, len(played), seed if recorded is None else None))
+        console.say_json(_as_dict(found, costs, mean, seconds, len(played), seed if recorded is None else None))
         return
     s, d, r = (_time(each) for each in (costs.stall_seconds, costs.settled_seconds, costs.restart_seconds))
     total = sum(map(len, played))
     origin = f"seed {seed}" if recorded is None else "as recorded"
     lines = [
         f"{words}; a save blocks {s} and is durable after {d}; a restart takes {r}",
-        f"{text.count(len(played), 'run')} of {_time(seconds)}, {text.count(total, 'failure')} ({origin})",
+        f"{console.count(len(played), 'run')} of {_time(seconds)}, {console.count(total, 'failure')} ({origin})",
         "",
-        *text.table(_HEADERS, [_row(each, found[0]) for each in found], right=_RIGHT),
+        *console.table(_HEADERS, [_row(each, found[0]) for each in found], right=_RIGHT),
         "",
         *chart,
     ]
-    text.say(*lines)
+    console.say(*lines)
 
 
 def _recorded(path: Path | None) -> Trace | None:
@@ -142,11 +142,11 @@ def _mean(
 
     if recorded is not None:
         how_often = f"one in {_time(recorded.mtbf_seconds)}" if recorded.failures else "none"
-        return recorded.mtbf_seconds, f"failures of {text.plain(path)}: {how_often}"
+        return recorded.mtbf_seconds, f"failures of {console.plain(path)}: {how_often}"
     if gpus is not None:
         check_count("simulate", "--gpus", gpus)
         figure = mtbf_figure(gpus, rate_named(rate))
-        return figure.value, f"a failure in {figure.text} ({text.count(gpus, 'GPU')}, {rate})"
+        return figure.value, f"a failure in {figure.text} ({console.count(gpus, 'GPU')}, {rate})"
     seconds = parse_seconds("--mtbf", mtbf or "")
     return seconds, f"a failure in {_time(seconds)}"
 
@@ -265,8 +265,8 @@ def _chart(curve: Sequence[Played], found: Sequence[_Named]) -> list[str]:
     lines = [f"{'interval':>{width}}  goodput, from {100 * low:.4g} % to {100 * high:.4g} %"]
     for (played, name), length in zip(points, lengths):
         bar = _bar((played.goodput - low) / (high - low))
-        line = f"{length:>{width}}  {text.paint(bar, 'green') if name else bar} {100 * played.goodput:.2f} %"
-        lines.append(f"{line}  {text.plain(name)}" if name else line)
+        line = f"{length:>{width}}  {console.paint(bar, 'green') if name else bar} {100 * played.goodput:.2f} %"
+        lines.append(f"{line}  {console.plain(name)}" if name else line)
     return lines
 
 
@@ -292,10 +292,10 @@ def _draw(path: Path, chart: Sequence[str], title: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO())
-    console.print(Text.from_ansi("\n".join(chart)), no_wrap=True)
+    canvas = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO())
+    canvas.print(Text.from_ansi("\n".join(chart)), no_wrap=True)
     # Fonts are not fetched from elsewhere when the picture is opened.
-    picture = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title=title), flags=re.DOTALL)
+    picture = re.sub(r"@font-face \{.*?\}", "", canvas.export_svg(title=title), flags=re.DOTALL)
     if path.exists() and not (path.is_file() and path.read_bytes()[:4] == b"<svg"):
         raise ExistsError(f"{path} is there and is not a picture: name another file to --svg")
     path.write_text(picture, encoding="utf-8")

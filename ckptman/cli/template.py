@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.options import option, path_argument
 from ckptman.errors import ConfigError, ExistsError, NotFoundError
 
@@ -62,14 +62,14 @@ def template(
         merged["env"] = {**from_file["env"], **given.get("env", {})}
     script = render_template(name, merged)
     if output is None:
-        text.say(script.removesuffix("\n"))
+        console.say(script.removesuffix("\n"))
     else:
         _write(output, script, force)
-        text.say(f"wrote {text.plain(output)}: submit it with {'ckptman submit' if kind.chain else 'sbatch'}")
+        console.say(f"wrote {console.plain(output)}: submit it with {'ckptman submit' if kind.chain else 'sbatch'}")
     folder = Path(str(merged.get("log_folder", ".")))
     if not folder.is_dir():
         typer.echo(
-            f"note: make the folder {text.plain(folder)} before you submit: Slurm does not, and without it the job "
+            f"note: make the folder {console.plain(folder)} before you submit: Slurm does not, and without it the job "
             f"fails and says nothing",
             err=True,
         )
@@ -104,12 +104,12 @@ def _write(path: Path, script: str, force: bool) -> None:
 
 def _list_templates(templates: Any, as_json: bool) -> None:
     if as_json:
-        text.say_json(
+        console.say_json(
             [{"name": name, "summary": each.summary, "chain": each.chain} for name, each in templates.items()]
         )
         return
     rows = [(name, each.summary, "ckptman submit" if each.chain else "sbatch") for name, each in templates.items()]
-    text.say(*text.table(("template", "what it is for", "submit with"), rows))
+    console.say(*console.table(("template", "what it is for", "submit with"), rows))
 
 
 def _list_keys(name: str, kind: Template, as_json: bool) -> None:
@@ -118,10 +118,10 @@ def _list_keys(name: str, kind: Template, as_json: bool) -> None:
     fields = kind.keys.model_fields
     if as_json:
         facts = [{"key": key, "default": _default(field.default), "what": WHAT[key]} for key, field in fields.items()]
-        text.say_json({"name": name, "summary": kind.summary, "keys": facts})
+        console.say_json({"name": name, "summary": kind.summary, "keys": facts})
         return
     rows = [(key, _shown(field.default), WHAT[key]) for key, field in fields.items()]
-    text.say(*text.table(("key", "default", "what"), rows))
+    console.say(*console.table(("key", "default", "what"), rows))
 
 
 def _default(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli import verify_checks as checks
 from ckptman.cli.options import AsJson, check_threads, option, parse_rate
 from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
@@ -98,7 +98,7 @@ def verify(
                 checks.check_freshness(report, entry, known)
                 reports.append(_judge(report, wishes, say, entry))
     if as_json:
-        text.say_json({"checkpoints": [report.as_dict() for report in reports]})
+        console.say_json({"checkpoints": [report.as_dict() for report in reports]})
     say(summary_lines(reports))
     _raise_for(reports)
 
@@ -112,7 +112,7 @@ def _judge(
         for lines in checks.check_fit(report, wishes):
             say(lines)
         if report.gone is not None:
-            say([f"  {text.plain(report.gone)}"])
+            say([f"  {console.plain(report.gone)}"])
     if entry is not None:
         checks.remember(report, entry)
     say(remark_lines(report))
@@ -173,12 +173,12 @@ def _wishes(
 
 def _say(lines: list[str]) -> None:
     if lines:
-        text.say(*lines)
+        console.say(*lines)
 
 
 def _raise_for(reports: list[VerifyReport]) -> None:
     """End with the worst that was found. Raises: CorruptError, FormatVersionError, RootError, NotFoundError."""
-    of = text.count(len(reports), "checkpoint")
+    of = console.count(len(reports), "checkpoint")
     if damaged := [report for report in reports if report.is_damaged]:
         remedy = "A restore skips them; bring them back from a copy, or remove their folders"
         if not any(report.digests for report in damaged):

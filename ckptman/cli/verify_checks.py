@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.progress import progress
 from ckptman.cli.verify_report import VerifyReport, load_lines, not_tried_lines, plan_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
@@ -111,7 +111,7 @@ def check_fit(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
             yield lines
     except CorruptError as error:
         report.problems.append(str(error))
-        yield [f"  {text.paint('damaged', 'red')}: {text.plain(error)}"]
+        yield [f"  {console.paint('damaged', 'red')}: {console.plain(error)}"]
     except (CkptmanError, OSError) as error:
         report.not_tried.append(f"that it loads: {error}")
         yield not_tried_lines(report.not_tried[-1:])
@@ -123,7 +123,7 @@ def _load(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
 
     with progress(f"loading {report.name}", None) as done:
         for found in load_on(report.path, wishes.world_sizes, wishes.mesh, done, wishes.allow):
-            on = text.count(found.world_size, "process", "processes")
+            on = console.count(found.world_size, "process", "processes")
             report.remarks += [f"on {on} not proved: {note}" for note in found.notes]
             if found.left_out:
                 names = _few(found.left_out)

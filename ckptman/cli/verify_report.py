@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptman.cli import console as text
+from ckptman.cli import console
 
 if TYPE_CHECKING:
     from ckptman.catalog.verified import Identity, Level
@@ -122,20 +122,20 @@ class VerifyReport:
 
 def byte_lines(report: VerifyReport) -> list[str]:
     """Return the result of the bytes of a checkpoint."""
-    name = text.plain(report.name)
+    name = console.plain(report.name)
     if unchecked := report.gone or report.newer_format:
-        return [f"{name}: not checked, {text.plain(unchecked)}"]
+        return [f"{name}: not checked, {console.plain(unchecked)}"]
     if report.is_damaged or report.unread:
-        verdict = text.paint("damaged", "red") if report.is_damaged else text.paint("not proved", "yellow")
+        verdict = console.paint("damaged", "red") if report.is_damaged else console.paint("not proved", "yellow")
         problems = [*map(str, report.damage), *report.problems, *(f"not proved: {each}" for each in report.unread)]
-        return [f"{name}: {verdict}, {text.plain(report.path)}", *_told(problems)]
-    held = f"{text.count(report.files, 'file')}, {text.size(report.bytes)}"
-    tensors = text.count(report.tensors, "tensor")
+        return [f"{name}: {verdict}, {console.plain(report.path)}", *_told(problems)]
+    held = f"{console.count(report.files, 'file')}, {console.size(report.bytes)}"
+    tensors = console.count(report.tensors, "tensor")
     if not report.digests:
-        compared = f"{text.size(report.checked_bytes)} match their checksums"
+        compared = f"{console.size(report.checked_bytes)} match their checksums"
         what = compared if report.checked_bytes else "changed bytes cannot be found"
         return [f"{name}: written by plain DCP, without digests: {what}; {held}; {tensors}, all complete"]
-    good = text.paint("good", "green")
+    good = console.paint("good", "green")
     if "digests" in report.levels:
         return [f"{name}: {good}, {held}: every byte matches its digest; {tensors}, all complete"]
     return [f"{name}: {held}, of the right sizes; {tensors}, all complete"]
@@ -146,37 +146,38 @@ def refused_lines(report: VerifyReport) -> list[str]:
     if not report.refused:
         return []
     remedy = "    --allow module.Class proves it for a script that allows it"
-    return [f"  {text.paint('does not load', 'red')}", *_told(report.refused, "    "), remedy]
+    return [f"  {console.paint('does not load', 'red')}", *_told(report.refused, "    "), remedy]
 
 
 def load_lines(report: VerifyReport, found: LoadReport) -> list[str]:
     """Return the result of loading on a number of processes."""
-    on = text.count(found.world_size, "process", "processes") + _layout(report, found.world_size)
+    on = console.count(found.world_size, "process", "processes") + _layout(report, found.world_size)
     if found.problems:
-        return [f"  on {on}: {text.paint('does not load', 'red')}", *_told(found.problems, "    ")]
-    but = f", but for {text.count(len(found.left_out), 'tensor')}" if found.left_out else ""
+        return [f"  on {on}: {console.paint('does not load', 'red')}", *_told(found.problems, "    ")]
+    but = f", but for {console.count(len(found.left_out), 'tensor')}" if found.left_out else ""
     return [f"  on {on}: loads, bit for bit what {'was saved' if report.digests else 'is on disk'}{but}"]
 
 
 def not_tried_lines(whys: Sequence[str]) -> list[str]:
     """Return what could not be tried."""
-    return _told(whys, f"  {text.paint('not proved', 'yellow')}: ")
+    return _told(whys, f"  {console.paint('not proved', 'yellow')}: ")
 
 
 def plan_lines(report: VerifyReport, plan: PlanReport) -> list[str]:
     """Return the result of planning a load onto a number of ranks."""
-    on = text.count(plan.world_size, "rank") + _layout(report, plan.world_size)
+    on = console.count(plan.world_size, "rank") + _layout(report, plan.world_size)
     if plan.problems:
-        return [f"  on {on}: {text.paint('cannot be planned', 'red')}", *_told(plan.problems, "    ")]
-    each = f"at most {text.size(plan.bytes_per_rank_max)} from {text.count(plan.files_per_rank_max, 'file')} a rank"
+        return [f"  on {on}: {console.paint('cannot be planned', 'red')}", *_told(plan.problems, "    ")]
+    files = console.count(plan.files_per_rank_max, "file")
+    each = f"at most {console.size(plan.bytes_per_rank_max)} from {files} a rank"
     expected = "" if plan.load_seconds is None else f"; a load takes about {plan.load_seconds:.2g} s"
-    lines = [f"  on {on}: can be planned; {text.size(plan.bytes_total)} in all, {each}{expected}"]
+    lines = [f"  on {on}: can be planned; {console.size(plan.bytes_total)} in all, {each}{expected}"]
     return [*lines, *_told(plan.unproved, "    not proved: ")]
 
 
 def remark_lines(report: VerifyReport) -> list[str]:
     """Return the remarks."""
-    return _told(report.remarks, f"  {text.paint('remark', 'yellow')}: ")
+    return _told(report.remarks, f"  {console.paint('remark', 'yellow')}: ")
 
 
 def summary_lines(reports: Sequence[VerifyReport]) -> list[str]:
@@ -216,7 +217,7 @@ def _told(lines: Sequence[str], before: str = "  ") -> list[str]:
     """Return a screen of lines, and how many more there are."""
     more = len(lines) - PROBLEMS_SHOWN
     rest = [f"  and {more:,} more: --json lists all of them"] if more > 0 else []
-    return [f"{before}{text.plain(line)}" for line in lines[:PROBLEMS_SHOWN]] + rest
+    return [f"{before}{console.plain(line)}" for line in lines[:PROBLEMS_SHOWN]] + rest
 
 
 def _listed(sizes: Iterable[tuple[int, str]]) -> str:

@@ -19,7 +19,7 @@ from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.stored_policy import read_policy, write_policy
 from ckptman.catalog.verified import VERIFIED
 from ckptman.catalog.writer_lock import Owner, owner_path, this_process
-from ckptman.cli import console as text
+from ckptman.cli import console
 from ckptman.cli.app import main
 from ckptman.format.paths import retention_path, run_folder, step_folder
 from ckptman.policies.retention_rules import AtMost, KeepBest, KeepLast, KeepSteps, RetentionPolicy
@@ -121,8 +121,8 @@ def test_a_checkpoint_that_may_not_be_removed_stays_and_what_was_freed_is_told(t
         assert ended.returncode == 10
         assert f"{stuck} cannot be removed (Permission denied): check permissions and prune again" in ended.stderr
         size = Catalog(roots[0]).entry(300).require_manifest().total_bytes
-        assert f"Deleted 1 of 3 checkpoints: {text.size(size)} freed." in ended.stdout
-        assert f"2 roots: {text.size(3 * size)} freed; 1 could not be pruned, see above." in ended.stdout
+        assert f"Deleted 1 of 3 checkpoints: {console.size(size)} freed." in ended.stdout
+        assert f"2 roots: {console.size(3 * size)} freed; 1 could not be pruned, see above." in ended.stdout
         assert kept(roots[0]) == [100, 300]
         ended = unprivileged.ckptman("prune", roots[0], "--keep-last", "1", "--json")
         told = json.loads(ended.stdout)
