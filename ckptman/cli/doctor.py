@@ -90,7 +90,7 @@ def doctor(
                 "directory": folder,
                 "good": not failed,
                 "against_bytes": against_bytes,
-                "findings": [each.as_dict() for each in findings],
+                "findings": [vars(each) for each in findings],
             }
         )
     else:
@@ -142,10 +142,10 @@ def _checkpoint_bytes(path: Path) -> int | None:
 
 
 def _survey(against_bytes: int | None, timeout: float, note: Callable[[str], None]) -> list[Finding]:
-    from ckptman.doctor.job_environment import Host, survey
+    from ckptman.doctor.job_environment import survey
 
     note("torch")
-    return survey(_torch_facts(timeout), Host(), against_bytes)
+    return survey(_torch_facts(timeout), against_bytes)
 
 
 def _torch_facts(timeout: float) -> TorchFacts:

@@ -2,18 +2,15 @@
 
 Each runs in a process of its own and has a limit: a file system that hangs is left alone after it. They work in one
 folder of their own inside the one that is examined; it is removed at the end, whatever happens, and nothing else is
-touched. Torch-free.
+touched.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -47,37 +44,13 @@ _REMOVE_SECONDS = 10.0
 _COMMAND_SECONDS = 5.0
 _SPEED_SECONDS = 10.0
 _SHARE_OF_TIMEOUT = 1 / 6
-"""What a part of a check may take: no check has more than four."""
+"""No check has more than four parts."""
+REPEAT_SECONDS = 1.0
+"""For how long the checks that try something again and again do so."""
 _CORE = ("writable", "rename", "fsync", "claim")
 """What saves build on: good only when it was tried to its end."""
 
 Note = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class MountAccess:
-    """What the checks act through: the disk, commands, the kernel's tables, the clock.
-
-    `repeat_seconds`: for how long the checks that try something again and again do so.
-    """
-
-    disk: Disk = DISK
-    run: quota.Run = run_command
-    mountinfo: Callable[[], str] = lambda: mount.MOUNTINFO.read_text(errors="surrogateescape")
-    statvfs: Callable[[str], os.statvfs_result] = os.statvfs
-    lock: Callable[[str, int], None] = filesystem_checks.lock
-    now: Callable[[], float] = time.time
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    repeat_seconds: float = 1.0
-
-
-@dataclass(frozen=True)
-class _Where:
-    """The folder that is examined: its path without links, the mount it is on, its group."""
-
-    path: str
-    mount_number: int | None
-    gid: int
 
 
 def examine(
@@ -86,8 +59,8 @@ def examine(
     size_bytes: int = SIZE_BYTES,
     against_bytes: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    means: MountAccess | None = None,
     note: Note = lambda name: None,
+    disk: Disk = DISK,
 ) -> list[Finding]:
     """Examine the file system of a folder. `note` is told the name of each check before it begins.
 
@@ -96,25 +69,27 @@ def examine(
     Raises: NotFoundError (no such folder), RootError (it is a file, or cannot be read).
     """
     checks = _Checks(timeout_seconds, note)
-    share = timeout_seconds * _SHARE_OF_TIMEOUT
-    means = means or MountAccess(run=partial(run_command, timeout_seconds=min(_COMMAND_SECONDS, share)))
-    means = replace(means, repeat_seconds=min(means.repeat_seconds, share))
-    mounts = mount.parse_mountinfo(means.mountinfo())
+    run = partial(run_command, timeout_seconds=min(_COMMAND_SECONDS, checks.share_seconds))
     try:
-        where = _find(folder, timeout_seconds)
+        path = _find(folder, timeout_seconds)
     except (NoAnswer, Died) as error:
-        kind = mount.check_kind(mount.find_mount(mounts, os.path.abspath(folder)), means.environ)  # noqa: PTH100
+        kind = mount.check_kind(mount.find_mount(mount.read_mounts(), os.path.abspath(folder)), os.environ)  # noqa: PTH100
         consequence = "a run that saves or restores here would hang, too"
         return [kind, Finding("answer", "FAILED", f"{folder} {error}", consequence)]
-    mounted = mount.find_mount(mounts, where.path, where.mount_number)
-    checks.do("file system", lambda: mount.check_kind(mounted, means.environ, _stripes(mounted, where, means)))
-    free = _check_room(checks, where, mounted, against_bytes, means)
+    mounted = mount.find_mount(mount.read_mounts(), path)
+
+    def check_kind() -> Finding:
+        stripes = quota.ask(run, "lfs", "getstripe", "-d", path) if mounted and mounted.kind == "lustre" else ""
+        return mount.check_kind(mounted, os.environ, stripes)
+
+    checks.do("file system", check_kind)
+    free = _check_room(checks, path, mounted, against_bytes, run)
     size = min(size_bytes, int(SHARE_OF_FREE * free)) // 4096 * 4096
-    with _own_folder(checks, Path(where.path), means.disk) as own:
+    with _own_folder(checks, Path(path), disk) as own:
         if own is not None:
-            _check_promises(checks, own, size, mounted, means)
+            _check_promises(checks, own, size, mounted, disk)
             in_memory = mounted is not None and mount.family_of(mounted) is mount.MEMORY
-            _check_speed(checks, own, size, in_memory, means)
+            _check_speed(checks, own, size, in_memory, disk)
     return [*checks.found, *bill(checks.found, against_bytes)]
 
 
@@ -173,6 +148,9 @@ class _Checks:
 
     def __init__(self, timeout_seconds: float, note: Note) -> None:
         self.timeout_seconds, self.found = timeout_seconds, list[Finding]()
+        self.share_seconds = timeout_seconds * _SHARE_OF_TIMEOUT
+        """What a part of a check may take."""
+        self.repeat_seconds = min(REPEAT_SECONDS, self.share_seconds)
         self._note = note
         self.over: str | None = None
         """Why nothing more can be tried."""
@@ -181,7 +159,10 @@ class _Checks:
     def do(self, name: str, check: Callable[[], Finding], consequence: str = "") -> Finding:
         """One check, in a process of its own. `consequence`: of its failure, where the check itself cannot say."""
         self._note(name)
-        found = self._left_out(name) if self.over else self._try(name, check, consequence)
+        if self.over:
+            found = Finding(name, "unknown", f"not tried: {self.over}")
+        else:
+            found = self._try(name, check, consequence)
         self.found.append(found)
         return found
 
@@ -202,9 +183,6 @@ class _Checks:
         except Exception as error:  # noqa: BLE001 (a check that goes wrong is told, and the others are done)
             return _not_done(name, f"{type(error).__name__}: {error}")
 
-    def _left_out(self, name: str) -> Finding:
-        return Finding(name, "unknown", f"not tried: {self.over}")
-
 
 def _not_done(name: str, why_not: str) -> Finding:
     if name in _CORE:
@@ -221,13 +199,12 @@ _remedies = {
 }
 
 
-def _find(folder: Path, timeout_seconds: float) -> _Where:
-    def look() -> _Where:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            return _Where(os.path.realpath(folder), mount.mount_number(fd), os.fstat(fd).st_gid)
-        finally:
-            os.close(fd)
+def _find(folder: Path, timeout_seconds: float) -> str:
+    """Return the path of the folder without links."""
+
+    def look() -> str:
+        with os.scandir(folder):
+            return os.path.realpath(folder)
 
     try:
         return run_isolated(look, timeout_seconds)
@@ -240,62 +217,53 @@ def _find(folder: Path, timeout_seconds: float) -> _Where:
         raise RootError(error.errno or errno.EIO, message) from error
 
 
-def _stripes(mounted: mount.Mount | None, where: _Where, means: MountAccess) -> str | None:
-    if mounted is None or mounted.kind != "lustre":
-        return None
-    try:
-        return means.run(("lfs", "getstripe", "-d", where.path))
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def _check_room(
-    checks: _Checks, where: _Where, mounted: mount.Mount | None, against_bytes: int | None, means: MountAccess
+    checks: _Checks, path: str, mounted: mount.Mount | None, against_bytes: int | None, run: quota.Run
 ) -> int:
     """Space and quota; the bytes that are free for us."""
-    space = checks.do("space", lambda: mount.check_space(means.statvfs(where.path), against_bytes))
+    space = checks.do("space", lambda: mount.check_space(os.statvfs(path), against_bytes))
     free: int = space.figures.get("free_bytes", 0)
     if mounted is None:
         return free
 
     def ask() -> Finding:
-        return quota.check_quota(quota.quotas(where.path, mounted, means.run, os.getuid(), where.gid), against_bytes)
+        found = quota.quotas(path, mounted, run, os.getuid(), Path(path).stat().st_gid)
+        return quota.check_quota(found, against_bytes)
 
     told = checks.do("quota", ask).figures.get("quotas", [])
     left: list[int | None] = [each["left_bytes"] for each in told]
     return min([free, *(each for each in left if each is not None)])
 
 
-def _check_promises(checks: _Checks, own: Path, size: int, mounted: mount.Mount | None, means: MountAccess) -> None:
-    disk = means.disk
+def _check_promises(checks: _Checks, own: Path, size: int, mounted: mount.Mount | None, disk: Disk) -> None:
     unsafe = mount.unsafe_sync(mounted)
 
     def sync() -> Finding:
-        found = filesystem_checks.check_sync(own, disk, means.repeat_seconds)
+        found = filesystem_checks.check_sync(own, disk, checks.repeat_seconds)
         if unsafe is None or found.verdict == "FAILED":
             return found
         return Finding(found.name, "warning", found.value, unsafe, found.figures)
 
     reserve_bytes = min(_RESERVE_BYTES, max(size, 4096))
-    checks.do("rename", lambda: renames.check_rename(own, disk, means.repeat_seconds), "commits are not safe here")
+    checks.do("rename", lambda: renames.check_rename(own, disk, checks.repeat_seconds), "commits are not safe here")
     checks.do("fsync", sync, "nothing that is saved here is durable")
     checks.do("claim", lambda: filesystem_checks.check_claim(own, disk), "two runs could write to one root")
-    checks.do("locks", lambda: filesystem_checks.check_locks(own, means.lock), "locks cannot be relied on")
-    checks.do("clock", lambda: filesystem_checks.check_clock(own, disk, means.now))
+    checks.do("locks", lambda: filesystem_checks.check_locks(own), "locks cannot be relied on")
+    checks.do("clock", lambda: filesystem_checks.check_clock(own, disk))
     checks.do("direct I/O", lambda: filesystem_checks.check_direct(own, disk))
     checks.do("reserve", lambda: filesystem_checks.check_reserve(own, reserve_bytes, disk))
     checks.do("links", lambda: filesystem_checks.check_links(own))
 
 
-def _check_speed(checks: _Checks, own: Path, size: int, in_memory: bool, means: MountAccess) -> None:
-    limit = min(_SPEED_SECONDS, checks.timeout_seconds * _SHARE_OF_TIMEOUT)
-    checks.do("small files", lambda: speed.check_small_files(own, means.repeat_seconds, means.disk))
+def _check_speed(checks: _Checks, own: Path, size: int, in_memory: bool, disk: Disk) -> None:
+    limit = min(_SPEED_SECONDS, checks.share_seconds)
+    checks.do("small files", lambda: speed.check_small_files(own, checks.repeat_seconds, disk))
     if size < LEAST_BYTES:
         share = f"{SHARE_OF_FREE * 100:.0f} % of what is known to be free"
         little = f"not measured: {share} is less than {size_text(LEAST_BYTES)}"
         checks.found += [Finding(name, "unknown", little) for name in ("write", "read")]
         return
-    written = checks.do("write", lambda: speed.check_write(own, size, limit, means.disk))
+    written = checks.do("write", lambda: speed.check_write(own, size, limit, disk))
     if "bytes_per_second" in written.figures or checks.over:
         checks.do("read", lambda: speed.check_read(own, size, limit, in_memory))
     else:

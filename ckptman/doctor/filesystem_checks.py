@@ -12,7 +12,6 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -98,16 +97,16 @@ def lock(kind: str, fd: int) -> None:
     (fcntl.flock if kind == "flock" else fcntl.lockf)(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def check_locks(folder: Path, take: Callable[[str, int], None] = lock) -> Finding:
+def check_locks(folder: Path) -> Finding:
     """flock and fcntl locks between two processes: one holds it, the other does not get it until it is given back."""
     path = folder / "lock"
     path.touch()
     good, refused, broken = list[str](), list[str](), list[str]()
-    with IsolatedProcess(lambda pipe: _lock_when_told(pipe, path, take), duplex=True) as other:
+    with IsolatedProcess(lambda pipe: _lock_when_told(pipe, path), duplex=True) as other:
         for kind in ("flock", "fcntl"):
             with path.open("r+b", buffering=0) as file:
                 try:
-                    take(kind, file.fileno())
+                    lock(kind, file.fileno())
                 except OSError as error:
                     refused.append(f"{kind} ({why(error)})")
                     continue
@@ -120,15 +119,23 @@ def check_locks(folder: Path, take: Callable[[str, int], None] = lock) -> Findin
                 good.append(kind)
             else:
                 broken.append(f"a {kind} lock is never given back")
-    return _lock_finding(good, refused, broken)
+    figures = {"work": good, "refused": refused, "broken": broken}
+    if broken:
+        advice = "what relies on locks is not safe here; ckptman's own claims do not need them"
+        return Finding("locks", "FAILED", "; ".join(broken), advice, figures)
+    if refused:
+        works = f"{', '.join(good)} works; " if good else ""
+        advice = "ckptman's claims do without; two prunes at a time report the same bytes as freed"
+        return Finding("locks", "warning", f"{works}refused: {', '.join(refused)}", advice, figures)
+    return Finding("locks", "ok", "flock and fcntl hold between two processes of this host", "", figures)
 
 
-def check_clock(folder: Path, disk: Disk = DISK, now: Callable[[], float] = time.time) -> Finding:
+def check_clock(folder: Path, disk: Disk = DISK) -> Finding:
     """Check the time that the file system gives a new file, against the clock of this host."""
     path = folder / "clock"
-    before = now()
+    before = time.time()
     disk.write_file(path, b"x")
-    after = now()
+    after = time.time()
     given = path.stat().st_mtime
     ahead = given - after if given > after else min(0.0, given - before)
     figures = {"ahead_seconds": round(ahead, 3)}
@@ -210,28 +217,15 @@ def _race(folder: Path, disk: Disk) -> set[int]:
     return won
 
 
-def _lock_when_told(pipe: Connection, path: Path, take: Callable[[str, int], None]) -> None:
+def _lock_when_told(pipe: Connection, path: Path) -> None:
     while True:
         kind = pipe.recv()
         with path.open("r+b", buffering=0) as file:
-            try:
-                take(kind, file.fileno())
-            except OSError:
-                pipe.send(False)
-            else:
-                pipe.send(True)
-
-
-def _lock_finding(good: list[str], refused: list[str], broken: list[str]) -> Finding:
-    figures = {"work": good, "refused": refused, "broken": broken}
-    if broken:
-        advice = "what relies on locks is not safe here; ckptman's own claims do not need them"
-        return Finding("locks", "FAILED", "; ".join(broken), advice, figures)
-    if refused:
-        works = f"{', '.join(good)} works; " if good else ""
-        advice = "ckptman's claims do without; two prunes at a time report the same bytes as freed"
-        return Finding("locks", "warning", f"{works}refused: {', '.join(refused)}", advice, figures)
-    return Finding("locks", "ok", "flock and fcntl hold between two processes of this host", "", figures)
+            taken = False
+            with suppress(OSError):
+                lock(kind, file.fileno())
+                taken = True
+            pipe.send(taken)
 
 
 def _sync_file(path: Path, data: bytes, disk: Disk) -> float:

@@ -24,16 +24,6 @@ class Finding:
     advice: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the same, for JSON."""
-        return {
-            "name": self.name,
-            "verdict": self.verdict,
-            "value": self.value,
-            "advice": self.advice,
-            "figures": self.figures,
-        }
-
 
 def size_text(size_bytes: float) -> str:
     """Return bytes to three digits: nothing here is measured to more."""

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ckptman.doctor.finding import Finding, first_number, size_text
 from ckptman.doctor.quota import Run
@@ -34,8 +34,6 @@ _SHM_BYTES = 2**30
 _OPEN_FILES = 4096
 _TIME_ERROR = 5
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_FAR_SECONDS = 10 * 365 * 86400
-"""No job ends so long from now, or ended so long ago."""
 
 
 @dataclass(frozen=True)
@@ -54,35 +52,21 @@ class TorchFacts:
     unanswered: str | None = None
 
 
-@dataclass(frozen=True)
-class Host:
-    """What the checks look at."""
-
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    run: Run = run_command
-    statvfs: Callable[[str], os.statvfs_result] = os.statvfs
-    limit: Callable[[int], tuple[int, int]] = resource.getrlimit
-    available: Callable[[], int] = available_bytes
-    clock_state: Callable[[], int | None] = lambda: clock_state()
-    now: Callable[[], float] = time.time
-
-
-def survey(torch: TorchFacts, host: Host, against_bytes: int | None = None) -> list[Finding]:
+def survey(torch: TorchFacts, against_bytes: int | None = None) -> list[Finding]:
     """Every check. `against_bytes`: what one process saves."""
-    environ = host.environ
-    processes = local_processes(environ)
+    environ = os.environ
     return [
         Finding("python", "ok", ".".join(map(str, sys.version_info[:3])), "", {"executable": sys.executable}),
         check_torch(torch),
         check_devices(torch, environ),
         check_backends(torch),
         check_world(environ),
-        *check_job(environ, host.run, host.now(), against_bytes),
-        check_memory(host.available, processes, against_bytes),
-        check_shared_memory(host.statvfs),
-        check_open_files(host.limit),
-        check_locked_memory(host.limit, torch, against_bytes),
-        check_clock(host.clock_state()),
+        *check_job(environ, run_command, time.time(), against_bytes),
+        check_memory(available_bytes(), local_processes(environ), against_bytes),
+        check_shared_memory(),
+        check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], torch, against_bytes),
+        check_clock(),
     ]
 
 
@@ -127,16 +111,15 @@ def check_devices(torch: TorchFacts, environ: Mapping[str, str]) -> Finding:
         if given:
             return Finding("devices", "warning", f"none of {given}: {hidden} hides them", "", figures)
         return Finding("devices", "ok", "none: the CPU", "", figures)
-    kinds = ", ".join(dict.fromkeys(torch.device_names))
-    value = f"{count} ({kinds})"
-    processes = local_processes(environ)
+    value = f"{count} ({', '.join(dict.fromkeys(torch.device_names))})"
+    processes, advice = local_processes(environ), ""
     if processes > count:
         advice = "right where every process is bound to its own; else several share one device"
-        return Finding("devices", "warning", f"{value} for {processes} processes", advice, figures)
-    if "LOCAL_WORLD_SIZE" in environ and processes < count:
+        value += f" for {processes} processes"
+    elif "LOCAL_WORLD_SIZE" in environ and processes < count:
         advice = "start one process for each: torchrun --nproc-per-node, or --ntasks-per-node"
-        return Finding("devices", "warning", f"{value} for {processes} of them used", advice, figures)
-    return Finding("devices", "ok", value, "", figures)
+        value += f" for {processes} of them used"
+    return Finding("devices", "warning" if advice else "ok", value, advice, figures)
 
 
 def check_backends(torch: TorchFacts) -> Finding:
@@ -148,9 +131,8 @@ def check_backends(torch: TorchFacts) -> Finding:
         advice = "ckptman talks between ranks through gloo: runs of one process only"
         return Finding("backends", "FAILED", value, advice)
     if torch.device_names and "nccl" not in torch.backends:
-        return Finding(
-            "backends", "warning", value, "there are devices and no NCCL: install a torch that is built with it"
-        )
+        advice = "there are devices and no NCCL: install a torch that is built with it"
+        return Finding("backends", "warning", value, advice)
     return Finding("backends", "ok", value)
 
 
@@ -212,8 +194,6 @@ def check_time_left(environ: Mapping[str, str], run: Run, now_seconds: float) ->
     if end is None:
         return Finding("time left", "ok", "no time limit")
     left = end - now_seconds
-    if abs(left) > _FAR_SECONDS:
-        return Finding("time left", "unknown", f"the end is said to be {end:g}, which cannot be a time of this job")
     figures = {"seconds": left}
     if left < 0:
         return Finding("time left", "warning", f"the job ended {seconds_text(-left)} ago", "see the clock", figures)
@@ -248,9 +228,8 @@ def check_warning(environ: Mapping[str, str], run: Run, job_id: str, against_byt
     return Finding("warning signal", "warning" if hints else "ok", value, "; ".join(hints), figures)
 
 
-def check_memory(available: Callable[[], int], processes: int, against_bytes: int | None) -> Finding:
+def check_memory(free: int, processes: int, against_bytes: int | None) -> Finding:
     """Host memory that is left, by the machine and by the limits of the job, against two staging slots a process."""
-    free = available()
     value = f"{size_text(free)} left"
     figures = {"available_bytes": free, "processes": processes}
     if against_bytes is None:
@@ -258,19 +237,18 @@ def check_memory(available: Callable[[], int], processes: int, against_bytes: in
     slot = against_bytes * processes
     value += f"; a staged copy is {size_text(slot)}"
     value += f" ({processes} processes of {size_text(against_bytes)})" if processes > 1 else ""
+    advice = ""
     if free < slot:
         advice = "not even one staged copy fits: saves would block training until they are durable"
-        return Finding("host memory", "warning", value, advice, figures)
-    if free < STAGING_SLOTS * slot:
+    elif free < STAGING_SLOTS * slot:
         advice = "one staged copy fits, not two: a save that comes while another is being written waits for it"
-        return Finding("host memory", "warning", value, advice, figures)
-    return Finding("host memory", "ok", value, "", figures)
+    return Finding("host memory", "warning" if advice else "ok", value, advice, figures)
 
 
-def check_shared_memory(statvfs: Callable[[str], os.statvfs_result]) -> Finding:
+def check_shared_memory() -> Finding:
     """/dev/shm, through which data loaders hand over batches."""
     try:
-        space = statvfs("/dev/shm")
+        space = os.statvfs("/dev/shm")
     except OSError as error:
         advice = "worker processes of a data loader need it"
         return Finding("/dev/shm", "warning", f"not there: {error.strerror}", advice)
@@ -283,25 +261,21 @@ def check_shared_memory(statvfs: Callable[[str], os.statvfs_result]) -> Finding:
     return Finding("/dev/shm", "ok", value, "", figures)
 
 
-def check_open_files(limit: Callable[[int], tuple[int, int]]) -> Finding:
+def check_open_files(soft: int, hard: int) -> Finding:
     """RLIMIT_NOFILE."""
-    soft, hard = limit(resource.RLIMIT_NOFILE)
     figures = {"soft": soft, "hard": hard}
-    value = f"{_limit_text(soft)} (can be raised to {_limit_text(hard)})"
+    soft_text, hard_text = ("unlimited" if each == resource.RLIM_INFINITY else f"{each:,}" for each in (soft, hard))
+    value = f"{soft_text} (can be raised to {hard_text})"
     if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
-        target = "hard" if hard == resource.RLIM_INFINITY or hard > soft else "by your site"
-        advice = f"data loaders, sockets and the files of a checkpoint count: ulimit -n {target}"
-        if target != "hard":
-            advice = "data loaders, sockets and the files of a checkpoint count, and only your site can raise it"
+        can_be_raised = hard == resource.RLIM_INFINITY or hard > soft
+        remedy = ": ulimit -n hard" if can_be_raised else ", and only your site can raise it"
+        advice = f"data loaders, sockets and the files of a checkpoint count{remedy}"
         return Finding("open files", "warning", value, advice, figures)
     return Finding("open files", "ok", value, "", figures)
 
 
-def check_locked_memory(
-    limit: Callable[[int], tuple[int, int]], torch: TorchFacts, against_bytes: int | None
-) -> Finding:
+def check_locked_memory(soft: int, torch: TorchFacts, against_bytes: int | None) -> Finding:
     """RLIMIT_MEMLOCK, against the pinned slots of a process with a device."""
-    soft, _ = limit(resource.RLIMIT_MEMLOCK)
     figures = {"soft": soft}
     if soft == resource.RLIM_INFINITY:
         return Finding("locked memory", "ok", "unlimited", "", figures)
@@ -315,23 +289,16 @@ def check_locked_memory(
     return Finding("locked memory", "warning", value + needed, advice, figures)
 
 
-def check_clock(state: int | None) -> Finding:
+def check_clock() -> Finding:
     """Check whether the kernel's clock is kept by NTP, as it says itself (adjtimex(2))."""
-    if state is None or state == _TIME_ERROR:
-        return Finding(
-            "clock", "unknown", "whether NTP keeps it is not known", "ckptman compares no clocks of two hosts"
-        )
-    return Finding("clock", "ok", "kept by NTP, says the kernel")
-
-
-def clock_state() -> int | None:
-    """Return what adjtimex(2) returns when it only looks; None where it cannot be asked."""
     try:
         # Larger than the struct on every architecture. Its first field, the modes, is 0: nothing is set.
         state = int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(1024)))
     except (AttributeError, OSError):
-        return None
-    return state if state >= 0 else None
+        state = _TIME_ERROR
+    if 0 <= state < _TIME_ERROR:
+        return Finding("clock", "ok", "kept by NTP, says the kernel")
+    return Finding("clock", "unknown", "whether NTP keeps it is not known", "ckptman compares no clocks of two hosts")
 
 
 def local_processes(environ: Mapping[str, str]) -> int:
@@ -343,7 +310,3 @@ def local_processes(environ: Mapping[str, str]) -> int:
         if number := first_number(environ.get(name, "")):
             return number
     return 1
-
-
-def _limit_text(limit: int) -> str:
-    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}"

@@ -17,7 +17,6 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 class Mount:
     """A line of /proc/self/mountinfo (proc_pid_mountinfo(5)): options of the mount and of the file system together."""
 
-    number: int
     point: str
     kind: str
     source: str
@@ -48,11 +47,6 @@ LUSTRE = Family(
     "a file is as fast as the servers it is striped over: lfs setstripe -c 4 on the folder before the first save where "
     "few ranks write large files; with hundreds of ranks, which write a file each, a stripe count of 1 is right",
 )
-GPFS = Family(
-    "GPFS (Spectrum Scale)",
-    True,
-    "all nodes see a commit at once; it likes few large files better than many small ones",
-)
 NFS = Family(
     "NFS",
     True,
@@ -66,62 +60,56 @@ MEMORY = Family(
     "warning",
 )
 LOCAL = "other nodes do not see it: for runs on one node, or as a first tier; often cleared when the job ends"
-OBJECT = Family(
-    "an object store behind FUSE",
-    True,
-    "renaming a folder copies every file in it, and is not atomic on most of them: do not save here; copy here",
-    "warning",
-)
-
-BEEGFS = Family(
-    "BeeGFS",
-    True,
+_GPFS = "all nodes see a commit at once; it likes few large files better than many small ones"
+_BEEGFS = (
     "striping is per folder: beegfs-ctl --setpattern --numtargets=4 before the first save where few ranks write large "
-    "files; locks hold between nodes only where tuneUseGlobalFileLocks is on",
+    "files; locks hold between nodes only where tuneUseGlobalFileLocks is on"
 )
-WEKA = Family("WekaFS", True, "where it is tiered to an object store, old checkpoints are slow to read at first")
-CEPH = Family("CephFS", True, "the size that is shown is the quota of the folder where one is set")
-CEPH_FUSE = Family("CephFS", True, "through FUSE: the kernel's client is faster")
-JUICE = Family("JuiceFS", True, "with --writeback, what is fsynced is only in the cache of this node")
-OVERLAY = Family(
-    "overlay (inside a container)",
-    False,
-    "gone with the container, and slower than the disk below: bind a folder of the host into the container",
-    "warning",
-)
-NOT_YET = Family("autofs", None, "nothing is mounted here yet: look into the folder, and ask again", "warning")
+_WEKA = "where it is tiered to an object store, old checkpoints are slow to read at first"
+_OBJECT = "renaming a folder copies every file in it, and is not atomic on most of them: do not save here; copy here"
+_OVERLAY = "gone with the container, and slower than the disk below: bind a folder of the host into the container"
+_LOCAL_KINDS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs")
+_AUTOFS = "nothing is mounted here yet: look into the folder, and ask again"
+_OBJECT_STORES = "fuse.s3fs fuse.gcsfuse fuse.goofys fuse.mountpoint-s3 fuse.rclone fuse.blobfuse fuse.blobfuse2"
 
 _KINDS: tuple[tuple[str, Family], ...] = (
     ("lustre", LUSTRE),
-    ("gpfs", GPFS),
+    ("gpfs", Family("GPFS (Spectrum Scale)", True, _GPFS)),
     ("nfs nfs4", NFS),
-    ("beegfs beegfs_nodev fhgfs fhgfs_nodev", BEEGFS),
-    ("wekafs", WEKA),
-    ("ceph", CEPH),
-    ("fuse.ceph-fuse fuse.ceph", CEPH_FUSE),
+    ("beegfs beegfs_nodev fhgfs fhgfs_nodev", Family("BeeGFS", True, _BEEGFS)),
+    ("wekafs", Family("WekaFS", True, _WEKA)),
+    ("ceph", Family("CephFS", True, "the size that is shown is the quota of the folder where one is set")),
+    ("fuse.ceph-fuse fuse.ceph", Family("CephFS", True, "through FUSE: the kernel's client is faster")),
     ("panfs", Family("PanFS", True, "")),
     ("pvfs2", Family("OrangeFS", True, "it has no locks")),
     ("fuse.glusterfs", Family("GlusterFS", True, "metadata is slow: keep the number of files low")),
     ("fuse.dfuse", Family("DAOS", True, "through FUSE: preload libioil or libpil4dfs for the full rate")),
-    ("fuse.juicefs", JUICE),
+    ("fuse.juicefs", Family("JuiceFS", True, "with --writeback, what is fsynced is only in the cache of this node")),
     ("fuse.sshfs", Family("sshfs", True, "one connection: slow", "warning")),
     ("cifs smb3", Family("SMB", True, "slow for this: save to a faster tier and copy here", "warning")),
-    ("fuse.s3fs fuse.gcsfuse fuse.goofys fuse.mountpoint-s3 fuse.rclone fuse.blobfuse fuse.blobfuse2", OBJECT),
-    ("fuse.geesefs fuse.ossfs", OBJECT),
-    ("tmpfs ramfs devtmpfs", MEMORY),
-    *(
-        (name, Family(name, False, LOCAL))
-        for name in ["ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs"]
+    (
+        f"{_OBJECT_STORES} fuse.geesefs fuse.ossfs",
+        Family("an object store behind FUSE", True, _OBJECT, "warning"),
     ),
-    ("overlay fuse.fuse-overlayfs", OVERLAY),
+    ("tmpfs ramfs devtmpfs", MEMORY),
+    *((kind, Family(kind, False, LOCAL)) for kind in _LOCAL_KINDS),
+    ("overlay fuse.fuse-overlayfs", Family("overlay (inside a container)", False, _OVERLAY, "warning")),
     (
         "squashfs iso9660 erofs fuse.squashfuse",
         Family("a read-only image", None, "nothing can be saved here", "warning"),
     ),
     ("9p virtiofs", Family("a folder of the host of this virtual machine", None, "")),
-    ("autofs", NOT_YET),
+    ("autofs", Family("autofs", None, _AUTOFS, "warning")),
 )
 FAMILIES: Mapping[str, Family] = {kind: family for kinds, family in _KINDS for kind in kinds.split()}
+
+
+def read_mounts() -> list[Mount]:
+    """Return the mounts that this process sees; none where the kernel does not tell."""
+    try:
+        return parse_mountinfo(MOUNTINFO.read_text(errors="surrogateescape"))
+    except OSError:
+        return []
 
 
 def parse_mountinfo(text: str) -> list[Mount]:
@@ -130,35 +118,18 @@ def parse_mountinfo(text: str) -> list[Mount]:
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
         fields, more = left.split(" "), right.split(" ")
-        if len(fields) < 6 or len(more) < 3 or not fields[0].isdigit():
+        if len(fields) < 6 or len(more) < 3:
             continue
         options = dict.fromkeys([*fields[5].split(","), *more[2].split(",")])
-        found.append(Mount(int(fields[0]), _unescape(fields[4]), more[0], _unescape(more[1]), tuple(options)))
+        found.append(Mount(_unescape(fields[4]), more[0], _unescape(more[1]), tuple(options)))
     return found
 
 
-def find_mount(mounts: list[Mount], path: str, number: int | None = None) -> Mount | None:
-    """Return the mount with this number, else the last of those with the longest point above `path` (absolute, no
-    links)."""
-    for each in mounts:
-        if each.number == number:
-            return each
+def find_mount(mounts: list[Mount], path: str) -> Mount | None:
+    """Return the last of the mounts with the longest point above `path` (absolute, no links)."""
     above = [each for each in mounts if (path + "/").startswith(each.point.rstrip("/") + "/")]
     # Of several on one point, the last one hides the others.
     return max(reversed(above), key=lambda each: len(each.point), default=None)
-
-
-def mount_number(fd: int) -> int | None:
-    """Return the number of the mount that an open file is on; None where the kernel does not tell."""
-    try:
-        lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name == "mnt_id" and value.strip().isdigit():
-            return int(value)
-    return None
 
 
 def family_of(mount: Mount) -> Family:
@@ -173,7 +144,7 @@ def family_of(mount: Mount) -> Family:
     return Family(mount.kind, None, "nothing is known about this kind: the checks below tell")
 
 
-def check_kind(mount: Mount | None, environ: Mapping[str, str], stripes: str | None = None) -> Finding:
+def check_kind(mount: Mount | None, environ: Mapping[str, str], stripes: str = "") -> Finding:
     """Check the file system, with advice for its kind and its options. `stripes`: what `lfs getstripe -d` prints."""
     if mount is None:
         return Finding("file system", "unknown", "the kernel's table of mounts does not show it")
@@ -191,7 +162,7 @@ def check_kind(mount: Mount | None, environ: Mapping[str, str], stripes: str | N
         warnings = nfs_warnings(mount)
         verdict = "warning" if warnings else verdict
         advice = [*warnings, *advice]
-    if family is LUSTRE and stripes is not None and (said := stripe_text(stripes)):
+    if family is LUSTRE and (said := stripe_text(stripes)):
         value += f", {said}"
     figures = {
         "type": mount.kind,

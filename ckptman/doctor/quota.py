@@ -9,11 +9,10 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from ckptman.doctor.finding import Finding, size_text
-from ckptman.doctor.mount import MOUNTINFO, Mount, find_mount, parse_mountinfo, room_for
+from ckptman.doctor.mount import Mount, find_mount, read_mounts, room_for
 from ckptman.runtime.deadline import run_command
 
 Run = Callable[[Sequence[str]], str]
@@ -55,16 +54,24 @@ class Quota:
 def quotas(folder: str, mount: Mount, run: Run, uid: int, gid: int) -> list[Quota]:
     """Return the quotas that count for a folder; none where no command tells. `gid`: of the folder."""
     if mount.kind == "lustre":
-        return [*_lustre(folder, run, uid, gid)]
+        found = parse_quota(ask(run, "lfs", "quota", "-q", "-u", str(uid), folder), "user")
+        found += parse_quota(ask(run, "lfs", "quota", "-q", "-g", str(gid), folder), "group")
+        project = re.match(r"\s*(\d+)\s", ask(run, "lfs", "project", "-d", folder))
+        if project is not None and int(project[1]):
+            found += parse_quota(ask(run, "lfs", "quota", "-q", "-p", project[1], folder), "project")
+        return found
     if mount.kind == "gpfs":
-        return parse_mmlsquota(_ask(run, "mmlsquota", "-Y", mount.source.removeprefix("/dev/")))
+        return parse_mmlsquota(ask(run, "mmlsquota", "-Y", mount.source.removeprefix("/dev/")))
     if mount.kind in ("tmpfs", "overlay", "ramfs", "squashfs"):
         return []
-    commands = (("user", "-u"), ("group", "-g"))
-    return [*chain(*(parse_quota(_ask(run, "quota", "-w", "-p", flag, "-f", mount.point), w) for w, flag in commands))]
+    return [
+        each
+        for whose, flag in (("user", "-u"), ("group", "-g"))
+        for each in parse_quota(ask(run, "quota", "-w", "-p", flag, "-f", mount.point), whose)
+    ]
 
 
-def capacity_bytes(root: Path, run: Run = run_command) -> int:
+def capacity_bytes(root: Path) -> int:
     """Return the bytes of the file system under a root, or of the smallest quota that counts for it: what a limit in
     percent is of. Raises: OSError.
 
@@ -73,13 +80,9 @@ def capacity_bytes(root: Path, run: Run = run_command) -> int:
     space = os.statvfs(root)
     sizes = [space.f_blocks * space.f_frsize]
     path = os.path.realpath(root)
-    try:
-        mounts = parse_mountinfo(MOUNTINFO.read_text(errors="surrogateescape"))
-    except OSError:
-        mounts = []
-    mounted = find_mount(mounts, path)
+    mounted = find_mount(read_mounts(), path)
     if mounted is not None:
-        found = quotas(path, mounted, run, os.getuid(), Path(path).stat().st_gid)
+        found = quotas(path, mounted, run_command, os.getuid(), Path(path).stat().st_gid)
         sizes += [each.limit_bytes for each in found if each.limit_bytes is not None]
     return min(sizes)
 
@@ -138,16 +141,8 @@ def check_quota(found: Sequence[Quota], against_bytes: int | None = None) -> Fin
     return row
 
 
-def _lustre(folder: str, run: Run, uid: int, gid: int) -> list[Quota]:
-    found = parse_quota(_ask(run, "lfs", "quota", "-q", "-u", str(uid), folder), "user")
-    found += parse_quota(_ask(run, "lfs", "quota", "-q", "-g", str(gid), folder), "group")
-    project = re.match(r"\s*(\d+)\s", _ask(run, "lfs", "project", "-d", folder))
-    if project is not None and int(project[1]):
-        found += parse_quota(_ask(run, "lfs", "quota", "-q", "-p", project[1], folder), "project")
-    return found
-
-
-def _ask(run: Run, *command: str) -> str:
+def ask(run: Run, *command: str) -> str:
+    """Return what a command prints; "" where it is not there or fails."""
     try:
         return run(command)
     except subprocess.CalledProcessError as error:

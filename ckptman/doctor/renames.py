@@ -20,6 +20,7 @@ PATIENCE_SECONDS = 10.0
 """How long the other process may take to see what was renamed."""
 SLOW_SIGHT_SECONDS = 1.0
 _ROUNDS = 100
+_BROKEN = "commits are not safe here: a run could load half a checkpoint, or find none. Save to another file system"
 _NAMES = ("__0_0.distcp", "blocks-00000.bin", "manifest.json")
 _PIECE_BYTES = 8
 _FILE_BYTES = 4096
@@ -58,7 +59,8 @@ def check_rename(folder: Path, disk: Disk = DISK, seconds: float = 1.0) -> Findi
                 try:
                     slowest = max(slowest, _watched(watcher, change, act))
                 except _Wrong as error:
-                    return _broken_rename(str(error), rounds)
+                    what = f"a folder or file that was renamed {error}" if str(error).startswith("was ") else str(error)
+                    return Finding("rename", "FAILED", what, _BROKEN, {"round": rounds})
             for path in folder.glob("step-*"):
                 disk.remove_tree(path)
     figures = {"renames": 4 * rounds, "slowest_visible_seconds": slowest}
@@ -178,9 +180,3 @@ def _fill_folder(path: Path, number: int, disk: Disk) -> Path:
 
 def _fill_file(path: Path, number: int) -> None:
     path.write_bytes(number.to_bytes(_PIECE_BYTES, "little") * (_FILE_BYTES // _PIECE_BYTES))
-
-
-def _broken_rename(what: str, rounds: int) -> Finding:
-    value = f"a folder or file that was renamed {what}" if what.startswith("was ") else what
-    advice = "commits are not safe here: a run could load half a checkpoint, or find none. Save to another file system"
-    return Finding("rename", "FAILED", value, advice, {"round": rounds})

@@ -61,12 +61,13 @@ def write_streams(folder: Path, size_bytes: int, streams: int, limit_seconds: fl
     memory.write(os.urandom(STRIDE_BYTES))
     data = memoryview(memory)
 
-    def open_stream(number: int) -> FileWriter:
-        return FileWriter(folder / f"stream-{number}", share, disk=disk, flags=os.O_EXCL)
+    def write(number: int) -> tuple[int, bool]:
+        file = FileWriter(folder / f"stream-{number}", share, disk=disk, flags=os.O_EXCL)
+        return _write(file, data, share, began + limit_seconds)
 
     began = time.monotonic()
-    stop = began + limit_seconds
-    moved = _together(streams, lambda number: _write(open_stream(number), data, share, stop))
+    with ThreadPoolExecutor(streams) as pool:
+        moved = list(pool.map(write, range(streams)))
     disk.sync_folder(folder)
     seconds = time.monotonic() - began
     return SpeedSample(streams, sum(count for count, _ in moved), seconds, all(direct for _, direct in moved))
@@ -77,9 +78,9 @@ def read_streams(folder: Path, streams: int, limit_seconds: float) -> SpeedSampl
     paths = sorted(folder.glob("stream-*"))
     dropped = [_drop(path) for path in paths]
     began = time.monotonic()
-    stop = began + limit_seconds
-    shares = [paths[number::streams] for number in range(streams)]
-    moved = _together(streams, lambda number: _read(shares[number], stop))
+    with ThreadPoolExecutor(streams) as pool:
+        shares = (paths[number::streams] for number in range(streams))
+        moved = list(pool.map(lambda share: _read(share, began + limit_seconds), shares))
     seconds = time.monotonic() - began
     direct = all(each for _, each in moved)
     cold = all(direct if each is None else each for each in dropped)
@@ -108,30 +109,19 @@ def check_small_files(folder: Path, limit_seconds: float, disk: Disk = DISK) -> 
     """Files of 4 KiB: made and flushed one by one, looked at, removed. Each part ends after `limit_seconds`."""
     data = os.urandom(_SMALL_BYTES)
     paths = [folder / f"small-{number}" for number in range(_SMALL_FILES)]
-    made = _repeat(paths, lambda path: disk.write_file(path, data), limit_seconds)
-    paths = paths[: made.count]
-    looked = _repeat(paths, os.stat, limit_seconds)
-    removed = _repeat(paths, disk.remove_file, limit_seconds)
-    verdict: Verdict = "slow" if made.rate < SLOW_FILES_PER_SECOND else "ok"
+    count, made = _repeat(paths, lambda path: disk.write_file(path, data), limit_seconds)
+    _, looked = _repeat(paths[:count], os.stat, limit_seconds)
+    _, removed = _repeat(paths[:count], disk.remove_file, limit_seconds)
+    verdict: Verdict = "slow" if made < SLOW_FILES_PER_SECOND else "ok"
     advice = "" if verdict == "ok" else "a save makes some files for each rank: many ranks wait for this"
-    value = f"{_rate(made.rate)} made and flushed, {_rate(looked.rate)} looked at, {_rate(removed.rate)} removed per s"
+    value = f"{_rate(made)} made and flushed, {_rate(looked)} looked at, {_rate(removed)} removed per s"
     figures = {
-        "files": made.count,
-        "create_per_second": made.rate,
-        "stat_per_second": looked.rate,
-        "unlink_per_second": removed.rate,
+        "files": count,
+        "create_per_second": made,
+        "stat_per_second": looked,
+        "unlink_per_second": removed,
     }
     return Finding("small files", verdict, value, advice, figures)
-
-
-@dataclass(frozen=True)
-class _Repeated:
-    count: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        return self.count / max(self.seconds, 1e-9)
 
 
 def _bandwidth(name: str, both: Sequence[SpeedSample], size_bytes: int, how: str, instead: str = "") -> Finding:
@@ -152,13 +142,6 @@ def _bandwidth(name: str, both: Sequence[SpeedSample], size_bytes: int, how: str
     figures |= {f"bytes_per_second_{each.streams}": each.rate for each in both}
     figures |= {"direct": all(each.direct for each in both), "cold": all(each.cold for each in both)}
     return Finding(name, verdict, f"{rates} ({', '.join(notes)})", advice, figures)
-
-
-def _together(streams: int, work: Callable[[int], tuple[int, bool]]) -> list[tuple[int, bool]]:
-    if streams == 1:
-        return [work(0)]
-    with ThreadPoolExecutor(streams) as pool:
-        return list(pool.map(work, range(streams)))
 
 
 def _write(file: FileWriter, data: memoryview, size: int, stop: float) -> tuple[int, bool]:
@@ -203,15 +186,15 @@ def _drop(path: Path) -> bool | None:
     return None if cached is None else not cached
 
 
-def _repeat(paths: Sequence[Path], work: Callable[[Path], object], limit_seconds: float) -> _Repeated:
-    began = time.monotonic()
-    count = 0
+def _repeat(paths: Sequence[Path], work: Callable[[Path], object], limit_seconds: float) -> tuple[int, float]:
+    """Do something to one path after the other: to how many, and to how many a second."""
+    began, count = time.monotonic(), 0
     for path in paths:
         work(path)
         count += 1
         if time.monotonic() > began + limit_seconds:
             break
-    return _Repeated(count, time.monotonic() - began)
+    return count, count / max(time.monotonic() - began, 1e-9)
 
 
 def _rate(rate: float) -> str:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from ckptman.io.durable_files import Disk
 from tests.helpers.checkpoints import commit
 
 QUICK = ["--size", "2MiB"]
-MEANS = checks.MountAccess
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +33,7 @@ def no_job_and_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(checks, "MountAccess", partial(MEANS, repeat_seconds=0.05))
+    monkeypatch.setattr(checks, "REPEAT_SECONDS", 0.05)
     monkeypatch.setattr(verb, "_torch_facts", lambda timeout: TorchFacts("2.13.0+cpu", "cpu", (), ("gloo",)))
 
 
@@ -87,7 +85,9 @@ def test_what_failed_is_one_line_with_its_consequence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check_rename(*args: object) -> Finding:
-        return renames._broken_rename("was seen under neither name", 1)
+        return Finding(
+            "rename", "FAILED", "a folder or file that was renamed was seen under neither name", renames._BROKEN
+        )
 
     def check_sync(*args: object) -> Finding:
         raise OSError(errno.EIO, "Input/output error")
@@ -122,11 +122,10 @@ def test_a_check_that_was_not_done_is_not_good(
 def test_a_read_only_folder_is_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class ReadOnly(Disk):
-        def make_folder(self, path: Path) -> None:
-            raise OSError(errno.EROFS, "Read-only file system", str(path))
+    def make_folder(self: Disk, path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
 
-    monkeypatch.setattr(checks, "MountAccess", partial(MEANS, disk=ReadOnly()))
+    monkeypatch.setattr(Disk, "make_folder", make_folder)
     assert main(["doctor", str(tmp_path)]) == 1
     assert "writable (Read-only file system): read-only: nothing can be saved" in capsys.readouterr().err
 

@@ -9,14 +9,14 @@ import shutil
 import signal
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptman.doctor import filesystem_checks, renames
-from ckptman.doctor.examine import LEAST_BYTES, MountAccess, bill, examine
+from ckptman.doctor import examine as checks
+from ckptman.doctor import filesystem_checks, mount, renames
+from ckptman.doctor.examine import LEAST_BYTES, bill, examine
 from ckptman.doctor.finding import Finding
 from ckptman.errors import BusyError, NotFoundError, RootError
 from ckptman.io.durable_files import DISK, Disk
@@ -48,10 +48,20 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     shutil.rmtree(path)
 
 
+@pytest.fixture(autouse=True)
+def quickly_and_without_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "REPEAT_SECONDS", 0.05)
+    monkeypatch.setattr(checks, "run_command", lambda command, timeout_seconds: Commands({})(command))
+
+
+def mounted(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """Have the kernel show one mount."""
+    monkeypatch.setattr(mount, "read_mounts", lambda: mount.parse_mountinfo(line))
+
+
 def quick(folder: Path, disk: Disk = DISK, **more: Any) -> dict[str, Finding]:
     """Examine a folder on a disk; what was found, by name."""
-    means = replace(MountAccess(disk=disk, run=Commands({}), repeat_seconds=0.05), **more.pop("means", {}))
-    found = examine(folder, size_bytes=SIZE, means=means, **{"timeout_seconds": 20.0, **more})
+    found = examine(folder, size_bytes=SIZE, disk=disk, **{"timeout_seconds": 20.0, **more})
     return {each.name: each for each in found}
 
 
@@ -94,8 +104,11 @@ def test_a_file_system_in_memory_is_never_read_cold() -> None:
         ("50 1 8:1 / / rw - xfs /dev/sda1 rw,nobarrier", "without barriers"),
     ],
 )
-def test_a_mount_that_takes_fsync_away_is_a_warning(line: str, told: str, tmp_path: Path) -> None:
-    found = quick(tmp_path, means={"mountinfo": lambda: line})
+def test_a_mount_that_takes_fsync_away_is_a_warning(
+    line: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted(monkeypatch, line)
+    found = quick(tmp_path)
     assert found["fsync"].verdict == "warning"
     assert told in found["fsync"].advice
 
@@ -136,9 +149,12 @@ def test_no_more_is_written_than_was_said(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("free", "tried"), [(100 * 1024 * 1024, 5 * 1024 * 1024), (10 * 1024 * 1024, None)])
-def test_never_more_than_a_twentieth_of_what_is_free(free: int, tried: int | None, tmp_path: Path) -> None:
+def test_never_more_than_a_twentieth_of_what_is_free(
+    free: int, tried: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     space = os.statvfs_result((1, 1, 10**10, free, free, 10, 5, 5, 0, 255))
-    found = quick(tmp_path, means={"statvfs": lambda path: space})
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
+    found = quick(tmp_path)
     if tried is None:
         assert (found["write"].verdict, found["read"].verdict) == ("unknown", "unknown")
         assert "not measured: 5 % of what is known to be free is less" in found["write"].value
@@ -146,10 +162,11 @@ def test_never_more_than_a_twentieth_of_what_is_free(free: int, tried: int | Non
         assert found["write"].figures["test_bytes"] == tried
 
 
-def test_a_quota_bounds_the_test_too(tmp_path: Path) -> None:
-    line = TABLE.splitlines()[3].replace("/scratch rw", "/ rw")
+def test_a_quota_bounds_the_test_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted(monkeypatch, TABLE.splitlines()[3].replace("/scratch rw", "/ rw"))
     run = Commands({f"lfs quota -q -u {os.getuid()} {tmp_path}": LFS.replace("2000000", "1100000")})
-    found = quick(tmp_path, means={"mountinfo": lambda: line, "run": run})
+    monkeypatch.setattr(checks, "run_command", lambda command, timeout_seconds: run(command))
+    found = quick(tmp_path)
     assert found["quota"].verdict == "warning"
     assert found["write"].figures["test_bytes"] == int(0.05 * 100_000 * 1024) // 4096 * 4096
 
@@ -211,9 +228,10 @@ def test_a_cost_at_a_rate_that_is_not_that_of_a_checkpoint_says_so(tmp_path: Pat
 
 @pytest.mark.slow
 def test_what_repeats_ends_well_before_a_short_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "REPEAT_SECONDS", 1.0)
     monkeypatch.setattr(renames, "check_rename", lambda own, disk, seconds: Finding("rename", "ok", f"{seconds:g} s"))
     for limit, told in ((3.0, "0.5 s"), (60.0, "1 s")):
-        found = quick(tmp_path, timeout_seconds=limit, means={"repeat_seconds": 1.0})
+        found = quick(tmp_path, timeout_seconds=limit)
         assert found["rename"].value == told
 
 
@@ -222,6 +240,7 @@ def test_a_command_that_hangs_is_not_a_file_system_that_does(tmp_path: Path, mon
     (tmp_path / "quota").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "quota").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(checks, "run_command", run_command)
     found = {each.name: each for each in examine(tmp_path, size_bytes=LEAST_BYTES, timeout_seconds=3.0)}
     assert (found["quota"].verdict, failed(found)) == ("unknown", [])
 

@@ -217,8 +217,8 @@ def _refused(kind: str, fd: int) -> None:
     raise OSError(errno.ENOSYS, "Function not implemented")
 
 
-def _posix_only(kind: str, fd: int) -> None:
-    (_refused if kind == "flock" else filesystem_checks.lock)(kind, fd)
+def _posix_only(kind: str, fd: int, lock: Callable[[str, int], None] = filesystem_checks.lock) -> None:
+    (_refused if kind == "flock" else lock)(kind, fd)
 
 
 def _kept(kind: str, fd: int) -> None:
@@ -237,15 +237,21 @@ def _kept(kind: str, fd: int) -> None:
         (_posix_only, "warning", "fcntl works; refused: flock (Function not implemented)"),
     ],
 )
-def test_locks_that_do_not_hold_are_found(take: Any, verdict: str, value: str, tmp_path: Path) -> None:
-    found = run_isolated(lambda: filesystem_checks.check_locks(tmp_path, take), 30)
+def test_locks_that_do_not_hold_are_found(
+    take: Any, verdict: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystem_checks, "lock", take)
+    found = run_isolated(lambda: filesystem_checks.check_locks(tmp_path), 30)
     assert found.verdict == verdict
     assert value in found.value
 
 
 @pytest.mark.parametrize(("shift", "told"), [(-99.5, "99.5 s ahead of"), (3600.0, "3,600 s behind"), (1.0, "within")])
-def test_a_clock_that_is_off_is_told(shift: float, told: str, tmp_path: Path) -> None:
-    found = filesystem_checks.check_clock(tmp_path, now=lambda: time.time() + shift)
+def test_a_clock_that_is_off_is_told(shift: float, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + shift)
+    found = filesystem_checks.check_clock(tmp_path)
+    monkeypatch.undo()
     assert found.verdict == ("ok" if told == "within" else "warning")
     assert told in re.sub(r"99\.\d+ s", "99.5 s", found.value), found.value
 
