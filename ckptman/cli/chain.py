@@ -123,7 +123,7 @@ def _find(name: str | None) -> tuple[Chain, Slurm]:
     from ckptman.scheduler.slurm.submission import slurm_of
 
     chain = named(name, Path.cwd())
-    return chain, slurm_of(chain.spec, os.environ)
+    return chain, slurm_of(chain.spec)
 
 
 def _act(name: str | None, what: Callable[[Chain, Slurm, float], ChainStatus]) -> None:

@@ -102,7 +102,7 @@ def submit(
 
     now = time.time()
     submission = Submission(
-        Path(command[0]),
+        script=Path(command[0]),
         arguments=tuple(command[1:]),
         first_arguments=tuple(first or ()),
         options=tuple(sbatch or ()),
@@ -128,7 +128,7 @@ def submit(
             )
             continue
         try:
-            jobs = submit_chain(each, submission.upfront, slurm_of(each.spec, os.environ), now)
+            jobs = submit_chain(each, slurm_of(each.spec), now)
         except (SchedulerError, OSError) as error:
             raise _with_what_is_left(error, made[number:]) from error
         say(f"submitted job {jobs[0].job_id}" + (f" to {jobs[-1].job_id}" if len(jobs) > 1 else ""))
@@ -148,18 +148,12 @@ def _with_what_is_left(error: SchedulerError | OSError, left: Sequence[PreparedC
 def _run_here(
     command: list[str], max_attempts: int | None, crash_limit: int, stall_limit: int, chain_dir: Path | None
 ) -> int:
-    from ckptman.scheduler.chain import new_chain_dir, run_chain
-    from ckptman.scheduler.local import LocalScheduler
+    from ckptman.scheduler.chain import new_chain_dir
+    from ckptman.scheduler.local import run_chain
 
-    folder = chain_dir or new_chain_dir(Path.cwd(), time.localtime(), os.getpid())
+    folder = chain_dir or new_chain_dir(time.time())
     return run_chain(
-        LocalScheduler(_tell),
-        command,
-        folder,
-        say=_tell,
-        crash_limit=crash_limit,
-        max_attempts=max_attempts,
-        stall_limit=stall_limit,
+        command, folder, _tell, crash_limit=crash_limit, max_attempts=max_attempts, stall_limit=stall_limit
     )
 
 

@@ -13,7 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
@@ -22,20 +23,18 @@ from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV
 from ckptman.scheduler.chain import Say, judge, patient
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, JobRecord, Spec
 from ckptman.scheduler.history import (
-    begun_anywhere,
-    end_of,
     following,
     job_number_after,
     lost,
+    note_end,
     outcome_of,
     settle,
     warned_too_late,
 )
-from ckptman.scheduler.local import ENDING, WARNING
 from ckptman.scheduler.process_tree import forward_stop
-from ckptman.scheduler.signal_queue import SignalQueue
-from ckptman.scheduler.slurm.commands import Slurm, submission_environment
-from ckptman.scheduler.slurm.submission import avoid_nodes, submit_next
+from ckptman.scheduler.signal_queue import ENDING, WARNING, SignalQueue, leave_it
+from ckptman.scheduler.slurm.commands import Slurm
+from ckptman.scheduler.slurm.submission import avoid_nodes, slurm_of, submit_next
 
 CHAIN_ENV = "CKPTMAN_CHAIN"
 """The folder of the chain, for whoever runs in one of its attempts."""
@@ -71,7 +70,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Begin, run the script to its end, and decide. The exit code of the script; 0 where there is nothing to do."""
-        with SignalQueue((*ENDING, *WARNING)) as signals:
+        with SignalQueue() as signals:
             attempt = self._begin()
             if attempt is None:
                 return EXIT_OK
@@ -145,7 +144,9 @@ class Supervisor:
 
     def _run_script(self, signals: SignalQueue, attempt: AttemptRecord) -> int:
         spec = self._spec
-        first = () if begun_anywhere(self._chain) else spec.first_arguments
+        # Once there is a checkpoint, or an attempt has ended well, nobody is told any more where to start.
+        ends = self._chain.ends().values()
+        has_begun = any(end.sequence or end.ending in ("stopped", "finished") for end in ends)
         environ = {
             TORCHRUN_ENV: str(TORCHRUN_SECONDS),
             **self._environ,
@@ -153,7 +154,8 @@ class Supervisor:
             OUTCOME_ENV: str(self._chain.outcome_path(attempt.number)),
             CHAIN_ENV: str(self._chain.folder),
         }
-        command = [*spec.interpreter, str(self._chain.script), *spec.arguments, *first]
+        arguments = spec.arguments if has_begun else (*spec.arguments, *spec.first_arguments)
+        command = [*spec.interpreter, str(self._chain.script), *arguments]
         try:
             child = subprocess.Popen(command, env=environ, cwd=self._workdir, stdin=subprocess.DEVNULL)
         except OSError as error:
@@ -174,10 +176,8 @@ class Supervisor:
             if self._spec.mode == "requeue" and self._chain.state.state == "active":
                 self._requeue()  # now: in a moment this process may be killed
         steps = None if number in ENDING else lambda: self._slurm.signal_steps(self._job_id, signal.SIGTERM.name)
-        try:
+        with self._refusal(f"{number.name} could not be handed on to the tasks"):
             self._say(f"{number.name}: {forward_stop(pid, number, steps)}")
-        except SchedulerError as error:
-            self._say(f"{number.name} could not be handed on to the tasks: {error}")
 
     def _end(self, attempt: AttemptRecord, returncode: int) -> None:
         chain, now = self._chain, self._clock()
@@ -187,9 +187,7 @@ class Supervisor:
         untold = outcome is None or outcome.state == "running"
         if ending == "crashed" and untold and (why := self._why_from_outside()):
             ending, reason = "interrupted", why
-        record = end_of(chain, attempt, self._slurm, outcome, ending, reason, now, returncode)
-        chain.end(record)
-        chain.events.record("end", sync=True, attempt=attempt.number, ending=ending, reason=reason)
+        note_end(chain, attempt, self._slurm, outcome, ending, reason, now, returncode)
         if note := warned_too_late(chain):
             self._say(note)
         decision = following(chain, now)
@@ -207,18 +205,18 @@ class Supervisor:
             self._avoid_bad_nodes(self._job_number)
         else:
             self._ensure_successor(attempt.number)  # somebody may have cancelled it
-            self._delay_successor(decision.delay_seconds)
+            following_job = job_number_after(chain, self._job_number)
+            if decision.delay_seconds > 0 and following_job is not None:
+                with self._refusal("The next attempt starts without a delay"):
+                    self._slurm.update(following_job.job_id, StartTime=f"now+{decision.delay_seconds:.0f}")
             self._avoid_bad_nodes(self._job_number + 1)
 
     def _why_from_outside(self) -> str | None:
         """Return what Slurm says of this job while it ends it; None where it lets it run."""
-        try:
+        with self._refusal("How the job stands is not known"):
             own = self._slurm.jobs([self._job_id]).get(self._job_id)
-        except SchedulerError as error:
-            self._say(str(error))
-            own = None
-        if own is not None and own.state != "RUNNING":
-            return f"Slurm ends the job ({own.state}{f', {own.reason}' if own.reason not in ('', 'None') else ''})"
+            if own is not None and own.state != "RUNNING":
+                return f"Slurm ends the job ({own.told})"
         return "Slurm asked it to end: a time limit, a preemption, or scancel" if self._asked else None
 
     def _stop(self, reason: str) -> None:
@@ -227,39 +225,26 @@ class Supervisor:
         self._cancel_successor()
 
     def _cancel_successor(self) -> None:
-        ids = [each.job_id for each in self._chain.jobs() if each.number > self._job_number]
-        try:
-            self._slurm.cancel(ids)
-        except SchedulerError as error:
-            self._say(f"{error}. What is left in the queue finds that the chain has ended, and leaves")
-
-    def _delay_successor(self, delay_seconds: float) -> None:
-        following_job = job_number_after(self._chain, self._job_number)
-        if delay_seconds <= 0 or following_job is None:
-            return
-        try:
-            self._slurm.update(following_job.job_id, StartTime=f"now+{delay_seconds:.0f}")
-        except SchedulerError as error:
-            self._say(f"the next attempt starts without a delay: {error}")
+        with self._refusal("What is left in the queue finds that the chain has ended, and leaves"):
+            self._slurm.cancel([each.job_id for each in self._chain.jobs() if each.number > self._job_number])
 
     def _avoid_bad_nodes(self, first_job: int) -> None:
         following_jobs = [each for each in self._chain.jobs() if each.number >= first_job]
-        try:
-            told = avoid_nodes(self._chain, self._slurm, following_jobs, self._clock())
-        except SchedulerError as error:
-            told = f"bad nodes could not be left out: {error}"
-        if told:
-            self._say(told)
+        with self._refusal("Bad nodes could not be left out"):
+            if told := avoid_nodes(self._chain, self._slurm, following_jobs, self._clock()):
+                self._say(told)
 
     def _requeue(self) -> None:
-        try:
+        with self._refusal("Submit again: the run goes on from its newest checkpoint"):
             self._slurm.requeue(self._job_id)
+
+    @contextmanager
+    def _refusal(self, consequence: str) -> Iterator[None]:
+        """Say what Slurm refused, and what follows from that; the attempt goes on."""
+        try:
+            yield
         except SchedulerError as error:
-            self._say(f"{error}. Submit again: the run goes on from its newest checkpoint")
-
-
-def _leave(number: int, frame: object) -> None:
-    """A handler that does nothing, until the attempt has its own."""
+            self._say(f"{error}. {consequence}")
 
 
 def _log_path() -> str:
@@ -272,16 +257,14 @@ def _log_path() -> str:
 def main(arguments: Sequence[str]) -> int:
     """Run one attempt. Arguments: the folder of the chain, the number of this job in it, where its script is to run."""
     for number in (*ENDING, *WARNING):  # the batch file has them ignored, so that none ends it before this line
-        signal.signal(number, _leave)
+        signal.signal(number, leave_it)
     chain = Chain(Path(arguments[0]).resolve())
 
     def say(text: str) -> None:
         print(f"ckptman: {text}", flush=True)
 
     try:
-        spec = chain.spec
-        slurm = Slurm(submission_environment(os.environ, spec.sbatch_variables), spec.workdir)
-        return Supervisor(chain, int(arguments[1]), os.environ, slurm, arguments[2], say=say).run()
+        return Supervisor(chain, int(arguments[1]), os.environ, slurm_of(chain.spec), arguments[2], say=say).run()
     except CkptmanError as error:
         say(f"Error: {error}")
         return error.exit_code

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from ckptman.errors import CorruptError, ExistsError, FormatVersionError, NotFoundError
 from ckptman.io.durable_files import DISK
@@ -43,8 +43,26 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Spec(_Record):
-    """What was submitted. `options`: those of sbatch, on its command line. `first_arguments`: until one is saved.
+class Wish(_Record):
+    """What a user may ask of a chain. `options`: those of sbatch, on its command line. `upfront`: so many jobs at once.
+
+    `first_arguments`: of the script, until a checkpoint is saved.
+    """
+
+    arguments: tuple[str, ...] = ()
+    first_arguments: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    mode: Mode = "successor"
+    upfront: int = 1
+    crash_limit: int = 3
+    stall_limit: int = 10
+    max_attempts: int | None = None
+    max_walltime_seconds: float | None = None
+    until_seconds: float | None = None
+
+
+class Spec(Wish):
+    """What was submitted.
 
     `limit_seconds`, `warned_seconds`, `excluded`: what the user's own --time, --signal and --exclude say, as far as it
     is understood; `has_signal`: whether there is a --signal.
@@ -53,9 +71,6 @@ class Spec(_Record):
     format: int = FORMAT
     script: str
     interpreter: tuple[str, ...]
-    arguments: tuple[str, ...] = ()
-    first_arguments: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
     sbatch_variables: Mapping[str, str] = {}
     limit_seconds: float | None = None
     has_signal: bool = False
@@ -63,13 +78,6 @@ class Spec(_Record):
     excluded: str = ""
     array_task: int | None = None
     workdir: str
-    mode: Mode = "successor"
-    upfront: int = 1
-    crash_limit: int = 3
-    stall_limit: int = 10
-    max_attempts: int | None = None
-    max_walltime_seconds: float | None = None
-    until_seconds: float | None = None
     created_seconds: float
 
 
@@ -209,7 +217,8 @@ class Chain:
 
     def _all(self, kind: str, model: type[M]) -> list[M]:
         pattern = re.compile(rf"{kind}-\d{{4,}}\.json")
-        names = sorted((each.name for each in self.folder.iterdir() if pattern.fullmatch(each.name)), key=_number)
+        names = [each.name for each in self.folder.iterdir() if pattern.fullmatch(each.name)]
+        names.sort(key=lambda name: (len(name), name))
         return [found for name in names if (found := self._read(name, model)) is not None]
 
     def _make(self, name: str, record: M) -> M:
@@ -231,8 +240,8 @@ class Chain:
             )
         except FileNotFoundError:
             return None
-        except (ValidationError, ValueError) as error:
-            raise CorruptError(f"{path} is not what ckptman wrote: {_first_line(error)}") from None
+        except ValueError as error:  # pydantic's is one
+            raise CorruptError(f"{path} is not what ckptman wrote: {str(error).splitlines()[0]}") from None
 
 
 def find_chains(base: Path) -> Sequence[Chain]:
@@ -245,11 +254,3 @@ def find_chains(base: Path) -> Sequence[Chain]:
 
 def _data(record: BaseModel) -> bytes:
     return record.model_dump_json(indent=1).encode() + b"\n"
-
-
-def _number(name: str) -> int:
-    return int(name.partition("-")[2].partition(".")[0])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

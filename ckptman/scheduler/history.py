@@ -53,14 +53,14 @@ def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRe
             ending, reason = "interrupted", "the job was requeued"
         elif known is None:
             ending, reason = "interrupted", "killed, and Slurm could not be asked by whom"
+        elif job is None:
+            ending, reason = "crashed", "killed, and nobody knows by whom: Slurm has forgotten the job"
+        elif job.state in _FROM_OUTSIDE:
+            ending, reason = "interrupted", _FROM_OUTSIDE[job.state]
         else:
-            ending, reason = _judged(job)
+            ending, reason = "crashed", f"killed ({job.told})"
         ended = _time(job.ends, now) if job is not None and job.over else now
-        record = end_of(chain, attempt, slurm, outcome, ending, reason, ended)
-        chain.end(record)
-        chain.events.record(
-            "found ended", sync=True, attempt=attempt.number, ending=record.ending, reason=record.reason
-        )
+        note_end(chain, attempt, slurm, outcome, ending, reason, ended)
     return None
 
 
@@ -73,7 +73,7 @@ def outcome_of(chain: Chain, attempt: AttemptRecord) -> Outcome | None:
         return None
 
 
-def end_of(
+def note_end(
     chain: Chain,
     attempt: AttemptRecord,
     slurm: Slurm,
@@ -82,11 +82,14 @@ def end_of(
     reason: str,
     now: float,
     returncode: int | None = None,
-) -> EndRecord:
-    """Return the record of how an attempt ended, with what it left on disk and which of its nodes are bad."""
+) -> None:
+    """Note how an attempt ended, with what it left on disk and which of its nodes are bad.
+
+    `returncode`: None where it is noted by a later attempt, because this one was killed.
+    """
     root = outcome.root if outcome else ""
     sequence, committed = _left_under(chain, root)
-    return EndRecord(
+    record = EndRecord(
         number=attempt.number,
         ending=ending,
         reason=reason,
@@ -99,6 +102,9 @@ def end_of(
         bad_nodes=_bad_nodes(chain, attempt, ending, slurm),
         save_seconds=save_seconds(root) if root else None,
     )
+    chain.end(record)
+    event = "found ended" if returncode is None else "end"
+    chain.events.record(event, sync=True, attempt=attempt.number, ending=ending, reason=reason)
 
 
 def following(chain: Chain, now: float) -> Next:
@@ -170,22 +176,9 @@ def warned_too_late(chain: Chain) -> str:
     )
 
 
-def begun_anywhere(chain: Chain) -> bool:
-    """Return whether an attempt has left a checkpoint, or ended well: then nobody is told any more where to start."""
-    return any(end.sequence or end.ending in ("stopped", "finished") for end in chain.ends().values())
-
-
 def job_number_after(chain: Chain, number: int) -> JobRecord | None:
     """Return the job of a chain that comes after another."""
     return next((each for each in chain.jobs() if each.number == number + 1), None)
-
-
-def _judged(job: Job | None) -> tuple[Ending, str]:
-    if job is None:
-        return "crashed", "killed, and nobody knows by whom: Slurm has forgotten the job"
-    if job.state in _FROM_OUTSIDE:
-        return "interrupted", _FROM_OUTSIDE[job.state]
-    return "crashed", f"killed ({job.state}{f', {job.reason}' if job.reason not in ('', 'None') else ''})"
 
 
 def _left_under(chain: Chain, root: str) -> tuple[int, bool]:

@@ -1,28 +1,91 @@
-"""Runs attempts as processes of this machine."""
+"""A chain on this machine: its attempts one after another, as processes, until the run is finished."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from pathlib import Path
 
-from ckptman.errors import ConfigError, SchedulerError
-from ckptman.scheduler.chain import Say, patient
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, RootError, SchedulerError
+from ckptman.io.durable_files import DISK
+from ckptman.policies.resubmit import Attempt, decide
+from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, read_outcome
+from ckptman.scheduler.chain import Say, gone_text, judge, newest_sequence, patient
 from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles
-from ckptman.scheduler.signal_queue import SignalQueue
+from ckptman.scheduler.signal_queue import ENDING, SignalQueue
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Passed on to the attempt; the chain ends with it."""
-WARNING = (signal.SIGUSR1, signal.SIGUSR2)
-"""Passed on to the attempt; the chain goes on with the next one."""
 LOOK_SECONDS = 5.0
+GRACE_SECONDS = 30.0
+"""What torchrun gives its workers to save."""
+
+
+def run_chain(
+    command: Sequence[str],
+    chain_dir: Path,
+    say: Say,
+    *,
+    crash_limit: int = 3,
+    max_attempts: int | None = None,
+    stall_limit: int | None = None,
+) -> int:
+    """Run `command` again and again until it is finished. Exit code 0: finished; 75: asked to stop, run it again.
+
+    How an attempt ended is read from the outcome it wrote to `chain_dir`, and only without one from its exit code.
+    `say` hears one line per attempt.
+
+    Raises: SchedulerError (`crash_limit` attempts in a row crashed with no new checkpoint, or `stall_limit` ended so in
+    whatever way, the last of `max_attempts` crashed, the checkpoints are gone, or the command cannot be started),
+    ExistsError (`chain_dir` belongs to an earlier chain).
+    Called by `ckptman submit --scheduler local`, in the main thread.
+    """
+    tell, since_seconds = patient(say), time.time()
+    chain_dir = chain_dir.resolve()  # an attempt may change its working directory
+    DISK.make_folders(chain_dir)
+    # An outcome of an earlier chain would be read as that of an attempt that died before it wrote one.
+    if any(chain_dir.glob("outcome-*.json")):
+        raise ExistsError(f"{chain_dir} holds the outcomes of an earlier chain: name a new folder, or remove this one")
+    attempts: list[Attempt] = []
+    root = ""
+    with SignalQueue() as signals:
+        scheduler = LocalScheduler(tell, signals)
+        while (stop := scheduler.stop_asked()) is None:
+            number = len(attempts) + 1
+            outcome_file = chain_dir / f"outcome-{number}.json"
+            marks = {ATTEMPT_ENV: str(number), OUTCOME_ENV: str(outcome_file)}
+            returncode = scheduler.run_attempt(command, {**os.environ, **marks})
+            try:
+                outcome = read_outcome(outcome_file)
+            except CorruptError as error:
+                outcome = None
+                tell(f"{error}; going by the exit code")
+            ending, reason = judge(returncode, outcome)
+            root_before, root = root, outcome.root if outcome else root
+            committed = before = attempts[-1].committed_sequence if attempts else 0
+            try:
+                committed = newest_sequence(root, since_seconds) if root else before
+            except RootError as error:
+                tell(f"{error}; counted as no progress")
+            attempts.append(Attempt(number, ending, reason, committed))
+            following = decide(attempts, crash_limit, max_attempts, stall_limit=stall_limit)
+            tell(following.reason)
+            if ending == "finished":
+                return EXIT_OK
+            if before and root == root_before and not committed and not newest_sequence(root):
+                raise SchedulerError(f"the chain ends: {gone_text(root)}")
+            if ending == "stopped" and number == max_attempts:
+                return EXIT_AGAIN
+            if not following.again and scheduler.stop_asked() is None:
+                raise SchedulerError(f"the chain ends: {following.reason}. Remove the cause and submit again")
+    tell(f"the chain ends, because {stop.name} asked for it: submit again to go on from the newest checkpoint")
+    return EXIT_AGAIN
 
 
 class LocalScheduler:
-    """Runs the attempts of a chain here, each in a session of its own. A context manager, in the main thread.
+    """Runs the attempts of a chain here, each in a session of its own.
 
     Signals to this process go to the command of the running attempt, not to its children: a launcher passes them on
     itself, and data loaders must not get them.
@@ -31,26 +94,14 @@ class LocalScheduler:
     SIGUSR1 and SIGUSR2 are passed on if the command handles or ignores them. If not, they would kill it, and torchrun
     would leave its workers behind: it gets SIGTERM instead, which every launcher passes on. The chain goes on.
 
-    Processes that an attempt leaves behind get SIGTERM, `grace_seconds` to save (torchrun gives its workers 30), and
-    SIGKILL: two attempts never write to one root.
+    Processes that an attempt leaves behind get SIGTERM, `GRACE_SECONDS` to save, and SIGKILL: two attempts never write
+    to one root.
     """
 
-    def __init__(self, say: Say, grace_seconds: float = 30.0) -> None:
-        self._say = patient(say)
-        self._grace_seconds = grace_seconds
-        self._signals = SignalQueue((*ENDING, *WARNING))
+    def __init__(self, say: Say, signals: SignalQueue) -> None:
+        self._say, self._signals = say, signals
         self._stop: signal.Signals | None = None
         self._kill = False
-
-    def __enter__(self) -> LocalScheduler:
-        self._stop, self._kill = None, False
-        self._signals.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._signals.__exit__(kind, error, traceback)
 
     def stop_asked(self) -> signal.Signals | None:
         """Return the signal that asked the chain to end, or None. Between attempts there is nobody to pass it on to."""
@@ -60,20 +111,21 @@ class LocalScheduler:
     def run_attempt(self, command: Sequence[str], env: Mapping[str, str]) -> int:
         """Run `command` to its end; its exit code, or -n if signal n killed it. Its output goes where ours goes.
 
-        Raises: SchedulerError (it cannot be started), ConfigError (no command).
+        When this returns, no process of the attempt is alive. Raises: SchedulerError (it cannot be started).
         """
         outer_id, attempt_id = env.get(ATTEMPT_ID_ENV), uuid.uuid4().hex
         child = _start(command, {**env, ATTEMPT_ID_ENV: f"{outer_id}:{attempt_id}" if outer_id else attempt_id})
         tree = ProcessTree(child.pid, attempt_id)
         try:
-            while not _has_ended(child.pid):
+            # Seen, but not reaped: until the tree has ended, nobody else may get this pid.
+            while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 for number in self._take(LOOK_SECONDS):
                     self._pass_on(number, child.pid)
                 tree.look()
                 if self._kill:
                     tree.kill()
         finally:
-            tree.end(self._grace_seconds, hurry=self._hurry)
+            tree.end(GRACE_SECONDS, hurry=self._hurry)
             returncode = child.wait()
         return returncode
 
@@ -101,14 +153,7 @@ class LocalScheduler:
         return self._kill
 
 
-def _has_ended(pid: int) -> bool:
-    # Seen, but not reaped: until the tree has ended, nobody else may get this pid.
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
 def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    if not command:
-        raise ConfigError("there is no command to run: put it after --, such as -- torchrun train.py")
     try:
         return subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
     except FileNotFoundError:

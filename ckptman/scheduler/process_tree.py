@@ -31,6 +31,7 @@ class ProcessTree:
     def __init__(self, leader: int, attempt_id: str) -> None:
         self._leader, self._id = leader, attempt_id.encode()
         self._known: set[psutil.Process] = set()
+        self._parents: dict[psutil.Process, int] = {}
 
     def look(self) -> set[psutil.Process]:
         """Return the members that are alive now; a zombie is not."""
@@ -50,7 +51,7 @@ class ProcessTree:
             children = {process for process, parent in parents.items() if parent in pids}
             grew = not children <= members
             members |= children
-        self._known = members
+        self._known, self._parents = members, parents
         return set(members)
 
     def end(self, grace_seconds: float, hurry: Callable[[], bool]) -> None:
@@ -61,7 +62,7 @@ class ProcessTree:
         """
         members = self.look()
         pids = {member.pid for member in members}
-        _send([member for member in members if _parent(member) not in pids], signal.SIGTERM)
+        _send([member for member in members if self._parents[member] not in pids], signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds
         while any(_lives(member) for member in members) and time.monotonic() < deadline and not hurry():
             pass
@@ -141,15 +142,6 @@ def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)  # psutil looks at the start time first: never somebody else with the same pid
         except psutil.Error:
             continue
-
-
-def _parent(process: psutil.Process) -> int | None:
-    import psutil
-
-    try:
-        return process.ppid()
-    except psutil.Error:
-        return None
 
 
 def _lives(process: psutil.Process) -> bool:

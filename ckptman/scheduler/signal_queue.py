@@ -7,22 +7,21 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Sequence
 
 from ckptman.errors import ConfigError
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Passed on to the attempt. A chain on this machine ends with it; Slurm sends them where it ends the job."""
+WARNING = (signal.SIGUSR1, signal.SIGUSR2)
+"""Passed on to the attempt; the chain goes on with the next one."""
+
 
 class SignalQueue(contextlib.ExitStack):
-    """Between enter and exit, `signals` sent to this process are queued, and read by `wait`.
+    """Between enter and exit, signals to this process that end an attempt or warn it are queued, and read by `wait`.
 
     Python's wake-up pipe carries them, so nothing happens inside a handler and none is lost between two looks.
     The end of a child process (SIGCHLD) ends a wait too. What was ignored before (`nohup`) stays ignored.
     """
-
-    def __init__(self, signals: Sequence[signal.Signals]) -> None:
-        super().__init__()
-        self._signals = tuple(signals)
-        self._pipe = -1
 
     def __enter__(self) -> SignalQueue:
         if threading.current_thread() is not threading.main_thread():
@@ -32,11 +31,11 @@ class SignalQueue(contextlib.ExitStack):
             undo.callback(os.close, self._pipe)
             undo.callback(os.close, write_end)
             undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write_end, warn_on_full_buffer=False))
-            for number in (*self._signals, signal.SIGCHLD):
+            for number in (*ENDING, *WARNING, signal.SIGCHLD):
                 previous = signal.getsignal(number)
                 if number == signal.SIGCHLD or previous not in (signal.SIG_IGN, None):
                     undo.callback(signal.signal, number, previous or signal.SIG_DFL)
-                    signal.signal(number, _leave_it_to_the_pipe)
+                    signal.signal(number, leave_it)
             self.push(undo.pop_all())
         return self
 
@@ -44,8 +43,9 @@ class SignalQueue(contextlib.ExitStack):
         """Return the signals that came, in order; empty when a child ended or the time is over."""
         if not select.select([self._pipe], [], [], timeout_seconds)[0]:
             return []
-        return [signal.Signals(number) for number in os.read(self._pipe, 65536) if number in self._signals]
+        came = os.read(self._pipe, 65536)
+        return [signal.Signals(number) for number in came if number in (*ENDING, *WARNING)]
 
 
-def _leave_it_to_the_pipe(signum: int, frame: object) -> None:
-    pass
+def leave_it(number: int, frame: object) -> None:
+    """A handler that does nothing: the pipe carries the signal, or nobody reads it yet."""

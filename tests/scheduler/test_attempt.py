@@ -38,9 +38,8 @@ def submitted(tmp_path: Path, fake: FakeSlurm, body: str, **wish: object) -> Cha
     """A chain whose script is `body`, after its submission as job 101."""
     script = tmp_path / "train.sbatch"
     script.write_text(f"#!/bin/bash\n#SBATCH --time=5\n{body}\n")
-    upfront = int(str(wish.get("upfront", 1)))
-    [made] = prepare(Submission(script, **wish), None, {}, NOW)  # type: ignore[arg-type]
-    submit_chain(made, upfront, fake.client(), NOW)
+    [made] = prepare(Submission(script=script, **wish), None, {}, NOW)  # type: ignore[arg-type]
+    submit_chain(made, fake.client(), NOW)
     return made.chain
 
 
@@ -127,27 +126,27 @@ def test_where_the_queue_takes_fewer_jobs_the_last_one_has_the_next_follow(
 def test_the_same_script_twice_is_refused(tmp_path: Path, fake: FakeSlurm) -> None:
     first = submitted(tmp_path, fake, "true")
     with pytest.raises(ExistsError, match="goes on already"):
-        prepare(Submission(tmp_path / "train.sbatch"), None, {}, NOW)
-    prepare(Submission(tmp_path / "train.sbatch", another=True), None, {}, NOW)
-    prepare(Submission(tmp_path / "train.sbatch", arguments=("other",)), None, {}, NOW)
+        prepare(Submission(script=tmp_path / "train.sbatch"), None, {}, NOW)
+    prepare(Submission(script=tmp_path / "train.sbatch", another=True), None, {}, NOW)
+    prepare(Submission(script=tmp_path / "train.sbatch", arguments=("other",)), None, {}, NOW)
     first.turn("finished", "", NOW)
-    prepare(Submission(tmp_path / "train.sbatch"), None, {}, NOW)
+    prepare(Submission(script=tmp_path / "train.sbatch"), None, {}, NOW)
 
 
 def test_what_cannot_be_submitted(tmp_path: Path, fake: FakeSlurm) -> None:
     with pytest.raises(NotFoundError, match="no batch script"):
-        prepare(Submission(tmp_path / "none"), None, {}, NOW)
+        prepare(Submission(script=tmp_path / "none"), None, {}, NOW)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="binary"):
-        prepare(Submission(tmp_path / "binary"), None, {}, NOW)
+        prepare(Submission(script=tmp_path / "binary"), None, {}, NOW)
     (tmp_path / "array").write_text("#!/bin/bash\n#SBATCH -a 0-3%2\n")
     with pytest.raises(ConfigError, match="leave the % out"):
-        prepare(Submission(tmp_path / "array"), None, {}, NOW)
+        prepare(Submission(script=tmp_path / "array"), None, {}, NOW)
     (tmp_path / "logs").write_text("#!/bin/bash\n#SBATCH -o out/%j.log\n")
     with pytest.raises(NotFoundError, match="mkdir -p"):
-        prepare(Submission(tmp_path / "logs"), None, {}, NOW)
+        prepare(Submission(script=tmp_path / "logs"), None, {}, NOW)
     (tmp_path / "out").mkdir()
-    prepare(Submission(tmp_path / "logs"), None, {}, NOW)
+    prepare(Submission(script=tmp_path / "logs"), None, {}, NOW)
     assert not (tmp_path / "ckptman-chains").exists()
 
 

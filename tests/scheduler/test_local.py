@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,11 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ckptman import ConfigError, ExistsError, RootError, SchedulerError
+from ckptman import ExistsError, RootError, SchedulerError
 from ckptman.runtime.outcome import Outcome, State, write_outcome
-from ckptman.scheduler.chain import new_chain_dir, newest_sequence, run_chain
-from ckptman.scheduler.local import LocalScheduler
+from ckptman.scheduler import local
+from ckptman.scheduler.chain import new_chain_dir, newest_sequence
+from ckptman.scheduler.local import LocalScheduler, run_chain
 from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree
+from ckptman.scheduler.signal_queue import SignalQueue
 from tests.helpers.checkpoints import commit
 
 # ---- Decisions ------------------------------------------------------------------------------------------------------
@@ -36,10 +39,6 @@ class Pretended:
     def __init__(self, *plan: tuple[int, Outcome | bytes | None], stop_after: int | None = None) -> None:
         self.plan, self.stop_after = plan, stop_after
         self.seen: list[Mapping[str, str]] = []
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *args: object) -> None: ...
 
     def stop_asked(self) -> signal.Signals | None:
         return signal.SIGTERM if self.stop_after is not None and len(self.seen) >= self.stop_after else None
@@ -72,17 +71,19 @@ def chain(
 ) -> tuple[int, list[str], int]:
     """Exit code, what was said, and the number of attempts."""
     scheduler, told = Pretended(*plan, stop_after=stop_after), Told()
-    code = run_chain(
-        scheduler,
-        ["train"],
-        tmp_path / "chain",
-        say=told,
-        progress=progress,
-        crash_limit=crash_limit,
-        max_attempts=max_attempts,
-        environ={},
-    )
+    with pretending(scheduler) as patch:
+        # Whether anything is left at all is asked only where nothing new is.
+        patch.setattr(local, "newest_sequence", lambda root, since_seconds=0.0: progress(root) if since_seconds else 0)
+        code = run_chain(["train"], tmp_path / "chain", told, crash_limit=crash_limit, max_attempts=max_attempts)
     return code, told, len(scheduler.seen)
+
+
+@contextlib.contextmanager
+def pretending(scheduler: Pretended) -> Iterator[pytest.MonkeyPatch]:
+    """Have chains run on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "LocalScheduler", lambda say, signals: scheduler)
+        yield patch
 
 
 def test_zero_ends_it(tmp_path: Path) -> None:
@@ -201,7 +202,9 @@ def test_what_an_attempt_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     scheduler = Pretended((75, None), (0, None))
     environ = {"PATH": "/bin", "CKPTMAN_ATTEMPT": "9", "CKPTMAN_OUTCOME": "/elsewhere"}
-    assert run_chain(scheduler, ["train"], Path("chain"), say=Told(), environ=environ) == 0
+    with pretending(scheduler) as patch:
+        patch.setattr(os, "environ", environ)
+        assert run_chain(["train"], Path("chain"), Told()) == 0
     assert scheduler.seen == [
         {"PATH": "/bin", "CKPTMAN_ATTEMPT": str(n), "CKPTMAN_OUTCOME": f"{tmp_path}/chain/outcome-{n}.json"}
         for n in (1, 2)
@@ -218,12 +221,14 @@ def test_nobody_listens(tmp_path: Path) -> None:
     def say(text: str) -> None:
         raise OSError(5, "Input/output error")
 
-    assert run_chain(Pretended((75, None), (0, None)), ["train"], tmp_path, say=say, environ={}) == 0
+    with pretending(Pretended((75, None), (0, None))):
+        assert run_chain(["train"], tmp_path, say) == 0
 
 
-def test_the_name_of_a_new_chain_folder(tmp_path: Path) -> None:
-    now = time.struct_time((2026, 11, 21, 15, 3, 0, 5, 325, 0))
-    assert new_chain_dir(tmp_path, now, 4711) == tmp_path / "ckptman-chains" / "20261121-150300-4711"
+def test_the_name_of_a_new_chain_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    now = time.mktime((2026, 11, 21, 15, 3, 0, 5, 325, -1))
+    assert new_chain_dir(now) == tmp_path / "ckptman-chains" / f"20261121-150300-{os.getpid()}"
 
 
 def test_only_checkpoints_of_this_chain_are_progress(tmp_path: Path) -> None:
@@ -242,8 +247,8 @@ def test_only_checkpoints_of_this_chain_are_progress(tmp_path: Path) -> None:
 def test_a_crash_loop_over_old_checkpoints_ends_after_three_attempts_too(tmp_path: Path) -> None:
     commit(tmp_path / "root", 10, time_seconds=time.time() - 60)
     crash = (1, outcome("running", root=str(tmp_path / "root")))
-    with pytest.raises(SchedulerError, match="3 attempts in a row"):
-        run_chain(Pretended(crash, crash, crash), ["train"], tmp_path / "chain", say=Told(), environ={})
+    with pretending(Pretended(crash, crash, crash)), pytest.raises(SchedulerError, match="3 attempts in a row"):
+        run_chain(["train"], tmp_path / "chain", Told())
 
 
 # ---- Processes and signals ------------------------------------------------------------------------------------------
@@ -252,15 +257,14 @@ DRIVER = """
 import sys
 from pathlib import Path
 from ckptman.errors import CkptmanError
-from ckptman.scheduler.chain import run_chain
-from ckptman.scheduler.local import LocalScheduler
+from ckptman.scheduler import local
 
 def say(text):
     print("chain:", text, flush=True)
 
 try:
-    scheduler = LocalScheduler(say, grace_seconds=float(sys.argv[2]))
-    sys.exit(run_chain(scheduler, sys.argv[3:], Path(sys.argv[1]), say=say))
+    local.GRACE_SECONDS = float(sys.argv[2])
+    sys.exit(local.run_chain(sys.argv[3:], Path(sys.argv[1]), say))
 except CkptmanError as error:
     print("error:", error, flush=True)
     sys.exit(error.exit_code)
@@ -384,11 +388,6 @@ def test_a_command_that_cannot_be_started_is_an_error_at_once(
     assert len(chain.heard) == 1
     assert chain.heard[0].startswith(f"error: cannot start {str(program)!r}: ")
     assert remedy in chain.heard[0]
-
-
-def test_no_command(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="-- torchrun"):
-        run_chain(LocalScheduler(Told()), [], tmp_path / "chain", say=Told())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -573,7 +572,8 @@ def test_a_member_that_hides_its_environment_is_known_from_before() -> None:
 
 def test_a_chain_inside_a_chain_belongs_to_both(tmp_path: Path) -> None:
     script = f"import os; print(os.environ['{ATTEMPT_ID_ENV}'], file=open('{tmp_path}/id', 'w'))"
-    with LocalScheduler(Told()) as scheduler:
+    with SignalQueue() as signals:
+        scheduler = LocalScheduler(Told(), signals)
         assert scheduler.run_attempt([sys.executable, "-c", script], {**os.environ, ATTEMPT_ID_ENV: "outer"}) == 0
     outer, inner = (tmp_path / "id").read_text().strip().split(":")
     assert outer == "outer"
@@ -584,7 +584,8 @@ def test_handlers_and_the_wakeup_pipe_are_given_back() -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
     before = [signal.getsignal(number) for number in numbers]
     open_files = set(Path("/proc/self/fd").iterdir())
-    with LocalScheduler(Told()) as scheduler:
+    with SignalQueue() as signals:
+        scheduler = LocalScheduler(Told(), signals)
         assert scheduler.stop_asked() is None
         os.kill(os.getpid(), signal.SIGUSR1)
         assert scheduler.stop_asked() is None
@@ -593,8 +594,8 @@ def test_handlers_and_the_wakeup_pipe_are_given_back() -> None:
     assert [signal.getsignal(number) for number in numbers] == before
     assert set(Path("/proc/self/fd").iterdir()) == open_files
     assert signal.set_wakeup_fd(-1) == -1
-    with scheduler:
-        assert scheduler.stop_asked() is None
+    with SignalQueue() as signals:
+        assert LocalScheduler(Told(), signals).stop_asked() is None
 
 
 def test_nothing_heavy_is_imported() -> None:

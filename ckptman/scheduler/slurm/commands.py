@@ -72,6 +72,11 @@ class Job:
         """Whether it will not run any more."""
         return self.state in _OVER
 
+    @property
+    def told(self) -> str:
+        """Its state, and the reason where there is one."""
+        return self.state if self.reason in ("", "None") else f"{self.state}, {self.reason}"
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -93,6 +98,7 @@ class Answer:
 
     @property
     def full(self) -> bool:
+        """Whether the user has as many jobs in the queue as are allowed."""
         return any(each in self.said.lower().replace("_", "") for each in _FULL)
 
 
@@ -144,14 +150,11 @@ class Slurm:
         environ: Mapping[str, str],
         folder: str | None = None,
         *,
-        call: Callable[[Sequence[str], Mapping[str, str], str | None], Answer] = call,
         sleep: Callable[[float], None] = time.sleep,
-        patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         # Settings of the user would change what squeue prints.
         self._environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
-        self._folder = folder
-        self._call, self._sleep, self._patience_seconds = call, sleep, patience_seconds
+        self._folder, self._sleep = folder, sleep
 
     def submit(self, batch_file: Path, number: int, options: Sequence[str]) -> str:
         """Submit a batch file with a number as its argument. The id of the job.
@@ -159,22 +162,14 @@ class Slurm:
         A submission whose answer was lost may have been taken all the same: so before it is tried again the queue is
         searched for it. Raises: QueueFullError, UnreachableError, SchedulerError (refused; with the words of sbatch).
         """
-        command = ("sbatch", "--parsable", *options, str(batch_file), str(number))
-        waited, delay = 0.0, FIRST_DELAY_SECONDS
-        while True:
-            answer = self._call(command, self._environ, self._folder)
-            if answer.code == 0:
-                return _job_id(answer, command)
-            if answer.full:
-                raise QueueFullError(
-                    f"sbatch takes no more jobs of yours for now: {answer.said}. Try again when one has ended"
-                )
-            if not answer.passes:
-                raise _refusal(command, answer)
-            waited, delay = self._wait(waited, delay, command, answer)
-            found = [job for job in self.submitted(batch_file, number) if not job.over]
-            if found:
-                return found[0].id
+        answered = self._ask(
+            *("sbatch", "--parsable", *options, str(batch_file), str(number)),
+            done=lambda: self._submitted(f"{batch_file} {number}"),
+        ).strip()
+        job_id = answered.splitlines()[-1].partition(";")[0] if answered else ""
+        if not job_id.isdigit():
+            raise SchedulerError(f"sbatch gave no job id for {batch_file} {number}, but {answered!r}: look with squeue")
+        return job_id
 
     def why_never(self, batch_file: Path, number: int, options: Sequence[str]) -> str:
         """Return why such a job could not run on the nodes that there are now, in the words of sbatch; "" if it could.
@@ -189,31 +184,25 @@ class Slurm:
             return str(error)
         return ""
 
-    def submitted(self, batch_file: Path, number: int | None = None) -> list[Job]:
-        """Return the jobs of this user that run a batch file (with this number), finished ones too while Slurm knows
-        them."""
-        answer = self._ask("squeue", "-h", "-t", "all", "-u", str(os.getuid()), "-o", _FIELDS)
-        wanted = str(batch_file) if number is None else f"{batch_file} {number}"
-        jobs = _parse(answer.out)
-        return [
-            job for job in jobs if job.command == wanted or (number is None and job.command.startswith(f"{wanted} "))
-        ]
+    def _submitted(self, command: str) -> str:
+        """Return the id of the job of this user that runs a command and is not over; "" where there is none."""
+        jobs = _parse(self._ask("squeue", "-h", "-t", "all", "-u", str(os.getuid()), "-o", _FIELDS))
+        return next((job.id for job in jobs if job.command == command and not job.over), "")
 
     def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
         """Return the state of jobs, by id. One that Slurm does not know, or no longer, is left out."""
         if not ids:
             return {}
-        answer = self._ask("squeue", "-h", "-t", "all", "-j", ",".join(ids), "-o", _FIELDS, fine="invalid job id")
-        return {job.id: job for job in _parse(answer.out)}
+        told = self._ask("squeue", "-h", "-t", "all", "-j", ",".join(ids), "-o", _FIELDS, fine="invalid job id")
+        return {job.id: job for job in _parse(told)}
 
     def bad_nodes(self, nodes: str) -> dict[str, str]:
         """Return those of some nodes (`n[1-4]`, as Slurm writes them) that are down or do not answer, and what is
         known."""
         if not nodes:
             return {}
-        answer = self._ask("scontrol", "show", "node", nodes, "--oneliner")
         found = {}
-        for match in _NODE.finditer(answer.out):
+        for match in _NODE.finditer(self._ask("scontrol", "show", "node", nodes, "--oneliner")):
             states = match["state"].lower().replace("*", "+not_responding").split("+")
             if any(each in _BAD_STATES for each in states):
                 found[match["name"]] = " ".join(filter(None, (match["state"], match["reason"])))
@@ -221,7 +210,7 @@ class Slurm:
 
     def names_of(self, nodes: str) -> list[str]:
         """Return the names that `n[1-4]` stands for."""
-        return self._ask("scontrol", "show", "hostnames", nodes).out.split() if nodes else []
+        return self._ask("scontrol", "show", "hostnames", nodes).split() if nodes else []
 
     def cancel(self, ids: Sequence[str]) -> None:
         """End jobs: who runs gets SIGTERM and KillWait. One that is gone already is no error."""
@@ -246,37 +235,33 @@ class Slurm:
         """Change a job that waits, such as StartTime="now+60"."""
         self._ask("scontrol", "update", f"JobId={job_id}", *(f"{name}={value}" for name, value in values.items()))
 
-    def _ask(self, *command: str, fine: str | None = None) -> Answer:
-        """Raises: UnreachableError, SchedulerError. `fine`: words that make a refusal no error."""
+    def _ask(self, *command: str, fine: str | None = None, done: Callable[[], str] = str) -> str:
+        """Return what a command prints. Raises: QueueFullError, UnreachableError, SchedulerError.
+
+        `fine`: words that make a refusal no error. `done`: called before each further try; what it returns, if that is
+        not empty, is the answer, because the try before was heard although its own answer was lost.
+        """
         waited, delay = 0.0, FIRST_DELAY_SECONDS
         while True:
-            answer = self._call(command, self._environ, self._folder)
+            answer = call(command, self._environ, self._folder)
             if answer.code == 0 or (fine is not None and fine in answer.said.lower()):
-                return answer
+                return answer.out
+            if command[0] == "sbatch" and answer.full:
+                raise QueueFullError(
+                    f"sbatch takes no more jobs of yours for now: {answer.said}. Try again when one has ended"
+                )
             if not answer.passes:
-                raise _refusal(command, answer)
-            waited, delay = self._wait(waited, delay, command, answer)
-
-    def _wait(self, waited: float, delay: float, command: Sequence[str], answer: Answer) -> tuple[float, float]:
-        if waited >= self._patience_seconds:
-            raise UnreachableError(
-                f"no controller of Slurm answered {command[0]} for {waited:.0f} s: {answer.said}. Try again later"
-            )
-        self._sleep(delay)
-        return waited + delay, min(2 * delay, LONGEST_DELAY_SECONDS)
+                raise SchedulerError(f"{command[0]} refused: {answer.said}. The command was: {shlex.join(command)}")
+            if waited >= PATIENCE_SECONDS:
+                raise UnreachableError(
+                    f"no controller of Slurm answered {command[0]} for {waited:.0f} s: {answer.said}. Try again later"
+                )
+            self._sleep(delay)
+            waited, delay = waited + delay, min(2 * delay, LONGEST_DELAY_SECONDS)
+            if already := done():
+                return already
 
 
 def _parse(text: str) -> list[Job]:
     rows = (line.split("|", 4) for line in text.splitlines())
     return [Job(*map(str.strip, row)) for row in rows if len(row) == 5]
-
-
-def _job_id(answer: Answer, command: Sequence[str]) -> str:
-    job_id = answer.out.strip().splitlines()[-1].partition(";")[0] if answer.out.strip() else ""
-    if not job_id.isdigit():
-        raise SchedulerError(f"{shlex.join(command)} gave no job id, but {answer.out.strip()!r}: look with squeue")
-    return job_id
-
-
-def _refusal(command: Sequence[str], answer: Answer) -> SchedulerError:
-    return SchedulerError(f"{command[0]} refused: {answer.said}. The command was: {shlex.join(command)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,28 +12,17 @@ from pathlib import Path
 from ckptman.errors import ConfigError, ExistsError, NotFoundError, SchedulerError
 from ckptman.forecast.save_costs import SHORTEST_LIMIT_SECONDS, warning_seconds
 from ckptman.scheduler.chain import new_chain_dir
-from ckptman.scheduler.chain_record import Chain, JobRecord, Mode, Spec, find_chains
+from ckptman.scheduler.chain_record import Chain, JobRecord, Spec, Wish, find_chains
 from ckptman.scheduler.history import avoided, job_number_after, measured_save_seconds
 from ckptman.scheduler.slurm.batch_script import BatchScript, batch_file, parse
 from ckptman.scheduler.slurm.commands import QueueFullError, Slurm, UnreachableError, submission_environment
 from ckptman.scheduler.slurm.options import array_tasks, in_force, limit_seconds, read_options, remarks, warned
 
 
-@dataclass(frozen=True)
-class Submission:
-    """What a user wants submitted. `options`: further ones of sbatch. `upfront`: so many jobs at once."""
+class Submission(Wish):
+    """What a user wants submitted. `another`: even if a chain of the same script goes on already."""
 
     script: Path
-    arguments: tuple[str, ...] = ()
-    first_arguments: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    mode: Mode = "successor"
-    upfront: int = 1
-    crash_limit: int = 3
-    stall_limit: int = 10
-    max_attempts: int | None = None
-    max_walltime_seconds: float | None = None
-    until_seconds: float | None = None
     another: bool = False
 
 
@@ -79,28 +67,20 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
     workdir = Path.cwd()
     added += _places_of_output(options, workdir)
     signal = warned(options)
+    wish = submission.model_copy(update={"options": (*added, *submission.options)})
     spec = Spec(
+        **wish.model_dump(include=set(Wish.model_fields)),
         script=str(submission.script.resolve()),
         interpreter=script.interpreter,
-        arguments=submission.arguments,
-        first_arguments=submission.first_arguments,
-        options=(*added, *submission.options),
         sbatch_variables=variables,
         limit_seconds=limit_seconds(options),
         has_signal="--signal" in options,
         warned_seconds=signal.seconds if signal else None,
         excluded=options.get("--exclude", ""),
         workdir=str(workdir),
-        mode=submission.mode,
-        upfront=submission.upfront,
-        crash_limit=submission.crash_limit,
-        stall_limit=submission.stall_limit,
-        max_attempts=submission.max_attempts,
-        max_walltime_seconds=submission.max_walltime_seconds,
-        until_seconds=submission.until_seconds,
         created_seconds=now,
     )
-    base = (folder or new_chain_dir(workdir, time.localtime(now), os.getpid())).resolve()
+    base = (folder or new_chain_dir(now)).resolve()
     others = [] if submission.another else [(each, each.spec) for each in find_chains(workdir)]
     width = len(str(max((task for task in tasks if task is not None), default=0)))
     made = []
@@ -115,10 +95,11 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
     return made
 
 
-def submit_chain(prepared: PreparedChain, upfront: int, slurm: Slurm, now: float) -> list[JobRecord]:
-    """Make the folder of a chain, and put its first job into the queue, or `upfront` jobs. Raises: SchedulerError.
+def submit_chain(prepared: PreparedChain, slurm: Slurm, now: float) -> list[JobRecord]:
+    """Make the folder of a chain, and put its first job into the queue, or as many as are wanted up front.
 
     Where the queue takes not all of them, they are fewer: the last of them has the next one follow.
+    Raises: SchedulerError.
     """
     chain, spec, script = prepared.chain, prepared.spec, prepared.script
     source = Path(spec.script)
@@ -130,11 +111,11 @@ def submit_chain(prepared: PreparedChain, upfront: int, slurm: Slurm, now: float
     )
     try:
         jobs = [_submit(chain, slurm, 1, (), now)]
-        for number in range(2, upfront + 1):
+        for number in range(2, spec.upfront + 1):
             jobs.append(submit_next(chain, slurm, number - 1, jobs[-1].job_id, now))
     except QueueFullError as error:
         if chain.jobs():
-            chain.events.record("queue full", sync=True, wanted=upfront, why=str(error))
+            chain.events.record("queue full", sync=True, wanted=spec.upfront, why=str(error))
             return chain.jobs()
         chain.turn("stopped", f"it could not be submitted: {error}", now)
         raise
@@ -169,9 +150,9 @@ def submit_again(chain: Chain, slurm: Slurm, now: float) -> JobRecord:
     return _submit(chain, slurm, jobs[-1].number + 1 if jobs else 1, (), now)
 
 
-def slurm_of(spec: Spec, environ: Mapping[str, str]) -> Slurm:
+def slurm_of(spec: Spec) -> Slurm:
     """Slurm as the jobs of a chain are submitted to it: from the same folder, with the user's own settings."""
-    return Slurm(submission_environment(environ, spec.sbatch_variables), spec.workdir)
+    return Slurm(submission_environment(os.environ, spec.sbatch_variables), spec.workdir)
 
 
 def avoid_nodes(chain: Chain, slurm: Slurm, jobs: Sequence[JobRecord], now: float) -> str:
