@@ -18,9 +18,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ckptman.catalog.backends.backend import Backend, open_backend
+from ckptman.catalog.backends.backend import Backend, find_url, open_backend
 from ckptman.catalog.backends.local import answers, check_expanded
-from ckptman.catalog.backends.object_store import find_url
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.rollback_records import Rollback, abandoned_by
 from ckptman.catalog.tier_identity import check_tier, make_identity, mark_tier

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import math
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -76,6 +74,9 @@ def exit_code(error: Exception) -> int:
 
 def user_at_host() -> str:
     """Return who runs the command, as `user@host`."""
+    import getpass
+    import socket
+
     try:
         user = getpass.getuser()
     except (KeyError, OSError, ImportError):  # a container that knows no name for the uid

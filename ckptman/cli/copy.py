@@ -65,8 +65,8 @@ def copy(
     Interrupted, it goes on from where it was when it is run again. A copy keeps its name, step and sequence. One that
     is there already is not copied again.
     """
+    from ckptman.catalog.backends.backend import find_url
     from ckptman.catalog.backends.local import LocalBackend
-    from ckptman.catalog.backends.object_store import find_url
     from ckptman.catalog.backends.source import GoneError
     from ckptman.transfer.copy import copy_checkpoint, copy_foreign
 

@@ -30,7 +30,7 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
 
     Oldest commit first: the last complete one is what a run restores.
     """
-    from ckptman.catalog.backends.object_store import find_url
+    from ckptman.catalog.backends.backend import find_url
     from ckptman.catalog.catalog import Catalog
     from ckptman.catalog.verified import read_verified
 

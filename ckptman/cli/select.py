@@ -38,7 +38,7 @@ Root = Annotated[
 
 def check_is_folder(path: Path | str) -> None:
     """Refuse the address of an object store. Raises: ConfigError."""
-    from ckptman.catalog.backends.object_store import find_url
+    from ckptman.catalog.backends.backend import find_url
 
     if os.path.lexists(path):  # whatever its name is
         return

@@ -19,8 +19,8 @@ import torch
 
 import ckptman
 from ckptman._torch_compat import is_traceable_wrapper_subclass, transform_subclass
+from ckptman.catalog.backends.backend import check_folder
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import check_folder
 from ckptman.catalog.overwrite import may_be_replaced
 from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.writer_lock import Claim

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from ckptman.catalog.backends.object_store import check_folder
+from ckptman.catalog.backends.backend import check_folder
 from ckptman.errors import ConfigError, warn
 from ckptman.format.paths import MAX_STEP
 from ckptman.policies.retention import RetentionPolicy

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 import ckptman
+from ckptman.catalog.backends.backend import find_url
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, RetryPolicy, find_url
+from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, RetryPolicy
 from ckptman.catalog.backends.source import GoneError
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import write_tiers

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import ckptman
-from ckptman.catalog.backends.object_store import ObjectBackend, RetryPolicy, find_url
+from ckptman.catalog.backends.backend import find_url
+from ckptman.catalog.backends.object_store import ObjectBackend, RetryPolicy
 from ckptman.catalog.tiers import write_tiers
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, RootError, masked

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from ckptman.catalog.backends import object_draft as objectput
+from ckptman.catalog.backends.backend import find_url
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, RetryPolicy, find_url
+from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, RetryPolicy
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, CorruptError, ExistsError, FormatVersionError, NotFoundError, RootError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.rollback_records import Rollback
+from ckptman.errors import ConfigError, masked_address, plain
 from ckptman.format.manifest import Manifest
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention_rules import Record, RetentionPolicy
@@ -17,6 +19,9 @@ from ckptman.policies.retention_rules import Record, RetentionPolicy
 if TYPE_CHECKING:
     from ckptman.catalog.backends.drafts import CopyDraft
     from ckptman.catalog.backends.source import Original, SourceInfo
+
+_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://?(?P<rest>[^/].*)", re.ASCII)
+_MEANT = re.compile(r"[a-z][\w+.-]+:/{2,}|s3:", re.ASCII | re.IGNORECASE)
 
 
 class Backend(Protocol):
@@ -121,7 +126,41 @@ class Backend(Protocol):
 def open_backend(where: str | os.PathLike[str], disk: Disk = DISK) -> Backend:
     """Return the backend of a path or an address. Raises: ConfigError."""
     from ckptman.catalog.backends.local import LocalBackend
-    from ckptman.catalog.backends.object_store import ObjectBackend, find_url
+    from ckptman.catalog.backends.object_store import ObjectBackend
 
     url = find_url(os.fspath(where))
     return ObjectBackend(url) if url is not None else LocalBackend(Path(where), disk)
+
+
+def find_url(written: str) -> str | None:
+    """The address of an object store, as in `s3://bucket/prefix`; None where this is a path. A path of Python has lost
+    one of the slashes.
+
+    Raises: ConfigError where nothing is written, or what is meant for an address and is none, or has a secret in it.
+    """
+    text = written.strip()
+    if not text:
+        raise ConfigError("a path is empty where a folder or an address is meant: is a variable not set?")
+    if (_URL.match(text) or _MEANT.match(text)) and masked_address(text) != text:
+        raise ConfigError(
+            f"{plain(masked_address(text))} has a secret in it, and an address is shown and stored: take it out, and "
+            f"give credentials in the environment, such as AWS_PROFILE, or in the file of the store, such as ~/.aws"
+        )
+    found = _URL.fullmatch(text)
+    if found and found["protocol"] != "file":
+        return f"{found['protocol']}://{found['rest'].rstrip('/')}"
+    if _MEANT.match(text):
+        raise ConfigError(
+            f"{plain(text)} is no address such as s3://bucket/prefix: correct it (is a variable not set?). A folder is "
+            f"named without a protocol, and one that has this very name is ./{plain(text)}"
+        )
+    return None
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Raises: ConfigError where a folder to save to is the address of an object store."""
+    if (url := find_url(os.fspath(path))) is not None:
+        raise ConfigError(
+            f"{plain(url)} is an object store, and saves go to a folder: save to one, and have its checkpoints copied "
+            f"there by tiers=[Tier({url!r})], or by ckptman copy"
+        )

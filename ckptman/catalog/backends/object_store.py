@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import random
-import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,6 @@ from ckptman.errors import (
     NotFoundError,
     RootError,
     masked,
-    masked_address,
     plain,
 )
 from ckptman.format.manifest import MOST_BYTES, Manifest, parse_manifest
@@ -46,8 +44,6 @@ if TYPE_CHECKING:
     from ckptman.catalog.backends.drafts import CopyDraft
     from ckptman.catalog.backends.source import Original, SourceInfo
 
-_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://?(?P<rest>[^/].*)", re.ASCII)
-_MEANT = re.compile(r"[a-z][\w+.-]+:/{2,}|s3:", re.ASCII | re.IGNORECASE)
 COPYING = "copying.json"
 """In one that is being put: whose objects they are."""
 _MOST_BESIDE_BYTES = 1024 * 1024
@@ -124,40 +120,6 @@ class ObjectEntry(Entry):
         # No copy is there that was not read back.
         pinned = "pinned when it was copied" if PINNED in self.sizes else ""
         return replace(super().record(), verified=True, pinned=pinned)
-
-
-def find_url(written: str) -> str | None:
-    """The address of an object store, as in `s3://bucket/prefix`; None where this is a path. A path of Python has lost
-    one of the slashes.
-
-    Raises: ConfigError where nothing is written, or what is meant for an address and is none, or has a secret in it.
-    """
-    text = written.strip()
-    if not text:
-        raise ConfigError("a path is empty where a folder or an address is meant: is a variable not set?")
-    if (_URL.match(text) or _MEANT.match(text)) and masked_address(text) != text:
-        raise ConfigError(
-            f"{plain(masked_address(text))} has a secret in it, and an address is shown and stored: take it out, and "
-            f"give credentials in the environment, such as AWS_PROFILE, or in the file of the store, such as ~/.aws"
-        )
-    found = _URL.fullmatch(text)
-    if found and found["protocol"] != "file":
-        return f"{found['protocol']}://{found['rest'].rstrip('/')}"
-    if _MEANT.match(text):
-        raise ConfigError(
-            f"{plain(text)} is no address such as s3://bucket/prefix: correct it (is a variable not set?). A folder is "
-            f"named without a protocol, and one that has this very name is ./{plain(text)}"
-        )
-    return None
-
-
-def check_folder(path: str | os.PathLike[str]) -> None:
-    """Raises: ConfigError where a folder to save to is the address of an object store."""
-    if (url := find_url(os.fspath(path))) is not None:
-        raise ConfigError(
-            f"{plain(url)} is an object store, and saves go to a folder: save to one, and have its checkpoints copied "
-            f"there by tiers=[Tier({url!r})], or by ckptman copy"
-        )
 
 
 class ObjectBackend:
