@@ -20,7 +20,6 @@ from typing import BinaryIO, NamedTuple
 
 from ckptman._torch_compat import read_zip
 from ckptman.errors import CorruptError
-from ckptman.format.index import Index
 from ckptman.format.paths import METADATA
 from ckptman.format.torch_zip import LOCAL_HEADER_BYTES, PartOfFile, data_at, records
 from ckptman.integrity.table_check import check_table
@@ -92,7 +91,11 @@ def check_foreign(
     report.problems = [f"{name} is missing" for name, size in sizes.items() if size < 0]
     if not report.problems:
         report.problems += check_table(state.table, index, [(name, sizes[name]) for name in index.files])
-        report.problems += _outside(index, sizes)
+        report.problems += [
+            f"the value {name} is to be {at.bytes} bytes at {at.offset} of {at.file}, which has {sizes[at.file]}"
+            for name, at in index.objects.items()
+            if at.offset < 0 or at.bytes < 0 or at.offset + at.bytes > sizes[at.file]
+        ]
     if not open_containers:
         report.remarks.append("containers were not opened: changed bytes cannot be found")
     elif not report.problems:
@@ -112,7 +115,12 @@ def _open_all(state: SavedState, report: ForeignReport, threads: int, done: Call
     broken = [each for each in found if each.problem]
     assert state.described is not None
     unopened = transforms_in(state.described)
-    problems = [f"{_named(each.where)} {each.problem}" for each in broken if each.where[:3] not in unopened]
+    problems = [
+        f"{at.file}: the container of {at.what} ({at.bytes} bytes at {at.offset}) {each.problem}"
+        for each in broken
+        for at in [each.where]
+        if at[:3] not in unopened
+    ]
     if closed := len(broken) - len(problems):
         report.remarks.append(
             f"{closed} of {len(found)} containers were transformed, such as compressed: nobody looked inside"
@@ -191,14 +199,3 @@ def _containers(state: SavedState) -> Iterator[Container]:
             yield Container(chunk.file, chunk.offset, chunk.bytes, name)
     for name, at in state.index.objects.items():
         yield Container(at.file, at.offset, at.bytes, f"the value {name}")
-
-
-def _outside(index: Index, sizes: dict[str, int]) -> Iterator[str]:
-    """Yield plain values that lie outside of their files."""
-    for name, at in index.objects.items():
-        if at.offset < 0 or at.bytes < 0 or at.offset + at.bytes > sizes[at.file]:
-            yield f"the value {name} is to be {at.bytes} bytes at {at.offset} of {at.file}, which has {sizes[at.file]}"
-
-
-def _named(where: Container) -> str:
-    return f"{where.file}: the container of {where.what} ({where.bytes} bytes at {where.offset})"

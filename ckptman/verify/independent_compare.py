@@ -82,7 +82,7 @@ class IndependentCompare:
 
         def check(number: int, scratch: memoryview) -> None:
             piece = pieces[number]
-            if not piece.digests or not _are_digested(piece):
+            if not piece.digests or b"".join(_digests_of(piece)) != piece.digests:
                 self._compare_with_file(piece, shards[piece.part.shard].saved, scratch)
 
         try:
@@ -173,10 +173,6 @@ def _in_blocks(part: _Part, here: Bytes, offset: int, digests: Digests) -> Itera
         yield _Piece(part, at, here[at - offset : stop - offset], wanted)
     for at, piece in _cut(here[high - offset :], high):
         yield _Piece(part, at, piece)
-
-
-def _are_digested(piece: _Piece) -> bool:
-    return b"".join(_digests_of(piece)) == piece.digests
 
 
 def _first_wrong(piece: _Piece) -> int:

@@ -146,12 +146,14 @@ class Reads:
         # Whole blocks, as far as the file goes; what is near to each other is read in one call, with the gap.
         low = start - start % self._block_bytes
         high = np.maximum(np.minimum(end + -end % self._block_bytes, self._file_sizes[file]), end)
-        is_other = _changes(key)
+        is_other = np.ones(len(key), np.bool_)
+        is_other[1:] = key[1:] != key[:-1]
         is_apart = is_other.copy()
         is_apart[1:] |= low[1:] > high[:-1] + GAP_BYTES
         firsts = np.flatnonzero(is_apart)
         read = np.maximum.reduceat(high, firsts) - low[firsts]
-        self.bytes += _sums(rank[firsts], read, len(self.bytes))
+        # Not by weights of bincount: as floating-point numbers they are exact up to 2 ** 53 only.
+        np.add.at(self.bytes, rank[firsts], read)
         self.files += np.bincount(rank[is_other], minlength=len(self.files))
 
 
@@ -176,16 +178,3 @@ def _is_shared(saved: Saved, members: int, rows: Ints) -> NDArray[np.bool_]:
     """Whether the replicas of shards of so many rows read them together (see `loading.exchange`)."""
     can = members > 1 and bool(saved.shape) and saved.row_bytes <= BAND_BYTES // members
     return (rows * saved.row_bytes >= SHARED_BYTES) & can
-
-
-def _changes(key: Ints) -> NDArray[np.bool_]:
-    changes = np.ones(len(key), np.bool_)
-    changes[1:] = key[1:] != key[:-1]
-    return changes
-
-
-def _sums(number: Ints, values: Ints, count: int) -> Ints:
-    # As floating-point numbers they would be exact up to 2 ** 53 only.
-    found = np.zeros(count, np.int64)
-    np.add.at(found, number, values)
-    return found

@@ -72,7 +72,8 @@ def world_sizes_with(world_sizes: Sequence[int], mesh: Sequence[int] | None = No
     sizes = list(world_sizes)
     if mesh is not None:
         if len(mesh) not in (1, 2) or min(mesh) < 1:
-            raise ConfigError(f"a mesh is S shards, or R replicas of S shards each, such as 2x4, not {_by(mesh)}")
+            found = "x".join(map(str, mesh)) or "nothing"
+            raise ConfigError(f"a mesh is S shards, or R replicas of S shards each, such as 2x4, not {found}")
         if math.prod(mesh) not in sizes:
             sizes.append(math.prod(mesh))
     return sizes
@@ -102,7 +103,3 @@ def shown(problems: Iterable[str], limit: int = PROBLEMS_SHOWN) -> list[str]:
     """Return the first problems, and how many more there are."""
     found = list(problems)
     return found if len(found) <= limit else [*found[:limit], f"and {len(found) - limit} more"]
-
-
-def _by(mesh: Sequence[int]) -> str:
-    return "x".join(map(str, mesh)) or "nothing"

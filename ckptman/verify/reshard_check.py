@@ -200,7 +200,11 @@ def check_rank(job: RankJob, rank: int, tell: Tell) -> list[str]:
             problems += containers.problems(saved, rows)
     if rank == 0:
         tell("plain values", 1.0)
-        problems += _check_values(job.state)
+        for name, value in job.state.values.items():
+            try:
+                resolve(value)
+            except CkptmanError as error:
+                problems.append(f"{name}: {error}")
     return reports.shown(problems)
 
 
@@ -285,17 +289,6 @@ def _reason(error: Exception, channel: Channel | None) -> str:
     if channel is not None and failure.rank != channel.rank:
         return ""
     return _text(failure.error) if failure.error is not None else failure.text.partition("\n")[0][:300]
-
-
-def _check_values(state: SavedState) -> list[str]:
-    """Return the plain values that cannot be read."""
-    problems = []
-    for name, value in state.values.items():
-        try:
-            resolve(value)
-        except CkptmanError as error:
-            problems.append(f"{name}: {error}")
-    return problems
 
 
 def _rows(saved: Saved, number: int, shards: int) -> tuple[int, int]:
