@@ -25,7 +25,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
 
 PRIVATE_ENV = "CKPTMAN_PRIVATE"
 """1: folders that ckptman makes are for their owner alone. 0, empty or not set: as the umask says."""
@@ -236,16 +235,11 @@ class Disk:
             shutil.rmtree(path, onerror=lambda what, name, info: _unless_gone(what, name, info[1]))
 
 
-def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
-    try:
-        found = ctypes.CDLL(None, use_errno=True).fallocate
-    except (AttributeError, OSError):
-        return None
-    found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return cast(Callable[[int, int, int, int], int], found)
-
-
-_fallocate = _find_fallocate()
+try:
+    _fallocate: Callable[[int, int, int, int], int] | None = ctypes.CDLL(None, use_errno=True).fallocate
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)  # type: ignore[union-attr]
+except (AttributeError, OSError):
+    _fallocate = None
 DISK = Disk()
 
 

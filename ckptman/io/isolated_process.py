@@ -54,19 +54,12 @@ def run_isolated(work: Callable[[], T], limit_seconds: float, outlive: bool = Fa
     Raises: NoAnswer, Died.
     """
     child = IsolatedProcess(lambda pipe: pipe.send(_outcome(work)), outlive=outlive)
-    over = False
     try:
-        if not child.pipe.poll(limit_seconds):
-            raise NoAnswer(limit_seconds)
-        over = True
-        good, value = child.pipe.recv()
-    except (EOFError, ConnectionError):
-        raise Died(f"the check {child.ending()}") from None
-    finally:
-        if over or not outlive:
-            child.end()
-        else:
-            child.pipe.close()
+        good, value = child.receive(limit_seconds)
+    except BaseException as error:
+        child.pipe.close() if outlive and not isinstance(error, Died) else child.end()
+        raise
+    child.end()
     if not good:
         raise value
     return cast(T, value)

@@ -12,7 +12,6 @@ from pathlib import Path
 from ckptman.io.durable_files import Disk
 from ckptman.io.threads import Flag, Wakeup
 
-Sleep = Callable[[float], object]
 _GENTLY_SECONDS = 0.05
 """Between two files, while a run saves."""
 _CLOSE_SECONDS = 5.0
@@ -21,18 +20,10 @@ _CLOSE_SECONDS = 5.0
 class ThrottledDelete:
     """Removes folders, from several threads, no more than `files_per_second` files in all of them together."""
 
-    def __init__(
-        self,
-        disk: Disk,
-        files_per_second: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Sleep = time.sleep,
-    ) -> None:
+    def __init__(self, disk: Disk, files_per_second: float) -> None:
         self._disk, self._seconds = disk, 1 / files_per_second
-        self._clock, self._sleep = clock, sleep
         self._turn = threading.Lock()
-        self._next = clock()
+        self._next = time.monotonic()
 
     def __call__(self, folder: Path) -> None:
         """Remove a folder that nobody sees any more. Raises: OSError."""
@@ -40,11 +31,11 @@ class ThrottledDelete:
 
     def _wait(self) -> None:
         with self._turn:
-            now = self._clock()
+            now = time.monotonic()
             due = max(self._next, now)
             self._next = due + self._seconds
         if due > now:
-            self._sleep(due - now)
+            time.sleep(due - now)
 
 
 def remove_by_file(folder: Path, disk: Disk, before_each: Callable[[], object]) -> None:

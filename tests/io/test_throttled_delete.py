@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,14 +23,15 @@ def tree(folder: Path, files: int = 5) -> Path:
     return folder
 
 
-def test_no_faster_than_it_is_wanted(tmp_path: Path) -> None:
+def test_no_faster_than_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, slept = [100.0], list[float]()
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         now[0] += seconds
 
-    remove = ThrottledDelete(DISK, 10.0, clock=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(slowly, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    remove = ThrottledDelete(DISK, 10.0)
     remove(tree(tmp_path / "a"))
     remove(tree(tmp_path / "b"))
     assert list(tmp_path.iterdir()) == []
