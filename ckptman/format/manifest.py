@@ -18,6 +18,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import CorruptError, FormatVersionError, plain
 from ckptman.format.paths import MANIFEST, MAX_STEP, METADATA
+from ckptman.format.sealed_json import seal
 from ckptman.io.safe_open import read_regular
 from ckptman.policies.retention_rules import LATEST_SECONDS
 
@@ -87,8 +88,7 @@ class Manifest(BaseModel):
 
     def to_json(self) -> bytes:
         """Return the bytes of `manifest.json`. NaN and infinite metrics are kept, as a common extension writes them."""
-        body = json.dumps(self.model_dump(mode="python"), indent=1).encode().removesuffix(b"\n}")
-        return body + b',\n "digest": "' + xxh3_128_hexdigest(body).encode() + b'"\n}\n'
+        return seal(json.dumps(self.model_dump(mode="python"), indent=1).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
