@@ -24,7 +24,6 @@ from ckptman.io.checksums import (
     Digests,
     digest_segments,
     digest_together,
-    digests_bytes,
     group_bytes,
 )
 from ckptman.io.failure_cause import UNREADABLE
@@ -37,7 +36,6 @@ from ckptman.io.threads import (
     cores,
     io_threads,
     relay,
-    share_out,
     stride_of,
 )
 
@@ -70,25 +68,16 @@ class Wanted:
     label: str = ""
 
 
-@dataclass
-class ReadReport:
-    """What a read came to: bytes asked for, and bytes that were read for them."""
-
-    wanted_bytes: int
-    read_bytes: int
-
-
 def read_wanted(
     folder: Path,
     wanted: Iterable[Wanted],
     digests: Mapping[str, Digests] | None,
     *,
     threads: int | None = None,
-    gap_bytes: int = GAP_BYTES,
-) -> ReadReport:
+) -> int:
     """Read ranges of the files of a folder, each byte once as far as possible. With digests, check every block read.
 
-    Destinations may be filled in part when an error is raised. Ranges closer than `gap_bytes` are read in one call.
+    Destinations may be filled in part when an error is raised. Returns how many bytes were read.
 
     Raises: CorruptError where a file is missing, has another size, ends early, cannot be read or differs from its
     digests; whatever `deliver` raises; ValueError where a range is no range.
@@ -102,22 +91,21 @@ def read_wanted(
         for each in chosen[file]:
             file.admit(each)
     try:
-        _read_chosen(chosen, threads or io_threads(), gap_bytes)
+        _read_chosen(chosen, threads or io_threads())
     finally:
         for file in chosen:
             file.reader.close()
-    wanted_bytes = sum(each.bytes for ranges in chosen.values() for each in ranges)
-    return ReadReport(wanted_bytes, sum(file.read_bytes for file in chosen))
+    return sum(file.read_bytes for file in chosen)
 
 
-def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, gap_bytes: int) -> None:
+def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int) -> None:
     cold = _begins_cold(chosen) if threads > 1 else None
     if cold is False:  # nothing is waited for: more threads than cores would only take turns
         threads = min(threads, max(2, cores()))
     spans: list[tuple[_File, Span]] = []
     for file, ranges in chosen.items():
         stride = stride_of(file.unit_bytes, COLD_STRIDE_BYTES if cold else STRIDE_BYTES)
-        planned = plan(ranges, file.block_bytes, file.size_bytes, gap_bytes, stride, file.unit_bytes)
+        planned = plan(ranges, file.block_bytes, file.size_bytes, GAP_BYTES, stride, file.unit_bytes)
         file.spans_left = len(planned)
         spans += [(file, span) for span in planned]
     around = 2 * ALIGN_BYTES if any(file.block_bytes % ALIGN_BYTES for file in chosen) else 0
@@ -131,22 +119,14 @@ def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int, gap_byt
         file, span = spans[number]
         file.finish(span, scratch, fetched)
 
-    if cold:
-        relay(
-            len(spans),
-            fetch,
-            finish,
-            first_threads=threads - 1,
-            then_threads=computing_threads(threads),
-            scratch_bytes=scratch_bytes,
-        )
-    else:
-        share_out(
-            len(spans),
-            lambda number, scratch: finish(number, scratch, fetch(number, scratch)),
-            threads=threads,
-            scratch_bytes=scratch_bytes,
-        )
+    relay(
+        len(spans),
+        fetch,
+        finish,
+        first_threads=threads - 1 if cold else threads,
+        then_threads=computing_threads(threads) if cold else 0,
+        scratch_bytes=scratch_bytes,
+    )
 
 
 def _begins_cold(chosen: Mapping[_File, Sequence[Wanted]]) -> bool | None:
@@ -179,6 +159,10 @@ class Span:
     @property
     def bytes(self) -> int:
         return self.high - self.low
+
+    def wanted(self, low: int = 0, high: int = 1 << 62) -> Iterator[Wanted]:
+        """Yield what is wanted of bytes [low, high) of the file."""
+        return (each for start, stop, each in self.parts if start < high and stop > low)
 
 
 def plan(
@@ -262,23 +246,14 @@ class _File:
     def __init__(self, path: Path, digests: Digests | None) -> None:
         self._path, self._digests = path, digests
         # What others wrote may be stored as links; ours, of which the digests are known, never is.
-        self.reader = FileReader(path, follow=digests is None, opened=self._note_size)
+        self.reader = FileReader(path, follow=digests is None)
         self.block_bytes = 1 if digests is None else digests.block_bytes
         self._group_bytes = group_bytes(self.block_bytes) if digests is not None and digests.groups else 0
         self.unit_bytes = self._group_bytes or self.block_bytes
         """What a span should be made of as far as it can."""
         self.size_bytes = 1 << 62 if digests is None else digests.size_bytes
-        self.spans_left = self.read_bytes = self._found_bytes = 0
+        self.spans_left = self.read_bytes = 0
         self._lock = threading.Lock()
-        if digests is not None and len(digests.blocks) != digests_bytes(digests.size_bytes, digests.block_bytes):
-            raise CorruptError(
-                f"{path}: there are {len(digests.blocks)} bytes of digests for {digests.size_bytes} bytes in blocks of "
-                f"{digests.block_bytes}; {self._remedy}"
-            )
-
-    @property
-    def _remedy(self) -> str:
-        return f"restore an older checkpoint, or run `ckptman verify {self._path.parent}` to see what is damaged"
 
     def admit(self, each: Wanted) -> None:
         """Raises: ValueError or CorruptError where a range cannot be one of this file."""
@@ -287,10 +262,7 @@ class _File:
         if (each.into is None) == (each.deliver is None) or (each.into is not None and len(each.into) != each.bytes):
             raise ValueError(f"{each.bytes} bytes of {each.file} need one destination, of that many bytes")
         if each.offset + each.bytes > self.size_bytes:
-            raise CorruptError(
-                f"{self._path} has {self.size_bytes} bytes and is to give {each.offset} + {each.bytes} bytes"
-                f"{_of([each])}; {self._remedy}"
-            )
+            raise self._flaw(f"has {self.size_bytes} bytes and is to give {each.offset} + {each.bytes} bytes", [each])
 
     def is_cold(self, span: Span) -> bool | None:
         """Return whether a large span begins with what is not in the page cache; None where that cannot be told."""
@@ -337,25 +309,21 @@ class _File:
         if last:
             self.reader.close()
 
-    def _note_size(self, found: os.stat_result) -> None:
-        self._found_bytes = found.st_size
-
     def _open(self, span: Span) -> None:
         try:
             self.reader.open()
         except CorruptError:
-            raise CorruptError(f"{self._path} is not a regular file{_of_span(span)}; {self._remedy}") from None
+            raise self._flaw("is not a regular file", span.wanted()) from None
         except OSError as error:
             if error.errno in _MISSING:
-                raise CorruptError(f"{self._path} is missing{_of_span(span)}; {self._remedy}") from error
+                raise self._flaw("is missing", span.wanted()) from error
             if error.errno in UNREADABLE:
                 raise self._unreadable(error, span.low, span.high, span) from error
             raise
-        if self._digests is not None and self._found_bytes != self.size_bytes:
-            raise CorruptError(
-                f"{self._path} has {self._found_bytes} bytes instead of {self.size_bytes}: it has changed since it was "
-                f"saved{_of_span(span)}; {self._remedy}"
-            )
+        found = self.reader.found.st_size
+        if self._digests is not None and found != self.size_bytes:
+            what = f"has {found} bytes instead of {self.size_bytes}: it has changed since it was saved"
+            raise self._flaw(what, span.wanted())
 
     def _read_batch(self, span: Span, offset: int, batch: list[memoryview], size: int) -> None:
         try:
@@ -367,10 +335,8 @@ class _File:
             raise
         if count < size:
             low, high, found = offset + count, offset + size, os.fstat(self.reader.open()).st_size
-            raise CorruptError(
-                f"{self._path} has only {found} bytes and ends before {self._where(low, high)} does"
-                f"{_of_span(span, low, high)}; {self._remedy}"
-            )
+            what = f"has only {found} bytes and ends before {self._where(low, high)} does"
+            raise self._flaw(what, span.wanted(low, high))
 
     def _check(self, span: Span, offset: int, segments: Sequence[memoryview], size: int) -> None:
         assert self._digests is not None
@@ -387,10 +353,8 @@ class _File:
             if found[number : number + DIGEST_BYTES] != self._digests.blocks[at + number : at + number + DIGEST_BYTES]:
                 low = offset + number // DIGEST_BYTES * self.block_bytes
                 high = min(low + self.block_bytes, self.size_bytes)
-                raise CorruptError(
-                    f"{self._path} does not match its digests in {self._where(low, high)}: these bytes have changed "
-                    f"since they were saved{_of_span(span, low, high)}; {self._remedy}"
-                )
+                what = f"does not match its digests in {self._where(low, high)}: these bytes have changed since they"
+                raise self._flaw(f"{what} were saved", span.wanted(low, high))
 
     def _where(self, low: int, high: int) -> str:
         if self._digests is None:
@@ -398,10 +362,14 @@ class _File:
         return f"block {low // self.block_bytes} (bytes {low} to {high})"
 
     def _unreadable(self, error: OSError, low: int, high: int, span: Span) -> CorruptError:
-        return CorruptError(
-            f"{self._path} cannot be read in {self._where(low, high)}: {error.strerror}"
-            f"{_of_span(span, low, high)}; {self._remedy}"
-        )
+        return self._flaw(f"cannot be read in {self._where(low, high)}: {error.strerror}", span.wanted(low, high))
+
+    def _flaw(self, what: str, wanted: Iterable[Wanted]) -> CorruptError:
+        names = list(dict.fromkeys(each.label for each in wanted if each.label))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        of = f" (of {', '.join(names[:3])}{more})" if names else ""
+        remedy = f"restore an older checkpoint, or run `ckptman verify {self._path.parent}` to see what is damaged"
+        return CorruptError(f"{self._path} {what}{of}; {remedy}")
 
 
 def _batches(segments: list[memoryview], step: int, first: int) -> Iterator[tuple[list[memoryview], int]]:
@@ -438,15 +406,3 @@ def _by_batch(parts: Iterable[Part], low: int, step: int) -> dict[int, list[Part
 def _copy(into: memoryview, piece: memoryview) -> None:
     # As memoryviews they would be copied under the interpreter's lock.
     np.frombuffer(into, np.uint8)[:] = np.frombuffer(piece, np.uint8)
-
-
-def _of(wanted: Iterable[Wanted]) -> str:
-    names = list(dict.fromkeys(each.label for each in wanted if each.label))
-    if not names:
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f" (of {', '.join(names[:3])}{more})"
-
-
-def _of_span(span: Span, low: int = 0, high: int = 1 << 62) -> str:
-    return _of(each for start, stop, each in span.parts if start < high and stop > low)

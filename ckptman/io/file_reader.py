@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,17 +21,13 @@ _IOV_MAX = 1024
 
 
 class FileReader:
-    """A regular file, opened when it is wanted, and again if it was closed. Thread-safe.
+    """A regular file, opened when it is wanted, and again if it was closed. Thread-safe. `follow`: a link will do."""
 
-    `follow`: a link to one will do. `opened` is called with what the file is, each time that it was opened; an error of
-    it closes the file again.
-    """
+    found: os.stat_result
+    """What the file was when it was opened last."""
 
-    def __init__(
-        self, path: Path, *, follow: bool = False, opened: Callable[[os.stat_result], object] = lambda _: None
-    ) -> None:
-        self.path = path
-        self._follow, self._opened = follow, opened
+    def __init__(self, path: Path, *, follow: bool = False) -> None:
+        self.path, self._follow = path, follow
         self._fd = self._direct_fd = -1
         self._takes_direct = hasattr(os, "O_DIRECT")
         self._can_tell = hasattr(os, "RWF_NOWAIT")
@@ -42,13 +37,8 @@ class FileReader:
         """Return the descriptor of the open file. Raises: CorruptError (it is no regular file), OSError."""
         with self._lock:
             if self._fd < 0:
-                fd = open_regular(self.path, follow=self._follow)
-                try:
-                    self._opened(os.fstat(fd))
-                except BaseException:
-                    os.close(fd)
-                    raise
-                self._fd = fd
+                self._fd = open_regular(self.path, follow=self._follow)
+                self.found = os.fstat(self._fd)
             return self._fd
 
     def is_cached(self, offset: int) -> bool | None:

@@ -32,14 +32,13 @@ from typing import cast
 from xxhash import xxh3_128, xxh3_128_digest
 
 from ckptman.errors import CorruptError
-from ckptman.io.checksums import DIGEST_BYTES
+from ckptman.io.checksums import DIGEST_BYTES, digests_bytes
 from ckptman.io.failure_cause import UNREADABLE
 from ckptman.io.file_reader import FileReader
 from ckptman.io.isolated_process import IsolatedProcess
 from ckptman.io.threads import (
     ALIGN_BYTES,
     STRIDE_BYTES,
-    THREADS_ENV,
     aligned_memory,
     cores,
     io_threads,
@@ -57,7 +56,6 @@ MOST_PIECES = 16
 _TASKS_AHEAD = 2
 _MOST_THREADS = 8
 _MAP_FIXED = 0x10  # the module mmap has no name for it
-_CUT_SHORT = "the file was cut short while it was read"
 
 Stamp = tuple[int, int, int]
 """Inode, size and modification time (ns): what changes when somebody writes to a file or puts another in its place."""
@@ -137,9 +135,7 @@ def default_threads() -> int:
 
     Raises: ConfigError.
     """
-    if os.environ.get(THREADS_ENV, "").strip():
-        return io_threads()
-    return min(_MOST_THREADS, cores())
+    return io_threads(min(_MOST_THREADS, cores()))
 
 
 class _Hand:
@@ -178,7 +174,7 @@ class ScanFile:
     def __init__(self, path: Path, name: str, size: int, block_bytes: int) -> None:
         self.size, self.block_bytes, self._left = size, block_bytes, size
         self.scanned = Scanned(name, bytearray())
-        self.reader = FileReader(path, opened=lambda found: self._begin(stamp_of(found)))
+        self.reader = FileReader(path)
         self._batch_bytes = max(block_bytes, BATCH_BYTES // block_bytes * block_bytes)
         self._lock = threading.Lock()
 
@@ -187,6 +183,7 @@ class ScanFile:
         if self.scanned.refused is None:
             try:
                 self.reader.open()
+                self._begin(stamp_of(self.reader.found))
             except CorruptError:
                 self.scanned.refused = OSError(errno.EINVAL, "it is not a regular file")
             except MemoryError:
@@ -261,10 +258,11 @@ class ScanFile:
         return last
 
     def _begin(self, stamp: Stamp) -> None:
-        if self.scanned.stamp is None:
-            # Only now: the digests of all files would be much at a time.
-            self.scanned.blocks = bytearray(-(-self.size // self.block_bytes) * DIGEST_BYTES)
-            self.scanned.stamp = stamp
+        with self._lock:
+            if self.scanned.stamp is None:
+                # Only now: the digests of all files would be much at a time.
+                self.scanned.blocks = bytearray(digests_bytes(self.size, self.block_bytes))
+                self.scanned.stamp = stamp
 
     def _digest_large(self, low: int, high: int, hand: _Hand) -> bytes:
         hasher = xxh3_128()
@@ -276,7 +274,7 @@ class ScanFile:
 
     def _fill(self, view: memoryview, offset: int) -> None:
         if self.reader.read([view], offset) < len(view):
-            raise OSError(errno.ENODATA, _CUT_SHORT)
+            raise OSError(errno.ENODATA, "the file was cut short while it was read")
 
 
 class _Pieces:
@@ -394,11 +392,6 @@ def _serve(pieces: _Pieces, pipe: Connection) -> None:
             pipe.send(found)
 
 
-def _find_mmap() -> Callable[[int, int, int, int, int, int], int | None]:
-    found = ctypes.CDLL(None, use_errno=True).mmap
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-    found.restype = ctypes.c_void_p
-    return cast("Callable[[int, int, int, int, int, int], int | None]", found)
-
-
-_mmap = _find_mmap()
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_mmap.restype = ctypes.c_void_p

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.io.checksums import BLOCK_BYTES, DIGEST_BYTES, Digests, digests_bytes, group_bytes
 from ckptman.io.durable_files import Disk, named, open_new
-from ckptman.io.threads import ALIGN_BYTES, computing_threads, io_threads, relay, share_out, stride_of
+from ckptman.io.threads import ALIGN_BYTES, computing_threads, io_threads, relay, stride_of
 
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -53,7 +53,6 @@ def write_source(
     disk: Disk,
     block_bytes: int = BLOCK_BYTES,
     threads: int | None = None,
-    direct: bool = True,
 ) -> Written:
     """Write a file that nobody has made yet and flush it to storage. The folder is not flushed.
 
@@ -63,8 +62,8 @@ def write_source(
     group = group_bytes(block_bytes)
     stride = stride_of(group or block_bytes)
     size = source.size_bytes
-    buffered_because = None if direct else "direct I/O was not asked for"
-    if direct and (size % ALIGN_BYTES or block_bytes % ALIGN_BYTES):
+    buffered_because = None
+    if size % ALIGN_BYTES or block_bytes % ALIGN_BYTES:
         buffered_because = f"{size} bytes in blocks of {block_bytes} are not a multiple of {ALIGN_BYTES}"
     with FileWriter(path, size, disk=disk, flags=os.O_EXCL, buffered_because=buffered_because) as file:
         blocks = bytearray(digests_bytes(size, block_bytes))
@@ -83,23 +82,16 @@ def write_source(
         def write(number: int, scratch: memoryview, data: memoryview) -> None:
             file.write(data, number * stride)
 
-        strides, threads = -(-size // stride), threads or io_threads()
-        if threads > 1 and file.is_direct:  # the disk takes it by itself while others compute
-            relay(
-                strides,
-                prepare,
-                write,
-                first_threads=computing_threads(threads),
-                then_threads=threads - 1,
-                scratch_bytes=stride,
-            )
-        else:  # a write to the page cache copies, and waits for nothing
-            share_out(
-                strides,
-                lambda number, scratch: write(number, scratch, prepare(number, scratch)),
-                threads=threads,
-                scratch_bytes=stride,
-            )
+        threads = threads or io_threads()
+        # Directly the disk takes it by itself while others compute; the page cache copies it, and nobody waits.
+        relay(
+            -(-size // stride),
+            prepare,
+            write,
+            first_threads=computing_threads(threads) if threads > 1 and file.is_direct else threads,
+            then_threads=threads - 1 if file.is_direct else 0,
+            scratch_bytes=stride,
+        )
         file.flush()
     digests = Digests(block_bytes, bytes(blocks), size, bytes(groups))
     return Written(digests, xxh3_128_hexdigest(blocks), file.buffered_because)

@@ -30,7 +30,6 @@ STRIDE_BYTES = 4 * 1024 * 1024
 """The most that one call moves, as a rule."""
 COLD_STRIDE_BYTES = 4 * STRIDE_BYTES
 """The same where a disk is waited for: the kernel keeps a few requests of such a call under way by itself."""
-_THREADS = 4
 _HUGE_BYTES = 2 * 1024 * 1024
 _KEPT_BUFFERS = 8
 _KEPT_BYTES = 2 * STRIDE_BYTES
@@ -42,17 +41,17 @@ T = TypeVar("T")
 _free: deque[memoryview] = deque()
 
 
-def io_threads() -> int:
-    """Return how many threads move the bytes of a save or a load: `CKPTMAN_IO_THREADS`, or 4.
+def io_threads(otherwise: int = 4) -> int:
+    """Return how many threads move the bytes of a save or a load: `CKPTMAN_IO_THREADS`, or `otherwise`.
 
     Whatever the number of cores: they wait for storage more than they compute. In a `relay` there are a few more, who
     compute; where all is in the page cache, there are no more than cores.
 
     Raises: ConfigError where the variable is no whole number from 1 on.
     """
-    text = os.environ.get(THREADS_ENV)
-    if text is None or not text.strip():
-        return _THREADS
+    text = os.environ.get(THREADS_ENV, "")
+    if not text.strip():
+        return otherwise
     try:
         count = int(text)
     except ValueError:
@@ -119,9 +118,16 @@ def relay(
 
     One half waits for storage and the other computes, each in threads of its own: so storage has something to do all
     the time, and no more is computed at once than there are cores for. As many pieces are in memory as there are
-    threads, fewer where there is no memory for that many. `on_error`: called at the first error, to wake those that
-    wait for something else than storage.
+    threads, fewer where there is no memory for that many. `then_threads` of 0: the first threads do both halves of
+    each. `on_error`: called at the first error, to wake those that wait for something else than storage.
     """
+
+    def both(number: int, scratch: memoryview) -> None:
+        then(number, scratch, first(number, scratch))
+
+    if not then_threads:
+        share_out(count, both, threads=first_threads, scratch_bytes=scratch_bytes)
+        return
     first_threads, then_threads = min(first_threads, count), min(then_threads, count)
     free: SimpleQueue[memoryview | None] = SimpleQueue()
     halfway: SimpleQueue[tuple[int, memoryview, T] | None] = SimpleQueue()
@@ -151,7 +157,7 @@ def relay(
     def run_both() -> None:
         scratch = buffers[0]
         while (number := job.take()) is not None:
-            then(number, scratch, first(number, scratch))
+            both(number, scratch)
 
     def lead() -> None:
         if job.start(run_first, first_threads):

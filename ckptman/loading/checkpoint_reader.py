@@ -169,7 +169,7 @@ class SavedState:
         """
         known = {name: self.digests(name) for name in {each.file for each in wanted}} if verify else {}
         digests = {name: each for name, each in known.items() if each is not None}
-        return read_wanted(self.folder, wanted, digests or None).read_bytes
+        return read_wanted(self.folder, wanted, digests or None)
 
     def read_range(self, file: str, offset: int, size: int, label: str, *, verify: bool = True) -> bytearray:
         """Return bytes of a data file. Raises: CorruptError, OSError."""

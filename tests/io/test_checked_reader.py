@@ -104,13 +104,13 @@ def test_every_range_gets_its_bytes(
             evict(two_files / f"{number}")
         if cache == "from place to place":
             (two_files / "0").read_bytes()
-        report = read_wanted(two_files, wanted, digests, threads=threads, gap_bytes=gap)
+        patch.setattr(ranges, "GAP_BYTES", gap)
+        read_bytes = read_wanted(two_files, wanted, digests, threads=threads)
     for place, expected in places:
         assert place == expected
     for how, size, count in calls:
         assert sum(count) == size
         assert how != "whole" or len(count) == (size > 0)
-    assert report.wanted_bytes == sum(len(place) for place, _ in places)
     if all("whole" not in how for *_, how in pieces):
         blocks = {
             (file, at // (block or 1))
@@ -121,7 +121,7 @@ def test_every_range_gets_its_bytes(
             if offset < SIZE
         }
         if block is not None and gap == 0:
-            assert report.read_bytes <= len(blocks) * block
+            assert read_bytes <= len(blocks) * block
 
 
 def test_each_block_is_read_once(tmp_path: Path) -> None:
@@ -133,23 +133,22 @@ def test_each_block_is_read_once(tmp_path: Path) -> None:
     wanted = [into("x", low, len(place), place=place) for low, place in zip(cuts, places)]
     rng.shuffle(wanted)
     for digests in ({"x": digests_of(tmp_path / "x")}, None):
-        report = read_wanted(tmp_path, wanted, digests)
-        assert report.wanted_bytes == report.read_bytes == len(data)
+        assert read_wanted(tmp_path, wanted, digests) == len(data)
         assert b"".join(places) == data
     twice = read_wanted(tmp_path, [*wanted, into("x", 0, len(data))], {"x": digests_of(tmp_path / "x")})
-    assert twice.read_bytes == len(data)
+    assert twice == len(data)
 
 
-def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
+def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(random_bytes(4 * MIB))
     digests = {"x": digests_of(tmp_path / "x")}
     wanted = [into("x", at + 100, 10) for at in range(0, 4 * MIB, MIB)]
-    assert read_wanted(tmp_path, wanted, digests).read_bytes == 4 * BLOCK
-    assert read_wanted(tmp_path, wanted, None).read_bytes == 40
+    assert read_wanted(tmp_path, wanted, digests) == 4 * BLOCK
+    assert read_wanted(tmp_path, wanted, None) == 40
     near = [into("x", at, 10) for at in range(0, 8 * KIB, KIB)]
-    report = read_wanted(tmp_path, near, None)
-    assert report.read_bytes == 7 * KIB + 10
-    assert read_wanted(tmp_path, near, None, gap_bytes=0).read_bytes == 80
+    assert read_wanted(tmp_path, near, None) == 7 * KIB + 10
+    monkeypatch.setattr(ranges, "GAP_BYTES", 0)
+    assert read_wanted(tmp_path, near, None) == 80
 
 
 def test_many_small_ranges_and_large_whole_ones(tmp_path: Path) -> None:
@@ -167,15 +166,15 @@ def test_many_small_ranges_and_large_whole_ones(tmp_path: Path) -> None:
     wanted += [Wanted("x", at, 8 * MIB, deliver=keep(at), whole=True) for at in wholes]
     for each in (digests, None):
         got.clear()
-        report = read_wanted(tmp_path, wanted, each, threads=2)
+        read_bytes = read_wanted(tmp_path, wanted, each, threads=2)
         assert all(place == data[n * 10_000 : n * 10_000 + 9000] for n, place in enumerate(places))
         assert all(got[at] == data[at : at + 8 * MIB] for at in wholes)
-        assert report.read_bytes < (33 * MIB if each else 48 * MIB)
+        assert read_bytes < (33 * MIB if each else 48 * MIB)
 
 
 def test_nothing_wanted_is_fine(tmp_path: Path) -> None:
-    assert read_wanted(tmp_path, [], None).read_bytes == 0
-    assert read_wanted(tmp_path, [into("gone", 7, 0)], None).read_bytes == 0
+    assert read_wanted(tmp_path, [], None) == 0
+    assert read_wanted(tmp_path, [into("gone", 7, 0)], None) == 0
 
 
 def test_ranges_that_are_none_are_refused(tmp_path: Path) -> None:
@@ -215,8 +214,8 @@ def test_a_flipped_byte_is_found_exactly_when_its_block_is_read(folder: Path, th
             assert wanted[0].label in text
             assert "restore an older checkpoint" in text
         around = [into("x", 0, low), into("x", high, len(data) - high)]
-        assert read_wanted(folder, around, digests, threads=threads).read_bytes == len(data) - (high - low)
-        assert read_wanted(folder, [into("x", 0, len(data))], None).read_bytes == len(data)
+        assert read_wanted(folder, around, digests, threads=threads) == len(data) - (high - low)
+        assert read_wanted(folder, [into("x", 0, len(data))], None) == len(data)
         path.write_bytes(data)
     assert blocks == 73
 
@@ -287,7 +286,7 @@ def test_digests_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     wanted = [into("x", 0, 10, "weight")]
     with pytest.raises(CorruptError, match="no digests"):
         read_wanted(tmp_path, wanted, {})
-    with pytest.raises(CorruptError, match="15 bytes of digests"):
+    with pytest.raises(CorruptError, match="does not match its digests"):
         read_wanted(tmp_path, wanted, {"x": Digests(BLOCK, good.blocks[:15], BLOCK)})
     with pytest.raises(CorruptError, match="is to give"):
         read_wanted(tmp_path, [into("x", BLOCK, 1)], {"x": good})
@@ -461,12 +460,13 @@ def test_no_more_threads_than_cores_read_what_is_in_the_page_cache(
 ) -> None:
     used: list[int] = []
 
-    def share_out(*arguments: Any, threads: int, **options: Any) -> None:
-        used.append(threads)
-        parallel.share_out(*arguments, threads=threads, **options)
+    def relay(*arguments: Any, first_threads: int, then_threads: int, **options: Any) -> None:
+        assert not then_threads
+        used.append(first_threads)
+        parallel.relay(*arguments, first_threads=first_threads, then_threads=0, **options)
 
     monkeypatch.setattr(ranges, "cores", lambda: cores)
-    monkeypatch.setattr(ranges, "share_out", share_out)
+    monkeypatch.setattr(ranges, "relay", relay)
     data = bytearray(4 * MIB)
     (tmp_path / "x").write_bytes(random_bytes(4 * MIB))
     wanted = [Wanted("x", 0, 4 * MIB, into=memoryview(data))]
