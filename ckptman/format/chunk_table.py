@@ -97,13 +97,10 @@ class Chunks:
             return np.empty(0, np.int64)
         if not dims:
             return np.arange(len(self))
-        if self._slab is not None:
-            begin, end = self._slab
-            if not all(o < e and o + s > b for o, s, b, e in zip(offsets, sizes, begin, end)):
-                return np.empty(0, np.int64)
-            begins = self.offsets[:, self.axis]
-            first = max(bisect_right(begins, offsets[self.axis]) - 1, 0)
-            return np.arange(first, bisect_left(begins, offsets[self.axis] + sizes[self.axis]))
+        if len(self) == 1:
+            both = zip(offsets, sizes, self.offsets[0].tolist(), self.sizes[0].tolist())
+            meets = all(low < begin + length and low + size > begin and length > 0 for low, size, begin, length in both)
+            return np.arange(int(meets))
         low, high = self._reach(self.axis, offsets, sizes)
         rows: slice | Ints = slice(low, high)
         if high - low > _MANY:
@@ -117,17 +114,6 @@ class Chunks:
         keep = (begins < box[0] + box[1]) & (begins + lengths > box[0]) & (lengths > 0)
         found = np.flatnonzero(keep.all(axis=1))
         return found + low if isinstance(rows, slice) else rows[found]
-
-    @cached_property
-    def _slab(self) -> tuple[list[int], list[int]] | None:
-        """Both ends of the box that the chunks fill, where they cut it along `axis` alone, one behind the other."""
-        begins, ends = self.offsets, self.offsets + self.sizes
-        if len(self) == 1:
-            return (begins[0].tolist(), ends[0].tolist()) if self.sizes.all() else None
-        alike = (begins == begins[0]) & (ends == ends[0])
-        alike[:, self.axis] = True
-        in_turn = (begins[1:, self.axis] == ends[:-1, self.axis]).all()
-        return (begins[0].tolist(), ends[-1].tolist()) if alike.all() and in_turn and self.sizes.all() else None
 
     @cached_property
     def _varying(self) -> list[int]:
