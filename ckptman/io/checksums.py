@@ -131,8 +131,7 @@ def digest_file(path: Path, block_bytes: int = BLOCK_BYTES) -> tuple[int, list[b
     digester = BlockDigester(block_bytes)
     with open(open_regular(path), "rb", buffering=0) as file:
         buffer = memoryview(bytearray(max(1, min(_READ_BYTES, os.fstat(file.fileno()).st_size))))
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while count := file.readinto(buffer):
             digester.update(buffer[:count])
     digester.finish()

@@ -23,7 +23,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 PRIVATE_ENV = "CKPTMAN_PRIVATE"
@@ -182,7 +182,7 @@ class Disk:
 
         Not os.posix_fallocate: where the file system has no such call, it writes to every block.
         """
-        if _fallocate is not None and _fallocate(fd, 0, 0, size):
+        if _fallocate(fd, 0, 0, size):
             code = ctypes.get_errno()
             if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
                 raise OSError(code, os.strerror(code))
@@ -235,11 +235,8 @@ class Disk:
             shutil.rmtree(path, onerror=lambda what, name, info: _unless_gone(what, name, info[1]))
 
 
-try:
-    _fallocate: Callable[[int, int, int, int], int] | None = ctypes.CDLL(None, use_errno=True).fallocate
-    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)  # type: ignore[union-attr]
-except (AttributeError, OSError):
-    _fallocate = None
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 DISK = Disk()
 
 

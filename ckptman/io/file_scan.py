@@ -317,7 +317,7 @@ def _scan_apart(pieces: _Pieces, processes: int, end: Callable[[ScanFile, int], 
     The numbers of those that are not: because a process died, or met an error, or because none is worth it.
     """
     aligned = pieces.piece_bytes % mmap.ALLOCATIONGRANULARITY == 0 and pieces.piece_bytes <= STRIDE_BYTES
-    if sum(source.size for source in pieces.sources) < LEAST_BYTES or not aligned or not hasattr(os, "fork"):
+    if sum(source.size for source in pieces.sources) < LEAST_BYTES or not aligned:
         return range(pieces.count)
     tasks, undone = _tasks(pieces.count, processes), list[range]()
     at_work: dict[Connection, deque[range]] = {}

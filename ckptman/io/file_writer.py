@@ -46,37 +46,25 @@ class Written:
     buffered_because: str | None
 
 
-def write_source(
-    path: Path,
-    source: Source,
-    *,
-    disk: Disk,
-    block_bytes: int = BLOCK_BYTES,
-    threads: int | None = None,
-) -> Written:
+def write_source(path: Path, source: Source, *, disk: Disk, threads: int | None = None) -> Written:
     """Write a file that nobody has made yet and flush it to storage. The folder is not flushed.
 
     Raises: OSError with the name of the file; whatever the source raises. What was written stays for the caller to
     remove.
     """
-    group = group_bytes(block_bytes)
-    stride = stride_of(group or block_bytes)
-    size = source.size_bytes
-    buffered_because = None
-    if size % ALIGN_BYTES or block_bytes % ALIGN_BYTES:
-        buffered_because = f"{size} bytes in blocks of {block_bytes} are not a multiple of {ALIGN_BYTES}"
-    with FileWriter(path, size, disk=disk, flags=os.O_EXCL, buffered_because=buffered_because) as file:
-        blocks = bytearray(digests_bytes(size, block_bytes))
-        groups = bytearray(digests_bytes(size, group) if group else 0)
+    size, group = source.size_bytes, group_bytes(BLOCK_BYTES)
+    stride = stride_of(group)
+    with FileWriter(path, size, disk=disk, flags=os.O_EXCL) as file:
+        blocks = bytearray(digests_bytes(size, BLOCK_BYTES))
+        groups = bytearray(digests_bytes(size, group))
 
         def prepare(number: int, scratch: memoryview) -> memoryview:
             offset = number * stride
             scratch = scratch[: min(stride, size - offset)]
             data = _flat(source.view(offset, scratch), len(scratch))
-            data, of_blocks, of_groups = _digest(data, scratch, file.is_direct, block_bytes, group or stride)
-            _place(blocks, offset // block_bytes, of_blocks)
-            if group:
-                _place(groups, offset // group, of_groups)
+            data, of_blocks, of_groups = _digest(data, scratch, file.is_direct, group)
+            _place(blocks, offset // BLOCK_BYTES, of_blocks)
+            _place(groups, offset // group, of_groups)
             return data
 
         def write(number: int, scratch: memoryview, data: memoryview) -> None:
@@ -93,7 +81,7 @@ def write_source(
             scratch_bytes=stride,
         )
         file.flush()
-    digests = Digests(block_bytes, bytes(blocks), size, bytes(groups))
+    digests = Digests(BLOCK_BYTES, bytes(blocks), size, bytes(groups))
     return Written(digests, xxh3_128_hexdigest(blocks), file.buffered_because)
 
 
@@ -173,8 +161,8 @@ class FileWriter:
         try:
             flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        except (OSError, AttributeError) as error:
-            if isinstance(error, OSError) and error.errno not in _REFUSED:
+        except OSError as error:
+            if error.errno not in _REFUSED:
                 raise
             self.buffered_because = f"no direct I/O on this file system ({error})"
 
@@ -186,7 +174,7 @@ class FileWriter:
 
 
 def _digest(
-    data: memoryview, scratch: memoryview, direct: bool, block: int, group: int
+    data: memoryview, scratch: memoryview, direct: bool, group: int
 ) -> tuple[memoryview, list[bytes], list[bytes]]:
     """The data where a write can take it from, and the digests of its blocks and of its groups."""
     array, aligned = np.frombuffer(data, np.uint8), np.frombuffer(scratch, np.uint8)
@@ -197,7 +185,7 @@ def _digest(
         high = min(low + group, len(data))
         if copied:
             np.copyto(aligned[low:high], array[low:high])
-        blocks += [xxh3_128_digest(found[at : min(at + block, high)]) for at in range(low, high, block)]
+        blocks += [xxh3_128_digest(found[at : min(at + BLOCK_BYTES, high)]) for at in range(low, high, BLOCK_BYTES)]
         groups.append(xxh3_128_digest(found[low:high]))
     return found, blocks, groups
 

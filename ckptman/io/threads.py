@@ -63,7 +63,7 @@ def io_threads(otherwise: int = 4) -> int:
 
 def cores() -> int:
     """Return how many cores this process may use: in a job, those it was given."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def computing_threads(threads: int) -> int:
@@ -277,7 +277,7 @@ def aligned_memory(size_bytes: int) -> memoryview:
     Direct I/O hands the disk each physically connected piece of memory by itself: 4 MiB are two pieces on huge pages,
     and up to a thousand on small ones, which was three times slower.
     """
-    huge = size_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
+    huge = size_bytes >= _HUGE_BYTES
     room = size_bytes + (_HUGE_BYTES if huge else 0)
     memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = 0

@@ -8,19 +8,25 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from ckptman.io import file_writer
 from ckptman.io import threads as parallel
-from ckptman.io.checked_reader import read_wanted
 from ckptman.io.checksums import Digests, digest_file, digest_of_blocks
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.file_writer import Written, write_source
 from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES
-from tests.helpers.files import BLOCK, MIB, digests_of, into, random_bytes
+from tests.helpers.files import BLOCK, digests_of, random_bytes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.fixture(autouse=True)
+def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_writer, "BLOCK_BYTES", BLOCK)
 
 
 class Bytes:
@@ -41,6 +47,20 @@ class Bytes:
             return data
         scratch[:] = data
         return scratch
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it seem a file system that takes no direct I/O."""
+    real = fcntl.fcntl
+
+    def refuse(fd: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, command, flags)
+
+    monkeypatch.setattr(
+        file_writer, "fcntl", SimpleNamespace(fcntl=refuse, F_GETFL=fcntl.F_GETFL, F_SETFL=fcntl.F_SETFL)
+    )
 
 
 class FailingDisk(Disk):
@@ -78,25 +98,12 @@ def test_a_file_holds_the_bytes_of_its_source(folder: Path, threads: int, own: b
         data, path = random_bytes(size), folder / f"file-{number}"
         for shift in (0, 64) if own else (0,):
             path.unlink(missing_ok=True)
-            written = write_source(path, Bytes(data, own, shift), disk=DISK, block_bytes=BLOCK, threads=threads)
+            written = write_source(path, Bytes(data, own, shift), disk=DISK, threads=threads)
             assert path.read_bytes() == data
             _, blocks = digest_file(path, BLOCK)
             groups = b"".join(digest_file(path, 16 * BLOCK)[1])
             digests = Digests(BLOCK, b"".join(blocks), size, groups)
             assert written == Written(digests, digest_of_blocks(blocks), written.buffered_because)
-
-
-@pytest.mark.parametrize("block_bytes", [1000, 4096, 5 * MIB])
-def test_any_size_of_block_will_do(tmp_path: Path, block_bytes: int) -> None:
-    data = random_bytes(5 * MIB + ALIGN_BYTES)
-    written = write_source(tmp_path / "x", Bytes(data), disk=DISK, block_bytes=block_bytes)
-    assert (tmp_path / "x").read_bytes() == data
-    assert written.digests.blocks == digests_of(tmp_path / "x", block_bytes).blocks
-    assert bool(written.digests.groups) == (block_bytes <= MIB)
-    assert (written.buffered_because is None) <= (block_bytes % ALIGN_BYTES == 0)
-    found = bytearray(len(data))
-    read_wanted(tmp_path, [into("x", 0, len(data), place=found)], {"x": written.digests})
-    assert found == data
 
 
 def test_direct_io_is_used_where_the_file_system_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,11 +118,11 @@ def test_direct_io_is_used_where_the_file_system_takes_it(tmp_path: Path, monkey
         assert np.frombuffer(data, np.uint8).ctypes.data % ALIGN_BYTES == 0
         return os.pwrite(fd, data, offset)
 
-    written = write_source(tmp_path / "x", Bytes(random_bytes(BLOCK)), disk=FailingDisk(0, look), block_bytes=BLOCK)
+    written = write_source(tmp_path / "x", Bytes(random_bytes(BLOCK)), disk=FailingDisk(0, look))
     assert written.buffered_because is None
     assert flags == [os.O_DIRECT]
-    monkeypatch.delattr(os, "O_DIRECT")
-    plain = write_source(tmp_path / "y", Bytes(random_bytes(BLOCK)), disk=DISK, block_bytes=BLOCK)
+    refuse_direct(monkeypatch)
+    plain = write_source(tmp_path / "y", Bytes(random_bytes(BLOCK)), disk=DISK)
     assert "no direct I/O" in str(plain.buffered_because)
     assert plain.digests == written.digests
 
@@ -130,7 +137,7 @@ def test_a_refusal_at_open_falls_back(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     data = random_bytes(STRIDE_BYTES + ALIGN_BYTES)
-    written = write_source(tmp_path / "x", Bytes(data), disk=DISK, block_bytes=BLOCK)
+    written = write_source(tmp_path / "x", Bytes(data), disk=DISK)
     assert (tmp_path / "x").read_bytes() == data
     assert written.buffered_because is not None
     assert "Invalid argument" in written.buffered_because
@@ -144,7 +151,7 @@ def test_a_refusal_at_a_write_falls_back_and_keeps_what_is_there(
 ) -> None:
     data = random_bytes(3 * STRIDE_BYTES + BLOCK)
     disk = FailingDisk(at, failing(number))
-    written = write_source(tmp_path / "x", Bytes(data), disk=disk, block_bytes=BLOCK, threads=threads)
+    written = write_source(tmp_path / "x", Bytes(data), disk=disk, threads=threads)
     assert (tmp_path / "x").read_bytes() == data
     assert written.digests.blocks == digests_of(tmp_path / "x").blocks
     assert written.buffered_because is not None
@@ -155,13 +162,12 @@ def test_a_refusal_at_a_write_falls_back_and_keeps_what_is_there(
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("taken", [1, 511, ALIGN_BYTES, BLOCK + 512])
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, taken: int) -> None:
-    o_direct = os.O_DIRECT
     if not direct:
-        monkeypatch.delattr(os, "O_DIRECT")
+        refuse_direct(monkeypatch)
 
     def take_less(fd: int, data: memoryview, offset: int) -> int:
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~o_direct)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         try:
             return os.pwrite(fd, data[:taken], offset)
         finally:
@@ -169,7 +175,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     data = random_bytes(STRIDE_BYTES + BLOCK)
     disk = FailingDisk(0, take_less)
-    write_source(tmp_path / "x", Bytes(data), disk=disk, block_bytes=BLOCK, threads=2)
+    write_source(tmp_path / "x", Bytes(data), disk=disk, threads=2)
     assert (tmp_path / "x").read_bytes() == data
 
 
@@ -179,7 +185,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_disk_that_fails_stops_the_write(tmp_path: Path, threads: int, number: int, at: int) -> None:
     source, disk = Bytes(bytes(16 * STRIDE_BYTES)), FailingDisk(at, failing(number))
     with pytest.raises(OSError, match=str(tmp_path / "x")) as caught:
-        write_source(tmp_path / "x", source, disk=disk, block_bytes=BLOCK, threads=threads)
+        write_source(tmp_path / "x", source, disk=disk, threads=threads)
     assert caught.value.errno == number
     assert source.views <= at + 3 * threads
     assert disk.syncs == 0
@@ -187,14 +193,14 @@ def test_a_disk_that_fails_stops_the_write(tmp_path: Path, threads: int, number:
 
 def test_a_write_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="wrote nothing") as caught:
-        write_source(tmp_path / "x", Bytes(bytes(BLOCK)), disk=FailingDisk(0, lambda *_: 0), block_bytes=BLOCK)
+        write_source(tmp_path / "x", Bytes(bytes(BLOCK)), disk=FailingDisk(0, lambda *_: 0))
     assert caught.value.errno == errno.EIO
 
 
 def test_a_flush_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: failing(errno.EIO)(fd, memoryview(b""), 0))
     with pytest.raises(OSError, match=str(tmp_path / "x")):
-        write_source(tmp_path / "x", Bytes(bytes(BLOCK)), disk=DISK, block_bytes=BLOCK)
+        write_source(tmp_path / "x", Bytes(bytes(BLOCK)), disk=DISK)
 
 
 @pytest.mark.parametrize("error", [ValueError("no such tensor"), KeyboardInterrupt()], ids=repr)
@@ -208,7 +214,7 @@ def test_an_error_of_the_source_is_raised_as_it_is(tmp_path: Path, error: BaseEx
 
     source = Failing(bytes(16 * STRIDE_BYTES))
     with pytest.raises(type(error)) as caught:
-        write_source(tmp_path / "x", source, disk=DISK, block_bytes=BLOCK, threads=threads)
+        write_source(tmp_path / "x", source, disk=DISK, threads=threads)
     assert caught.value is error
     assert source.views <= 2 + 3 * threads
 
@@ -235,7 +241,7 @@ def test_a_file_that_is_there_is_not_touched(tmp_path: Path) -> None:
 def test_scratch_is_used_again_and_bounded(tmp_path: Path) -> None:
     for number in range(12):
         data = bytes(8 * STRIDE_BYTES)
-        write_source(tmp_path / f"{number}", Bytes(data, own=False), disk=DISK, block_bytes=BLOCK, threads=4)
+        write_source(tmp_path / f"{number}", Bytes(data, own=False), disk=DISK, threads=4)
         assert sum(len(buffer) for buffer in parallel._free) <= 8 * 4 * STRIDE_BYTES
         assert len(parallel._free) <= 8
         (tmp_path / f"{number}").unlink()
@@ -247,5 +253,5 @@ def test_without_more_threads_the_caller_does_it_all(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     data = random_bytes(2 * STRIDE_BYTES)
-    write_source(tmp_path / "x", Bytes(data), disk=DISK, block_bytes=BLOCK, threads=4)
+    write_source(tmp_path / "x", Bytes(data), disk=DISK, threads=4)
     assert (tmp_path / "x").read_bytes() == data
