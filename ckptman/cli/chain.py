@@ -134,7 +134,7 @@ def _act(name: str | None, what: Callable[[Chain, Slurm, float], ChainStatus]) -
 def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
     spec = chain.spec
     if as_json:
-        from ckptman.scheduler.restart_gaps import restart_gaps
+        from ckptman.scheduler.history import restart_gaps
 
         console.say_json(
             {
@@ -178,7 +178,7 @@ def _row(attempt: AttemptRecord, end: EndRecord | None, now: float) -> tuple[str
 
 
 def _show_times(chain: Chain) -> None:
-    from ckptman.scheduler.restart_gaps import restart_gaps
+    from ckptman.scheduler.history import restart_gaps
 
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:,.1f}"

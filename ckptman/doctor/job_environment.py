@@ -23,8 +23,7 @@ from ckptman.errors import ConfigError
 from ckptman.policies.intervals import seconds_text
 from ckptman.runtime.deadline import deadline_from_environment, run_command
 from ckptman.runtime.host_memory import available_bytes
-from ckptman.scheduler.slurm.batch_script import parse
-from ckptman.scheduler.slurm.options import warned
+from ckptman.scheduler.slurm.batch_script import parse, warned
 
 LEAST_TORCH = (2, 11)
 STAGING_SLOTS = 2

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
 from ckptman.errors import CkptmanError, CorruptError, SchedulerError
 from ckptman.forecast.save_costs import warning_seconds
+from ckptman.format.paths import journal_path
 from ckptman.policies.intervals import seconds_text
 from ckptman.policies.resubmit import Attempt, Ending, Next, decide
 from ckptman.runtime.deadline import parse_end_time
-from ckptman.runtime.measurements import save_seconds
+from ckptman.runtime.journal import read_journal
+from ckptman.runtime.measurements import save_seconds, start_up
 from ckptman.runtime.outcome import Outcome, read_outcome, reported_nodes
 from ckptman.scheduler.chain import gone_text, newest_sequence
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, JobRecord
@@ -24,6 +31,23 @@ _FROM_OUTSIDE = {
     "DEADLINE": "its deadline",
     "REVOKED": "revoked",
 }
+
+
+@dataclass(frozen=True)
+class RestartGap:
+    """The pause before an attempt, in seconds; a part is None where it is not known, or not over."""
+
+    attempt: int
+    queue: float | None = None
+    """From the end of the attempt before to the beginning of this one's batch script."""
+    start_up: float | None = None
+    """From there until its Checkpointer has begun: the launcher, imports, the process group, the model."""
+    restore: float | None = None
+    """Until the checkpoint was loaded."""
+    first_step: float | None = None
+    """Until the first step has ended."""
+    total: float | None = None
+    """All of it."""
 
 
 def settle(chain: Chain, slurm: Slurm, running_id: str, now: float) -> AttemptRecord | None:
@@ -179,6 +203,35 @@ def warned_too_late(chain: Chain) -> str:
 def job_number_after(chain: Chain, number: int) -> JobRecord | None:
     """Return the job of a chain that comes after another."""
     return next((each for each in chain.jobs() if each.number == number + 1), None)
+
+
+def restart_gaps(chain: Chain) -> list[RestartGap]:
+    """Return where the time went from the end of each attempt to the end of the next one's first step."""
+    attempts, ends, root = chain.attempts(), chain.ends(), root_of(chain)
+    try:
+        events, _ = read_journal(journal_path(Path(root))) if root else ([], 0)
+    except (CkptmanError, OSError):
+        events = []
+    found = []
+    begun = [attempt.begun_seconds for attempt in attempts]
+    for (before, attempt), until in zip(pairwise(attempts), [*begun[2:], math.inf]):
+        ended = ends[before.number].ended_seconds if before.number in ends else None
+        up = start_up(events, attempt.job_id, attempt.begun_seconds, until)
+        gap = RestartGap(
+            attempt.number,
+            queue=_between(ended, attempt.begun_seconds),
+            start_up=_between(attempt.begun_seconds, up.started_seconds),
+            restore=_between(up.started_seconds, up.restored_seconds),
+            first_step=_between(up.restored_seconds or up.started_seconds, up.first_step_seconds),
+            total=_between(ended, up.first_step_seconds),
+        )
+        found.append(gap)
+    return found
+
+
+def _between(since: float | None, until: float | None) -> float | None:
+    # Two machines wrote these times: their clocks differ a little.
+    return None if since is None or until is None else max(0.0, until - since)
 
 
 def _left_under(chain: Chain, root: str) -> tuple[int, bool]:

@@ -14,8 +14,7 @@ from ckptman.runtime.journal import Journal, read_journal
 from ckptman.runtime.outcome import OUTCOME_ENV, report_node, reported_nodes
 from ckptman.scheduler.attempt import ROOT_LOOKS
 from ckptman.scheduler.chain_record import Chain, EndRecord
-from ckptman.scheduler.history import AVOIDED_SECONDS, avoided, warned_too_late
-from ckptman.scheduler.restart_gaps import restart_gaps
+from ckptman.scheduler.history import AVOIDED_SECONDS, avoided, restart_gaps, warned_too_late
 from tests.helpers.checkpoints import commit
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.scheduler.test_attempt import NOW, attempt, fake, outcome, submitted

@@ -9,9 +9,8 @@ import pytest
 
 from ckptman.errors import ConfigError, SchedulerError
 from ckptman.scheduler.slurm import commands as slurm_module
-from ckptman.scheduler.slurm.batch_script import batch_file, parse
+from ckptman.scheduler.slurm.batch_script import batch_file, parse, read_options
 from ckptman.scheduler.slurm.commands import QueueFullError, Slurm, UnreachableError, submission_environment
-from ckptman.scheduler.slurm.options import read_options
 from tests.helpers.fake_slurm import FakeSlurm
 
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"

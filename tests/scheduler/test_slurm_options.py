@@ -7,7 +7,15 @@ import pytest
 from ckptman.errors import ConfigError
 from ckptman.forecast.save_costs import UNMEASURED_SECONDS, warning_seconds
 from ckptman.policies.save_policies import BeforeDeadline
-from ckptman.scheduler.slurm.options import Warned, array_tasks, in_force, limit_seconds, read_options, remarks, warned
+from ckptman.scheduler.slurm.batch_script import (
+    Warned,
+    array_tasks,
+    in_force,
+    limit_seconds,
+    read_options,
+    remarks,
+    warned,
+)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,32 @@
-"""A user's batch script: what Slurm reads of it, and the batch file that is submitted in its place."""
+"""A user's batch script, what its options of sbatch mean to a chain, and the file that is submitted in its place."""
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptman.errors import ConfigError
-from ckptman.scheduler.slurm.options import read_options
 
 _DIRECTIVE = "#SBATCH"
+MOST_TASKS = 1000
+"""Of one array: each becomes a chain of its own."""
+_SHORT = {
+    "-t": "--time",
+    "-J": "--job-name",
+    "-d": "--dependency",
+    "-a": "--array",
+    "-o": "--output",
+    "-e": "--error",
+    "-D": "--chdir",
+    "-x": "--exclude",
+}
+_DEFAULT_WARNING_SECONDS = 60
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
+_SIGNAL = re.compile(r"(?:(?P<flags>[RB]{1,2}):)?(?P<name>\w+)(?:@(?P<seconds>\d{1,9}))?", re.ASCII | re.IGNORECASE)
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::([1-9]\d{0,8}))?)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -18,7 +35,16 @@ class BatchScript:
 
     interpreter: tuple[str, ...]
     directives: tuple[str, ...]
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str]
+
+
+class Warned(NamedTuple):
+    """What `--signal` asks for: a signal, by its name or number, so long before the time limit. `batch_only`: the batch
+    script gets it, and not the tasks."""
+
+    name: str
+    seconds: int
+    batch_only: bool = False
 
 
 def parse(text: str, name: str) -> BatchScript:
@@ -36,7 +62,10 @@ def parse(text: str, name: str) -> BatchScript:
             break
     options: dict[str, str] = {}
     for line in directives:
-        options |= read_options(_words(line[len(_DIRECTIVE) :], name))
+        try:
+            options |= read_options(shlex.split(line.removeprefix(_DIRECTIVE), comments=True))
+        except ValueError as error:
+            raise ConfigError(f"{name}: {line}: {error}") from None
     return BatchScript(tuple(lines[0][2:].split(None, 1)), tuple(directives), options)
 
 
@@ -57,8 +86,83 @@ def batch_file(script: BatchScript, name: str, python: str, folder: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _words(text: str, name: str) -> list[str]:
-    try:
-        return shlex.split(text, comments=True)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {_DIRECTIVE}{text}: {error}") from None
+def read_options(words: list[str]) -> dict[str, str]:
+    """Options of sbatch by their long names; "" where one has no value. Unknown short ones keep theirs."""
+    found: dict[str, str] = {}
+    place = 0
+    while place < len(words):
+        word = words[place]
+        place += 1
+        if word.startswith("--"):
+            name, given, value = word.partition("=")
+        elif word.startswith("-") and len(word) > 1:
+            name, value = _SHORT.get(word[:2], word[:2]), word[2:]
+            given = value
+        else:
+            continue
+        if not given and place < len(words) and not words[place].startswith("-"):
+            value = words[place]
+            place += 1
+        found[name] = value
+    return found
+
+
+def in_force(script: Mapping[str, str], variables: Mapping[str, str], line: Mapping[str, str]) -> dict[str, str]:
+    """Return the options that count: those of the script, before them SBATCH_* `variables`, before all the command
+    line."""
+    names = {"SBATCH_TIMELIMIT": "--time", "SBATCH_ARRAY_INX": "--array"}
+    of_variables = {
+        names.get(name, "--" + name.removeprefix("SBATCH_").lower().replace("_", "-")): value
+        for name, value in variables.items()
+    }
+    return {**script, **of_variables, **line}
+
+
+def remarks(options: Mapping[str, str]) -> Iterator[str]:
+    """Return what a user should know of the options in force."""
+    if "--time" not in options:
+        yield "no --time: each attempt gets the default time limit of its partition"
+    if "--dependency" in options:
+        yield f"--dependency={options['--dependency']} holds for the first job; the others wait for the one before"
+    if "--array" in options:
+        yield "each task becomes a chain of its own, an array of one: SLURM_ARRAY_TASK_COUNT is 1 in it"
+
+
+def limit_seconds(options: Mapping[str, str]) -> float | None:
+    """Return what `--time` allows: minutes, minutes:seconds, h:m:s, days-hours, days-h:m, days-h:m:s. None: not
+    known."""
+    match = _TIME.fullmatch(options.get("--time", "").strip())
+    if match is None:
+        return None
+    days, first, second, third = (int(match[name] or 0) for name in ("days", "first", "second", "third"))
+    if match["days"] is None and match["third"] is None:
+        first, second, third = 0, first, second
+    total = ((24 * days + first) * 60 + second) * 60.0 + third
+    return total or None  # 0 is "no limit"
+
+
+def warned(options: Mapping[str, str]) -> Warned | None:
+    """Return what `--signal` asks for. None where there is none, or none that can be understood."""
+    match = _SIGNAL.fullmatch(options.get("--signal", "").strip())
+    if match is None:
+        return None
+    seconds = int(match["seconds"]) if match["seconds"] else _DEFAULT_WARNING_SECONDS
+    return Warned(match["name"].upper().removeprefix("SIG"), seconds, "B" in (match["flags"] or "").upper())
+
+
+def array_tasks(text: str) -> list[int]:
+    """Return the tasks of `--array`: `0-15`, `1,3,5-7`, `0-15:4`. Raises: ConfigError."""
+    if "%" in text:
+        raise ConfigError(
+            f"--array={text}: each task becomes a chain of its own, and how many run at once (%) cannot be kept across "
+            f"chains: leave the % out, or give the chains a QOS that allows so many jobs"
+        )
+    parts = list[range]()
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f"--array={text} is not a list of tasks: give it as 0-15, 1,3,5-7 or 0-15:4")
+        parts.append(range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1)))
+    if (count := sum(map(len, parts))) > MOST_TASKS:
+        raise ConfigError(f"--array={text} has {count:,} tasks, and {MOST_TASKS:,} are the most: submit in parts")
+    return sorted({task for part in parts for task in part})

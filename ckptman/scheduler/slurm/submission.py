@@ -14,9 +14,18 @@ from ckptman.forecast.save_costs import SHORTEST_LIMIT_SECONDS, warning_seconds
 from ckptman.scheduler.chain import new_chain_dir
 from ckptman.scheduler.chain_record import Chain, JobRecord, Spec, Wish, find_chains
 from ckptman.scheduler.history import avoided, job_number_after, measured_save_seconds
-from ckptman.scheduler.slurm.batch_script import BatchScript, batch_file, parse
+from ckptman.scheduler.slurm.batch_script import (
+    BatchScript,
+    array_tasks,
+    batch_file,
+    in_force,
+    limit_seconds,
+    parse,
+    read_options,
+    remarks,
+    warned,
+)
 from ckptman.scheduler.slurm.commands import QueueFullError, Slurm, UnreachableError, submission_environment
-from ckptman.scheduler.slurm.options import array_tasks, in_force, limit_seconds, read_options, remarks, warned
 
 
 class Submission(Wish):
@@ -103,23 +112,16 @@ def submit_chain(prepared: PreparedChain, slurm: Slurm, now: float) -> list[JobR
     """
     chain, spec, script = prepared.chain, prepared.spec, prepared.script
     source = Path(spec.script)
-    Chain.create(
-        chain.folder,
-        spec,
-        source.read_bytes(),
-        batch_file(script, source.name, sys.executable, str(chain.folder)),
-    )
+    batch = batch_file(script, source.name, sys.executable, str(chain.folder))
+    Chain.create(chain.folder, spec, source.read_bytes(), batch)
     try:
         jobs = [_submit(chain, slurm, 1, (), now)]
         for number in range(2, spec.upfront + 1):
             jobs.append(submit_next(chain, slurm, number - 1, jobs[-1].job_id, now))
-    except QueueFullError as error:
-        if chain.jobs():
+    except BaseException as error:
+        if isinstance(error, QueueFullError) and chain.jobs():
             chain.events.record("queue full", sync=True, wanted=spec.upfront, why=str(error))
             return chain.jobs()
-        chain.turn("stopped", f"it could not be submitted: {error}", now)
-        raise
-    except BaseException as error:
         chain.turn("stopped", f"it could not be submitted: {error}", now)
         raise
     return jobs

@@ -14,7 +14,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from ckptman.errors import ConfigError, UnknownKeyError
-from ckptman.scheduler.slurm.options import limit_seconds
+from ckptman.scheduler.slurm.batch_script import limit_seconds
 
 # What no text in a batch script may hold: sbatch reads lines, and a terminal obeys control characters.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -117,12 +117,8 @@ def _points(value: str) -> str:
 Count = Annotated[int, Field(gt=0)]
 Command = Annotated[str, AfterValidator(_words)]
 JobName = Annotated[str, Field(min_length=1), AfterValidator(_name_of_job)]
-LogFolder = Annotated[str, Field(min_length=1), AfterValidator(_name_of_log)]
 Time = Annotated[str, AfterValidator(_time)]
 Memory = Annotated[str, Field(pattern=r"^(\d+[KMGT]?)?$")]
-Variables = Annotated[Mapping[str, str], AfterValidator(_variables)]
-Options = Annotated[tuple[str, ...], AfterValidator(_options)]
-Points = Annotated[str, AfterValidator(_points)]
 
 
 class JobKeys(BaseModel):
@@ -138,12 +134,12 @@ class JobKeys(BaseModel):
     time: Time = "01:00:00"
     cpus_per_task: Count = 1
     mem: Memory = ""
-    log_folder: LogFolder = "."
+    log_folder: Annotated[str, Field(min_length=1), AfterValidator(_name_of_log)] = "."
     modules: str = ""
     venv: str = ""
     setup: tuple[str, ...] = ()
-    env: Variables = {}
-    sbatch: Options = ()
+    env: Annotated[Mapping[str, str], AfterValidator(_variables)] = {}
+    sbatch: Annotated[tuple[str, ...], AfterValidator(_options)] = ()
 
     @field_validator("*")
     @classmethod
@@ -219,7 +215,7 @@ class MatrixKeys(TrainingKeys):
     command: Command = _POINT
     job_name: JobName = "scaling"
     time: Time = "00:30:00"
-    matrix: Points = "1x1 1x2 1x4 1x8 2x8"
+    matrix: Annotated[str, AfterValidator(_points)] = "1x1 1x2 1x4 1x8 2x8"
     nodes: Annotated[int, Field(ge=0)] = 0
     gpus_per_node: Annotated[int, Field(ge=-1)] = -1
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ _INCLUDE = re.compile(r"@include (\w+)@")
 _LONE = re.compile(r"\s*@(\w+)@( \\)?")
 _PLAIN = re.compile(r"[\w./:=,@%+~^-]*")
 _DIRECTIVE = "#SBATCH"
-_MANY = ("setup", "sbatch")
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
             if not dot:
                 raise ConfigError(f"--set {setting}: write it as env.NAME=VALUE, for example --set env.LC_ALL=C")
             values.setdefault("env", {})[variable] = value
-        elif key in _MANY:
+        elif key in ("setup", "sbatch"):
             values.setdefault(key, []).append(value)
         else:
             values[key] = value
@@ -91,13 +90,8 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
 def render_template(name: str, values: Mapping[str, Any]) -> str:
     """Return the batch script of a template. Raises: NotFoundError, UnknownKeyError, ConfigError."""
     keys = check_keys(template(name).keys, values, f"template {name}")
-    return render(read_part(f"{name}.sbatch"), lambda part: read_part(f"_{part}.sh"), keys)
-
-
-def render(text: str, part: Callable[[str], str], keys: JobKeys) -> str:
-    """A template with its values in place."""
     directives, shell = _for_directives(keys), _for_shell(keys)
-    text = _INCLUDE.sub(lambda found: part(found[1]).rstrip("\n"), text)
+    text = _INCLUDE.sub(lambda found: _read(f"_{found[1]}.sh").rstrip("\n"), _read(f"{name}.sbatch"))
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith(_DIRECTIVE):
@@ -109,7 +103,7 @@ def render(text: str, part: Callable[[str], str], keys: JobKeys) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_part(name: str) -> str:
+def _read(name: str) -> str:
     """A file of `slurm_templates`: in an installed ckptman it lies in the package, in a checkout beside it."""
     package = Path(__file__).parents[2]
     for folder in (package / FOLDER, package.parent / FOLDER):
@@ -172,16 +166,12 @@ def _for_shell(keys: JobKeys) -> dict[str, str]:
     found["env"] = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in keys.env.items())
     if isinstance(keys, TrainingKeys):
         found["tasks_per_node"] = str(keys.tasks)
-        found["container"] = _container(keys)
+        found["container"] = ""
+        if keys.container:
+            binds = [f"--bind={keys.container_binds}"] if keys.container_binds else []
+            found["container"] = shlex.join([*shlex.split(keys.container_command), *binds, keys.container])
     if isinstance(keys, LumiKeys):
         found["cpu_masks"] = f"--cpu-bind=mask_cpu:{keys.cpu_masks}" if keys.cpu_masks else ""
     if isinstance(keys, MatrixKeys):
         found["points"] = keys.matrix
     return found
-
-
-def _container(keys: TrainingKeys) -> str:
-    if not keys.container:
-        return ""
-    binds = [f"--bind={keys.container_binds}"] if keys.container_binds else []
-    return shlex.join([*shlex.split(keys.container_command), *binds, keys.container])
