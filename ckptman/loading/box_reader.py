@@ -16,7 +16,7 @@ from ckptman.errors import CorruptError
 from ckptman.io.checksums import Digests
 from ckptman.io.threads import Worker
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
-from ckptman.loading.read_tensors import Fill, fills_for_box, read_fills
+from ckptman.loading.read_tensors import Fill, check_container, fills_for_box, part_wanted, read_fills
 from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.state.file_layout import put
 
@@ -44,7 +44,6 @@ class BoundedState(SavedState):
     """A checkpoint of which only the digests that were used last are kept: all of them grow with it."""
 
     def digests(self, file: str) -> Digests | None:
-        """Return what the base class does."""
         found = super().digests(file)
         if found is not None:
             self._digests[file] = self._digests.pop(file)  # the last one used is the last one dropped
@@ -104,7 +103,7 @@ class BoxReader:
         for fill in fills_for_box(self.saved, name, offsets, data.view(self.dtype(name)).view(sizes)):
             payload = self.saved.payload(name, fill.chunk)
             if payload is None:
-                self._unpack(fill)
+                put(fill.target, part_wanted(self._container(fill.name, fill.chunk), fill))
             else:
                 found.append(replace(fill, chunk=fill.chunk._replace(payload=payload)))
         return found
@@ -117,12 +116,6 @@ class BoxReader:
             # What it says besides is for those who have a model that is half filled now.
             raise error.__cause__ if isinstance(error.__cause__, CorruptError) else error from None
 
-    def _unpack(self, fill: Fill) -> None:
-        tensor = self._container(fill.name, fill.chunk)
-        for dim, (start, size) in enumerate(zip(fill.start, fill.target.shape)):
-            tensor = tensor.narrow(dim, start, size)
-        put(fill.target, tensor)
-
     def _container(self, name: str, chunk: ChunkPlace) -> torch.Tensor:
         place = chunk.file, chunk.offset
         if self._held is None or self._held[0] != place:
@@ -133,8 +126,7 @@ class BoxReader:
                 tensor = load_plain(io.BytesIO(data), where)
             except CorruptError as error:
                 raise Refused(f"{where}: {why_refused(error)}") from error
-            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.sizes:
-                raise CorruptError(f"{where} is not a tensor of the shape {list(chunk.sizes)}, as it should be")
+            check_container(tensor, chunk, where)
             try:
                 self._held = place, tensor.dequantize() if tensor.is_quantized else tensor
             except (NotImplementedError, RuntimeError) as error:

@@ -72,6 +72,9 @@ class SavedState:
     manifest: Manifest | None
     values: dict[str, Any] = field(default_factory=dict)
     described: Metadata | None = None
+    _digests: dict[str, Digests] = field(default_factory=dict, init=False)
+    _checked: set[str] = field(default_factory=set, init=False)
+    """The tensors whose rows of the chunk table were checked."""
 
     @classmethod
     def read(cls, folder: Path, rank: int | None = None) -> SavedState:
@@ -234,8 +237,7 @@ class SavedState:
         paths = dict(paths_in(self.values, (TensorRef, Lazy)))
         if self.manifest is not None and not described.keys() <= paths.keys():
             # What has no plain form is no part of the values; torch's own description knows where it is in the state.
-            read_checked(self.folder, METADATA, self.manifest)
-            paths = dict(read_foreign_metadata(self.folder / METADATA).planner_data or {})
+            paths = dict(self.written_metadata().planner_data or {})
         paths = {name: paths.get(name, (name,)) for name in described}
         return Metadata(state_dict_metadata=described, planner_data=paths, storage_data=places)
 
@@ -260,14 +262,6 @@ class SavedState:
         if self.manifest is not None:
             return data_files(self.manifest, self.index)
         return [(name, size_of(self.folder / name)) for name in self.index.files]
-
-    @cached_property
-    def _digests(self) -> dict[str, Digests]:
-        return {}
-
-    @cached_property
-    def _checked(self) -> set[str]:
-        return set()
 
     def check(self, names: Iterable[str]) -> None:
         """Check the rows of these tensors, where not yet done; many at once are faster. Raises: CorruptError."""
@@ -400,19 +394,12 @@ def _index_of(folder: Path, metadata: Metadata) -> tuple[Index, ChunkTable]:
 
 
 def _foreign_values(saved: SavedState, metadata: Metadata) -> dict[str, Any]:
-    """Rebuild the nested state that plain DCP flattened from the paths in its metadata."""
+    """Rebuild the nested state that plain DCP flattened, from the paths in its metadata."""
     folder, values, paths = saved.folder, dict[str, Any](), metadata.planner_data or {}
     for name, described in metadata.state_dict_metadata.items():
-        path = paths.get(name, (name,)) if isinstance(paths, dict) else None
-        if not isinstance(path, tuple) or not path or not all(isinstance(part, (str, int)) for part in path):
-            raise CorruptError(
-                f"{folder / METADATA} does not say where in the state {name} is, but {path!r}: restore another "
-                f"checkpoint"
-            )
-        if isinstance(described, TensorStorageMetadata):
-            _set(values, path, TensorRef(name), folder)
-        else:
-            _set(values, path, Lazy(partial(saved.plain_value, name)), folder)
+        is_tensor = isinstance(described, TensorStorageMetadata)
+        leaf = TensorRef(name) if is_tensor else Lazy(partial(saved.plain_value, name))
+        _set(values, paths.get(name, (name,)), leaf, folder)
     return values
 
 

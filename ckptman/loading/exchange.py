@@ -8,10 +8,10 @@ after each band the members exchange what the others need. So nobody reads colum
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +25,7 @@ from ckptman.io.threads import Task, Worker
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.loading.read_tensors import Fill, Uploads, fills_for_all, fills_for_box, read_fills
 from ckptman.state.file_layout import as_bytes, is_plain, put
-from ckptman.state.local_shards import local_parts
+from ckptman.state.local_shards import Box, local_parts
 
 BAND_BYTES = 32 * 1024 * 1024
 """What the members of a group hold in flight together, twice: one band is read while the one before is exchanged."""
@@ -33,15 +33,6 @@ MEMBERS = 32
 """The most ranks in a group: of more that need the same, every so many make one of their own."""
 SHARED_BYTES = 4096
 """Tensors of less than this are read by every rank: asking others for them would take longer."""
-
-T = TypeVar("T")
-
-
-class Member(NamedTuple):
-    """The box of one member of a group, in elements of the global tensor."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
 
 
 class SharedTensor(NamedTuple):
@@ -53,7 +44,7 @@ class SharedTensor(NamedTuple):
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    boxes: tuple[Member, ...]
+    boxes: tuple[Box, ...]
     memory: torch.Tensor
 
     @property
@@ -148,9 +139,11 @@ def _shared(
     if isinstance(tensor, DTensor):
         if not is_plain(local_tensor(tensor)):  # several shards, of which this rank has one
             return None
-        ranks, boxes = _group_of(tensor)
+        mine = tensor.device_mesh.get_coordinate()
+        assert mine is not None
+        ranks, boxes = _group_in_mesh(tuple(tensor.shape), tensor.device_mesh, tensor.placements, tuple(mine))
     elif box.holders is None:
-        ranks, boxes = everyone, (Member(box.offsets, box.sizes),) * len(everyone)
+        ranks, boxes = everyone, (box,) * len(everyone)
     else:
         return None
     start = ranks.index(rank) // MEMBERS * MEMBERS
@@ -164,23 +157,17 @@ def _shared(
     return ranks, shared
 
 
-def _group_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[Member, ...]]:
-    """Return the ranks that hold parts of the same rows of a DTensor, and their parts."""
-    mine = tensor.device_mesh.get_coordinate()
-    assert mine is not None
-    return _group_in_mesh(tuple(tensor.shape), tensor.device_mesh, tensor.placements, tuple(mine))
-
-
 @lru_cache(maxsize=8192)
 def _group_in_mesh(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], mine: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[Member, ...]]:
+) -> tuple[tuple[int, ...], tuple[Box, ...]]:
+    """Return the ranks that hold parts of the same rows of a DTensor as the rank at `mine`, and their parts."""
     together = [isinstance(each, Replicate) or (isinstance(each, Shard) and each.dim > 0) for each in placements]
     axes = [range(size) if shared else [at] for size, shared, at in zip(mesh.shape, together, mine)]
     found = {}
     for coordinate in product(*axes):
         sizes, offsets = local_shape_and_offset(shape, mesh.shape, list(coordinate), placements)
-        found[int(mesh.mesh[coordinate])] = Member(tuple(offsets), tuple(sizes))
+        found[int(mesh.mesh[coordinate])] = Box(tuple(offsets), tuple(sizes))
     ranks = tuple(sorted(found))
     return ranks, tuple(found[rank] for rank in ranks)
 
@@ -191,8 +178,9 @@ class _Exchange:
     def __init__(
         self, saved: SavedState, tensors: Sequence[SharedTensor], ranks: tuple[int, ...], channel: Channel, verify: bool
     ) -> None:
-        self._saved, self._ranks, self._channel, self._verify = saved, ranks, channel, verify
+        self._saved, self._channel, self._verify = saved, channel, verify
         self._me = ranks.index(channel.rank)
+        self._others = [(member, rank) for member, rank in enumerate(ranks) if member != self._me]
         self._bands = [list(_bands(tensors, member, len(ranks))) for member in range(len(ranks))]
         self._uploads = Uploads()
         self.error: Exception | None = None
@@ -203,13 +191,12 @@ class _Exchange:
         rounds = max(len(bands) for bands in self._bands)
         read_bytes = 0
         with Worker("ckptman-read") as reader:
-            begin = reader.submit if _has_thread(reader) else _at_once
-            ahead = begin(self._read, 0)
+            ahead = self._begin_read(reader, 0)
             for number in range(rounds):
                 pieces, count = ahead.result()
                 read_bytes += count
                 if number + 1 < rounds:
-                    ahead = begin(self._read, number + 1)
+                    ahead = self._begin_read(reader, number + 1)
                 if self._exchange(number, pieces):
                     ahead.result()
                     break
@@ -218,6 +205,14 @@ class _Exchange:
         except Exception as error:  # noqa: BLE001 told with everything else
             self.error = self.error or error
         return read_bytes
+
+    def _begin_read(self, reader: Worker, number: int) -> Task[tuple[list[torch.Tensor], int]]:
+        try:
+            return reader.submit(self._read, number)
+        except RuntimeError:  # no more threads for this user: slower, not wrong
+            task = Task(partial(self._read, number))
+            task.run()
+            return task
 
     def _read(self, number: int) -> tuple[list[torch.Tensor], int]:
         """Read this rank's bands of one round, whole rows. An error is kept in `error`: the others wait for them."""
@@ -243,8 +238,7 @@ class _Exchange:
         sent = self._pack(number, pieces)
         sizes = {
             rank: 1 + sum(_bytes_for(band, self._me) for band in self._band(member, number))
-            for member, rank in enumerate(self._ranks)
-            if member != self._me
+            for member, rank in self._others
         }
         received = self._channel.exchange(sent, sizes)
         # What was said, and not `error`, which the reading of the next round may set any moment: all end alike.
@@ -259,18 +253,14 @@ class _Exchange:
     def _pack(self, number: int, pieces: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the messages to the others: a flag, 1 if something went wrong here, and the bytes they need."""
         mine = self._band(self._me, number)
-        sizes = {
-            rank: sum(_bytes_for(band, member) for band in mine)
-            for member, rank in enumerate(self._ranks)
-            if member != self._me
-        }
-        messages = {rank: torch.ones(1 + size, dtype=torch.uint8, device="cpu") for rank, size in sizes.items()}
+        sizes = {rank: 1 + sum(_bytes_for(band, member) for band in mine) for member, rank in self._others}
+        messages = {rank: torch.ones(size, dtype=torch.uint8, device="cpu") for rank, size in sizes.items()}
         if self.error is not None:
             return messages
         try:
-            for member, rank in enumerate(self._ranks):
+            for member, rank in self._others:
                 at = 1
-                for band, piece in zip(mine, pieces) if member != self._me else []:
+                for band, piece in zip(mine, pieces):
                     part = torch.empty(_part(band, piece, member).shape, dtype=piece.dtype, device="cpu")
                     put(part, _part(band, piece, member))
                     size = _bytes_for(band, member)
@@ -287,9 +277,9 @@ class _Exchange:
             part, target = _part(band, piece, self._me), band.target
             if part.data_ptr() != target.data_ptr():
                 self._uploads.to(target.device)(target, part)
-        for member, rank in enumerate(self._ranks):
+        for member, rank in self._others:
             at = 1
-            for band in self._band(member, number) if member != self._me else []:
+            for band in self._band(member, number):
                 target, size = band.target, _bytes_for(band, self._me)
                 if size:
                     # A view of bytes as another dtype has to begin at a multiple of its size: cloned, it does.
@@ -300,20 +290,6 @@ class _Exchange:
     def _band(self, member: int, number: int) -> list[Band]:
         bands = self._bands[member]
         return bands[number] if number < len(bands) else []
-
-
-def _has_thread(worker: Worker) -> bool:
-    try:
-        worker.start()
-    except RuntimeError:  # no more threads for this user: slower, not wrong
-        return False
-    return True
-
-
-def _at_once(work: Callable[[int], T], number: int) -> Task[T]:
-    task = Task(partial(work, number))
-    task.run()
-    return task
 
 
 def _bands(tensors: Sequence[SharedTensor], member: int, members: int) -> Iterator[list[Band]]:

@@ -57,7 +57,7 @@ class Fit:
     checkpoint has besides is left there.
     """
 
-    def __init__(self, state: State, saved: SavedState, rank: int, *, strict: bool, verify: bool = True) -> None:
+    def __init__(self, state: State, saved: SavedState, rank: int, *, strict: bool, verify: bool) -> None:
         self._state, self._saved, self._rank, self._strict, self._verify = state, saved, rank, strict, verify
         self.targets: dict[str, torch.Tensor] = {}
         self.values: dict[str, Any] = {}
@@ -68,14 +68,19 @@ class Fit:
 
     def ask(self) -> None:
         """Ask each object for its state, which is to be filled. Optimizers make theirs first."""
-        saved, warns = self._saved, not self._rank
+        saved = self._saved
         self._live = nested(self._state, self._rank, saved.values)
         for name, target in self._state.items():
             if isinstance(target, torch.optim.Optimizer) and name in saved.values:
-                newer = _settings_of_newer_torch(self._live[name], saved.values[name], name, warns=warns)
-                saved.values[name] |= newer
-        if self._strict and saved.manifest is None:
-            _nest_bare_model(self._state, self._live, saved, warns=warns)
+                kept = _settings_of_newer_torch(self._live[name], saved.values[name])
+                saved.values[name] |= kept
+                if kept:
+                    settings = {entry.rpartition(".")[2]: value for entry, value in kept.items()}
+                    self._warn(
+                        f"the checkpoint was saved by an optimizer without {settings} in its groups: {name} keeps them"
+                    )
+        if self._strict and saved.manifest is None and (told := _nest_bare_model(self._state, self._live, saved)):
+            self._warn(told)
 
     def match(self) -> FitReport:
         """Match checkpoint and state, after `ask`. Raises: CorruptError, also for plain values; ConfigError."""
@@ -100,7 +105,12 @@ class Fit:
         for name, values in saved.values.items() if self._strict else ():
             self.expected |= {f"{name}.{entry}" for entry in values} if is_named(self._state.get(name)) else {name}
         if not report.missing and not report.mismatched:
-            report.mismatched += _wrongly_tied(saved, self.targets, self._plain_names(), verify=self._verify)
+            plain_names = [
+                name
+                for name, target in self._state.items()
+                if not is_named(target) and (not self._strict or _is_filled_in_place(target))
+            ]
+            report.mismatched += _wrongly_tied(saved, self.targets, plain_names, verify=self._verify)
             # Now: a plain value that others pickled may turn out to be damaged, and nothing has been filled yet.
             self.values = {name: resolve(value) for name, value in self.values.items()}
         return report
@@ -121,13 +131,10 @@ class Fit:
             value = self.values[name] = replace_refs(self.values[name], lambda ref: self.targets[ref.name])
             put_back(self._state, name, value, self._rank, name in self.from_other_rank, filled)
 
-    def _plain_names(self) -> list[str]:
-        """Return the keys of what is filled in place besides modules and optimizers."""
-        return [
-            name
-            for name, target in self._state.items()
-            if not is_named(target) and (not self._strict or _is_filled_in_place(target))
-        ]
+    def _warn(self, message: str) -> None:
+        if not self._rank:
+            with suppress(Warning):  # one that is an error must not keep a rank from the others
+                warn(message)
 
     def _match_named(self, name: str, target: object) -> None:
         live, saved = self._live[name], self._saved.values.get(name, {})
@@ -137,7 +144,8 @@ class Fit:
         self._report.wanted |= {f"{name}.{entry}" for entry in live}
         self.values[name] = values = {}
         for entry, value in live.items():
-            if _is_extra_state(entry) and entry in saved:
+            # What came from `get_extra_state` of a module: `set_extra_state` checks it.
+            if entry.rpartition(".")[2] == "_extra_state" and entry in saved:
                 self.targets |= _new_tensors(self._saved, f"{name}.{entry}", saved[entry], value)
                 values[entry] = saved[entry]
             else:
@@ -245,11 +253,6 @@ def _form(shape: Sequence[int], dtype: torch.dtype | str) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
-def _is_extra_state(entry: str) -> bool:
-    """Return whether an entry of a module's state dict came from `get_extra_state`: `set_extra_state` checks it."""
-    return entry.rpartition(".")[2] == "_extra_state"
-
-
 def _new_tensors(saved: SavedState, name: str, value: Any, live: Any) -> dict[str, torch.Tensor]:
     """Make tensors for those in a saved value, sharded as the live ones are: one of these may well be a parameter."""
     there = snapshot_of({name: live}).tensors
@@ -269,7 +272,7 @@ def _new_tensor(saved: SavedState, name: str, like: torch.Tensor | None = None) 
 
 
 def _wrongly_tied(
-    saved: SavedState, targets: Mapping[str, torch.Tensor], plain: Iterable[str], *, verify: bool = True
+    saved: SavedState, targets: Mapping[str, torch.Tensor], plain: Iterable[str], *, verify: bool
 ) -> list[str]:
     """Return what is one tensor in this run and was saved as two that differ, such as a copy kept of a parameter.
 
@@ -336,9 +339,7 @@ def _conflicting_settings(state: Mapping[str, Any], name: str, saved: Mapping[st
     return found
 
 
-def _settings_of_newer_torch(
-    live: Mapping[str, Any], saved: Mapping[str, Any], name: str, *, warns: bool
-) -> dict[str, Any]:
+def _settings_of_newer_torch(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of parameter groups that a checkpoint of an older torch lacks: they stay as they are.
 
     Where the checkpoint has what this one lacks, it is of another kind of optimizer."""
@@ -348,13 +349,7 @@ def _settings_of_newer_torch(
         for entry, value in live.items()
         if entry not in saved and entry.rpartition(".")[0] in known and not isinstance(value, torch.Tensor)
     }
-    if not kept or _settings_added_later(live, saved):
-        return {}
-    if warns:
-        settings = {entry.rpartition(".")[2]: value for entry, value in kept.items()}
-        with suppress(Warning):  # one that is an error must not keep a rank from the others
-            warn(f"the checkpoint was saved by an optimizer without {settings} in its groups: {name} keeps them")
-    return kept
+    return {} if _settings_added_later(live, saved) else kept
 
 
 def _flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:
@@ -370,10 +365,10 @@ def _flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _nest_bare_model(state: Mapping[str, Any], live: Mapping[str, Any], saved: SavedState, *, warns: bool) -> None:
+def _nest_bare_model(state: Mapping[str, Any], live: Mapping[str, Any], saved: SavedState) -> str:
     """Put the tensors of a model under its name where a foreign checkpoint has them at its top, as torchtitan saves
     them: there is nothing of the model's own name, and its names are there without it. What else is there that the
-    state has no key for is left there.
+    state has no key for is left there. Return what to warn of; "" where nothing was done.
 
     Raises: ConfigError where that can be said of two models.
     """
@@ -381,7 +376,7 @@ def _nest_bare_model(state: Mapping[str, Any], live: Mapping[str, Any], saved: S
     lacking = [name for name, each in state.items() if isinstance(each, torch.nn.Module) and name not in saved.values]
     fitting = [name for name in lacking if not top.isdisjoint(live[name])]
     if not fitting:
-        return
+        return ""
     if len(fitting) > 1:
         raise ConfigError(
             f"{saved.folder} holds the tensors of one model without a name before them, and they could be those of "
@@ -394,9 +389,5 @@ def _nest_bare_model(state: Mapping[str, Any], live: Mapping[str, Any], saved: S
     left = sorted(saved.values.keys() - state.keys())
     for name in left:
         del saved.values[name]
-    if warns:
-        told = f"{saved.folder} holds the tensors of {model!r} without that name before them, as torchtitan saves them"
-        if left:
-            told += f"; not loaded, as the state has no such keys: {', '.join(map(plain, left))}"
-        with suppress(Warning):  # one that is an error must not keep a rank from the others
-            warn(told)
+    told = f"{saved.folder} holds the tensors of {model!r} without that name before them, as torchtitan saves them"
+    return told + (f"; not loaded, as the state has no such keys: {', '.join(map(plain, left))}" if left else "")

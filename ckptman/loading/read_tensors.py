@@ -42,17 +42,16 @@ class Fill:
     target: torch.Tensor
 
 
-def fills_for(saved: SavedState, name: str, target: torch.Tensor) -> Iterator[Fill]:
-    """Yield what this rank needs to fill a tensor of its own, whole or sharded in any way."""
-    for box, memory in local_parts(target, name):
-        if not box.is_empty:
-            yield from fills_for_box(saved, name, box.offsets, memory)
-
-
 def fills_for_all(saved: SavedState, targets: Mapping[str, torch.Tensor]) -> list[Fill]:
-    """Return the same for many tensors, whose rows of the chunk table are checked together."""
-    saved.check(targets)
-    return [fill for name, target in targets.items() for fill in fills_for(saved, name, target)]
+    """Return what this rank needs to fill tensors of its own, whole or sharded in any way. Raises: CorruptError."""
+    saved.check(targets)  # together: that is faster
+    return [
+        fill
+        for name, target in targets.items()
+        for box, memory in local_parts(target, name)
+        if not box.is_empty
+        for fill in fills_for_box(saved, name, box.offsets, memory)
+    ]
 
 
 def fills_for_box(saved: SavedState, name: str, offsets: Sequence[int], memory: torch.Tensor) -> Iterator[Fill]:
@@ -173,17 +172,28 @@ def _unpack(saved: SavedState, fill: Fill, container: memoryview) -> None:
             raise
         # Digests say that it is what was saved: an older checkpoint would be no better.
         raise ConfigError(f"{error}. {NOT_USABLE}") from error
-    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != fill.chunk.sizes:
-        raise CorruptError(f"{where} is not a tensor of the shape {list(fill.chunk.sizes)}, as it should be")
-    for dim, (start, size) in enumerate(zip(fill.start, fill.target.shape)):
-        if size != tensor.shape[dim]:  # not every class of tensors can be cut
-            tensor = tensor.narrow(dim, start, size)
+    check_container(tensor, fill.chunk, where)
+    tensor = part_wanted(tensor, fill)
     if fill.target.is_quantized and _scales(fill.target) != _scales(tensor):
         raise ConfigError(
             f"{where} was saved with other scales than those of the tensor that it is loaded into: quantize that one "
             f"as the one that was saved. {NOT_USABLE}"
         )
     put(fill.target, tensor)
+
+
+def check_container(loaded: object, chunk: ChunkPlace, where: str) -> None:
+    """Check that what a container held is the chunk. Raises: CorruptError."""
+    if not isinstance(loaded, torch.Tensor) or tuple(loaded.shape) != chunk.sizes:
+        raise CorruptError(f"{where} is not a tensor of the shape {list(chunk.sizes)}, as it should be")
+
+
+def part_wanted(tensor: torch.Tensor, fill: Fill) -> torch.Tensor:
+    """Return what of a whole chunk `fill` wants."""
+    for dim, (start, size) in enumerate(zip(fill.start, fill.target.shape)):
+        if size != tensor.shape[dim]:  # not every class of tensors can be cut
+            tensor = tensor.narrow(dim, start, size)
+    return tensor
 
 
 def _scales(tensor: torch.Tensor) -> tuple[object, ...]:
