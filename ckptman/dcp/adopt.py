@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptman.dcp.adopt_describe import Digested, describe, placed
+from ckptman.dcp.adopt_describe import describe, placed
 from ckptman.errors import ConfigError, CorruptError, ExistsError, NotFoundError, RootError, plain
 from ckptman.format.manifest import Manifest, read_manifest
 from ckptman.format.paths import MANIFEST, METADATA, parse_data, parse_half_written, parse_step, step_folder
@@ -107,12 +107,11 @@ def adopt(
             names = _data_names(saved)
             before = first | _stamps(folder, names)
             report = _examine(folder, done)
-            described = describe(saved, names, step, final, REASON, done)
+            files, manifest = describe(saved, names, step, final, REASON, done)
             if _stamps(folder, before) != before:
                 raise CorruptError(f"{folder} was written to while it was read: adopt it when its writer is done")
             _check_free(folder, step, final)  # that took long, and a run may have saved this step
-            _put_beside(folder, described)
-            manifest = described.manifest
+            _put_beside(folder, files, manifest)
         else:
             _clear_drafts(folder)
             # Under its old name it was none among others, or was for long: they may be others by now.
@@ -251,19 +250,19 @@ def _examine(folder: Path, done: Callable[[int], None] | None) -> ForeignReport:
     return report
 
 
-def _put_beside(folder: Path, described: Digested) -> None:
+def _put_beside(folder: Path, files: dict[str, bytes], manifest: Manifest) -> None:
     """Write what ckptman needs, and the manifest last. Raises: ExistsError, OSError; then nothing of it is left."""
     _clear_drafts(folder)
-    missing = [name for name, data in described.files.items() if not _is_there(folder / name, data)]
+    missing = [name for name, data in files.items() if not _is_there(folder / name, data)]
     written: list[Path] = []
     try:
         for name in missing:
             draft = folder / f"{name}.tmp-{os.getpid()}-{os.urandom(4).hex()}"
             written += [draft, folder / name]
-            DISK.write_file(draft, described.files[name])
+            DISK.write_file(draft, files[name])
             DISK.rename(draft, folder / name)
         DISK.sync_folder(folder)
-        DISK.replace_file(folder / MANIFEST, described.manifest.to_json())
+        DISK.replace_file(folder / MANIFEST, manifest.to_json())
     except Exception:
         if not (folder / MANIFEST).exists():
             for path in written:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+from xxhash import xxh3_128_hexdigest
 
 import ckptman
 from ckptman.catalog.catalog import Catalog
@@ -20,9 +18,9 @@ from ckptman.format.index import Index, Unit
 from ckptman.format.manifest import FileRecord, Manifest
 from ckptman.format.paths import CHUNKS, INDEX, METADATA, digests_name, parse_data, parse_step
 from ckptman.format.value_codec import TensorRef, encode, tensor_ref
-from ckptman.io.checksums import BLOCK_BYTES, digest_bytes, group_bytes
+from ckptman.io.checksums import BLOCK_BYTES, BlockDigester, digest_bytes, group_bytes
 from ckptman.io.safe_open import open_regular, read_regular
-from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState, resolve
+from ckptman.loading.checkpoint_reader import SavedState, resolve
 from ckptman.policies.retention_rules import time_to_store
 from ckptman.saving.write_plan import make_rows
 from ckptman.state.file_layout import Placed
@@ -33,14 +31,6 @@ _THREADS = 2
 _MOST_BYTES = 2**40
 
 
-@dataclass(frozen=True)
-class Digested:
-    """The files to put beside those of DCP, and the manifest that names all of them."""
-
-    files: dict[str, bytes]
-    manifest: Manifest
-
-
 def describe(
     saved: SavedState,
     data_names: list[str],
@@ -48,8 +38,9 @@ def describe(
     final: Path,
     reason: str,
     done: Callable[[int], None] | None,
-) -> Digested:
-    """Read all files of a complete checkpoint of plain DCP, and describe it.
+) -> tuple[dict[str, bytes], Manifest]:
+    """Read all files of a complete checkpoint of plain DCP. Return the files to put beside them, and the manifest that
+    names all of them.
 
     The same bytes give the same files. `data_names`: by rank and number; `final`: the name that the folder will have.
 
@@ -68,7 +59,19 @@ def describe(
     described = {METADATA: read_regular(saved.folder / METADATA, _MOST_BYTES), **files}
     records |= {name: FileRecord(bytes=len(data), digest=digest_bytes(data)) for name, data in described.items()}
     ranks = [parsed[0] for name in data_names if (parsed := parse_data(name))]
-    return Digested(files, _manifest(saved.folder, step, final, reason, records, 1 + max(ranks, default=0)))
+    manifest = Manifest(
+        step=step,
+        sequence=1,
+        time_seconds=0,
+        reason=reason,
+        world_size=1 + max(ranks, default=0),
+        torch_version="unknown",
+        ckptman_version=ckptman.__version__,
+        run_id="",
+        block_bytes=BLOCK_BYTES,
+        files=records,
+    )
+    return files, placed(manifest, saved.folder, final)
 
 
 def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
@@ -85,7 +88,10 @@ def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
                 elements = elements * size if elements is not None else None
             if payload is None:
                 # Only torch.load can tell whether it is what the description says, as it is of a transposed tensor.
-                _load(containers, Saved(name, saved.tensor(name).shape, saved.dtype(name)), chunk)
+                try:
+                    containers.torch_load(Saved(name, saved.tensor(name).shape, saved.dtype(name)), chunk)
+                except CorruptError as error:
+                    raise CorruptError(f"{saved.folder}: {name}: {error}; bring it back from a copy") from error
             if payload is None or elements is None or chunk.bytes - elements > FRAME_BYTES:
                 payload = -1
             place = Placed(chunk.offset, chunk.bytes, payload)
@@ -95,15 +101,12 @@ def _indexed(saved: SavedState, data_names: list[str]) -> tuple[Index, bytes]:
     return index, table.astype("<i8").tobytes()
 
 
-def _load(containers: Tensors, saved: Saved, chunk: ChunkPlace) -> None:
-    try:
-        containers.torch_load(saved, chunk)
-    except CorruptError as error:
-        raise CorruptError(f"{containers.state.folder}: {saved.name}: {error}; bring it back from a copy") from error
-
-
 def _units(saved: SavedState) -> list[Unit]:
     """Return the plain values by which ckptman restores a state. What has no form in JSON is left to its pickle."""
+
+    def ref(value: Any, path: str) -> Any:
+        return tensor_ref(value.name) if isinstance(value, TensorRef) else None
+
     units = []
     for state, value in saved.values.items():
         value = resolve(value)
@@ -111,52 +114,25 @@ def _units(saved: SavedState) -> list[Unit]:
         for key, each, whole in entries or [(None, value, True)]:
             where = state if whole else f"{state}.{key}"
             try:
-                units.append(Unit(state=state, key=key, whole=whole, value=encode(each, where, _ref)))
+                units.append(Unit(state=state, key=key, whole=whole, value=encode(each, where, ref)))
             except ConfigError:
                 continue
     return units
 
 
-def _ref(value: Any, path: str) -> Any:
-    return tensor_ref(value.name) if isinstance(value, TensorRef) else None
-
-
 def _digests(path: Path, done: Callable[[int], None] | None) -> tuple[int, bytes, bytes]:
     """Return the size of a file in bytes, and the digests of its blocks and of its groups of blocks."""
-    group, size = group_bytes(BLOCK_BYTES), 0
-    blocks, groups = bytearray(), bytearray()
+    blocks, groups = BlockDigester(), BlockDigester(group_bytes(BLOCK_BYTES))
     scratch = memoryview(bytearray(_READ_BYTES))
     with open(open_regular(path), "rb", buffering=0) as file:
-        while count := os.preadv(file.fileno(), [scratch], size):
-            while count < len(scratch) and (more := os.preadv(file.fileno(), [scratch[count:]], size + count)):
-                count += more
-            data = scratch[:count]
-            for at in range(0, count, group):
-                groups += xxh3_128_digest(data[at : at + group])
-            for at in range(0, count, BLOCK_BYTES):
-                blocks += xxh3_128_digest(data[at : at + BLOCK_BYTES])
-            size += count
+        while count := file.readinto(scratch):
+            for digester in (blocks, groups):
+                digester.update(scratch[:count])
             if done is not None:
                 done(count)
-    return size, bytes(blocks), bytes(groups)
-
-
-def _manifest(
-    folder: Path, step: int, final: Path, reason: str, records: dict[str, FileRecord], world_size: int
-) -> Manifest:
-    manifest = Manifest(
-        step=step,
-        sequence=1,
-        time_seconds=0,
-        reason=reason,
-        world_size=world_size,
-        torch_version="unknown",
-        ckptman_version=ckptman.__version__,
-        run_id="",
-        block_bytes=BLOCK_BYTES,
-        files=records,
-    )
-    return placed(manifest, folder, final)
+    for digester in (blocks, groups):
+        digester.finish()
+    return blocks.size_bytes, b"".join(blocks.blocks), b"".join(groups.blocks)
 
 
 def placed(manifest: Manifest, folder: Path, final: Path) -> Manifest:

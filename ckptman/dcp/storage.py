@@ -110,58 +110,55 @@ class StorageWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files durably, and say what lies where."""
-        try:
-            return self._write(plan, planner)
-        except BaseException:
-            self._abandon()
-            raise
-
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        assignment: _Assignment = plan.storage_data
-        if not Path(assignment.draft).is_dir():
-            raise ConfigError(
-                f"{assignment.draft} is not there any more: DCP's plan caching hands out the plan of an earlier save. "
-                f"Say enable_plan_caching=False: StorageWriter plans quickly, and Checkpointer keeps its own plan"
-            )
-        snapshot = _snapshot_behind(planner)
-        image, placed = _lay_out(plan, planner, {name for unit in snapshot.units for name in unit.names})
-        result, _ = write_rank_files(Path(assignment.draft), assignment.rank, image, (), self._disk)
-        result.own_tensors, result.rows = _describe(placed)
-        result.objects = {item.index.fqn: (at.offset, at.bytes) for item, at in placed if _is_object(item)}
-        result.units = _units(snapshot, placed, with_bare_units=assignment.rank == 0)
-        name = data_name(assignment.rank)
-        results = [WriteResult(item.index, at.bytes, StorageInfo(name, at.offset, at.bytes)) for item, at in placed]
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([*results, WriteResult(MetadataIndex(_RESULT), 0, result)])
-        return future
+        with self._abandoned_on_error():
+            assignment: _Assignment = plan.storage_data
+            if not Path(assignment.draft).is_dir():
+                raise ConfigError(
+                    f"{assignment.draft} is not there any more: DCP's plan caching hands out the plan of an earlier "
+                    f"save. Say enable_plan_caching=False: StorageWriter plans quickly, and Checkpointer keeps its own "
+                    f"plan"
+                )
+            snapshot = _snapshot_behind(planner)
+            image, placed = _lay_out(plan, planner, {name for unit in snapshot.units for name in unit.names})
+            result, _ = write_rank_files(Path(assignment.draft), assignment.rank, image, (), self._disk)
+            result.own_tensors, result.rows = _describe(placed)
+            result.objects = {item.index.fqn: (at.offset, at.bytes) for item, at in placed if _is_object(item)}
+            result.units = _units(snapshot, placed, with_bare_units=assignment.rank == 0)
+            name = data_name(assignment.rank)
+            results = [WriteResult(item.index, at.bytes, StorageInfo(name, at.offset, at.bytes)) for item, at in placed]
+            future: Future[list[WriteResult]] = Future()
+            future.set_result([*results, WriteResult(MetadataIndex(_RESULT), 0, result)])
+            return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Describe what all ranks have written, then commit. Leader only."""
+        with self._abandoned_on_error():
+            saved: list[RankResult] = []
+            metadata.storage_data = {}
+            for result in (each for rank in results for each in rank):
+                if isinstance(result.storage_data, RankResult):
+                    saved.append(result.storage_data)
+                else:
+                    metadata.storage_data[result.index] = result.storage_data
+            metadata.storage_meta = StorageMeta(checkpoint_id=str(self._draft.final), save_id=self.save_id)
+            metadata.version = "1.0.0"
+            try:
+                files = IndexWriter(self._disk).write_index(self._draft.folder, (), saved)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{error}. A checkpoint holds whole tensors: let all ranks that hold parts of them save it "
+                    f"together (without no_dist, in a process group of them all)"
+                ) from error
+            files |= write_small(self._draft.folder, {METADATA: pickle.dumps(metadata)}, self._disk)
+            self._draft.commit(files, len(results))
+
+    @contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
         try:
-            self._finish(metadata, results)
+            yield
         except BaseException:
             self._abandon()
             raise
-
-    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        saved: list[RankResult] = []
-        metadata.storage_data = {}
-        for result in (each for rank in results for each in rank):
-            if isinstance(result.storage_data, RankResult):
-                saved.append(result.storage_data)
-            else:
-                metadata.storage_data[result.index] = result.storage_data
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(self._draft.final), save_id=self.save_id)
-        metadata.version = "1.0.0"
-        try:
-            files = IndexWriter(self._disk).write_index(self._draft.folder, (), saved)
-        except ValueError as error:
-            raise ConfigError(
-                f"{error}. A checkpoint holds whole tensors: let all ranks that hold parts of them save it together "
-                f"(without no_dist, in a process group of them all)"
-            ) from error
-        files |= write_small(self._draft.folder, {METADATA: pickle.dumps(metadata)}, self._disk)
-        self._draft.commit(files, len(results))
 
 
 class StorageReader(FileSystemReader):
