@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
-import torch
-
 from ckptman.catalog.reader_lease import reading
-from ckptman.errors import ConfigError
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError
 from ckptman.exporting.choice import CASTS, Choice, Item, choose, excluding, renaming
 from ckptman.exporting.formats import config_file, dcp_files, safetensors_files, torch_file
-from ckptman.exporting.source import opened
 from ckptman.exporting.target import Format, aside_of, check_target, clear_leftovers, draft_of
 from ckptman.exporting.write import FilePlan, same_bits, write_files
+from ckptman.format.paths import MANIFEST, METADATA
 from ckptman.io.durable_files import DISK
-from ckptman.loading.box_reader import BoxReader
+from ckptman.io.file_scan import Stamp, stamp_of
+from ckptman.loading.box_reader import BoundedState, BoxReader
+from ckptman.loading.checkpoint_reader import SavedState
 
 MAX_SHARD_BYTES = 5_000_000_000
 _OUTPUT = "lm_head.weight"
@@ -99,22 +99,16 @@ def export(
         raise ConfigError("--only and --all exclude each other: name one of them")
     if everything and dtype is not None:
         raise ConfigError("--dtype is for weights, and --all exports optimizers and counters too: name a part (--only)")
+    if dtype is not None and dtype not in CASTS:
+        raise ConfigError(f"--dtype {dtype}: tensors are cast to one of {', '.join(CASTS)}")
     if max_shard_bytes < 1:
         raise ConfigError(f"--max-shard-size: a file holds at least 1 byte, not {max_shard_bytes}")
     folder, target = Path(path), Path(os.path.abspath(out))  # noqa: PTH100 a link stays one
     allowed = partial(check_target, folder, target, format, overwrite=overwrite, has_config=config is not None)
     allowed()
-    with reading(folder, what="export"), opened(folder) as source:
-        reader = BoxReader(source.read())
-        choice = choose(
-            reader.saved,
-            only,
-            everything,
-            excluding(exclude),
-            renaming(strip, rename),
-            _cast_to(dtype),
-            format,
-        )
+    with reading(folder, what="export"), _opened(folder) as (saved, check_unchanged):
+        reader, as_dtype = BoxReader(saved), CASTS[dtype] if dtype is not None else None
+        choice = choose(saved, only, everything, excluding(exclude), renaming(strip, rename), as_dtype, format)
         extra: list[FilePlan] = []
         if config is not None:
             copied, are_tied = config_file(Path(config))
@@ -128,8 +122,13 @@ def export(
         DISK.make_folders(target.parent)
         draft = draft_of(target)
         try:
-            _write(draft, plans, reader, format, done)
-            source.check()
+            if format == "torch":
+                write_files(draft.parent, [replace(plan, name=draft.name) for plan in plans], reader, DISK, done)
+            else:
+                DISK.make_folder(draft)
+                write_files(draft, plans, reader, DISK, done)
+                DISK.sync_folder(draft)
+            check_unchanged()
             allowed()  # somebody may have made it meanwhile
             aside = _move_in(draft, target, overwrite)
         except BaseException:
@@ -155,10 +154,49 @@ def _plans(choice: Choice, format: Format, max_shard_bytes: int, target: Path, r
     return safetensors_files(choice, max_shard_bytes)
 
 
-def _cast_to(name: str | None) -> torch.dtype | None:
-    if name is not None and name not in CASTS:
-        raise ConfigError(f"--dtype {name}: tensors are cast to one of {', '.join(CASTS)}")
-    return CASTS[name] if name is not None else None
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[tuple[SavedState, Callable[[], None]]]:
+    """Read the index of a checkpoint, and yield it with a function that raises NotFoundError if the checkpoint was
+    deleted or saved again since. An error that came of that becomes a NotFoundError too.
+
+    Raises: NotFoundError, CorruptError, FormatVersionError, OSError.
+    """
+    stamps = _stamps(folder, (MANIFEST, METADATA))
+
+    def check_unchanged() -> None:
+        for name, now in _stamps(folder, sorted(stamps)).items():
+            if now != stamps[name]:
+                what = f"{name} is gone" if now is None else f"{name} was written to"
+                raise NotFoundError(
+                    f"{folder} was deleted, or saved again, while it was exported ({what}): nothing was made of it; "
+                    f"try again, or export another checkpoint"
+                )
+
+    try:
+        saved = BoundedState.read(folder)
+        saved.refuse_transformed()
+        if saved.manifest is None:  # the data files of ours have digests, which tell more
+            stamps.pop(MANIFEST, None)  # it may be adopted meanwhile
+            places = saved.index.objects.values()
+            stamps |= _stamps(folder, {*saved.index.files, *(place.file for place in places)})
+        yield saved, check_unchanged
+    except (CorruptError, OSError) as error:
+        if not isinstance(error, CkptmanError) or isinstance(error, CorruptError):
+            check_unchanged()
+        raise
+
+
+def _stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp | None]:
+    """Return what each file is known by; None where there is none. Those that cannot be looked at are left out."""
+    found: dict[str, Stamp | None] = {}
+    for name in names:
+        try:
+            found[name] = stamp_of((folder / name).stat())
+        except (FileNotFoundError, NotADirectoryError):
+            found[name] = None
+        except OSError:
+            continue
+    return found
 
 
 def _usual_pair(choice: Choice, tied: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -183,22 +221,6 @@ def _untied(reader: BoxReader, items: list[Item], tied: Sequence[tuple[str, str]
         del by_name[name]
         remarks.append(f"{name} was left out: it is tied to {other}")
     return list(by_name.values())
-
-
-def _write(
-    draft: Path,
-    plans: Sequence[FilePlan],
-    reader: BoxReader,
-    format: Format,
-    done: Callable[[int], None] | None,
-) -> None:
-    """Write all files under a temporary name: a folder, or the one file of `torch`."""
-    if format == "torch":
-        write_files(draft.parent, [replace(plan, name=draft.name) for plan in plans], reader, DISK, done)
-        return
-    DISK.make_folder(draft)
-    write_files(draft, plans, reader, DISK, done)
-    DISK.sync_folder(draft)
 
 
 def _move_in(draft: Path, target: Path, overwrite: bool) -> Path | None:
