@@ -28,35 +28,25 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """Its value as people read it."""
-        return value_text(self.value, self.unit)
+        """Its value as people read it: `70 GB`, `2 GB/s`, `35 s`, `1,024`, `97.5 %`."""
+        value = self.value
+        if self.unit == "bytes":
+            return size_text(value)
+        if self.unit == "bytes_per_second":
+            return f"{size_text(value)}/s"
+        if self.unit == "seconds":
+            return time_text(value)
+        return f"{100 * value:.4g} %" if self.unit == "share" else f"{value:,.6g}" if value < 1e6 else f"{value:,.0f}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same, for JSON."""
         return {"value": self.value, "formula": self.formula, "source": self.source}
 
 
-def value_text(value: float, unit: Unit) -> str:
-    """`70 GB`, `2 GB/s`, `35 s`, `1,024`, `97.5 %`."""
-    if unit == "bytes":
-        return size_text(value)
-    if unit == "bytes_per_second":
-        return f"{size_text(value)}/s"
-    if unit == "seconds":
-        return time_text(value)
-    return f"{100 * value:.4g} %" if unit == "share" else f"{value:,.6g}" if value < 1e6 else f"{value:,.0f}"
-
-
 def time_text(seconds: float) -> str:
     """`0.03 s`, `95 s`, `15 min`, `3.1 h`, `12 d`."""
-    for length, unit in ((2 * 86400, "d"), (2 * 3600, "h"), (3 * 60, "min")):
-        if seconds >= length:
-            return (
-                f"{seconds / _LENGTHS[unit]:,.3g} {unit}"
-                if seconds < 1e3 * _LENGTHS[unit]
-                else (f"{seconds / _LENGTHS[unit]:,.0f} {unit}")
-            )
+    for least, length, unit in ((2, 86400, "d"), (2, 3600, "h"), (3, 60, "min")):
+        count = seconds / length
+        if count >= least:
+            return f"{count:,.3g} {unit}" if count < 1e3 else f"{count:,.0f} {unit}"
     return seconds_text(seconds)
-
-
-_LENGTHS = {"d": 86400, "h": 3600, "min": 60}

@@ -145,7 +145,8 @@ def memory_figures(weights: Weights, shape: Shape, batch: Batch) -> list[Figure]
 def activation_figures(shape: Shape, batch: Batch) -> list[Figure]:
     """Activations at their peak: kept, and computed again layer by layer (activation checkpointing)."""
     tokens, item = batch.tokens, batch.item_bytes
-    width = _layer_elements(shape)
+    # Elements that the backward pass of a layer needs, per token.
+    width = (6 + 2 * shape.kv_share) * shape.dim + 4 * shape.hidden
     layer, inputs = round(tokens * item * width), tokens * item * shape.dim
     logits = tokens * shape.vocab * (item + 2 * _FLOAT_BYTES)
     at_loss = f"{tokens:,} tokens x {shape.vocab:,} x ({item} + 4 + 4) B at the loss"
@@ -159,11 +160,6 @@ def activation_figures(shape: Shape, batch: Batch) -> list[Figure]:
         Figure("activations", shape.layers * layer + logits, "bytes", f"{kept} + {at_loss}", shape.source),
         Figure("activations_checkpointed", shape.layers * inputs + max(layer, logits), "bytes", again, shape.source),
     ]
-
-
-def _layer_elements(shape: Shape) -> float:
-    """Elements that the backward pass of a layer needs, per token."""
-    return (6 + 2 * shape.kv_share) * shape.dim + 4 * shape.hidden
 
 
 def _gathered(weights: Weights, shape: Shape, batch: Batch) -> Figure:

@@ -7,7 +7,7 @@ ones. Between two failures everything is arithmetic, so a month costs microsecon
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ckptman.forecast.goodput import Costs
 from ckptman.policies.parameters import check_positive
@@ -80,16 +80,8 @@ def play(failures: Sequence[float], seconds: float, costs: Costs, interval_secon
 def play_all(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, interval_seconds: float) -> Played:
     """Several runs of `seconds`, each with failures of its own, added up."""
     each = [play(failures, seconds, costs, interval_seconds) for failures in runs]
-    return Played(
-        max(interval_seconds, costs.settled_seconds),
-        sum(one.seconds for one in each),
-        sum(one.good_seconds for one in each),
-        sum(one.lost_seconds for one in each),
-        sum(one.stalled_seconds for one in each),
-        sum(one.restarting_seconds for one in each),
-        sum(one.failures for one in each),
-        sum(one.saves for one in each),
-    )
+    sums = {part.name: sum(getattr(one, part.name) for one in each) for part in fields(Played)}
+    return Played(**sums | {"interval_seconds": max(interval_seconds, costs.settled_seconds)})
 
 
 def play_grid(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta
 from typing import ClassVar, NamedTuple
 
 from ckptman.policies.parameters import check_count, check_positive
@@ -24,7 +24,7 @@ from ckptman.policies.retention_rules import (
 
 _DAY = 86_400
 _UNITS = ((7 * _DAY, "w"), (_DAY, "d"), (3600, "h"), (60, "min"), (1, "s"))
-_EPOCH = date(1970, 1, 1)
+_EPOCH = datetime(1970, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class KeepHourly(KeepByPeriod):
         IntervalError: `count` is less than 1.
     """
 
-    period = Period("hourly", "hour", lambda seconds: f"{_date(seconds)} {_hour(seconds):02d} h")
+    period = Period("hourly", "hour", lambda seconds: f"{_when(seconds):%Y-%m-%d %H} h")
 
 
 class KeepDaily(KeepByPeriod):
@@ -121,7 +121,7 @@ class KeepDaily(KeepByPeriod):
         IntervalError: `count` is less than 1.
     """
 
-    period = Period("daily", "day", lambda seconds: str(_date(seconds)))
+    period = Period("daily", "day", lambda seconds: f"{_when(seconds):%Y-%m-%d}")
 
 
 class KeepWeekly(KeepByPeriod):
@@ -147,7 +147,7 @@ class KeepMonthly(KeepByPeriod):
         IntervalError: `count` is less than 1.
     """
 
-    period = Period("monthly", "month", lambda seconds: str(_date(seconds))[:7])
+    period = Period("monthly", "month", lambda seconds: f"{_when(seconds):%Y-%m}")
 
 
 def duration(seconds: float) -> str:
@@ -161,16 +161,11 @@ def duration(seconds: float) -> str:
     return f"{seconds:g} s"
 
 
-def _date(seconds: float) -> date:
-    """Return the day of a unix time; of a broken clock, the first or the last that there is."""
-    known = time_to_store(seconds) if math.isfinite(seconds) else 0.0
-    return _EPOCH + timedelta(days=known // _DAY)
-
-
-def _hour(seconds: float) -> int:
-    return math.floor(seconds % _DAY / 3600) if math.isfinite(seconds) else 0
+def _when(seconds: float) -> datetime:
+    """Return a unix time in UTC, to the second below; of a broken clock, the first or the last that there is."""
+    return _EPOCH + timedelta(seconds=int(time_to_store(seconds)) if math.isfinite(seconds) else 0)
 
 
 def _monday(seconds: float) -> date:
-    day = _date(seconds)
+    day = _when(seconds).date()
     return day - timedelta(days=day.weekday())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Literal
 
 from ckptman.policies.parameters import check_count
@@ -68,19 +68,20 @@ def decide(
     told = f"attempt {last.number} {last.outcome}: {last.reason}"
     if last.outcome == "finished":
         return Next(False, told)
-    in_vain = _crashed_in_vain(attempts, sequence_before)
-    if in_vain >= crash_limit:
-        row = "1 attempt" if in_vain == 1 else f"{in_vain} attempts in a row"
+    in_vain = list(_in_vain(attempts, sequence_before))
+    counted = [attempt.outcome for attempt in in_vain if attempt.outcome != "interrupted"]
+    crashes = len(list(takewhile("crashed".__eq__, counted)))
+    if crashes >= crash_limit:
+        row = "1 attempt" if crashes == 1 else f"{crashes} attempts in a row"
         return Next(False, f"{row} crashed with no new checkpoint; {told}")
-    stalled = sum(1 for _ in _in_vain(attempts, sequence_before))
-    if stall_limit is not None and stalled >= stall_limit:
-        return Next(False, f"{stalled} attempts in a row ended with no new checkpoint; {told}")
+    if stall_limit is not None and len(in_vain) >= stall_limit:
+        return Next(False, f"{len(in_vain)} attempts in a row ended with no new checkpoint; {told}")
     if max_attempts is not None and last.number >= max_attempts:
         return Next(False, f"{told}; no more than {max_attempts} attempts were allowed")
-    if not in_vain or last.outcome != "crashed":
+    if not crashes or last.outcome != "crashed":
         return Next(True, told)
-    delay_seconds = min(FIRST_DELAY_SECONDS * 2 ** (in_vain - 1), LONGEST_DELAY_SECONDS)
-    return Next(True, f"{told} (crash {in_vain} of {crash_limit} with no new checkpoint)", delay_seconds)
+    delay_seconds = min(FIRST_DELAY_SECONDS * 2 ** (crashes - 1), LONGEST_DELAY_SECONDS)
+    return Next(True, f"{told} (crash {crashes} of {crash_limit} with no new checkpoint)", delay_seconds)
 
 
 def _in_vain(attempts: Sequence[Attempt], sequence_before: int) -> Iterator[Attempt]:
@@ -90,15 +91,3 @@ def _in_vain(attempts: Sequence[Attempt], sequence_before: int) -> Iterator[Atte
         if after > before:
             return
         yield attempt
-
-
-def _crashed_in_vain(attempts: Sequence[Attempt], sequence_before: int) -> int:
-    """Return how many attempts at the end of the list crashed with no new checkpoint."""
-    count = 0
-    for attempt in _in_vain(attempts, sequence_before):
-        if attempt.outcome == "interrupted":
-            continue
-        if attempt.outcome != "crashed":
-            break
-        count += 1
-    return count

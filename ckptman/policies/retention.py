@@ -22,7 +22,6 @@ from ckptman.policies.calendar import KeepWithin as KeepWithin
 from ckptman.policies.retention_rules import (
     ROOM,
     KeepAll,
-    Limited,
     is_known_time,
     limited,
     newest_time,
@@ -136,16 +135,13 @@ def _trimmed(
     fixed = sum(record.bytes for record in records if record.sequence in untouchable) + (coming.bytes if coming else 0)
     loose = [record for record in records if record.sequence in count and record.sequence not in untouchable]
     going, _ = trim(loose, count, limit.bytes, fixed)
-    return {
-        record.sequence: f"no room within {size_text(limit.bytes)}, {_standing(limit, count[record.sequence])}"
-        for record in going
-    }
-
-
-def _standing(limit: Limited, rules: int) -> str:
-    if isinstance(limit.policy, KeepAll):
-        return "and there are newer ones"
-    return "and only 1 rule keeps it" if rules == 1 else f"although {rules} rules keep it"
+    reasons = {}
+    for record in going:
+        rules = count[record.sequence]
+        standing = "and only 1 rule keeps it" if rules == 1 else f"although {rules} rules keep it"
+        standing = "and there are newer ones" if isinstance(limit.policy, KeepAll) else standing
+        reasons[record.sequence] = f"no room within {size_text(limit.bytes)}, {standing}"
+    return reasons
 
 
 def slip(policy: RetentionPolicy | None, records: Sequence[Record], now_seconds: float, *, goes_on: bool) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,14 +119,23 @@ class KeepAny(RetentionPolicy):
             flat += policy.policies if isinstance(policy, KeepAny) else (policy,)
         if not flat:
             raise ConfigError("KeepAny: give at least one policy; with none, only the newest would be kept")
-        _refuse_contradictions(flat)
+        modes: dict[str, str] = {}
+        for rule in flat:
+            if isinstance(rule, KeepBest) and modes.setdefault(rule.metric, rule.mode) != rule.mode:
+                raise ConfigError(
+                    f"KeepBest: the best by {rule.metric!r} cannot be both the lowest and the highest: say min or max"
+                )
         object.__setattr__(self, "policies", tuple(flat))
 
     def keeps(self, records: Sequence[Record]) -> dict[int, str]:
-        return _joined(policy.keeps(records) for policy in self.policies)
+        return self.keeps_at(records, newest_time(records))
 
     def keeps_at(self, records: Sequence[Record], now_seconds: float) -> dict[int, str]:
-        return _joined(policy.keeps_at(records, now_seconds) for policy in self.policies)
+        found: dict[int, list[str]] = {}
+        for policy in self.policies:
+            for sequence, reason in policy.keeps_at(records, now_seconds).items():
+                found.setdefault(sequence, []).append(reason)
+        return {sequence: "; ".join(reasons) for sequence, reasons in found.items()}
 
     def why_not(self, record: Record) -> str:
         return ", ".join(policy.why_not(record) for policy in self.policies)
@@ -283,23 +292,6 @@ class KeepBest(RetentionPolicy):
 def sequence_of(record: Record) -> int:
     """For sorting: in the order of commits."""
     return record.sequence
-
-
-def _joined(each_keeps: Iterable[Mapping[int, str]]) -> dict[int, str]:
-    found: dict[int, list[str]] = {}
-    for keeps in each_keeps:
-        for sequence, reason in keeps.items():
-            found.setdefault(sequence, []).append(reason)
-    return {sequence: "; ".join(reasons) for sequence, reasons in found.items()}
-
-
-def _refuse_contradictions(rules: Sequence[RetentionPolicy]) -> None:
-    modes: dict[str, str] = {}
-    for rule in rules:
-        if isinstance(rule, KeepBest) and modes.setdefault(rule.metric, rule.mode) != rule.mode:
-            raise ConfigError(
-                f"KeepBest: the best by {rule.metric!r} cannot be both the lowest and the highest: say min or max"
-            )
 
 
 def is_known_time(seconds: float) -> bool:

@@ -282,11 +282,11 @@ class DerivedInterval(SavePolicy):
 
     def interval_steps(self, facts: Facts) -> int | None:
         """As many steps as fit into the interval, and at least 1; None: not known yet."""
-        return _in_steps(self.interval_seconds(facts), facts.step_seconds)
+        seconds = self.interval_seconds(facts)
+        return max(1, int(seconds / facts.step_seconds)) if seconds is not None and facts.step_seconds else None
 
     def decide(self, facts: Facts) -> Decision | None:
-        seconds = self.interval_seconds(facts)
-        steps = _in_steps(seconds, facts.step_seconds)
+        seconds, steps = self.interval_seconds(facts), self.interval_steps(facts)
         steps_since_save = facts.step - facts.base_step
         if steps is not None and steps_since_save >= steps:
             passed = "1 step" if steps_since_save == 1 else f"{steps_since_save} steps"
@@ -393,9 +393,3 @@ class DalyInterval(DerivedInterval):
 def _last_chance(facts: Facts, seconds: float) -> bool:
     """Return whether the step after this one would end later than `seconds` after the last save."""
     return facts.seconds_since_save >= seconds or facts.seconds_since_save + (facts.step_seconds or 0.0) > seconds
-
-
-def _in_steps(seconds: float | None, step_seconds: float | None) -> int | None:
-    if seconds is None or not step_seconds:
-        return None
-    return max(1, int(seconds / step_seconds))
