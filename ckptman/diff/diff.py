@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ckptman.diff.difference import Difference, Measuring, comparable
+from ckptman.diff.difference import Difference, comparable, measure, measuring_threads
 from ckptman.diff.digest_compare import digests_agree, same_containers
 from ckptman.errors import CorruptError
 from ckptman.loading.box_reader import PIECE_BYTES, BoxReader, Refused, Shape, boxes, prefetched
@@ -70,19 +70,18 @@ def diff_tensors(
     Raises: CorruptError naming the file.
     """
     total = Difference()
-    with Measuring() as measuring:
+    with measuring_threads() as pool:
         for batch in prefetched(_batches(a, b, wanted, read_all)):
             for step in batch:
                 if step.pieces is not None:
-                    total += measuring.measure(*step.pieces, step.dtypes)
+                    total += measure(*step.pieces, step.dtypes, pool)
                     continue
-                yield step.tensor if step.settled else _judged(step.tensor, total)
+                tensor = step.tensor
+                if not step.settled:
+                    kind: Kind = "changed" if tensor.kind == "same" and total.changed else tensor.kind
+                    tensor = replace(tensor, kind=kind, difference=total)
+                yield tensor
                 total = Difference()
-
-
-def _judged(tensor: TensorDiff, total: Difference) -> TensorDiff:
-    kind: Kind = "changed" if tensor.kind == "same" and total.changed else tensor.kind
-    return replace(tensor, kind=kind, difference=total)
 
 
 class _Batch:
@@ -109,7 +108,7 @@ class _Batch:
         for fills, more in zip(self._fills, found):
             fills += more
         self.steps.append(_Step(tensor, (mine, other), dtypes))
-        self._used += _up(count * max(dtype.itemsize for dtype in dtypes))
+        self._used += -(-count * max(dtype.itemsize for dtype in dtypes) // 64) * 64
 
     def read(self) -> list[_Step]:
         """Read all of it. Raises: CorruptError."""
@@ -121,7 +120,8 @@ class _Batch:
 def _batches(a: SavedState, b: SavedState, wanted: Callable[[str], bool], read_all: bool) -> Iterator[list[_Step]]:
     readers = BoxReader(a), BoxReader(b)
     # Two pairs: one is compared while the other is filled. Memory that is not used is not taken.
-    memory = [(_memory(), _memory()), (_memory(), _memory())]
+    one, two, three, four = (torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(4))
+    memory = [(one, two), (three, four)]
     batch = _Batch(readers, memory[0])
     for name in sorted(a.index.tensors.keys() | b.index.tensors.keys()):
         if not wanted(name):
@@ -182,11 +182,3 @@ def _by_bytes(a: SavedState, b: SavedState, tensor: TensorDiff, refused: Refused
     if same:
         return tensor
     return replace(tensor, kind="changed" if tensor.kind == "same" else tensor.kind, note=str(refused))
-
-
-def _memory() -> torch.Tensor:
-    return torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
-
-
-def _up(size: int) -> int:
-    return -(-size // 64) * 64

@@ -1,4 +1,4 @@
-"""By how much the elements of two tensors differ: counted and measured piece by piece. Pure, in bounded memory.
+"""By how much the elements of two tensors differ: counted and measured piece by piece, in bounded memory.
 
 Elements are the same where their bits are; between two dtypes, where their values are. Sizes of changes are measured in
 float64 (complex128), between 64-bit integers exactly. What is not finite cannot be measured: it is counted.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -71,36 +73,29 @@ def measure(
     dtypes: tuple[torch.dtype, torch.dtype],
     pool: ThreadPoolExecutor | None = None,
 ) -> Difference:
-    """Compare elements given as flat bytes [elements x item size], with their dtypes. `pool`: what shares the work.
+    """Compare elements given as flat bytes [elements x item size], with their dtypes. `pool` shares the work on large
+    tensors.
 
     Raises: TypeError if the dtypes differ and one of them has no arithmetic (see `comparable`).
     """
     if not before.numel():
         return Difference()
     columns = (torch.split(data, SLICE_ELEMENTS * dtype.itemsize) for data, dtype in zip((before, after), dtypes))
-    run = map if pool is None else pool.map
+    is_large = before.numel() > 4 * SLICE_ELEMENTS * dtypes[0].itemsize
+    run = pool.map if pool is not None and is_large else map
     return sum(run(partial(_measure, dtypes=dtypes), *columns), Difference())
 
 
-class Measuring:
-    """Runs `measure` in a few threads for large tensors. torch's own threads cost more than they bring here."""
-
-    def __init__(self, threads: int | None = None) -> None:
-        self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="ckptman-measure")
-        self._torch_threads = torch.get_num_threads()
-
-    def __enter__(self) -> Measuring:
-        torch.set_num_threads(1)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-        torch.set_num_threads(self._torch_threads)
-
-    def measure(self, before: torch.Tensor, after: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> Difference:
-        """Compare as the function `measure` does."""
-        is_large = before.numel() > 4 * SLICE_ELEMENTS * dtypes[0].itemsize
-        return measure(before, after, dtypes, self._pool if is_large else None)
+@contextmanager
+def measuring_threads() -> Iterator[ThreadPoolExecutor]:
+    """Start a few threads for `measure`, and stop torch's own, which cost more than they bring here."""
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="ckptman-measure") as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(torch_threads)
 
 
 def comparable(before: torch.dtype, after: torch.dtype) -> bool:

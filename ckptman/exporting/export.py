@@ -14,7 +14,7 @@ from ckptman.catalog.reader_lease import reading
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError
 from ckptman.exporting.choice import CASTS, Choice, Item, choose, excluding, renaming
 from ckptman.exporting.formats import config_file, dcp_files, safetensors_files, torch_file
-from ckptman.exporting.target import Format, aside_of, check_target, clear_leftovers, draft_of
+from ckptman.exporting.target import OLD, Format, check_target, clear_leftovers, draft_of
 from ckptman.exporting.write import FilePlan, same_bits, write_files
 from ckptman.format.paths import MANIFEST, METADATA
 from ckptman.io.durable_files import DISK
@@ -225,7 +225,7 @@ def _untied(reader: BoxReader, items: list[Item], tied: Sequence[tuple[str, str]
 
 def _move_in(draft: Path, target: Path, overwrite: bool) -> Path | None:
     """Rename the draft to its final name. Return where a folder that had the name stands now, or None."""
-    aside = aside_of(draft) if overwrite and target.is_dir() else None
+    aside = draft.with_name(f"{draft.name}{OLD}") if overwrite and target.is_dir() else None
     try:
         if aside is not None:
             DISK.rename(target, aside)

@@ -31,8 +31,9 @@ _COMMENT = b"ckptman export"
 _COMMENTED = struct.pack("<H", len(_COMMENT)) + _COMMENT
 _ZIP_END = b"PK\5\6"
 _ZIP_END_BYTES = 22
-_OLD = ".old"
-_TAG = re.compile(rf"(?P<pid>[0-9]+)-(?P<host>[0-9a-f]{{8}})-(?P<ticks>[0-9]+)-[0-9a-f]{{8}}(?P<old>{_OLD})?", re.ASCII)
+OLD = ".old"
+"""Ends the name under which an earlier export stands while the draft takes its name."""
+_TAG = re.compile(rf"(?P<pid>[0-9]+)-(?P<host>[0-9a-f]{{8}})-(?P<ticks>[0-9]+)-[0-9a-f]{{8}}(?P<old>{OLD})?", re.ASCII)
 
 
 def check_target(folder: Path, target: Path, format: Format, *, overwrite: bool, has_config: bool) -> None:
@@ -116,11 +117,6 @@ def draft_of(target: Path) -> Path:
     """Return an unused name beside the target that tells which process uses it."""
     me = this_process("", None)
     return target.with_name(f"{target.name}.tmp-{me.pid}-{_host(me)}-{me.start_ticks}-{me.nonce}")
-
-
-def aside_of(draft: Path) -> Path:
-    """Return where an earlier export stands while the draft takes its name."""
-    return draft.with_name(f"{draft.name}{_OLD}")
 
 
 def clear_leftovers(target: Path, disk: Disk) -> list[str]:

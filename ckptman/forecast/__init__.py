@@ -1,1 +1,1 @@
-"""Pure arithmetic before a run: sizes, memory, costs, goodput, simulated failures. No I/O, no clock."""
+"""Arithmetic before a run: sizes, memory, costs, goodput, simulated failures. No I/O, no clock."""

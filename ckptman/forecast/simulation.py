@@ -1,6 +1,6 @@
 """A run as it is stopped by failures, played from one failure to the next: what an interval yields on given failures.
 
-Pure: the failures are an argument, in seconds from the beginning, so that every interval can be played against the same
+The failures are an argument, in seconds from the beginning, so that every interval can be played against the same
 ones. Between two failures everything is arithmetic, so a month costs microseconds and a century a second.
 """
 

@@ -1,4 +1,4 @@
-"""Pure decisions: when to save, what to keep, whether to run again. No I/O, no clock.
+"""Decisions: when to save, what to keep, whether to run again. No I/O, no clock.
 
 For users: the save policies and the retention policies, which combine with `|`, and `Tier`.
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptman.diff import difference
-from ckptman.diff.difference import Difference, Measuring, comparable, has_values, measure
+from ckptman.diff.difference import Difference, comparable, has_values, measure, measuring_threads
 from tests.dcp.test_values import DTYPES, QUANTIZED, name_of, noise
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -94,9 +94,10 @@ def test_in_threads(monkeypatch: pytest.MonkeyPatch, threads: int, dtypes: tuple
     a, b = (noise(dtype, 1000 + n, 3)[:999].contiguous() for n, dtype in enumerate(dtypes))
     expected, before = measure(raw(a), raw(b), dtypes), torch.get_num_threads()
     monkeypatch.setattr(difference, "SLICE_ELEMENTS", 64)
-    with Measuring(threads) as measuring:
+    monkeypatch.setattr("os.cpu_count", lambda: threads)
+    with measuring_threads() as pool:
         assert torch.get_num_threads() == 1
-        agrees(measuring.measure(raw(a), raw(b), dtypes), vars(expected))
+        agrees(measure(raw(a), raw(b), dtypes, pool), vars(expected))
     assert torch.get_num_threads() == before
 
 
