@@ -10,8 +10,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import ckptman
@@ -29,8 +28,6 @@ from ckptman.io.file_scan import Scanned
 from ckptman.transfer.copy_bytes import move
 from ckptman.transfer.progress import Limit, Meter, Phase
 
-__all__ = ["Copied", "CopyOptions", "check_apart", "copy_checkpoint", "copy_foreign"]
-
 
 @dataclass(frozen=True)
 class CopyOptions:
@@ -41,18 +38,14 @@ class CopyOptions:
 
     threads: int | None = None
     limit: Limit | None = None
-    meter: Meter | None = None
+    meter: Meter = field(default_factory=Meter)
     overwrite: bool = False
 
-    def passed(self, meter: Meter, count: int) -> None:
+    def passed(self, count: int) -> None:
         """So many bytes were read, to look at them or to check them: held back as those that are copied are."""
         if self.limit is not None:
             self.limit.take(count)
-        meter.moved(count, 1.0)
-
-
-USUAL = CopyOptions()
-"""As a save and a verify would, and nothing is replaced."""
+        self.meter.moved(count, 1.0)
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ class Copied:
 
 
 def copy_checkpoint(
-    entry: Entry, place: Backend, options: CopyOptions = USUAL, *, source: Backend | None = None
+    entry: Entry, place: Backend, options: CopyOptions | None = None, *, source: Backend | None = None
 ) -> Copied:
     """Copy one complete checkpoint to another place, verified there, and then visible as a whole.
 
@@ -90,7 +83,7 @@ def copy_checkpoint(
     Args:
         entry: As `source` lists it.
         place: Where to.
-        options: How the copy is made.
+        options: How the copy is made; None: as a save and a verify would, and nothing is replaced.
         source: Where the entry lies, if not in the folder at its path.
     Raises: BusyError (another copy of it is at work, or a run that is alive owns the place), ConfigError (the place is
         where the checkpoint lies), CorruptError (the original is damaged; what was copied of it is removed),
@@ -98,20 +91,20 @@ def copy_checkpoint(
         RootError (one of the places cannot be read or written; what was copied stays, and the next attempt takes it
         up).
     """
-    source = source if source is not None else LocalBackend(entry.path.parent)
+    source = source or LocalBackend(entry.path.parent)
     if entry.in_folder:
         check_apart(entry.path, place.where)
     with source.reading(entry, "copy"):
-        return _copy(source.open(entry), place, options)
+        return _copy(source.open(entry), place, options or CopyOptions())
 
 
-def copy_foreign(folder: Path, place: Backend, options: CopyOptions = USUAL) -> Copied:
+def copy_foreign(folder: Path, place: Backend, options: CopyOptions | None = None) -> Copied:
     """The same of what plain DCP wrote: its files as they are, held against digests of what was read.
 
     Raises: as `copy_checkpoint`; ConfigError also where a place holds only what has a manifest.
     """
     check_apart(folder, place.where)
-    return _copy(ForeignOriginal(folder), place, options)
+    return _copy(ForeignOriginal(folder), place, options or CopyOptions())
 
 
 def check_apart(folder: Path, where: str | os.PathLike[str]) -> None:
@@ -130,41 +123,31 @@ def check_apart(folder: Path, where: str | os.PathLike[str]) -> None:
 
 
 def _copy(original: Original, place: Backend, options: CopyOptions) -> Copied:
-    options = replace(options, meter=options.meter or Meter())
     with place.receive(original.facts) as draft:
-        copied = _already(original, draft, options)
-        if copied is None:
-            if draft.in_place and draft.difference():
-                _check_original(original, options)
-            with draft.claimed(options.overwrite):
-                copied = _alone(original, draft, options)
-        draft.clear_others()
-        return copied
-
-
-def _alone(original: Original, draft: CopyDraft, options: CopyOptions) -> Copied:
-    """Copy while nobody else copies the same. Raises: as `copy_checkpoint`."""
-    try:
-        # Another copy may have ended while this one waited for nothing.
         if (found := _already(original, draft, options)) is not None:
-            draft.abandon()
             return found
-        draft.clear_others()  # to make room
-        return _bring(original, draft, options)
-    except ExistsError:
-        draft.abandon()
-        raise
+        if draft.in_place and draft.difference():
+            _check_original(original, options)
+        with draft.claimed(options.overwrite):  # nobody else copies the same meanwhile
+            try:
+                # Another copy may have ended while this one waited for nothing.
+                if (found := _already(original, draft, options)) is not None:
+                    draft.abandon()
+                    return found
+                return _bring(original, draft, options)
+            except ExistsError:
+                draft.abandon()
+                raise
 
 
 def _bring(original: Original, draft: CopyDraft, options: CopyOptions) -> Copied:
     """Copy the files, read them back, and make the copy visible. Raises: as `copy_checkpoint`."""
-    facts, meter = original.facts, _meter(options)
+    facts = original.facts
     begun = time.monotonic()
     try:
         there = _look(draft, options)
-        draft.check_room()
         looked = time.monotonic()
-        moved = move(original, draft, there, meter=meter, limit=options.limit, threads=options.threads)
+        moved = move(original, draft, there, meter=options.meter, limit=options.limit, threads=options.threads)
         copied = time.monotonic()
         # What was put in place was read a moment ago where it was right then.
         names = [name for name in facts.sizes if not draft.in_place or name in moved.written]
@@ -231,13 +214,12 @@ def _report(facts: SourceInfo, path: str, *, already: bool) -> Copied:
 def _look(draft: CopyDraft, options: CopyOptions) -> dict[str, bytes]:
     """Digest what an attempt before left of files."""
     there: dict[str, bytes] = {}
-    sizes = draft.tidy()
 
     def finish(found: Scanned) -> None:
         if found.refused is None and not found.unreadable:
             there[found.name] = bytes(found.blocks)
 
-    if sizes:
+    if sizes := draft.tidy():
         _scan(draft, sizes, "looking", finish, options)
     return there
 
@@ -246,25 +228,29 @@ def _wrong(
     draft: CopyDraft, names: Iterable[str], proof: Manifest, options: CopyOptions, *, final: bool = False
 ) -> tuple[str, ...]:
     """Read files, of the draft or of what has its name, and say what of them is not what was saved."""
-    damage, unread = list[Damage](), list[str]()
-    folder = Path(draft.where if final else draft.draft)
-    finish = partial(_judge, folder, proof, damage, unread)
+    flaws = _Flaws(Path(draft.where if final else draft.draft), proof)
     sizes = {name: proof.files[name].bytes for name in names}
-    changed = _scan(draft, sizes, "verifying", finish, options, final=final)
-    return (*_in_words(damage, folder, proof), *sorted(unread), *changed)
+    changed = _scan(draft, sizes, "verifying", flaws.judge, options, final=final)
+    return (*flaws.in_words(), *changed)
 
 
-def _judge(folder: Path, proof: Manifest, damage: list[Damage], unread: list[str], found: Scanned) -> None:
-    """Say what of a file is not what was saved, and what of it cannot be read."""
-    if found.refused is not None:
-        unread.append(f"{found.name} cannot be read: {found.refused.strerror or found.refused}")
-    elif found.unreadable or digest_of_blocks([bytes(found.blocks)]) != proof.files[found.name].digest:
-        damage.extend(of_bytes(found, folder, proof))
+class _Flaws:
+    """What of some files is not what was saved, and what of them cannot be read."""
 
+    def __init__(self, folder: Path, proof: Manifest) -> None:
+        self._folder, self._proof = folder, proof
+        self.damage: list[Damage] = []
+        self._unread: list[str] = []
 
-def _in_words(damage: list[Damage], folder: Path, proof: Manifest) -> list[str]:
-    in_order = sorted(damage, key=lambda each: each.file)
-    return [str(each) for each in (located(in_order, folder, proof) if damage else ())]
+    def judge(self, found: Scanned) -> None:
+        if found.refused is not None:
+            self._unread.append(f"{found.name} cannot be read: {found.refused.strerror or found.refused}")
+        elif found.unreadable or digest_of_blocks([bytes(found.blocks)]) != self._proof.files[found.name].digest:
+            self.damage += of_bytes(found, self._folder, self._proof)
+
+    def in_words(self) -> list[str]:
+        in_order = sorted(self.damage, key=lambda each: each.file)
+        return [*map(str, located(in_order, self._folder, self._proof) if in_order else ()), *sorted(self._unread)]
 
 
 def _scan(
@@ -276,10 +262,8 @@ def _scan(
     *,
     final: bool = False,
 ) -> Iterable[str]:
-    meter = _meter(options)
-    meter.begin(phase, sum(sizes.values()), 0)
-    done = partial(options.passed, meter)
-    return draft.scan(sizes, final=final, finish=finish, threads=options.threads, done=done)
+    options.meter.begin(phase, sum(sizes.values()), 0)
+    return draft.scan(sizes, final=final, finish=finish, threads=options.threads, done=options.passed)
 
 
 def _check_original(original: Original, options: CopyOptions) -> None:
@@ -287,11 +271,9 @@ def _check_original(original: Original, options: CopyOptions) -> None:
 
     Raises: CorruptError, SourceError.
     """
-    facts, meter = original.facts, _meter(options)
-    damage, unread, folder = list[Damage](), list[str](), Path(facts.where)
-    proof = _manifest_of(facts, {})
-    finish = partial(_judge, folder, proof, damage, unread)
-    meter.begin("verifying", facts.bytes, 0)
+    facts, folder = original.facts, Path(original.facts.where)
+    flaws = _Flaws(folder, _manifest_of(facts, {}))
+    options.meter.begin("verifying", facts.bytes, 0)
     with of_source(facts.where):
         for name in facts.sizes:
             try:
@@ -300,29 +282,26 @@ def _check_original(original: Original, options: CopyOptions) -> None:
                 if not os.path.lexists(folder):
                     raise
                 raise CorruptError(f"{folder / name} is missing, so it replaces nothing: copy another one") from error
-        original.scan(finish=finish, threads=options.threads, done=partial(options.passed, meter))
+        original.scan(finish=flaws.judge, threads=options.threads, done=options.passed)
     if (lost := original.lost()) is not None:
         raise lost
-    if not damage and not unread:
+    if not (words := flaws.in_words()):
         return
-    why = f"{facts.where} is not what was saved ({'; '.join((*_in_words(damage, folder, proof), *unread)[:3])})"
+    why = f"{facts.where} is not what was saved ({'; '.join(words[:3])})"
     text = f"{why}, so it replaces nothing: copy another checkpoint"
-    raise CorruptError(text) if damage else SourceError(errno.EIO, text)
+    raise CorruptError(text) if flaws.damage else SourceError(errno.EIO, text)
 
 
 def _difference_in_bytes(original: Original, draft: CopyDraft, options: CopyOptions) -> str:
     """Why files of these sizes are no copy of what has no digests; "" where they are."""
     draft.uncache(final=True)
-    digests: tuple[dict[str, bytes], dict[str, bytes]] = {}, {}
-
-    def finish(into: dict[str, bytes], found: Scanned) -> None:
-        into[found.name] = b"" if found.unreadable or found.refused else bytes(found.blocks) + b"."
-
-    done = partial(options.passed, _meter(options))
-    original.scan(finish=partial(finish, digests[0]), threads=options.threads, done=done)
-    draft.scan(original.facts.sizes, final=True, finish=partial(finish, digests[1]), threads=options.threads, done=done)
-    same = digests[0] == digests[1] and all(digests[0].values())
-    return "" if same else "is there, with other bytes in its files"
+    here, there = list[Scanned](), list[Scanned]()
+    threads, done = options.threads, options.passed
+    original.scan(finish=here.append, threads=threads, done=done)
+    draft.scan(original.facts.sizes, final=True, finish=there.append, threads=threads, done=done)
+    same = {each.name: each.blocks for each in here} == {each.name: each.blocks for each in there}
+    all_read = not any(each.unreadable or each.refused for each in (*here, *there))
+    return "" if same and all_read else "is there, with other bytes in its files"
 
 
 def _manifest_of(facts: SourceInfo, digests: dict[str, str]) -> Manifest:
@@ -339,8 +318,3 @@ def _manifest_of(facts: SourceInfo, digests: dict[str, str]) -> Manifest:
         block_bytes=facts.block_bytes,
         files={name: FileRecord(bytes=size, digest=digests[name]) for name, size in facts.sizes.items()},
     )
-
-
-def _meter(options: CopyOptions) -> Meter:
-    assert options.meter is not None
-    return options.meter

@@ -128,10 +128,11 @@ def test_a_copy_that_is_there_is_not_made_again_and_another_is_not_replaced(
     assert {each.identity for each in backend.list() if each.step == 100} == {other.identity}
 
 
-def test_a_draft_is_nothing_that_counts(backend: Backend) -> None:
-    draft = backend.begin(NAME, "0123abcd")
-    assert steps(backend) == []
-    backend.abandon(draft)
+def test_a_draft_is_nothing_that_counts(backend: Backend, source: Path) -> None:
+    facts = LocalBackend(source).open(Catalog(source).entry(100)).facts
+    with backend.receive(facts) as draft, draft.claimed(False):
+        assert steps(backend) == []
+        draft.abandon()
     assert backend.list() == []
 
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 import ckptman
+from ckptman.catalog.backends import object_store
 from ckptman.catalog.backends.backend import find_url
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, RetryPolicy
+from ckptman.catalog.backends.object_store import COPYING, ObjectBackend
 from ckptman.catalog.backends.source import GoneError
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import write_tiers
@@ -29,7 +30,6 @@ from tests.helpers.object_store import Proxy, bucket_fixture, proxy_fixture
 __all__ = ["bucket_fixture", "proxy_fixture"]
 
 Told = pytest.CaptureFixture[str]
-QUICK = RetryPolicy(attempts=2, first_seconds=0.0)
 FOLDER = "step-0000000100"
 DATA = f"{FOLDER}/__0_0.distcp"
 MANIFEST = f"{FOLDER}/manifest.json"
@@ -53,7 +53,8 @@ def other(tmp_path: Path) -> Path:
 @pytest.fixture
 def place() -> ObjectBackend:
     """A store in memory, which fails in no way that it is not told to."""
-    place = ObjectBackend("memory://hard/runs", QUICK)
+    place = ObjectBackend("memory://hard/runs")
+    place.attempts, place.first_seconds = 2, 0.0
     place.fs.store.clear()
     return place
 
@@ -146,7 +147,7 @@ def test_objects_of_others_are_not_touched(root: Path, place: ObjectBackend) -> 
 
 
 def test_the_marker_of_an_empty_folder_is_in_nobody_s_way(root: Path, bucket: str, proxy: Proxy) -> None:
-    place = ObjectBackend(f"s3://{bucket}/runs", QUICK)
+    place = ObjectBackend(f"s3://{bucket}/runs")
     for folder in ("runs/", f"runs/{FOLDER}/"):
         place.fs.call_s3("put_object", Bucket=bucket, Key=folder, Body=b"")
     assert not upload(root, place).already
@@ -199,8 +200,8 @@ def test_of_two_that_begin_at_once_one_is_told(
     ends: bool, kind: str, root: Path, other: Path, place: ObjectBackend, request: pytest.FixtureRequest
 ) -> None:
     if kind == "s3":
-        place = ObjectBackend(f"s3://{request.getfixturevalue('bucket')}/runs", QUICK)
-    rival = ObjectBackend(place.url, QUICK)
+        place = ObjectBackend(f"s3://{request.getfixturevalue('bucket')}/runs")
+    rival = ObjectBackend(place.url)
     begun = json.dumps({"tag": "f" * 16, "host": "elsewhere", "pid": 7}).encode()
     once_after(place, "listing", lambda: upload(other, rival) if ends else rival.write(NOTE, begun), FOLDER)
     with pytest.raises(ExistsError, match="another checkpoint"):
@@ -212,7 +213,7 @@ def test_of_two_that_begin_at_once_one_is_told(
 
 
 def test_the_same_copy_that_ended_meanwhile_is_enough(root: Path, place: ObjectBackend) -> None:
-    once_after(place, "listing", lambda: upload(root, ObjectBackend(place.url, QUICK)), FOLDER)
+    once_after(place, "listing", lambda: upload(root, ObjectBackend(place.url)), FOLDER)
     assert upload(root, place).already
     assert NOTE not in place.listing()
 
@@ -229,7 +230,7 @@ def test_what_was_taken_over_meanwhile_gets_no_manifest(
         elif by == "nobody":
             place.remove(NOTE)
         else:
-            upload(root, ObjectBackend(place.url, QUICK))
+            upload(root, ObjectBackend(place.url))
         return moved
 
     monkeypatch.setattr(copying, "move", put)
@@ -247,7 +248,7 @@ def test_an_original_that_is_gone_takes_no_copy_of_somebody_else_with_it(
 ) -> None:
     def put(*arguments: object, **named: object) -> None:
         monkeypatch.undo()
-        upload(root, ObjectBackend(place.url, QUICK))
+        upload(root, ObjectBackend(place.url))
         (root / FOLDER).rename(tmp_path / "gone")  # it is in the tier now, so it may go
         raise NotFoundError("it is gone")
 
@@ -335,7 +336,9 @@ def test_damage_in_a_store_is_told_by_file_and_block(root: Path, place: ObjectBa
 
 
 @pytest.mark.parametrize(("silent_seconds", "attempts"), [(0.0, 6), (10.0, 6), (60.0, 2), (1000.0, 2)])
-def test_a_store_that_is_silent_is_not_asked_for_ever(silent_seconds: float, attempts: int) -> None:
+def test_a_store_that_is_silent_is_not_asked_for_ever(
+    silent_seconds: float, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]
 
     def pass_by(seconds: float) -> None:
@@ -345,7 +348,8 @@ def test_a_store_that_is_silent_is_not_asked_for_ever(silent_seconds: float, att
         pass_by(silent_seconds)
         raise TimeoutError
 
-    place = ObjectBackend("memory://hard/silent", RetryPolicy(sleep=pass_by, clock=lambda: now[0]))
+    place = ObjectBackend("memory://hard/silent")
+    monkeypatch.setattr(object_store, "time", SimpleNamespace(sleep=pass_by, monotonic=lambda: now[0]))
     with pytest.raises(RootError, match=f"could not be listed {attempts} times"):
         place.ask("listed", ask, "x")
     assert now[0] < 150 or silent_seconds > 60

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.catalog.backends import object_store as objects
-from ckptman.catalog.backends.object_store import ObjectBackend, RetryPolicy
+from ckptman.catalog.backends.object_store import ObjectBackend
 from ckptman.catalog.backends.tiered import TieredBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.tiers import write_tiers
@@ -26,7 +25,8 @@ __all__ = ["bucket_fixture", "proxy_fixture"]
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried at once, in this process."""
-    monkeypatch.setattr(objects.ObjectBackend.__init__, "__defaults__", (RetryPolicy(attempts=2, first_seconds=0.0),))
+    monkeypatch.setattr(ObjectBackend, "attempts", 2)
+    monkeypatch.setattr(ObjectBackend, "first_seconds", 0.0)
 
 
 def steps_in(url: str) -> list[int]:

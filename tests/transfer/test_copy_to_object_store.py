@@ -15,7 +15,7 @@ import pytest
 from ckptman.catalog.backends import object_draft as objectput
 from ckptman.catalog.backends.backend import find_url
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.object_store import COPYING, ObjectBackend, RetryPolicy
+from ckptman.catalog.backends.object_store import COPYING, ObjectBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
 from ckptman.errors import ConfigError, CorruptError, ExistsError, FormatVersionError, NotFoundError, RootError
@@ -28,9 +28,15 @@ from tests.helpers.object_store import Failure, Proxy, Request, bucket_fixture, 
 __all__ = ["bucket_fixture", "proxy_fixture"]
 
 Told = pytest.CaptureFixture[str]
-QUICK = RetryPolicy(attempts=4, first_seconds=0.0)
-TWICE = RetryPolicy(attempts=2, first_seconds=0.0)
+ATTEMPTS = 4
 FOLDER = "step-0000000100"
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again is tried at once, in this process."""
+    monkeypatch.setattr(ObjectBackend, "attempts", ATTEMPTS)
+    monkeypatch.setattr(ObjectBackend, "first_seconds", 0.0)
 
 
 @pytest.fixture
@@ -44,14 +50,16 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def place(bucket: str, monkeypatch: pytest.MonkeyPatch) -> ObjectBackend:
     monkeypatch.setattr(objectput, "PART_BYTES", 5 * 2**20)  # the least that S3 takes
-    return ObjectBackend(f"s3://{bucket}/runs/a", QUICK)
+    return ObjectBackend(f"s3://{bucket}/runs/a")
 
 
-def impatient(place: ObjectBackend, failure: Failure, patience: RetryPolicy) -> ObjectBackend:
+def impatient(place: ObjectBackend, failure: Failure, attempts: int) -> ObjectBackend:
     """The same place; where the server is silent, it is not waited for long: only then, as this host may be busy."""
     seconds = 0.5 if failure == "hang" else 60
     config = {"connect_timeout": 10, "read_timeout": seconds, "retries": {"total_max_attempts": 1}}
-    return ObjectBackend(place.url, patience, config_kwargs=config)
+    found = ObjectBackend(place.url, config_kwargs=config)
+    found.attempts = attempts
+    return found
 
 
 def upload(root: Path, place: ObjectBackend, step: int = 100, **means: object) -> Copied:
@@ -116,7 +124,7 @@ def test_a_store_that_is_busy_or_silent_for_a_while_is_asked_again(
         return failure
 
     proxy.fail = fail
-    place = impatient(place, failure, RetryPolicy(attempts=8, first_seconds=0.0))
+    place = impatient(place, failure, 8)
     upload(root, place, 200)
     assert [entry.step for entry in place.look()] == [200]
     download(place, tmp_path / "back")
@@ -131,7 +139,7 @@ def test_what_cannot_be_listed_is_never_no_checkpoints(
 ) -> None:
     upload(root, place)
     proxy.always(failure)
-    place = impatient(place, failure, TWICE)
+    place = impatient(place, failure, 2)
     with pytest.raises(RootError, match=r"could not be listed.*That says nothing of what is there"):
         place.look()
     with pytest.raises(RootError):
@@ -169,7 +177,7 @@ def test_a_store_that_stays_away_leaves_nothing_that_counts(
     failure: Failure, method: str, root: Path, place: ObjectBackend, proxy: Proxy
 ) -> None:
     upload(root, place, 100)
-    away = impatient(place, failure, TWICE)
+    away = impatient(place, failure, 2)
     proxy.always(failure, lambda request: request.method == method and not request.lists and "00200" in request.path)
     with pytest.raises(RootError):
         upload(root, away, 200)
@@ -318,13 +326,13 @@ def test_nothing_there_and_no_such_bucket_are_not_found(place: ObjectBackend, bu
     with pytest.raises(NotFoundError, match="there is nothing under"):
         place.look()
     with pytest.raises(NotFoundError):
-        ObjectBackend("s3://no-such-bucket-anywhere/x", QUICK).look()
+        ObjectBackend("s3://no-such-bucket-anywhere/x").look()
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "nosuch://bucket/x"])
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
-        ObjectBackend(url, QUICK)
+        ObjectBackend(url)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +353,7 @@ def test_an_address_is_told_from_a_path(written: str, url: str | None) -> None:
 
 
 def test_other_stores_of_fsspec_work_too(root: Path, tmp_path: Path) -> None:
-    place = ObjectBackend("memory://tests/runs", QUICK)
+    place = ObjectBackend("memory://tests/runs")
     place.fs.store.clear()
     for step in (100, 200):
         upload(root, place, step)
@@ -359,7 +367,7 @@ def test_a_store_without_parts_gets_large_files_from_front_to_back(
     threads: int | None, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objectput, "PART_BYTES", 2**20)
-    place = ObjectBackend(f"memory://{tmp_path.name}/runs", QUICK)
+    place = ObjectBackend(f"memory://{tmp_path.name}/runs")
     upload(root, place, 200, threads=threads)
     download(place, tmp_path / "back")
     assert holds(tmp_path / "back")[200] == holds(root)[200]
@@ -369,7 +377,7 @@ def test_what_ends_in_the_middle_makes_no_object_there(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objectput, "PART_BYTES", 2**20)
-    place = ObjectBackend(f"memory://{tmp_path.name}/runs", QUICK)
+    place = ObjectBackend(f"memory://{tmp_path.name}/runs")
     flip_byte(root / "step-0000000200" / "__1_0.distcp")
     with pytest.raises(CorruptError):
         upload(root, place, 200)
@@ -396,7 +404,6 @@ def test_a_store_that_is_down_is_told_with_10(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["copy", str(root), f"s3://{bucket}/runs/c"]) == 0
-    monkeypatch.setattr("ckptman.catalog.backends.object_store.USUAL", QUICK)
     proxy.always("503")
     assert main([verb, f"s3://{bucket}/runs/c", *["back"] * (verb == "copy")]) == 10
     told = capsys.readouterr()
@@ -437,7 +444,7 @@ def test_the_command_copies_there_lists_and_copies_back(
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectBackend:
     """A store without parts, for which the files of step 200 are large."""
     monkeypatch.setattr(objectput, "PART_BYTES", 2**20)
-    return ObjectBackend(f"memory://{tmp_path.name}/runs", QUICK)
+    return ObjectBackend(f"memory://{tmp_path.name}/runs")
 
 
 def test_one_write_that_fails_is_tried_again_on_a_store_without_parts(

@@ -191,7 +191,7 @@ def test_a_tier_that_is_full_of_what_its_rules_no_longer_keep_gets_room(
         if len(steps(root.parent / "far")) > 2:
             raise FULL
 
-    monkeypatch.setattr(FolderDraft, "check_room", no_room)
+    monkeypatch.setattr(FolderDraft, "_check_room", no_room)
     assert {isinstance(each.error, RootError) for each in drain(root, far)} == {True}
     assert steps(root.parent / "far") == [20, 30]
     assert drain(root, far)[0].copied is not None

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.rollback_records import Rollback
 from ckptman.errors import ConfigError, masked_address, plain
-from ckptman.format.manifest import Manifest
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention_rules import Record, RetentionPolicy
 
@@ -29,7 +28,7 @@ class Backend(Protocol):
 
     The contract, which one suite of tests holds for every implementation:
 
-    - A checkpoint becomes visible as a whole, durably, or not at all: `begin`, the files, then `commit`.
+    - A checkpoint becomes visible as a whole, durably, or not at all (see `receive`).
     - `list` says what is there now. What cannot be looked at raises, and is never "nothing there".
     - What has been listed can be read with `open` until it is deleted. `delete` makes it invisible at once.
 
@@ -42,24 +41,6 @@ class Backend(Protocol):
 
     def make(self) -> None:
         """Make the place where it is missing. Raises: ConfigError, RootError."""
-
-    def begin(self, name: str, tag: str) -> str:
-        """Make room for a save that nobody sees yet, and say where the ranks write it.
-
-        Args:
-            name: What it will be called.
-            tag: Tells this attempt from every other.
-        Raises: OSError.
-        """
-
-    def commit(self, draft: str, manifest: Manifest) -> Entry:
-        """Make a draft whose files are all durable the checkpoint of its name: all of it at once, durably.
-
-        Raises: ExistsError (what has the name is no checkpoint), OSError.
-        """
-
-    def abandon(self, draft: str) -> None:
-        """Give up a draft. Never raises: what cannot be removed is a leftover."""
 
     def list(self, *, abandoned: bool = False) -> list[Entry]:
         """Return all entries, oldest commit first; with `abandoned` also those that a rollback left behind.

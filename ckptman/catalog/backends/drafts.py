@@ -67,17 +67,14 @@ class CopyDraft(Protocol):
     def settle(self) -> Sequence[str]:
         """Finish what is there already: nothing else is left to do. Return remarks for people."""
 
-    def check_free(self) -> None:
-        """Look for a run that is alive and writes there. Raises: BusyError."""
-
     def claimed(self, replace: bool) -> AbstractContextManager[None]:
         """Have the draft alone until the block ends. Raises: BusyError, ExistsError."""
 
     def tidy(self) -> dict[str, int]:
-        """Clear it of what has no place in it, and return the files that an attempt before left, with their sizes."""
+        """Clear it of what has no place in it, and return the files that an attempt before left, with their sizes.
 
-    def check_room(self) -> None:
-        """Look whether all of it will fit. Raises: OSError."""
+        Raises: OSError also where all of it will not fit.
+        """
 
     def piece_bytes(self) -> int:
         """How much is best written at once."""
@@ -111,9 +108,6 @@ class CopyDraft(Protocol):
     def abandon(self) -> None:
         """Remove it. Never raises."""
 
-    def clear_others(self) -> None:
-        """Remove what other copies left that nobody will find again."""
-
 
 class NotReadBackError(RootError):
     """Storage does not give back what was written to it. Attributes: `draft`, `problems`."""
@@ -140,8 +134,3 @@ class BusyCopyingError(BusyError):
             f"another copy of the same checkpoint to {root} is at work (host {host}, pid {pid}{job}): let it end, "
             f"then there is nothing left to do",
         )
-
-
-def first_of_another_size(sizes: Mapping[str, int], there: Mapping[str, int]) -> str:
-    """Return the first name whose size is not what it has to be; "" where all are right."""
-    return next((name for name, size in sizes.items() if there.get(name) != size), "")

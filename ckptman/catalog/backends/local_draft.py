@@ -102,17 +102,19 @@ class FolderDraft:
             self._disk.remove_tree(self._final / DOT)
         if self._facts.pinned is not None and not os.path.lexists(self._final / PINNED):
             self._disk.replace_file(self._final / PINNED, self._facts.pinned)
+        self._clear_others()
         return list(self._hand_on_later())
 
-    def check_free(self) -> None:
+    def _check_free(self) -> None:
         """What is copied into the root of a run that is alive would become its newest checkpoint behind its back."""
         if (owner := _live_run(self._place.root)) is not None:
             raise BusyError(str(self._place.root), owner.host, owner.pid, owner.job_id)
 
     @contextmanager
     def claimed(self, replace: bool) -> Iterator[None]:
-        self.check_free()
+        self._check_free()
         with _claimed(self._folder, self._place, self._disk) as self._claim, holding(self._folder):
+            self._clear_others()  # to make room
             yield
 
     def tidy(self) -> dict[str, int]:
@@ -127,9 +129,10 @@ class FolderDraft:
                         self._disk.remove_tree(Path(item.path))
                 else:
                     self._disk.remove_file(Path(item.path))
+        self._check_room()
         return sizes
 
-    def check_room(self) -> None:
+    def _check_room(self) -> None:
         """A disk that would be full half way is left as it is, for whoever saves to it."""
         with os.scandir(self._folder) as items:
             taken = sum(item.stat(follow_symlinks=False).st_blocks * 512 for item in items)
@@ -179,7 +182,7 @@ class FolderDraft:
         assert self._claim is not None
         self._seal()
         # Asked again: all this may have taken hours.
-        self.check_free()
+        self._check_free()
         # Before it can be the newest there.
         hand_on(self._facts.rollbacks, self._place.root, self._disk)
         # Who was stopped for long is taken for dead, and what it has sealed is opened again by who takes it over.
@@ -188,12 +191,13 @@ class FolderDraft:
         tag = f"copy-{new_nonce()}"
         final = self._place.publish(self._folder, self._facts.name, tag, replace=replace, nonce=self._nonce)
         self._disk.remove_tree(final / DOT)
+        self._clear_others()
         return str(final)
 
     def abandon(self) -> None:
         self._place.abandon(self.draft)
 
-    def clear_others(self) -> None:
+    def _clear_others(self) -> None:
         """Of a checkpoint of others what other copies left is cleared; of ours prunes know the names."""
         if self._facts.manifest is not None:
             return

@@ -7,24 +7,22 @@ again by itself. On other stores of fsspec it is put from its first byte to its 
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing, first_of_another_size
+from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing
 from ckptman.catalog.backends.object_source import THREADS, scan_objects
-from ckptman.catalog.backends.object_store import COPYING, REMOVING, ObjectBackend
+from ckptman.catalog.backends.object_store import COPYING, REMOVING, ObjectBackend, size_problem
 from ckptman.catalog.backends.source import SourceInfo
 from ckptman.catalog.overwrite import are_replaceable
 from ckptman.catalog.pins import PINNED
-from ckptman.errors import (
-    CkptmanError,
-    ConfigError,
-    ExistsError,
-    NotFoundError,
-    plain,
-)
+from ckptman.errors import CkptmanError, ConfigError, ExistsError, NotFoundError, plain
 from ckptman.format.manifest import MOST_BYTES, parse_manifest
 from ckptman.format.paths import MANIFEST
 from ckptman.io.file_scan import Scanned
@@ -59,7 +57,7 @@ class ObjectDraft:
             return None
         if not self._has_manifest(there):
             return "is there, and is another checkpoint"
-        wrong = first_of_another_size(self._facts.sizes, there)
+        wrong = self._problem(there)
         return f"is there, and is not complete: {wrong}" if wrong else ""
 
     def may_replace(self) -> bool:
@@ -89,9 +87,6 @@ class ObjectDraft:
             self._place.remove(f"{self._name}/{COPYING}")
         return []
 
-    def check_free(self) -> None:
-        """Nothing: no run saves to an object store."""
-
     @contextmanager
     def claimed(self, replace: bool) -> Iterator[None]:
         if replace and not self.may_replace():
@@ -101,22 +96,19 @@ class ObjectDraft:
                 f"copy to another prefix"
             )
         self._replaces = replace
-        self._place.begin(self._name, self._facts.tag, replace=replace)
+        self._begin()
         yield
 
     def tidy(self) -> dict[str, int]:
         # What was judged, and not what is there by now: another copy of the same checkpoint may have ended meanwhile.
         there = self._judged
         if COPYING not in there:  # there was a manifest when this copy began, which went before it was judged
-            self._place.begin(self._name, self._facts.tag, replace=self._replaces)
+            self._begin()
         if MANIFEST in there:
             self._place.remove(f"{self._name}/{MANIFEST}")  # first, so that no mixture of the two ever counts
         for name in sorted(there.keys() - {MANIFEST, COPYING, *self._facts.sizes}):
             self._place.remove(f"{self._name}/{name}")
         return {name: size for name, size in self._facts.sizes.items() if there.get(name) == size}
-
-    def check_room(self) -> None:
-        """Nothing: who gets full says so."""
 
     def piece_bytes(self) -> int:
         least = max(PART_BYTES, -(-max(self._facts.sizes.values(), default=0) // (MOST_PARTS // 2)))
@@ -170,16 +162,50 @@ class ObjectDraft:
         with suppress(CkptmanError):
             if not self._is_noted():  # somebody else's by now
                 return
-            if MANIFEST in self._place.listing(self._name):
-                self._place.remove(f"{self._name}/{COPYING}")
-            else:
-                self._place.abandon(self._name)
+            there = self._place.listing(self._name)
+            # The note last: as long as there are objects, they are ours. With a manifest there they are a checkpoint.
+            for name in (*(there.keys() - {COPYING} if MANIFEST not in there else ()), COPYING):
+                self._place.remove(f"{self._name}/{name}")
 
-    def clear_others(self) -> None:
-        """Nothing: there is one place for all of them."""
+    def _begin(self) -> None:
+        """Put the note of whose objects these are; where one is there it has to be ours, or is taken over.
+
+        Raises: ExistsError, RootError.
+        """
+        path = f"{self._name}/{COPYING}"
+        note = {"tag": self._facts.tag, "host": socket.gethostname(), "pid": os.getpid(), "time_seconds": time.time()}
+        data = json.dumps(note).encode()
+        if self._replaces:
+            self._place.write(path, data)
+            return
+        there = self._place.listing(self._name)
+        if MANIFEST in there:  # another copy ended this very moment: whoever begins looks at that again
+            return
+        if there and COPYING not in there:
+            raise ExistsError(
+                f"{self.where} has objects in it that are of no copy, such as {plain(min(there))}: copy to another "
+                f"prefix, or move them away; --overwrite replaces only what is left of a checkpoint"
+            )
+        if (COPYING in there or not self._place.create(path, data)) and not self._is_noted():
+            raise ExistsError(
+                f"{self.where} has objects of another checkpoint in it, of which a copy is at work or was interrupted: "
+                f"let that one end, or say --overwrite to replace them"
+            )
 
     def _is_noted(self) -> bool:
-        return bool(self._place.note_of(self._name).get("tag") == self._facts.tag)
+        return bool(self._note().get("tag") == self._facts.tag)
+
+    def _note(self) -> dict[str, Any]:
+        """Whose objects are being put under this name, as `_begin` wrote it; empty where nobody says."""
+        try:
+            note = json.loads(self._place.read_whole(f"{self._name}/{COPYING}") or b"{}")
+        except (ValueError, RecursionError):
+            return {}
+        return note if isinstance(note, dict) else {}
+
+    def _problem(self, there: dict[str, int]) -> str | None:
+        assert self._facts.manifest is not None
+        return size_problem(self._facts.manifest, there)
 
     def _has_manifest(self, there: dict[str, int]) -> bool:
         data = self._facts.data
@@ -187,11 +213,19 @@ class ObjectDraft:
 
     def _check_ours(self) -> None:
         """What was proved here is still what this copy put: the last look before the manifest. Raises: BusyError."""
-        there, note = self._place.listing(self._name), self._place.note_of(self._name)
+        there, note = self._place.listing(self._name), self._note()
         # With the manifest there, another copy of the same checkpoint was quicker.
         is_ours = note.get("tag") == self._facts.tag or self._has_manifest(there)
-        if not is_ours or first_of_another_size(self._facts.sizes, there):
-            raise _TakenError(self.where, str(note.get("host", "")), note.get("pid", 0))
+        if is_ours and not self._problem(there):
+            return
+        host, pid = str(note.get("host", "")), note.get("pid", 0)
+        by = f", by a copy of another checkpoint (host {host}, pid {pid})" if host else ""
+        taken = BusyCopyingError(self.where, host, pid, None)
+        taken.args = (
+            f"{self.where}: its objects were removed or replaced while they were put{by}, so the copy does not count: "
+            f"let the other one end, and copy again",
+        )
+        raise taken
 
     def _put(self, name: str, data: bytes) -> None:
         """Put what is beside the files, and read it back. Raises: RootError."""
@@ -250,13 +284,3 @@ class _Parts:
         bucket, key, _ = self._place.fs.split_path(f"{self._place.prefix}/{self._name}")
         call = self._place.fs.call_s3
         return self._place.ask("written", lambda: call(method, Bucket=bucket, Key=key, **arguments), self._name)
-
-
-class _TakenError(BusyCopyingError):
-    def __init__(self, root: str, host: str, pid: int, job_id: str | None = None) -> None:
-        super().__init__(root, host, pid, job_id)
-        by = f", by a copy of another checkpoint (host {host}, pid {pid})" if host else ""
-        self.args = (
-            f"{root}: its objects were removed or replaced while they were put{by}, so the copy does not count: let "
-            f"the other one end, and copy again",
-        )

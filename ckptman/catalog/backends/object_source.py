@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.catalog.backends.object_store import COPYING, ObjectBackend
-from ckptman.catalog.backends.source import GoneError, Reading, SourceInfo
+from ckptman.catalog.backends.source import MOST_PIN_BYTES, GoneError, Reading, SourceInfo
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.pins import PINNED
-from ckptman.errors import CkptmanError, NotFoundError
+from ckptman.errors import CkptmanError, CorruptError, NotFoundError
 from ckptman.format.manifest import parse_manifest
 from ckptman.format.paths import MANIFEST, digests_name
 from ckptman.io.checksums import DIGEST_BYTES, Digests, digests_bytes
@@ -41,7 +41,7 @@ class ObjectOriginal:
             data=data,
             tag=xxh3_128_hexdigest(data)[:16],
             block_bytes=manifest.block_bytes,
-            pinned=place.read_beside(self._name, PINNED, there),
+            pinned=self._pinned(there.get(PINNED)),
             remarks=tuple(f"{name} is not in the manifest: it was not copied" for name in there.keys() - beside),
             rollbacks=tuple(place.rollbacks()),
         )
@@ -73,6 +73,15 @@ class ObjectOriginal:
             return gone
         except CkptmanError:
             return None
+
+    def _pinned(self, size: int | None) -> bytes | None:
+        if size is None:
+            return None
+        if size > MOST_PIN_BYTES:
+            raise CorruptError(
+                f"{self._place.url}/{self._name}/{PINNED} is too large to be what ckptman puts there: remove it"
+            )
+        return self._place.read(f"{self._name}/{PINNED}", 0, size)
 
     def _gone(self, where: str) -> GoneError:
         return GoneError(

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import os
 import random
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,7 +24,6 @@ from ckptman.errors import (
     CkptmanError,
     ConfigError,
     CorruptError,
-    ExistsError,
     FormatVersionError,
     NotFoundError,
     RootError,
@@ -46,10 +42,10 @@ if TYPE_CHECKING:
 
 COPYING = "copying.json"
 """In one that is being put: whose objects they are."""
-_MOST_BESIDE_BYTES = 1024 * 1024
 REMOVING = "removing.json"
 """In a checkpoint that is being removed: what is left without a manifest is nobody's."""
 _THREADS = 16
+_MOST_SECONDS = 90.0
 _FINAL = (FileExistsError, PermissionError, IsADirectoryError, NotImplementedError, ValueError)
 """What is no better a moment later."""
 _FINAL_NAMES = (
@@ -65,28 +61,6 @@ _FOR_S3 = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries
 """It is tried again here, and in one place only."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How often something is tried, and how long is waited in between: each time `factor` times as long.
-
-    What is silent takes long to fail, so after `most_seconds` it is tried no more; but twice in any case.
-    """
-
-    attempts: int = 6
-    first_seconds: float = 0.2
-    factor: float = 3.0
-    most_seconds: float = 90.0
-    sleep: Callable[[float], None] = time.sleep
-    clock: Callable[[], float] = time.monotonic
-
-    def ends(self, attempt: int, seconds: float) -> bool:
-        """Whether so many attempts, in so many seconds, are enough."""
-        return attempt >= self.attempts or (attempt > 1 and seconds > self.most_seconds)
-
-
-USUAL = RetryPolicy()
 
 
 @dataclass(frozen=True)
@@ -125,8 +99,13 @@ class ObjectEntry(Entry):
 class ObjectBackend:
     """Checkpoints under a prefix of an object store. Several threads may use one. Raises: ConfigError."""
 
-    def __init__(self, url: str, patience: RetryPolicy | None = None, **options: Any) -> None:
-        self.url, self._patience = url.rstrip("/"), patience or USUAL
+    attempts = 6
+    """How often something is tried."""
+    first_seconds = 0.2
+    """How long is waited before the second attempt; before each further one, three times as long."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self.url = url.rstrip("/")
         protocol, _, rest = self.url.partition("://")
         if not rest or rest.startswith("/"):
             raise ConfigError(f"{url} names no bucket: give one, as in s3://bucket/prefix")
@@ -245,17 +224,6 @@ class ObjectBackend:
         except NotFoundError:
             return None
 
-    def read_beside(self, folder: str, name: str, sizes: Mapping[str, int]) -> bytes | None:
-        """Read a small object of a checkpoint that its manifest does not name; None where `sizes` has none.
-
-        Raises: CorruptError, RootError.
-        """
-        if name not in sizes:
-            return None
-        if sizes[name] > _MOST_BESIDE_BYTES:
-            raise CorruptError(f"{self.url}/{folder}/{name} is too large to be what ckptman puts there: remove it")
-        return self.read(f"{folder}/{name}", 0, sizes[name])
-
     def write(self, name: str, data: bytes) -> None:
         """Put an object, as a whole. Raises: RootError."""
         self.ask("written", lambda: self.fs.pipe_file(f"{self.prefix}/{name}", data), name)
@@ -295,52 +263,6 @@ class ObjectBackend:
 
     def last_sequence(self) -> int:
         return max((entry.sequence for entry in self.list(abandoned=True)), default=0)
-
-    def begin(self, name: str, tag: str, *, replace: bool = False) -> str:
-        """Put the note of whose objects those of a name are; where one is there it has to be ours.
-
-        `replace`: take them over. Raises: ExistsError, RootError.
-        """
-        path, where = f"{name}/{COPYING}", f"{self.url}/{name}"
-        note = {"tag": tag, "host": socket.gethostname(), "pid": os.getpid(), "time_seconds": time.time()}
-        data = json.dumps(note).encode()
-        if replace:
-            self.write(path, data)
-            return name
-        there = self.listing(name)
-        if MANIFEST in there:  # another copy ended this very moment: whoever begins looks at that again
-            return name
-        if there and COPYING not in there:
-            raise ExistsError(
-                f"{where} has objects in it that are of no copy, such as {plain(min(there))}: copy to another prefix, "
-                f"or move them away; --overwrite replaces only what is left of a checkpoint"
-            )
-        if (COPYING in there or not self.create(path, data)) and self.note_of(name).get("tag") != tag:
-            raise ExistsError(
-                f"{where} has objects of another checkpoint in it, of which a copy is at work or was interrupted: let "
-                f"that one end, or say --overwrite to replace them"
-            )
-        return name
-
-    def note_of(self, name: str) -> dict[str, Any]:
-        """Whose objects are being put under a name, as `begin` wrote it; empty where nobody says."""
-        try:
-            note = json.loads(self.read_beside(name, COPYING, self.listing(name)) or b"{}")
-        except (ValueError, RecursionError, NotFoundError):
-            return {}
-        return note if isinstance(note, dict) else {}
-
-    def commit(self, draft: str, manifest: Manifest) -> Entry:
-        self.write(f"{draft}/{MANIFEST}", manifest.to_json())
-        self.remove(f"{draft}/{COPYING}")
-        return self._entry(draft, self.listing(draft))
-
-    def abandon(self, draft: str) -> None:
-        with contextlib.suppress(CkptmanError):
-            there = self.listing(draft)
-            if MANIFEST not in there and COPYING in there:
-                for name in (*(there.keys() - {COPYING}), COPYING):  # as long as there are objects, they are ours
-                    self.remove(f"{draft}/{name}")
 
     def open(self, entry: Entry) -> Original:
         from ckptman.catalog.backends.object_source import ObjectOriginal  # numpy, which a listing can do without
@@ -407,8 +329,10 @@ class ObjectBackend:
 
     def ask(self, done: str, call: Callable[[], T], name: str) -> T:
         """Ask the store for something, again where it is busy or away. Raises: NotFoundError, RootError."""
-        wait, begun = self._patience.first_seconds, self._patience.clock()
-        for attempt in range(1, self._patience.attempts + 1):
+        wait, begun = self.first_seconds, time.monotonic()
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 return call()
             except CkptmanError:
@@ -420,11 +344,12 @@ class ObjectBackend:
                 ) from error
             except Exception as error:
                 final = isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES
-                if final or self._patience.ends(attempt, self._patience.clock() - begun):
+                # What is silent takes long to fail: after a while it is tried no more, but twice in any case.
+                late = attempt > 1 and time.monotonic() - begun > _MOST_SECONDS
+                if final or late or attempt >= self.attempts:
                     raise self._failure(done, name, error, attempt) from error
-            self._patience.sleep(wait * random.uniform(0.5, 1.5))
-            wait *= self._patience.factor
-        raise AssertionError("a last attempt ends")
+            time.sleep(wait * random.uniform(0.5, 1.5))
+            wait *= 3
 
     def _found(self, abandoned: bool) -> Sequence[ObjectEntry]:
         try:
@@ -448,7 +373,8 @@ class ObjectBackend:
             return replace(found, problem=why, newer_format=error)
         except CorruptError as error:
             return replace(found, problem=str(error))
-        return replace(found, manifest=manifest, problem=_problem(found.step, manifest, sizes))
+        problem = f"its manifest is of step {manifest.step}" if manifest.step != found.step else None
+        return replace(found, manifest=manifest, problem=problem or size_problem(manifest, sizes))
 
     def _failure(self, done: str, name: str, error: Exception, attempts: int) -> RootError:
         times = f" {attempts} times" if attempts > 1 else ""
@@ -460,9 +386,8 @@ class ObjectBackend:
         )
 
 
-def _problem(step: int, manifest: Manifest, sizes: dict[str, int]) -> str | None:
-    if manifest.step != step:
-        return f"its manifest is of step {manifest.step}"
+def size_problem(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
+    """Return what is wrong with the objects that a manifest names, by their sizes; None where all are right."""
     for name, record in manifest.files.items():
         if name not in sizes:
             return f"{name} is missing"

@@ -27,7 +27,7 @@ from ckptman.io.safe_open import read_regular
 from ckptman.io.threads import ALIGN_BYTES
 
 AGAIN = "what was copied stays; copy again, and it goes on from there"
-_MOST_PIN_BYTES = 1024 * 1024
+MOST_PIN_BYTES = 1024 * 1024
 
 
 class GoneError(NotFoundError):
@@ -272,7 +272,7 @@ def _manifest_bytes(folder: Path) -> bytes | None:
 
 def _pinned(folder: Path) -> bytes | None:
     try:
-        return read_regular(folder / PINNED, _MOST_PIN_BYTES)
+        return read_regular(folder / PINNED, MOST_PIN_BYTES)
     except FileNotFoundError:
         return None
     except (CorruptError, OSError) as error:
