@@ -1,8 +1,8 @@
-"""Moving the bytes of a copy: pieces of all files over a few threads, digested on the way. Torch-free.
+"""Moving the bytes of a copy: pieces of all files over a few threads, digested on the way.
 
 Into a folder, some threads read and digest while others write, by direct I/O where the file system takes it. Into an
-object store each thread does both, as both wait for a network. A piece whose bytes are
-at the destination already is not written again, and where its digests are known beforehand it is not read either.
+object store each thread does both, as both wait for a network. A piece whose bytes are at the destination already is
+not written again, and where its digests are known beforehand it is not read either.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
+from xxhash import xxh3_128_digest
+
 from ckptman.catalog.backends.drafts import CopyDraft, Writing
 from ckptman.catalog.backends.source import Original, Reading, of_source
-from ckptman.io.checksums import digest_of_blocks
+from ckptman.errors import CorruptError, plain
+from ckptman.io.checksums import DIGEST_BYTES, Digests, digest_of_blocks, digests_bytes, group_bytes
 from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, share_out
-from ckptman.transfer.copy_digest import OnTheWay
 from ckptman.transfer.progress import Limit, Meter
 
 
@@ -80,20 +82,24 @@ def move(
             file.put(low, data, scratch)
         file.end()
 
-    def put_piece(number: int, scratch: memoryview) -> None:
-        put(number, scratch, fetch(number, scratch))
-
-    def put_file(number: int, scratch: memoryview) -> None:
-        files[number].put_in_order(piece, scratch, limit)
-
     threads, scratch_bytes = threads or draft.writers or io_threads(), max(piece, ALIGN_BYTES)
     if limit is not None:
         limit.renew()
     try:
         if draft.in_order:
-            share_out(len(files), put_file, threads=threads, scratch_bytes=scratch_bytes)
+            share_out(
+                len(files),
+                lambda number, scratch: files[number].put_in_order(piece, scratch, limit),
+                threads=threads,
+                scratch_bytes=scratch_bytes,
+            )
         elif draft.in_place:  # both ends wait for a network: one thread does both, with one piece in memory
-            share_out(starts[-1], put_piece, threads=threads, scratch_bytes=scratch_bytes)
+            share_out(
+                starts[-1],
+                lambda number, scratch: put(number, scratch, fetch(number, scratch)),
+                threads=threads,
+                scratch_bytes=scratch_bytes,
+            )
         else:
             relay(
                 starts[-1],
@@ -121,7 +127,10 @@ def _is_right(original: Original, name: str, blocks: bytes | None) -> bool:
 
 
 class _File:
-    """A file on its way. Opened when its first piece is wanted, made durable and closed after its last."""
+    """A file on its way. Opened when its first piece is wanted, made durable and closed after its last.
+
+    Its blocks are digested as they pass, and compared with what was saved as early as that can be told.
+    """
 
     def __init__(
         self, original: Original, draft: CopyDraft, name: str, size: int, piece: int, there: bytes, meter: Meter
@@ -130,7 +139,11 @@ class _File:
         self.pieces = max(1, -(-size // piece))
         self.digest, self.buffered_because, self.written_bytes = "", "", 0
         self._original, self._draft, self._there, self._meter = original, draft, there, meter
-        self._passing = OnTheWay(original, name, size)
+        self._block = original.facts.block_bytes
+        self._blocks = bytearray()
+        """The digests of what has passed."""
+        self._known: Digests | None = None
+        """What they have to be, where that is known before all of it has passed."""
         self._left = self.pieces
         self._lock = threading.Lock()
         self._reading: Reading | None = None
@@ -145,9 +158,10 @@ class _File:
             if self._reading is not None or self._writing is not None:
                 return
             begun = time.perf_counter()
+            self._blocks = bytearray(digests_bytes(self.size, self._block))
             with of_source(self._original.facts.where):
-                self._passing.begin()
-                if len(self._there) == len(self._passing.blocks) and self._passing.works:
+                self._known = self._original.digests(self.name)
+                if len(self._there) == len(self._blocks):
                     self._is_all_right = _is_right(self._original, self.name, self._there)
                 if not self._is_all_right:
                     self._reading = self._original.open(self.name)
@@ -157,10 +171,10 @@ class _File:
 
     def is_right(self, low: int, high: int) -> bool:
         """Whether the bytes [low, high) are known to be at the destination."""
-        at, known = self._passing.at(low, high), self._passing.known
+        at, known = self._at(low, high), self._known
         if not self._is_all_right and (known is None or high == low or self._there[at] != known.blocks[at]):
             return False
-        self._passing.blocks[at] = self._there[at]
+        self._blocks[at] = self._there[at]
         return True
 
     def fetch(self, low: int, high: int, scratch: memoryview) -> memoryview | None:
@@ -169,10 +183,10 @@ class _File:
         begun = time.perf_counter()
         with of_source(self._original.facts.where):
             data = self._reading.read(low, high - low, scratch)
-        self._passing.check(low, data)
+        at = self._at(low, high)
+        self._blocks[at] = self._digests_of(low, data)
         self._meter.moved(0, time.perf_counter() - begun)
-        at = self._passing.at(low, high)
-        if self._passing.works and high > low and self._there[at] == self._passing.blocks[at]:
+        if high > low and self._there[at] == self._blocks[at]:
             self._meter.skipped(high - low)
             return None
         return data
@@ -207,7 +221,7 @@ class _File:
                 yield data
                 self._meter.moved(high - low, time.perf_counter() - begun)
                 done += high - low
-            self.digest = self._passing.judge()  # before there is an object
+            self.digest = self._judge()  # before there is an object
         except BaseException:
             self._meter.moved(-done, 0.0)
             raise
@@ -219,7 +233,7 @@ class _File:
             if self._left:
                 return
         assert self._writing is not None
-        self.digest = self._passing.judge()  # before there is an object
+        self.digest = self._judge()  # before there is an object
         begun = time.perf_counter()
         self._writing.finish()
         self.buffered_because = self._writing.buffered_because
@@ -237,3 +251,39 @@ class _File:
         if self._writing is not None:
             self._writing.close()
         self._reading = None
+
+    def _at(self, low: int, high: int) -> slice:
+        """Where the digests of the blocks of bytes [low, high) are."""
+        return slice(*(-(-offset // self._block) * DIGEST_BYTES for offset in (low, high)))
+
+    def _digests_of(self, low: int, data: memoryview) -> bytes:
+        """Digest the blocks of a piece, and compare where that can be told already. Raises: CorruptError."""
+        known, block, group = self._known, self._block, group_bytes(self._block)
+        expected = known.blocks[self._at(low, low + len(data))] if known is not None else None
+        if expected and known is not None and known.groups and low % group == 0:
+            # Larger pieces are digested without holding the interpreter, so that others read and write meanwhile.
+            first = low // group * DIGEST_BYTES
+            found = b"".join([xxh3_128_digest(data[cut : cut + group]) for cut in range(0, len(data), group)])
+            if found == known.groups[first : first + len(found)]:
+                return expected
+        found = b"".join([xxh3_128_digest(data[cut : cut + block]) for cut in range(0, len(data), block)])
+        if expected is not None and found != expected:
+            cuts = range(0, len(found), DIGEST_BYTES)
+            at = next(cut for cut in cuts if found[cut : cut + DIGEST_BYTES] != expected[cut : cut + DIGEST_BYTES])
+            wrong = low // block + at // DIGEST_BYTES
+            raise self._changed(f": block {wrong:,} (from byte {wrong * block:,} on) has changed")
+        return found
+
+    def _judge(self) -> str:
+        """Return the digest of all of it, once it has passed. Raises: CorruptError."""
+        digest, manifest = digest_of_blocks([bytes(self._blocks)]), self._original.facts.manifest
+        if manifest is not None and digest != manifest.files[self.name].digest:
+            raise self._changed()
+        return digest
+
+    def _changed(self, which: str = "") -> CorruptError:
+        where = self._original.facts.where
+        see = "" if "://" in where else f", or run `ckptman verify {where}` to see all that is damaged"
+        return CorruptError(
+            f"{where}: {plain(self.name)} is not what was saved{which}. It was not copied: copy another checkpoint{see}"
+        )

@@ -86,18 +86,14 @@ class LocalBackend:
     def __init__(self, root: str | os.PathLike[str], disk: Disk = DISK) -> None:
         self.root = Path(root)
         self.where = str(self.root)
-        self._disk = disk
+        self.disk = disk
+        """What it is written by."""
         self.catalogue = Catalog(self.root, Memory())
         """What is there. It remembers what it has read, for who holds this place and saves to it."""
         self.tiers: tuple[Tier, ...] = ()
         """Those behind it."""
         self.run_ids: frozenset[str] = frozenset()
         """Of the run, by which a root that was lost knows its tiers."""
-
-    @property
-    def disk(self) -> Disk:
-        """What it is written by."""
-        return self._disk
 
     def make(self) -> None:
         """Make the root where it is missing.
@@ -107,11 +103,11 @@ class LocalBackend:
         check_expanded(self.root)
         what = "made"
         try:
-            self._disk.make_folders(self.root)
+            self.disk.make_folders(self.root)
             what = "flushed"
             # Who made it may have been killed before its name was durable: then all that is in it would go with it.
             with contextlib.suppress(PermissionError):  # where not even its names may be read, nobody could do it
-                self._disk.sync_folder(self.root.parent)
+                self.disk.sync_folder(self.root.parent)
         except OSError as error:
             raise RootError(
                 error.errno or errno.EIO,
@@ -126,20 +122,20 @@ class LocalBackend:
     def begin(self, name: str, tag: str) -> str:
         draft = self.root / f"{name}.tmp-{tag}"
         try:
-            self._disk.make_folder(draft)
+            self.disk.make_folder(draft)
         except FileExistsError:
             raise
         except OSError:  # a server may have made it all the same
             with contextlib.suppress(OSError):
-                self._disk.remove_empty_folder(draft)
+                self.disk.remove_empty_folder(draft)
             raise
         return str(draft)
 
     def commit(self, draft: str, manifest: Manifest) -> Entry:
         source = Path(draft)
         name, _, tag = source.name.rpartition(".tmp-")
-        self._disk.write_file(source / MANIFEST, manifest.to_json())
-        self._disk.sync_folder(source)
+        self.disk.write_file(source / MANIFEST, manifest.to_json())
+        self.disk.sync_folder(source)
         return Entry(manifest.step, self.publish(source, name, tag), manifest)
 
     def publish(self, source: Path, name: str, tag: str, *, replace: bool = True, nonce: str = "") -> Path:
@@ -163,8 +159,8 @@ class LocalBackend:
         try:
             if aside is not None:
                 # An earlier save of this step stands aside under a name that still counts until the new one is there.
-                self._disk.rename(final, aside)
-            self._disk.rename(source, final)
+                self.disk.rename(final, aside)
+            self.disk.rename(source, final)
         except BaseException as error:  # Ctrl-C too
             # A folder with something in it is never replaced by a rename: somebody made it this very moment.
             is_taken = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
@@ -173,18 +169,18 @@ class LocalBackend:
             if aside is not None:
                 # Where it cannot go back it still counts. What failed first is what has to be told.
                 with contextlib.suppress(OSError):
-                    self._disk.rename(aside, final)
+                    self.disk.rename(aside, final)
             raise
         finally:
             self.catalogue.forget(name)
-        self._disk.sync_folder(self.root)
+        self.disk.sync_folder(self.root)
         if aside is not None and not stays:
             self._discard(aside, name, tag, nonce)
         return final
 
     def abandon(self, draft: str) -> None:
         try:
-            self._disk.remove_tree(Path(draft))
+            self.disk.remove_tree(Path(draft))
         except OSError as error:
             _warn_of_left(draft, error)
 
@@ -207,12 +203,12 @@ class LocalBackend:
         self.remove(entry.path, step_folder(entry.step), tag)
 
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
-        return reading(entry.path, what=what, disk=self._disk)
+        return reading(entry.path, what=what, disk=self.disk)
 
     def receive(self, facts: SourceInfo) -> AbstractContextManager[CopyDraft]:
         from ckptman.catalog.backends.local_draft import receive_in_folder
 
-        return receive_in_folder(self, facts, self._disk)
+        return receive_in_folder(self, facts)
 
     def read_note(self, name: str) -> bytes | None:
         path = run_folder(self.root) / name
@@ -232,20 +228,20 @@ class LocalBackend:
     def create_note(self, name: str, data: bytes) -> bool:
         folder = run_folder(self.root)
         try:
-            self._disk.create_whole_file(folder / name, data)
+            self.disk.create_whole_file(folder / name, data)
         except FileExistsError:
             return False
-        self._disk.sync_folder(folder)
+        self.disk.sync_folder(folder)
         return True
 
     def write_note(self, name: str, data: bytes) -> None:
-        self._disk.replace_file(run_folder(self.root) / name, data)
+        self.disk.replace_file(run_folder(self.root) / name, data)
 
     def rollbacks(self) -> Sequence[Rollback]:
         return list(read_rollbacks(self.root).values())
 
     def hand_on(self, rollbacks: Sequence[Rollback]) -> None:
-        hand_on(rollbacks, self.root, self._disk)
+        hand_on(rollbacks, self.root, self.disk)
 
     def make_tier(self) -> None:
         self._check_answers()
@@ -256,7 +252,7 @@ class LocalBackend:
                 f"If so, make that folder by hand",
             )
         self.make()
-        self._disk.make_folders(run_folder(self.root))
+        self.disk.make_folders(run_folder(self.root))
 
     def check_there(self) -> None:
         self._check_answers()
@@ -267,31 +263,30 @@ class LocalBackend:
             )
 
     def settle(self) -> None:
-        self._disk.sync_folder(self.root)
+        self.disk.sync_folder(self.root)
 
     def prune(self, policy: RetentionPolicy | None, is_meant: Callable[[Sequence[Record]], bool]) -> None:
         from ckptman.catalog.prune import execute, plan_prune  # they carry out what they plan with this class
 
-        with lease(self.root, [], what="prune", disk=self._disk) as nonce:
+        with lease(self.root, [], what="prune", disk=self.disk) as nonce:
             found = plan_prune(self.root, policy)
             if is_meant([each.record for each in found.verdicts]):
-                execute(self.root, found, tag=nonce or f"drain{os.urandom(4).hex()}", disk=self._disk)
+                execute(self.root, found, tag=nonce or f"drain{os.urandom(4).hex()}", disk=self.disk)
 
     def remove(self, path: Path, name: str, tag: str) -> None:
         """Rename what lies under this root to a trash name of `name`, then remove it. Gone already: no error."""
-        trash = self.hide(path, name, tag)
-        if trash is not None:
-            self._disk.remove_tree(trash)
+        if (trash := self.hide(path, name, tag)) is not None:
+            self.disk.remove_tree(trash)
 
     def hide(self, path: Path, name: str, tag: str) -> Path | None:
         """Rename what lies under this root to a trash name of `name`, which nobody sees. None: it is gone already."""
         trash = self.root / f"{name}.trash-{tag}"
         try:
-            self._disk.rename(path, trash)
+            self.disk.rename(path, trash)
         except FileNotFoundError:
             return None
         # Durable before a byte goes: a power cut must not bring back the name without its files.
-        self._disk.sync_folder(self.root)
+        self.disk.sync_folder(self.root)
         return trash
 
     def put_back(self, trash: Path, path: Path) -> bool:
@@ -299,10 +294,10 @@ class LocalBackend:
         if os.path.lexists(path):
             return False
         try:
-            self._disk.rename(trash, path)
+            self.disk.rename(trash, path)
         except OSError:
             return False
-        self._disk.sync_folder(self.root)
+        self.disk.sync_folder(self.root)
         return True
 
     def _check_answers(self) -> None:

@@ -31,10 +31,10 @@ from ckptman.format.manifest import missing_file, read_manifest
 from ckptman.format.paths import DOT, MANIFEST, new_nonce
 from ckptman.io.durable_files import Disk, holding
 from ckptman.io.failure_cause import FULL
-from ckptman.io.file_scan import Scanned, scan, stamp_of
+from ckptman.io.file_scan import Scanned, Stamp, scan, stamp_of
 from ckptman.io.file_writer import FileWriter
 from ckptman.io.safe_open import read_regular
-from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES, stride_of
+from ckptman.io.threads import ALIGN_BYTES, stride_of
 
 if TYPE_CHECKING:
     from ckptman.catalog.backends.local import LocalBackend
@@ -51,12 +51,12 @@ _known_dead: set[str] = set()
 
 
 class FolderDraft:
-    """See `Draft`."""
+    """See `CopyDraft`."""
 
     in_place, in_order, writers = False, False, 0
 
-    def __init__(self, place: LocalBackend, facts: SourceInfo, disk: Disk, nonce: str) -> None:
-        self._place, self._facts, self._disk, self._nonce = place, facts, disk, nonce
+    def __init__(self, place: LocalBackend, facts: SourceInfo, nonce: str) -> None:
+        self._place, self._facts, self._disk, self._nonce = place, facts, place.disk, nonce
         self._folder = place.root / f"{facts.name}.tmp-copy-{facts.tag}"
         self._final = place.root / facts.name
         self._claim: Claim | None = None
@@ -113,7 +113,7 @@ class FolderDraft:
     @contextmanager
     def claimed(self, replace: bool) -> Iterator[None]:
         self._check_free()
-        with _claimed(self._folder, self._place, self._disk) as self._claim, holding(self._folder):
+        with _claimed(self._folder, self._place) as self._claim, holding(self._folder):
             self._clear_others()  # to make room
             yield
 
@@ -144,8 +144,7 @@ class FolderDraft:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.draft)
 
     def piece_bytes(self) -> int:
-        block = self._facts.block_bytes
-        return stride_of(block) if block <= STRIDE_BYTES else STRIDE_BYTES
+        return stride_of(self._facts.block_bytes)
 
     def writer(self, name: str, size: int) -> Writing:
         is_large = self.piece_bytes() % ALIGN_BYTES == 0 and size >= ALIGN_BYTES
@@ -163,16 +162,21 @@ class FolderDraft:
         threads: int | None,
         done: Callable[[int], None],
     ) -> Sequence[str]:
-        folder, read = self._final if final else self._folder, list[tuple[str, object]]()
+        folder, stamps = self._final if final else self._folder, dict[str, Stamp | None]()
 
         def end(found: Scanned) -> None:
-            read.append((found.name, found.stamp))
+            stamps[found.name] = found.stamp
             finish(found)
+
+        def changed(name: str) -> bool:
+            try:
+                return stamps[name] not in (None, stamp_of(os.lstat(folder / name)))
+            except OSError:
+                return stamps[name] is not None
 
         in_order = sorted(sizes.items(), key=lambda each: -each[1])  # small ones fill the gaps at the end
         scan(folder, in_order, self._facts.block_bytes, finish=end, threads=threads, done=done)
-        changed = [name for name, stamp in read if stamp is not None and stamp != _stamp(folder / name)]
-        return [f"{name} was written to or removed while it was verified" for name in changed]
+        return [f"{name} was written to or removed while it was verified" for name in filter(changed, stamps)]
 
     def uncache(self, *, final: bool) -> bool:
         # Who brought what is there already may not have flushed it.
@@ -209,7 +213,7 @@ class FolderDraft:
                 if found["kind"] == "tmp":  # what the same folder held before it was saved over
                     owner = read_owner(other)
                     if owner is None or process_lives(owner) is False:
-                        with _claimed(other, self._place, self._disk):
+                        with _claimed(other, self._place):
                             self._disk.remove_tree(other)
                 elif os.path.lexists(self._final):  # what was replaced by that
                     self._disk.remove_tree(other)
@@ -315,7 +319,7 @@ def drop_all(folder: Path, sizes: dict[str, int], flush: Disk | None = None) -> 
 
 
 @contextmanager
-def receive_in_folder(place: LocalBackend, facts: SourceInfo, disk: Disk) -> Iterator[FolderDraft]:
+def receive_in_folder(place: LocalBackend, facts: SourceInfo) -> Iterator[FolderDraft]:
     """Hold the root for a copy, and tell errors of the file system as ones of ours: which side, and what is left there.
 
     Raises: RootError, SourceError.
@@ -323,8 +327,8 @@ def receive_in_folder(place: LocalBackend, facts: SourceInfo, disk: Disk) -> Ite
     try:
         place.make()
         names = [f"{facts.name}.tmp-copy-{facts.tag}", facts.name]
-        with lease(place.root, names, what="copy", disk=disk) as nonce:
-            yield FolderDraft(place, facts, disk, nonce)
+        with lease(place.root, names, what="copy", disk=place.disk) as nonce:
+            yield FolderDraft(place, facts, nonce)
     except CkptmanError:
         raise
     except OSError as error:
@@ -332,16 +336,16 @@ def receive_in_folder(place: LocalBackend, facts: SourceInfo, disk: Disk) -> Ite
 
 
 @contextmanager
-def _claimed(draft: Path, place: LocalBackend, disk: Disk) -> Iterator[Claim]:
+def _claimed(draft: Path, place: LocalBackend) -> Iterator[Claim]:
     """The draft is ours alone: made if there is none. Raises: BusyError."""
     if draft.is_symlink():  # through it, what lies elsewhere would be tidied up
-        disk.remove_file(draft)
+        place.disk.remove_file(draft)
     for attempt in range(_ATTEMPTS):
         with contextlib.suppress(FileExistsError):
             place.begin(*draft.name.split(".tmp-", 1))
         try:
             with _telling_who_copies(place.root):
-                held = claim(draft, "copy", os.environ.get("SLURM_JOB_ID"), disk=disk)
+                held = claim(draft, "copy", os.environ.get("SLURM_JOB_ID"), disk=place.disk)
             break
         except RootError as error:
             # The draft was made visible, or cleared, this very moment?
@@ -359,13 +363,6 @@ def _telling_who_copies(root: Path) -> Iterator[None]:
         yield
     except BusyError as error:
         raise BusyCopyingError(str(root), error.host, error.pid, error.job_id) from None
-
-
-def _stamp(path: Path) -> object:
-    try:
-        return stamp_of(os.lstat(path))
-    except OSError:
-        return None
 
 
 def _root_error(root: Path, facts: SourceInfo, error: OSError) -> RootError:

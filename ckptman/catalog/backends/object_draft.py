@@ -34,7 +34,7 @@ MOST_PARTS = 10_000
 
 
 class ObjectDraft:
-    """See `Draft`."""
+    """See `CopyDraft`."""
 
     in_place = True
 
@@ -112,12 +112,11 @@ class ObjectDraft:
 
     def piece_bytes(self) -> int:
         least = max(PART_BYTES, -(-max(self._facts.sizes.values(), default=0) // (MOST_PARTS // 2)))
-        block = self._facts.block_bytes
-        return stride_of(block, least) if block <= STRIDE_BYTES else least
+        return stride_of(self._facts.block_bytes, least)
 
     def writer(self, name: str, size: int) -> Writing:
-        kind = _Whole if size <= self.piece_bytes() else _Parts
-        return kind(self._place, f"{self._name}/{name}", self.piece_bytes())
+        path, piece = f"{self._name}/{name}", self.piece_bytes()
+        return _Whole(self._place, path) if size <= piece else _Parts(self._place, path, piece)
 
     def put_in_order(self, name: str, pieces: Callable[[], Iterator[memoryview]]) -> None:
         path = f"{self._name}/{name}"
@@ -240,7 +239,7 @@ class _Whole:
 
     buffered_because = ""
 
-    def __init__(self, place: ObjectBackend, name: str, part: int) -> None:
+    def __init__(self, place: ObjectBackend, name: str) -> None:
         self._place, self._name, self._data = place, name, b""
 
     def write(self, data: memoryview, offset: int, scratch: memoryview) -> None:

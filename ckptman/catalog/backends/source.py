@@ -1,4 +1,4 @@
-"""What a copy reads: a checkpoint in a folder, of ours or of others. Torch-free."""
+"""What a copy reads: a checkpoint in a folder, of ours or of others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SourceError(RootError):
 
 @contextlib.contextmanager
 def of_source(where: Path | str) -> Iterator[None]:
-    """What the system refuses of an original is an error of ours, which says that it is about that."""
+    """Raise errors of the system as SourceError."""
     try:
         yield
     except CkptmanError:
@@ -151,13 +151,11 @@ class FolderOriginal:
             return None
 
 
-class ForeignOriginal:
+class ForeignOriginal(FolderOriginal):
     """What plain DCP, or what builds on it, wrote to a folder: files without digests, copied as they are.
 
     Raises: ConfigError (there is more than files in it), OSError.
     """
-
-    readers = 0
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -172,16 +170,6 @@ class ForeignOriginal:
             tag=xxh3_128_hexdigest(repr(sorted(self._stamps.items())).encode())[:16],
             block_bytes=BLOCK_BYTES,
         )
-
-    def open(self, name: str) -> Reading:
-        return FolderReading(self._folder / name, self.facts.sizes[name])
-
-    def digests(self, name: str) -> Digests | None:
-        return None
-
-    def scan(self, *, finish: Callable[[Scanned], None], threads: int | None, done: Callable[[int], None]) -> None:
-        sizes, block = list(self.facts.sizes.items()), self.facts.block_bytes
-        scan(self._folder, sizes, block, finish=finish, threads=threads, done=done)
 
     def lost(self) -> CkptmanError | None:
         try:

@@ -36,7 +36,7 @@ class TieredBackend(LocalBackend):
 
     def make(self) -> None:
         super().make()
-        make_tiers(self.root, self.tiers, self._disk)
+        make_tiers(self.root, self.tiers, self.disk)
 
     def list(self, *, abandoned: bool = False) -> list[Entry]:
         """What is in the root and in the tiers. What a rollback left behind in one of them is so everywhere.
@@ -79,7 +79,7 @@ class TieredBackend(LocalBackend):
 
     def hand_on_all(self) -> None:
         """Write down in the root and in all tiers what rollbacks there are anywhere. Raises: CkptmanError, OSError."""
-        places: list[Backend] = [LocalBackend(self.root, self._disk), *self._places]
+        places: list[Backend] = [LocalBackend(self.root, self.disk), *self._places]
         every = [rollback for place in places for rollback in place.rollbacks()]
         for place in places:
             place.hand_on(every)
