@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from ckptman.catalog.backends.backend import Backend
@@ -120,11 +119,11 @@ def prepare(root: Path, plan: DrainPlan) -> DrainPlan:
 
 def _told(root: Path, holding: Holding, rollbacks: Sequence[Rollback]) -> Holding:
     """A tier that was told whose it is, and of rollbacks; or why that cannot be."""
+    if holding.trouble:
+        return holding
     try:
-        if not holding.trouble:
-            _mark(root, holding)
-        if not holding.trouble:
-            open_tier(holding.tier).hand_on(rollbacks)
+        _mark(root, holding)
+        open_tier(holding.tier).hand_on(rollbacks)
     except (CkptmanError, OSError) as error:
         return replace(holding, trouble=trouble_of(error))
     return holding
@@ -179,7 +178,7 @@ def carry_out(
                 yield Drained(task, copy_checkpoint(task.entry, place, over))
             fuller[task.tier] = task
         except CkptmanError as error:
-            if isinstance(error, CorruptError):
+            if isinstance(error, CorruptError):  # so that it is not read again by each drain
                 _note_damaged(task.entry)
             if getattr(error, "errno", None) in FULL:  # perhaps of what a drain was killed before it could prune
                 fuller[task.tier] = task
@@ -187,8 +186,11 @@ def carry_out(
     for tier, task in fuller.items():
         try:
             prune_tier(tier, open_tier(tier))
-        except (CkptmanError, OSError) as error:
-            yield Drained(task, error=error if isinstance(error, CkptmanError) else _as_ours(tier, error))
+        except CkptmanError as error:
+            yield Drained(task, error=error)
+        except OSError as error:
+            what = f"{error.filename or 'a checkpoint'} cannot be removed ({error.strerror})"
+            yield Drained(task, error=RootError(error.errno or errno.EIO, f"{tier}: {what}: check its permissions"))
     if fuller:
         left = abandoned_by(read_rollbacks(root).values())
         # Where that cannot be, the next one says so.
@@ -197,29 +199,21 @@ def carry_out(
 
 def prune_tier(tier: Tier, place: Backend) -> None:
     """Delete in a tier what its own retention no longer keeps, and what crashes left. Raises: CkptmanError, OSError."""
-    place.prune(tier.retention, partial(_is_meant, tier))
 
+    def is_meant(records: Sequence[Record]) -> bool:
+        now_seconds = time.time()
+        cause = slip(tier.retention, records, now_seconds, goes_on=True)
+        if not cause or keeps_any(tier.retention, records, now_seconds):
+            return True
+        warn(f"nothing is deleted in {tier}: {cause}. Check the retention of this tier")
+        return False
 
-def _is_meant(tier: Tier, records: Sequence[Record]) -> bool:
-    """Whether the rules of a tier can be meant for what it holds. Warns where they cannot: nothing is to be deleted."""
-    now_seconds = time.time()
-    cause = slip(tier.retention, records, now_seconds, goes_on=True)
-    if not cause or keeps_any(tier.retention, records, now_seconds):
-        return True
-    warn(f"nothing is deleted in {tier}: {cause}. Check the retention of this tier")
-    return False
+    place.prune(tier.retention, is_meant)
 
 
 def _note_damaged(entry: Entry) -> None:
-    """So that it is not read again by each drain. Looked at again: the error may have been about the tier."""
+    """Note what is damaged. It is looked at again: the error may have been about the tier."""
     with suppress(OSError, CkptmanError):
         report = verify_folder(entry.path, entry.require_manifest())
         if report.damage:
             remember_damage(entry.path, entry.require_manifest(), "; ".join(report.problems))
-
-
-def _as_ours(tier: Tier, error: OSError) -> RootError:
-    return RootError(
-        error.errno or errno.EIO,
-        f"{tier}: {error.filename or 'a checkpoint'} cannot be removed ({error.strerror}): check its permissions",
-    )

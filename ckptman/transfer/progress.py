@@ -1,4 +1,4 @@
-"""How far a copy has come and how fast it is, and a limit to its bandwidth. Threads share both. Torch-free."""
+"""How far a copy has come and how fast it is, and a limit to its bandwidth. Threads share both."""
 
 from __future__ import annotations
 
@@ -79,11 +79,10 @@ class Meter:
 class Limit:
     """Holds back whoever moves bytes, so that all threads together move no more than so many a second."""
 
-    def __init__(self, bytes_per_second: float, sleep: Callable[[float], object] | None = None) -> None:
+    def __init__(self, bytes_per_second: float) -> None:
         check_positive("Limit", "bytes_per_second", bytes_per_second)
         self._rate = bytes_per_second
         self._over = threading.Event()
-        self._sleep = sleep or self._over.wait
         self._lock = threading.Lock()
         self._free_at = time.monotonic()
 
@@ -93,7 +92,7 @@ class Limit:
             self._free_at = max(self._free_at, time.monotonic()) + count / self._rate
             wait = self._free_at - time.monotonic()
         if wait > 0:
-            self._sleep(wait)
+            self._over.wait(wait)
 
     def release(self) -> None:
         """Hold nobody back any more: what they move is not wanted."""

@@ -48,13 +48,3 @@ def test_a_file_system_that_is_memory_lets_go_of_nothing() -> None:
             assert not drop(fd, 5000, attempts=1)
         finally:
             os.close(fd)
-
-
-def test_where_nobody_can_tell_it_is_taken_to_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pagecache, "_mincore", None)
-    fd = opened(tmp_path / "file", 5000)
-    try:
-        assert not drop(fd, 5000, attempts=1)
-        assert drop(fd, 0)
-    finally:
-        os.close(fd)

@@ -453,7 +453,8 @@ def test_a_checkpoint_of_others_that_changes_meanwhile_is_told(tmp_path: Path) -
 
 def test_a_limit_holds_for_all_threads_together() -> None:
     waits: list[float] = []
-    limit = Limit(1e9, sleep=waits.append)
+    limit = Limit(1e9)
+    limit._over.wait = waits.append  # type: ignore
     for _ in range(100):
         limit.take(10**8)
     # Nobody really waits here, so each has to wait for all before it.
@@ -464,8 +465,9 @@ def test_a_limit_holds_for_all_threads_together() -> None:
 
 def test_a_copy_within_a_limit_counts_what_is_read_back_too(source: Path, tmp_path: Path) -> None:
     waits: list[float] = []
-    copied = copy(source, tmp_path / "root", threads=1, limit=Limit(1e15, sleep=waits.append))
-    limit = Limit(1e3, sleep=waits.append)
+    copied = copy(source, tmp_path / "root", threads=1, limit=Limit(1e15))
+    limit = Limit(1e3)
+    limit._over.wait = waits.append  # type: ignore
     copy(source, tmp_path / "other", threads=1, limit=limit)
     assert waits[-1] == pytest.approx(2 * copied.bytes / 1e3, rel=0.05)
 

@@ -56,7 +56,7 @@ def answers(folder: Path) -> bool:
         return True
     assert child.stdout is not None
     with child.stdout:
-        ended = select.poll()
+        ended = select.poll()  # not wait(), which looks again and again
         ended.register(child.stdout, select.POLLIN)
         if ended.poll(1000 * ANSWER_SECONDS):  # its output ends when it does
             child.wait()

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 import ckptman
 from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing
 from ckptman.catalog.backends.page_cache import ATTEMPTS, drop
-from ckptman.catalog.backends.source import AGAIN, SourceError, SourceInfo, is_regular, refused
+from ckptman.catalog.backends.source import AGAIN, SourceInfo, refused
 from ckptman.catalog.overwrite import may_be_replaced
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.reader_lease import lease
@@ -103,7 +104,15 @@ class FolderDraft:
         if self._facts.pinned is not None and not os.path.lexists(self._final / PINNED):
             self._disk.replace_file(self._final / PINNED, self._facts.pinned)
         self._clear_others()
-        return list(self._hand_on_later())
+        root = self._place.root
+        known = {each.id for each in read_rollbacks(root).values()}
+        later = [each for each in self._facts.rollbacks if each.id not in known]  # since it was copied
+        if later and (owner := _live_run(root)) is not None:
+            who = f"a run is at work (host {owner.host}, pid {owner.pid})"
+            return [f"what was abandoned {later[-1]} still counts in {root}, where {who}: copy again once it has ended"]
+        if later:
+            hand_on(later, root, self._disk)
+        return []
 
     def _check_free(self) -> None:
         """What is copied into the root of a run that is alive would become its newest checkpoint behind its back."""
@@ -122,7 +131,8 @@ class FolderDraft:
         with os.scandir(self._folder) as items:
             for item in list(items):
                 status = item.stat(follow_symlinks=False)
-                if item.name in self._facts.sizes and is_regular(status):
+                # A file with another name elsewhere cannot be written to without changing that.
+                if item.name in self._facts.sizes and stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
                     sizes[item.name] = min(status.st_size, self._facts.sizes[item.name])
                 elif item.is_dir(follow_symlinks=False):
                     if item.name != DOT:
@@ -252,18 +262,6 @@ class FolderDraft:
                 disk=self._disk,
             )
 
-    def _hand_on_later(self) -> Iterator[str]:
-        """Hand on the rollbacks since a checkpoint was copied; or why not, in words."""
-        root = self._place.root
-        known = {each.id for each in read_rollbacks(root).values()}
-        if not (new := [each for each in self._facts.rollbacks if each.id not in known]):
-            return
-        if (owner := _live_run(root)) is not None:
-            who = f"a run is at work (host {owner.host}, pid {owner.pid})"
-            yield f"what was abandoned {new[-1]} still counts in {root}, where {who}: copy again once it has ended"
-            return
-        hand_on(new, root, self._disk)
-
 
 class _FolderWriting:
     def __init__(self, path: Path, size: int, is_large: bool, disk: Disk) -> None:
@@ -320,10 +318,7 @@ def drop_all(folder: Path, sizes: dict[str, int], flush: Disk | None = None) -> 
 
 @contextmanager
 def receive_in_folder(place: LocalBackend, facts: SourceInfo) -> Iterator[FolderDraft]:
-    """Hold the root for a copy, and tell errors of the file system as ones of ours: which side, and what is left there.
-
-    Raises: RootError, SourceError.
-    """
+    """Hold the root for a copy. Raises: RootError, which says what is left there; SourceError."""
     try:
         place.make()
         names = [f"{facts.name}.tmp-copy-{facts.tag}", facts.name]
@@ -332,7 +327,14 @@ def receive_in_folder(place: LocalBackend, facts: SourceInfo) -> Iterator[Folder
     except CkptmanError:
         raise
     except OSError as error:
-        raise _root_error(place.root, facts, error) from error
+        if error.errno not in FULL:
+            raise refused(RootError, error, place.root) from error
+        raise RootError(
+            error.errno,
+            f"{place.root} has no room for {facts.name} ({error.strerror or error}; it needs {facts.bytes:,} "
+            f"bytes{_free(place.root, error.errno)}): free some with ckptman prune, or raise the quota. Until then "
+            f"{AGAIN} ({'ckptman prune --leftovers clears it' if facts.manifest else 'or remove it by hand'})",
+        ) from error
 
 
 @contextmanager
@@ -363,18 +365,6 @@ def _telling_who_copies(root: Path) -> Iterator[None]:
         yield
     except BusyError as error:
         raise BusyCopyingError(str(root), error.host, error.pid, error.job_id) from None
-
-
-def _root_error(root: Path, facts: SourceInfo, error: OSError) -> RootError:
-    if error.errno in FULL:
-        return RootError(
-            error.errno,
-            f"{root} has no room for {facts.name} ({error.strerror or error}; it needs {facts.bytes:,} "
-            f"bytes{_free(root, error.errno)}): free some with ckptman prune, or raise the quota. Until then {AGAIN} "
-            f"({'ckptman prune --leftovers clears it' if facts.manifest else 'or remove it by hand'})",
-        )
-    is_of_source = Path(facts.where) in Path(str(error.filename or root)).parents
-    return refused(SourceError if is_of_source else RootError, error, root)
 
 
 def _free(root: Path, code: int | None) -> str:

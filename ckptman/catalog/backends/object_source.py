@@ -32,6 +32,8 @@ class ObjectOriginal:
         data = place.read_whole(f"{self._name}/{MANIFEST}") or b""
         if not data or parse_manifest(f"{entry.where}/{MANIFEST}", data).to_json() != manifest.to_json():
             raise self._gone(entry.where)
+        if there.get(PINNED, 0) > MOST_PIN_BYTES:
+            raise CorruptError(f"{entry.where}/{PINNED} is too large to be what ckptman puts there: remove it")
         beside = {MANIFEST, PINNED, COPYING, *manifest.files}
         self.facts = SourceInfo(
             where=entry.where,
@@ -41,7 +43,7 @@ class ObjectOriginal:
             data=data,
             tag=xxh3_128_hexdigest(data)[:16],
             block_bytes=manifest.block_bytes,
-            pinned=self._pinned(there.get(PINNED)),
+            pinned=place.read(f"{self._name}/{PINNED}", 0, there[PINNED]) if PINNED in there else None,
             remarks=tuple(f"{name} is not in the manifest: it was not copied" for name in there.keys() - beside),
             rollbacks=tuple(place.rollbacks()),
         )
@@ -73,15 +75,6 @@ class ObjectOriginal:
             return gone
         except CkptmanError:
             return None
-
-    def _pinned(self, size: int | None) -> bytes | None:
-        if size is None:
-            return None
-        if size > MOST_PIN_BYTES:
-            raise CorruptError(
-                f"{self._place.url}/{self._name}/{PINNED} is too large to be what ckptman puts there: remove it"
-            )
-        return self._place.read(f"{self._name}/{PINNED}", 0, size)
 
     def _gone(self, where: str) -> GoneError:
         return GoneError(

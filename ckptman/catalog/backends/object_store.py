@@ -2,7 +2,7 @@
 
 A checkpoint is there if, and only if, its `manifest.json` is, which is put last, and the objects that it names have the
 sizes it says: an object appears as a whole, so nothing is renamed. One listing tells all of that. Errors of the store
-are tried again for a while, and then raised: what cannot be listed is never "no checkpoints". Torch-free.
+are tried again for a while, and then raised: what cannot be listed is never "no checkpoints".
 """
 
 from __future__ import annotations
@@ -174,16 +174,15 @@ class ObjectBackend:
                 folders.setdefault(folder, {})[rest] = size
         names = sorted(folders)
         entries: list[ObjectEntry] = []
-        share_out(
-            len(names),
-            lambda number, scratch: entries.append(self._entry(names[number], folders[names[number]])),
-            threads=_THREADS,
-            scratch_bytes=0,
-        )
-        entries = [
-            replace(each, abandoned=left.get(each.identity, "")) if left and each.complete else each for each in entries
-        ]
-        return sorted((each for each in entries if abandoned or not each.abandoned), key=commit_order)
+
+        def look_at(number: int, scratch: memoryview) -> None:
+            entry = self._entry(names[number], folders[names[number]])
+            why = left.get(entry.identity, "") if left and entry.complete else ""
+            if abandoned or not why:
+                entries.append(replace(entry, abandoned=why))
+
+        share_out(len(names), look_at, threads=_THREADS, scratch_bytes=0)
+        return sorted(entries, key=commit_order)
 
     def rollbacks(self, listing: Mapping[str, int] | None = None) -> Sequence[Rollback]:
         """The rollbacks that are written down here. `listing`: of all that is here, where there is one.
@@ -202,7 +201,7 @@ class ObjectBackend:
         return [parse_rollback_file(f"{self.url}/{name}", self.read(name, 0, listing[name])) for name in names]
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """A range of an object. Raises: NotFoundError, RootError."""
+        """Return a range of an object. Raises: NotFoundError, RootError."""
 
         def get() -> bytes:
             data: bytes = self.fs.cat_file(f"{self.prefix}/{name}", start=offset, end=offset + size)
@@ -213,16 +212,12 @@ class ObjectBackend:
         return self.ask("read", get, name) if size else b""
 
     def read_whole(self, name: str) -> bytes | None:
-        """All of a small object; None where there is none. Raises: RootError."""
-
-        def get() -> bytes:
-            data: bytes = self.fs.cat_file(f"{self.prefix}/{name}")
-            return data
-
+        """Return all of a small object; None where there is none. Raises: RootError."""
         try:
-            return self.ask("read", get, name)
+            data: bytes = self.ask("read", lambda: self.fs.cat_file(f"{self.prefix}/{name}"), name)
         except NotFoundError:
             return None
+        return data
 
     def write(self, name: str, data: bytes) -> None:
         """Put an object, as a whole. Raises: RootError."""
@@ -253,10 +248,8 @@ class ObjectBackend:
 
     def remove(self, name: str) -> None:
         """Remove an object; one that is gone is no error. Raises: RootError."""
-        try:
+        with contextlib.suppress(NotFoundError):
             self.ask("removed", lambda: self.fs.rm_file(f"{self.prefix}/{name}"), name)
-        except NotFoundError:
-            pass
 
     def make(self) -> None:
         """Nothing: a prefix is made by what is put there."""

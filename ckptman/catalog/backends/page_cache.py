@@ -1,4 +1,4 @@
-"""The page cache of this host: having a file out of it, so that the next read of it comes from storage. Torch-free.
+"""The page cache of this host: having a file out of it, so that the next read of it comes from storage.
 
 Whether a file is in it is asked with mincore. A read that does not wait (RWF_NOWAIT) would tell as well, but on newer
 kernels it makes them read ahead: then what it asked for is there because it asked.
@@ -11,8 +11,6 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable
-from typing import cast
 
 import numpy as np
 
@@ -20,6 +18,8 @@ ATTEMPTS = 4
 _PAUSE_SECONDS = 0.01
 """Pages that somebody holds at this moment, such as the journal of the file system, go a little later."""
 _WINDOW_BYTES = 1 << 30
+_mincore = ctypes.CDLL(None).mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 def drop(fd: int, size: int, attempts: int = ATTEMPTS) -> bool:
@@ -36,8 +36,6 @@ def drop(fd: int, size: int, attempts: int = ATTEMPTS) -> bool:
 
 
 def _is_resident(fd: int, size: int) -> bool:
-    if _mincore is None:
-        return size > 0
     for low in range(0, size, _WINDOW_BYTES):
         length = min(_WINDOW_BYTES, size - low)
         try:
@@ -51,15 +49,3 @@ def _is_resident(fd: int, size: int) -> bool:
         if failed or (states & 1).any():
             return True
     return False
-
-
-def _find_mincore() -> Callable[[int, int, int], int] | None:
-    try:
-        found = ctypes.CDLL(None, use_errno=True).mincore
-    except (AttributeError, OSError):
-        return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    return cast("Callable[[int, int, int], int]", found)
-
-
-_mincore = _find_mincore()

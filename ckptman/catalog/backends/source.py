@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -281,8 +280,3 @@ def _gone(folder: Path) -> GoneError:
 def _gone_or_away(folder: Path) -> GoneError | None:
     """None where what it was in is not there either: a mount that is away has lost nothing."""
     return _gone(folder) if os.path.lexists(folder.parent) else None
-
-
-def is_regular(status: os.stat_result) -> bool:
-    """Whether this is a file of its own, which can be written to without changing anything elsewhere."""
-    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1

@@ -50,18 +50,23 @@ class TieredBackend(LocalBackend):
         for place in self._places:
             try:
                 look_whose(self.root, place, self.run_ids)
-                there = [self._entry(place, entry) for entry in entries_of(place)]
+                there = entries_of(place)
                 rollbacks += place.rollbacks()
             except CkptmanError as error:
                 troubles.append((place.where, error))
                 continue
-            found = [*there, *found]
+            self._elsewhere |= {entry.where: place for entry in there if not entry.in_folder}
+            placed = [each if each.in_folder else replace(each, path=self.root / each.path.name) for each in there]
+            found = [*placed, *found]
         left = abandoned_by(rollbacks)
         found = sorted((mark(entry, left) for entry in found), key=commit_order)
         self._highest = max([self._highest, *(entry.sequence for entry in found)])
         counting = [entry for entry in found if entry.complete and not entry.abandoned]
-        for troubled, trouble in troubles:
-            self._tolerate(troubled, trouble, bool(counting))
+        for where, trouble in troubles:
+            if self._strict or not counting or not isinstance(trouble, RootError | NotFoundError):
+                raise trouble
+            why = getattr(trouble, "strerror", None) or trouble
+            warn(f"the tier {plain(where)} cannot be looked at, and what it has is not restored: {plain(why)}")
         whole, own = {entry.step for entry in counting}, self.root
         found = [
             each
@@ -79,7 +84,7 @@ class TieredBackend(LocalBackend):
 
     def hand_on_all(self) -> None:
         """Write down in the root and in all tiers what rollbacks there are anywhere. Raises: CkptmanError, OSError."""
-        places: list[Backend] = [LocalBackend(self.root, self.disk), *self._places]
+        places: list[Backend] = [self, *self._places]
         every = [rollback for place in places for rollback in place.rollbacks()]
         for place in places:
             place.hand_on(every)
@@ -92,18 +97,6 @@ class TieredBackend(LocalBackend):
             here.newer_format is not None or (here.manifest is not None and here.manifest.identity != entry.identity)
         )
         return self._elsewhere[entry.where], not another
-
-    def _entry(self, place: Backend, entry: Entry) -> Entry:
-        if entry.in_folder:
-            return entry
-        self._elsewhere[entry.where] = place
-        return replace(entry, path=self.root / entry.path.name)
-
-    def _tolerate(self, where: object, error: CkptmanError, has_others: bool) -> None:
-        if self._strict or not has_others or not isinstance(error, RootError | NotFoundError):
-            raise error
-        why = getattr(error, "strerror", None) or error
-        warn(f"the tier {plain(where)} cannot be looked at, and what it has is not restored: {plain(why)}")
 
 
 def backend_for(root: Path, tiers: Sequence[Tier], disk: Disk) -> LocalBackend:
