@@ -483,8 +483,8 @@ def test_a_place_lists_opens_and_deletes(tmp_path: Path) -> None:
     file, size = original.open("__1_0.distcp"), original.facts.sizes["__1_0.distcp"]
     assert file.read(0, size, memoryview(bytearray(size))) == b"\1" * 32 + b"content"
     file.close()
-    place.delete(entry, "0123abcd-1")
+    place.remove(entry.path, entry.path.name, "0123abcd-1")
     assert place.list() == []
-    place.delete(entry, "0123abcd-1")
+    place.remove(entry.path, entry.path.name, "0123abcd-1")
     assert not list(tmp_path.iterdir())
     assert stat.S_ISDIR(tmp_path.stat().st_mode)

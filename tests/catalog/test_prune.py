@@ -370,7 +370,7 @@ def test_files_are_flushed_before_the_name_that_makes_them_count(
         "flush root",
     ]
     del log[:]
-    LocalBackend(root).delete(Catalog(root).entry(100), "b")
+    LocalBackend(root).remove(root / "step-0000000100", "step-0000000100", "b")
     assert log == ["rename to step-0000000100.trash-b", "flush root"]
     assert find_leftovers(root) == []
     assert Leftover(root, None, "", 0).step is None

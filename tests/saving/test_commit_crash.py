@@ -59,7 +59,8 @@ def littered(root: Path) -> None:
 
 
 def delete(root: Path, disk: Disk) -> None:
-    LocalBackend(root, disk).delete(Catalog(root).entry(100), "0123abcd-1")
+    entry = Catalog(root).entry(100)
+    LocalBackend(root, disk).remove(entry.path, entry.path.name, "0123abcd-1")
 
 
 def prune(root: Path, disk: Disk) -> None:

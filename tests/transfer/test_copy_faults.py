@@ -131,7 +131,7 @@ def copies_forever(source: Path, root: Path) -> None:
             copied = copy_checkpoint(entry, LocalBackend(root), CopyOptions(threads=2))
             print(copied.step, flush=True)
         for entry in Catalog(root).complete():
-            LocalBackend(root).delete(entry, os.urandom(4).hex())
+            LocalBackend(root).remove(entry.path, entry.path.name, os.urandom(4).hex())
 
 
 def kill_again_and_again(tmp_path: Path, kills: int, seed: int) -> None:

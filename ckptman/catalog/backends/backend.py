@@ -30,7 +30,7 @@ class Backend(Protocol):
 
     - A checkpoint becomes visible as a whole, durably, or not at all (see `receive`).
     - `list` says what is there now. What cannot be looked at raises, and is never "nothing there".
-    - What has been listed can be read with `open` until it is deleted. `delete` makes it invisible at once.
+    - What has been listed can be read with `open` until a `prune` deletes it, which makes it invisible at once.
 
     Nothing above asks what kind a backend is. Only the leader of a run calls what changes something; every rank may
     `open`.
@@ -39,23 +39,14 @@ class Backend(Protocol):
     where: str
     """Its path or address, as messages and notes name it."""
 
-    def make(self) -> None:
-        """Make the place where it is missing. Raises: ConfigError, RootError."""
-
     def list(self, *, abandoned: bool = False) -> list[Entry]:
         """Return all entries, oldest commit first; with `abandoned` also those that a rollback left behind.
 
         Raises: NotFoundError, RootError, CorruptError: nobody can tell what is there.
         """
 
-    def last_sequence(self) -> int:
-        """Return the highest commit sequence that is known, which the next commit has to exceed; 0 where none is."""
-
     def open(self, entry: Entry) -> Original:
         """Open a complete entry for reading. Raises: NotFoundError (it is another by now), CorruptError, RootError."""
-
-    def delete(self, entry: Entry, tag: str) -> None:
-        """Make an entry invisible at once, then remove it. One that is gone is no error. Raises: OSError."""
 
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
         """Hold an entry until the block ends, so that no prune takes it. `what`: who reads, in words."""

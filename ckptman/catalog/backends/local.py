@@ -22,7 +22,7 @@ from ckptman.catalog.reader_lease import lease, look, reading
 from ckptman.catalog.rollback_records import Rollback, hand_on, read_abandoned, read_rollbacks
 from ckptman.errors import CkptmanError, ConfigError, ExistsError, NotFoundError, RootError, warn
 from ckptman.format.manifest import Manifest, read_manifest
-from ckptman.format.paths import DOT, MANIFEST, run_folder, step_folder
+from ckptman.format.paths import DOT, MANIFEST, run_folder
 from ckptman.io.durable_files import DISK, Disk, check_held
 from ckptman.io.safe_open import read_regular
 from ckptman.policies.retention_rules import Record, RetentionPolicy
@@ -120,6 +120,7 @@ class LocalBackend:
             )
 
     def begin(self, name: str, tag: str) -> str:
+        """Make the folder of a save, which nobody sees yet. `tag`: tells it from every other. Raises: OSError."""
         draft = self.root / f"{name}.tmp-{tag}"
         try:
             self.disk.make_folder(draft)
@@ -132,6 +133,10 @@ class LocalBackend:
         return str(draft)
 
     def commit(self, draft: str, manifest: Manifest) -> Entry:
+        """Make a draft whose files are all durable the checkpoint of its name: all of it at once, durably.
+
+        Raises: ExistsError (what has the name is no checkpoint), OSError.
+        """
         source = Path(draft)
         name, _, tag = source.name.rpartition(".tmp-")
         self.disk.write_file(source / MANIFEST, manifest.to_json())
@@ -179,6 +184,7 @@ class LocalBackend:
         return final
 
     def abandon(self, draft: str) -> None:
+        """Remove a draft. Never raises: what cannot be removed is a leftover."""
         try:
             self.disk.remove_tree(Path(draft))
         except OSError as error:
@@ -192,15 +198,13 @@ class LocalBackend:
         raise NotFoundError(f"{entry.where} is in no tier of {self.root}")
 
     def last_sequence(self) -> int:
+        """Return the highest commit sequence that is known, which the next commit has to exceed; 0 where none is."""
         return self.catalogue.last_sequence()
 
     def open(self, entry: Entry) -> Original:
         from ckptman.catalog.backends.source import FolderOriginal  # numpy, which a prune can do without
 
         return FolderOriginal(entry.path, entry.require_manifest())
-
-    def delete(self, entry: Entry, tag: str) -> None:
-        self.remove(entry.path, step_folder(entry.step), tag)
 
     def reading(self, entry: Entry, what: str) -> AbstractContextManager[None]:
         return reading(entry.path, what=what, disk=self.disk)

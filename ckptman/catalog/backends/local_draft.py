@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import ckptman
 from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing
-from ckptman.catalog.backends.page_cache import ATTEMPTS, drop
+from ckptman.catalog.backends.page_cache import drop_all
 from ckptman.catalog.backends.source import AGAIN, SourceInfo, refused
 from ckptman.catalog.overwrite import may_be_replaced
 from ckptman.catalog.pins import PINNED
@@ -291,29 +291,6 @@ class _FolderWriting:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def drop_all(folder: Path, sizes: dict[str, int], flush: Disk | None = None) -> bool:
-    """Take files out of the page cache of this host; whether some of one may have stayed in it.
-
-    `flush`: before that, as who brought them may not have done it. Raises: OSError, where that fails.
-    """
-    stayed = False
-    for name, size in sizes.items():
-        if not size:
-            continue
-        try:
-            fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            continue  # the verification will tell
-        try:
-            if flush is not None:
-                flush.sync_file(fd)
-            # Where one stays, all may: then none is waited for.
-            stayed = not drop(fd, size, 1 if stayed else ATTEMPTS) or stayed
-        finally:
-            os.close(fd)
-    return stayed
 
 
 @contextmanager

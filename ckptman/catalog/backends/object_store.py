@@ -251,24 +251,10 @@ class ObjectBackend:
         with contextlib.suppress(NotFoundError):
             self.ask("removed", lambda: self.fs.rm_file(f"{self.prefix}/{name}"), name)
 
-    def make(self) -> None:
-        """Nothing: a prefix is made by what is put there."""
-
-    def last_sequence(self) -> int:
-        return max((entry.sequence for entry in self.list(abandoned=True)), default=0)
-
     def open(self, entry: Entry) -> Original:
         from ckptman.catalog.backends.object_source import ObjectOriginal  # numpy, which a listing can do without
 
         return ObjectOriginal(self, entry)
-
-    def delete(self, entry: Entry, tag: str = "") -> None:
-        """Remove a checkpoint, or what is left of one that was being removed. Raises: RootError."""
-        name = entry.path.name
-        self.write(f"{name}/{REMOVING}", b"{}\n")
-        # The manifest first, from then on it is no checkpoint; and what tells that last.
-        for each in (MANIFEST, *sorted(self.listing(name).keys() - {MANIFEST, REMOVING}), REMOVING):
-            self.remove(f"{name}/{each}")
 
     def receive(self, facts: SourceInfo) -> AbstractContextManager[CopyDraft]:
         from ckptman.catalog.backends.object_draft import ObjectDraft
@@ -310,7 +296,7 @@ class ObjectBackend:
         there = self._found(abandoned=True)
         for entry in there:
             if REMOVING in entry.sizes and not entry.was_committed:  # by a prune that was killed
-                self.delete(entry)
+                self._delete(entry)
         entries = [entry for entry in there if entry.complete]
         # Of two that share a number each gets a verdict.
         records = [replace(entry.record(), sequence=number) for number, entry in enumerate(entries, 1)]
@@ -318,7 +304,7 @@ class ObjectBackend:
             return
         for verdict in plan(records, policy, now_seconds=time.time()):
             if not verdict.keep:
-                self.delete(entries[verdict.record.sequence - 1])
+                self._delete(entries[verdict.record.sequence - 1])
 
     def ask(self, done: str, call: Callable[[], T], name: str) -> T:
         """Ask the store for something, again where it is busy or away. Raises: NotFoundError, RootError."""
@@ -343,6 +329,14 @@ class ObjectBackend:
                     raise self._failure(done, name, error, attempt) from error
             time.sleep(wait * random.uniform(0.5, 1.5))
             wait *= 3
+
+    def _delete(self, entry: Entry) -> None:
+        """Remove a checkpoint, or what is left of one that was being removed. Raises: RootError."""
+        name = entry.path.name
+        self.write(f"{name}/{REMOVING}", b"{}\n")
+        # The manifest first, from then on it is no checkpoint; and what tells that last.
+        for each in (MANIFEST, *sorted(self.listing(name).keys() - {MANIFEST, REMOVING}), REMOVING):
+            self.remove(f"{name}/{each}")
 
     def _found(self, abandoned: bool) -> Sequence[ObjectEntry]:
         try:

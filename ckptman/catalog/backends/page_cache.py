@@ -11,10 +11,13 @@ import ctypes
 import mmap
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 
-ATTEMPTS = 4
+from ckptman.io.durable_files import Disk
+
+_ATTEMPTS = 4
 _PAUSE_SECONDS = 0.01
 """Pages that somebody holds at this moment, such as the journal of the file system, go a little later."""
 _WINDOW_BYTES = 1 << 30
@@ -22,7 +25,7 @@ _mincore = ctypes.CDLL(None).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
-def drop(fd: int, size: int, attempts: int = ATTEMPTS) -> bool:
+def drop(fd: int, size: int, attempts: int = _ATTEMPTS) -> bool:
     """Have the first `size` bytes of an open file out of the page cache, after they were flushed. False where some of
     it stays there, as in a file system that is nothing but memory, or where nobody can tell."""
     for attempt in range(attempts):
@@ -33,6 +36,29 @@ def drop(fd: int, size: int, attempts: int = ATTEMPTS) -> bool:
         if not _is_resident(fd, size):
             return True
     return False
+
+
+def drop_all(folder: Path, sizes: dict[str, int], flush: Disk | None = None) -> bool:
+    """Take files out of the page cache of this host; whether some of one may have stayed in it.
+
+    `flush`: before that, as who brought them may not have done it. Raises: OSError, where that fails.
+    """
+    stayed = False
+    for name, size in sizes.items():
+        if not size:
+            continue
+        try:
+            fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # the verification will tell
+        try:
+            if flush is not None:
+                flush.sync_file(fd)
+            # Where one stays, all may: then none is waited for.
+            stayed = not drop(fd, size, 1 if stayed else _ATTEMPTS) or stayed
+        finally:
+            os.close(fd)
+    return stayed
 
 
 def _is_resident(fd: int, size: int) -> bool:
