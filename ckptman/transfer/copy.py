@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import ckptman
 from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.backends.drafts import CopyDraft, NotReadBackError
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.backends.source import ForeignOriginal, Original, SourceError, SourceInfo, of_source
+from ckptman.catalog.backends.source import Finish, ForeignOriginal, Original, SourceError, SourceInfo, of_source
 from ckptman.catalog.catalog import Entry
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, ExistsError
 from ckptman.format.manifest import FileRecord, Manifest
@@ -225,7 +225,7 @@ def _look(draft: CopyDraft, options: CopyOptions) -> dict[str, bytes]:
 
 
 def _wrong(
-    draft: CopyDraft, names: Iterable[str], proof: Manifest, options: CopyOptions, *, final: bool = False
+    draft: CopyDraft, names: Iterable[str], proof: Manifest, options: CopyOptions, final: bool = False
 ) -> tuple[str, ...]:
     """Read files, of the draft or of what has its name, and say what of them is not what was saved."""
     flaws = _Flaws(Path(draft.where if final else draft.draft), proof)
@@ -257,7 +257,7 @@ def _scan(
     draft: CopyDraft,
     sizes: Mapping[str, int],
     phase: Phase,
-    finish: Callable[[Scanned], None],
+    finish: Finish,
     options: CopyOptions,
     *,
     final: bool = False,

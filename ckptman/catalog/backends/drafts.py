@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from ckptman.catalog.backends.source import Done, Finish
 from ckptman.errors import BusyError, RootError
-from ckptman.io.file_scan import Scanned
 
 
 class Writing(Protocol):
@@ -86,13 +86,7 @@ class CopyDraft(Protocol):
         """Write one of its files from front to back. `pieces`: asked anew where the file has to be begun anew."""
 
     def scan(
-        self,
-        sizes: Mapping[str, int],
-        *,
-        final: bool,
-        finish: Callable[[Scanned], None],
-        threads: int | None,
-        done: Callable[[int], None],
+        self, sizes: Mapping[str, int], *, final: bool, finish: Finish, threads: int | None, done: Done
     ) -> Sequence[str]:
         """Read files and digest their blocks. Return what was written to meanwhile, in words.
 

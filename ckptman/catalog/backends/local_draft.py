@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import ckptman
 from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing
 from ckptman.catalog.backends.page_cache import drop_all
-from ckptman.catalog.backends.source import AGAIN, SourceInfo, refused
+from ckptman.catalog.backends.source import AGAIN, Done, Finish, SourceInfo, refused
 from ckptman.catalog.overwrite import may_be_replaced
 from ckptman.catalog.pins import PINNED
 from ckptman.catalog.reader_lease import lease
@@ -164,13 +164,7 @@ class FolderDraft:
         raise NotImplementedError  # see `in_order`
 
     def scan(
-        self,
-        sizes: Mapping[str, int],
-        *,
-        final: bool,
-        finish: Callable[[Scanned], None],
-        threads: int | None,
-        done: Callable[[int], None],
+        self, sizes: Mapping[str, int], *, final: bool, finish: Finish, threads: int | None, done: Done
     ) -> Sequence[str]:
         folder, stamps = self._final if final else self._folder, dict[str, Stamp | None]()
 

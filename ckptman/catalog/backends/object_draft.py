@@ -19,13 +19,12 @@ from typing import Any
 from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing
 from ckptman.catalog.backends.object_source import THREADS, scan_objects
 from ckptman.catalog.backends.object_store import COPYING, REMOVING, ObjectBackend, size_problem
-from ckptman.catalog.backends.source import SourceInfo
+from ckptman.catalog.backends.source import Done, Finish, SourceInfo
 from ckptman.catalog.overwrite import are_replaceable
 from ckptman.catalog.pins import PINNED
 from ckptman.errors import CkptmanError, ConfigError, ExistsError, NotFoundError, plain
 from ckptman.format.manifest import MOST_BYTES, parse_manifest
 from ckptman.format.paths import MANIFEST
-from ckptman.io.file_scan import Scanned
 from ckptman.io.threads import STRIDE_BYTES, stride_of
 
 PART_BYTES = 4 * STRIDE_BYTES
@@ -135,15 +134,9 @@ class ObjectDraft:
         file.close()
 
     def scan(
-        self,
-        sizes: Mapping[str, int],
-        *,
-        final: bool,
-        finish: Callable[[Scanned], None],
-        threads: int | None,
-        done: Callable[[int], None],
+        self, sizes: Mapping[str, int], *, final: bool, finish: Finish, threads: int | None, done: Done
     ) -> Sequence[str]:
-        scan_objects(self._place, self._name, sizes, self._facts.block_bytes, finish, threads, done)
+        scan_objects(self._place, self._facts, sizes, finish, threads, done)
         return []
 
     def uncache(self, *, final: bool) -> bool:
@@ -163,7 +156,8 @@ class ObjectDraft:
                 return
             there = self._place.listing(self._name)
             # The note last: as long as there are objects, they are ours. With a manifest there they are a checkpoint.
-            for name in (*(there.keys() - {COPYING} if MANIFEST not in there else ()), COPYING):
+            ours = there.keys() - {COPYING} if COPYING in there and MANIFEST not in there else ()
+            for name in (*ours, COPYING):
                 self._place.remove(f"{self._name}/{name}")
 
     def _begin(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.catalog.backends.object_store import COPYING, ObjectBackend
-from ckptman.catalog.backends.source import MOST_PIN_BYTES, GoneError, Reading, SourceInfo
+from ckptman.catalog.backends.source import MOST_PIN_BYTES, Done, Finish, GoneError, Reading, SourceInfo
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.pins import PINNED
 from ckptman.errors import CkptmanError, CorruptError, NotFoundError
@@ -61,8 +61,8 @@ class ObjectOriginal:
         # What is damaged itself tells nothing of others.
         return Digests(block, blocks, size) if xxh3_128_hexdigest(blocks) == files[name].digest else None
 
-    def scan(self, *, finish: Callable[[Scanned], None], threads: int | None, done: Callable[[int], None]) -> None:
-        scan_objects(self._place, self._name, self.facts.sizes, self.facts.block_bytes, finish, threads, done)
+    def scan(self, *, finish: Finish, threads: int | None, done: Done) -> None:
+        scan_objects(self._place, self.facts, self.facts.sizes, finish, threads, done)
 
     def lost(self) -> CkptmanError | None:
         gone, data = self._gone(self.facts.where), self.facts.data
@@ -98,15 +98,10 @@ class _ObjectReading:
 
 
 def scan_objects(
-    place: ObjectBackend,
-    name: str,
-    sizes: Mapping[str, int],
-    block: int,
-    finish: Callable[[Scanned], None],
-    threads: int | None,
-    done: Callable[[int], None],
+    place: ObjectBackend, facts: SourceInfo, sizes: Mapping[str, int], finish: Finish, threads: int | None, done: Done
 ) -> None:
-    """Read objects below a name and digest their blocks, as `scan` does of files. Raises: NotFoundError, RootError."""
+    """Read objects of a checkpoint and digest their blocks, as `scan` does. Raises: NotFoundError, RootError."""
+    block = facts.block_bytes
     found = {each: Scanned(each, bytearray(-(-size // block) * DIGEST_BYTES)) for each, size in sizes.items()}
     stride = stride_of(block, 4 * STRIDE_BYTES)
     pieces = [(each, low) for each, size in sizes.items() for low in range(0, size, stride)]
@@ -114,7 +109,7 @@ def scan_objects(
     def read(number: int, scratch: memoryview) -> None:
         each, low = pieces[number]
         size = min(stride, sizes[each] - low)
-        data = memoryview(place.read(f"{name}/{each}", low, size))
+        data = memoryview(place.read(f"{facts.name}/{each}", low, size))
         digests = b"".join([xxh3_128_digest(data[cut : cut + block]) for cut in range(0, size, block)])
         at = low // block * DIGEST_BYTES
         found[each].blocks[at : at + len(digests)] = digests

@@ -27,6 +27,10 @@ from ckptman.io.threads import ALIGN_BYTES
 
 AGAIN = "what was copied stays; copy again, and it goes on from there"
 MOST_PIN_BYTES = 1024 * 1024
+Finish = Callable[[Scanned], None]
+"""Told each file when all of it was read."""
+Done = Callable[[int], None]
+"""Told the bytes that were read, from several threads."""
 
 
 class GoneError(NotFoundError):
@@ -105,8 +109,8 @@ class Original(Protocol):
     def digests(self, name: str) -> Digests | None:
         """What the blocks of a file have to be, where that is known before all of it is read. Raises: CorruptError."""
 
-    def scan(self, *, finish: Callable[[Scanned], None], threads: int | None, done: Callable[[int], None]) -> None:
-        """Read all of it and digest the blocks; `finish` is told each file, `done` the bytes. Raises: OSError."""
+    def scan(self, *, finish: Finish, threads: int | None, done: Done) -> None:
+        """Read all of it and digest the blocks. Raises: OSError."""
 
     def lost(self) -> CkptmanError | None:
         """Why it can never be copied any more: it was deleted, or saved again. None where it is still what it was."""
@@ -139,7 +143,7 @@ class FolderOriginal:
                 raise refused(SourceError, error.__cause__, self._folder) from None
             raise
 
-    def scan(self, *, finish: Callable[[Scanned], None], threads: int | None, done: Callable[[int], None]) -> None:
+    def scan(self, *, finish: Finish, threads: int | None, done: Done) -> None:
         sizes, block = list(self.facts.sizes.items()), self.facts.block_bytes
         scan(self._folder, sizes, block, finish=finish, threads=threads, done=done)
 
