@@ -76,12 +76,11 @@ class DrainPlan:
         return [each for each in self.holdings if each.trouble]
 
 
-def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = None, *, new: bool = False) -> DrainPlan:
+def plan_drain(root: Path, tiers: Sequence[Tier], *, new: bool = False) -> DrainPlan:
     """What the tiers of a root have still to get. `new`: one that is not there holds nothing.
 
     Raises: as `Catalog.look`.
     """
-    now_seconds = time.time() if now_seconds is None else now_seconds
     holdings = [Holding(tier) if new and not os.path.lexists(str(tier)) else holding_of(root, tier) for tier in tiers]
     every = [*read_rollbacks(root).values(), *(rollback for each in holdings for rollback in each.rollbacks)]
     left = abandoned_by(every)
@@ -95,7 +94,7 @@ def plan_drain(root: Path, tiers: Sequence[Tier], now_seconds: float | None = No
         has = [record_of(entry, left) for entry in holding.entries]
         holdings[number] = replace(holding, records=tuple(has))
         good = {record.step for record in has if not record.abandoned and not record.damaged}
-        wanted = due(records, has, holding.tier, now_seconds)
+        wanted = due(records, has, holding.tier, time.time())
         for place in sorted(wanted, reverse=True):
             entry = entries[place]
             # Nothing that comes there from now on is replaced.

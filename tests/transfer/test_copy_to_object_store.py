@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.catalog.backends import object_draft as objectput
+from ckptman.catalog.backends import object_store
 from ckptman.catalog.backends.backend import find_url
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.backends.object_store import COPYING, ObjectBackend
@@ -57,7 +58,9 @@ def impatient(place: ObjectBackend, failure: Failure, attempts: int) -> ObjectBa
     """The same place; where the server is silent, it is not waited for long: only then, as this host may be busy."""
     seconds = 0.5 if failure == "hang" else 60
     config = {"connect_timeout": 10, "read_timeout": seconds, "retries": {"total_max_attempts": 1}}
-    found = ObjectBackend(place.url, config_kwargs=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(object_store, "_FOR_S3", {"config_kwargs": config})
+        found = ObjectBackend(place.url)
     found.attempts = attempts
     return found
 

@@ -104,7 +104,7 @@ class ObjectBackend:
     first_seconds = 0.2
     """How long is waited before the second attempt; before each further one, three times as long."""
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         protocol, _, rest = self.url.partition("://")
         if not rest or rest.startswith("/"):
@@ -113,13 +113,10 @@ class ObjectBackend:
             import fsspec
 
             # An instance of our own: those that are shared keep the endpoint of whoever made them.
-            options = {
-                "skip_instance_cache": True,
-                "use_listings_cache": False,
-                **(_FOR_S3 if protocol == "s3" else {}),
-                **options,
-            }
-            self.fs, prefix = fsspec.core.url_to_fs(self.url, **options)
+            for_s3 = _FOR_S3 if protocol == "s3" else {}
+            self.fs, prefix = fsspec.core.url_to_fs(
+                self.url, skip_instance_cache=True, use_listings_cache=False, **for_s3
+            )
         except ImportError as error:
             raise ConfigError(
                 f"{url}: what reads {protocol} is not installed ({error}): pip install 'ckptman[s3]', or the package "
