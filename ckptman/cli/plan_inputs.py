@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckptman.cli.options import parse_count, parse_rate
 from ckptman.errors import CkptmanError, ConfigError
@@ -13,7 +12,10 @@ from ckptman.forecast.checkpoint_size import (
     DTYPE_BYTES,
     RULE_FACTOR,
     RULE_SOURCE,
+    SCHEDULED_VALUES,
     SavedTensor,
+    SavedValues,
+    checkpoint_size,
     frozen,
     parameter_count,
     rule_bytes,
@@ -25,31 +27,20 @@ from ckptman.forecast.figures import Figure
 from ckptman.forecast.gpu_memory import Batch, Shape, Weights, likely_shape
 from ckptman.forecast.save_costs import TABLE, TABLE_SOURCE, TierRates
 from ckptman.policies.parameters import check_count
-from ckptman.policies.retention_rules import size_text
-
-if TYPE_CHECKING:
-    from ckptman.forecast.checkpoint_size import SavedValues
-    from ckptman.policies.retention import RetentionPolicy
-    from ckptman.policies.save_policies import SavePolicy
+from ckptman.policies.retention_rules import RetentionPolicy, size_text
+from ckptman.policies.save_policies import SavePolicy
 
 DEFAULT_VOCAB = 128_256
 DEFAULT_SEQUENCE = 4096
 MOST_MOMENTS = 100
-_MOST = {
-    "nodes": MOST_GPUS,
-    "gpus": MOST_GPUS,
-    "shard": MOST_GPUS,
-    "sequence": 10**9,
-    "micro_batch": 10**6,
-    "vocab": 10**9,
-    "dim": 10**6,
-    "layers": 10**5,
-}
-"""What is more was a slip, and overflows."""
-_OTHERS_OF_LOOP = (
-    *("base_lrs", "last_epoch", "_step_count", "_is_initial", "_get_lr_called_within_step", "_last_lr", "lr_lambdas"),
+MOST = 10**9
+"""Of any other number: what is more was a slip, and overflows."""
+_VALUES_OF_LOOP = (
+    *("scheduler.base_lrs", "scheduler.last_epoch", "scheduler._step_count", "scheduler._is_initial"),
+    *("scheduler._get_lr_called_within_step", "scheduler._last_lr", "scheduler.lr_lambdas"),
+    *("data.position", "data.seed", "data.global_batch", "data.sequence_tokens", "data.digest"),
 )
-_DATA_OF_LOOP = ("position", "seed", "global_batch", "sequence_tokens", "digest")
+"""Plain values in the state of the bundled loop, besides those of its optimizer."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ class PlanOptions:
     params: str | None
     config: Path | None
     model: str | None
-    changes: Sequence[str]
+    changes: Sequence[str] | None
     dtype: str | None
     moments: int
     moment_dtype: str | None
@@ -99,32 +90,29 @@ def subject_of(written: PlanOptions) -> Subject:
     if len(given) != 1:
         which = "nothing is" if not given else f"{' and '.join('--' + each for each in given)} are"
         raise ConfigError(f"{which} given: name one of --params 9e9, --config FILE, --model package.module:function")
-    for name, most in _MOST.items():
+    for name in ("nodes", "gpus", "shard", "sequence", "micro_batch", "vocab", "dim", "layers"):
         if (value := getattr(written, name)) is not None:
             check_count("plan", f"--{name.replace('_', '-')}", value)
-            _check_most(f"--{name.replace('_', '-')}", value, most)
+            if value > MOST:
+                raise ConfigError(f"--{name.replace('_', '-')}: at most {MOST:,}; what is more was a slip")
     if written.nodes * written.gpus > MOST_GPUS:
         raise ConfigError(f"{written.nodes * written.gpus:,} GPUs are more than any machine has: at most {MOST_GPUS:,}")
-    if written.moments < 0:
-        raise ConfigError(f"--moments: 0 or more tensors for each parameter (AdamW has 2), not {written.moments}")
-    _check_most("--moments", written.moments, MOST_MOMENTS)
+    if not 0 <= written.moments <= MOST_MOMENTS:
+        raise ConfigError(
+            f"--moments: 0 or more tensors for each parameter (AdamW has 2), at most {MOST_MOMENTS}, not "
+            f"{written.moments}"
+        )
     if written.changes and written.config is None:
         raise ConfigError("--set changes a key of --config FILE: name that file, too")
-    for name in ("dtype", "moment_dtype"):
-        if (dtype := getattr(written, name)) is not None and dtype not in DTYPE_BYTES:
-            raise ConfigError(f"--{name.replace('_', '-')}: one of {', '.join(DTYPE_BYTES)}, not {dtype!r}")
+    for option, dtype in (("--dtype", written.dtype), ("--moment-dtype", written.moment_dtype)):
+        if dtype is not None and dtype not in DTYPE_BYTES:
+            raise ConfigError(f"{option}: one of {', '.join(DTYPE_BYTES)}, not {dtype!r}")
+        if dtype is not None and written.params is None:
+            what = "the bundled loop trains in float32" if written.config else "the model says its own"
+            raise ConfigError(f"{option} goes with --params: {what}")
     if written.params is not None:
         return _of_params(written, written.params)
-    for name in ("dtype", "moment_dtype"):
-        if getattr(written, name) is not None:
-            what = "the bundled loop trains in float32" if written.config else "the model says its own"
-            raise ConfigError(f"--{name.replace('_', '-')} goes with --params: {what}")
-    return _of_config(written, written.config) if written.config is not None else _of_model(written)
-
-
-def _check_most(name: str, value: int, most: int) -> None:
-    if value > most:
-        raise ConfigError(f"{name}: at most {most:,}; what is more was a slip")
+    return _of_model(written, written.model) if written.model is not None else _of_config(written)
 
 
 def _mesh(written: PlanOptions, shard: int | None) -> tuple[int, int]:
@@ -169,8 +157,7 @@ def _of_params(written: PlanOptions, params: str) -> Subject:
     )
 
 
-def _of_config(written: PlanOptions, path: Path) -> Subject:
-    from ckptman.forecast.checkpoint_size import SCHEDULED_VALUES, SavedValues
+def _of_config(written: PlanOptions) -> Subject:
     from ckptman.train.config import load_config
     from ckptman.train.dataset.tokenfile import read_meta
     from ckptman.train.setup import parameter_shapes
@@ -178,7 +165,8 @@ def _of_config(written: PlanOptions, path: Path) -> Subject:
     for name in ("vocab", "dim", "layers", "sequence", "micro_batch"):
         if getattr(written, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is in the configuration: change it there, or with --set")
-    config = load_config(path, written.changes)
+    assert written.config is not None
+    config = load_config(written.config, written.changes or ())
     vocab = config.model.vocab_size
     if vocab is None:
         try:
@@ -186,28 +174,15 @@ def _of_config(written: PlanOptions, path: Path) -> Subject:
         except CkptmanError as error:
             raise ConfigError(f"{error}; or say --set model.vocab_size=N, and the tokens are not looked at") from error
     model, data = config.model, config.data
-    for name, value, kind in (
-        ("model.dim", model.dim, "dim"),
-        ("model.ffn_dim", model.hidden_dim, "dim"),
-        ("model.layers", model.layers, "layers"),
-        ("model.vocab_size", vocab, "vocab"),
-        ("data.sequence_tokens", data.sequence_tokens, "sequence"),
-        ("data.micro_batch", data.micro_batch, "micro_batch"),
-    ):
-        _check_most(name, value, _MOST[kind])
     replicas, shards = _mesh(written, written.shard or config.parallel.shard_ranks)
     names = [SavedTensor(name, shape) for name, shape in parameter_shapes(model, vocab)]
-    others = [f"scheduler.{each}" for each in _OTHERS_OF_LOOP] + [f"data.{each}" for each in _DATA_OF_LOOP]
     share = -(-data.global_batch // (replicas * shards))
     subject = _exactly(
-        f"{parameter_count(names):,} parameters of {path}",
+        f"{parameter_count(names):,} parameters of {written.config}",
         names,
-        SavedValues(SCHEDULED_VALUES, tuple(others)),
+        SavedValues(SCHEDULED_VALUES, _VALUES_OF_LOOP),
         Shape(model.dim, model.layers, vocab, model.hidden_dim, model.kv_heads / model.heads, tied=model.tied),
-        Batch(
-            data.micro_batch * data.sequence_tokens,
-            DTYPE_BYTES[config.parallel.compute_dtype],
-        ),
+        Batch(data.micro_batch * data.sequence_tokens, DTYPE_BYTES[config.parallel.compute_dtype]),
         (replicas, shards),
         written.moments,
         accumulates=share > data.micro_batch,
@@ -216,16 +191,14 @@ def _of_config(written: PlanOptions, path: Path) -> Subject:
     return replace(subject, retention=checkpoint.retention(), save_policy=checkpoint.save_policy())
 
 
-def _of_model(written: PlanOptions) -> Subject:
-    from ckptman.forecast.checkpoint_size import SavedValues
+def _of_model(written: PlanOptions, model: str) -> Subject:
     from ckptman.state.meta_model import tensors_of
 
-    assert written.model is not None
-    names = tensors_of(written.model)
+    names = tensors_of(model)
     trained, others = parameter_count(names), sum(each.elements for each in frozen(names))
     also = f" and {others:,} frozen" if others else ""
     return _exactly(
-        f"{trained:,} trained{also} parameters of {written.model}",
+        f"{trained:,} trained{also} parameters of {model}",
         names,
         SavedValues(),
         replace(_shape(written, trained + others), tied=any(each.tied for each in names)),
@@ -246,8 +219,6 @@ def _exactly(
     accumulates: bool = False,
 ) -> Subject:
     """A model whose tensors are known one by one, so that the size of its checkpoints is known to the byte, nearly."""
-    from ckptman.forecast.checkpoint_size import checkpoint_size
-
     replicas, shards = mesh
     tensors = with_optimizer(names, moments)
     size = checkpoint_size(tensors, values, replicas, shards)
@@ -289,15 +260,16 @@ def _batch(written: PlanOptions) -> Batch:
 
 
 def tiers_of(written: Sequence[str], nodes: int, gpus: int) -> list[TierRates]:
-    """`NAME=2GB/s`, `NAME=2GB/s/node`, `NAME=2GB/s/gpu`, `NAME=DIR` (measured), each with `:10GB/s`, the most that the
-    whole file system gives. Without any, the practitioners' table. Raises: ConfigError, NotFoundError, RootError."""
+    """Parse `NAME=2GB/s`, `NAME=2GB/s/node`, `NAME=2GB/s/gpu`, and `NAME=DIR`, which is measured.
+
+    Each may end in `:10GB/s`, the most that the whole file system gives. Without any: the practitioners' table.
+    Raises: ConfigError, NotFoundError, RootError.
+    """
     tiers = [_tier(each, nodes, gpus) for each in written]
     names = [each.name for each in tiers]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"--tier: {twice[0]} is given twice; give each tier a name of its own")
-    return tiers or [
-        TierRates(name, rate, rate, f"{size_text(rate)}/s in all", TABLE_SOURCE) for name, rate in TABLE
-    ]  # fmt: skip
+    return tiers or [TierRates(name, rate, rate, f"{size_text(rate)}/s in all", TABLE_SOURCE) for name, rate in TABLE]
 
 
 def _tier(written: str, nodes: int, gpus: int) -> TierRates:
@@ -309,32 +281,28 @@ def _tier(written: str, nodes: int, gpus: int) -> TierRates:
     if colon and tail[:1].isdigit():
         most, what = parse_rate(f"--tier {name}", tail), head
     if what[:1].isdigit() or what[:1] in "-+.":
-        return _given(name, what, most, nodes, gpus)
-    return _measured(name, Path(what), most, nodes)
+        times, per = 1, "in all"
+        for ending, count, noun in (("/node", nodes, "nodes"), ("/gpu", gpus, "GPUs")):
+            if what.endswith(ending):
+                what, times, per = what.removesuffix(ending), count, f"x {count} {noun}"
+        write = read = parse_rate(f"--tier {name}", what)
+        how, source = f"{size_text(write)}/s {per}", "as given"
+    else:
+        write, read = _measured(name, Path(what))
+        times, how = nodes, f"{size_text(write)}/s of this node" + (f" x {nodes} nodes" if nodes > 1 else "")
+        source = f"measured in {what}; ckptman doctor"
+    write, read = write * times, read * times
+    if most is not None:
+        write, read, how = min(write, most), min(read, most), f"{how}, at most {size_text(most)}/s"
+    return TierRates(name, write, read, how, source)
 
 
-def _given(name: str, what: str, most: float | None, nodes: int, gpus: int) -> TierRates:
-    times, per = 1, "in all"
-    for ending, count, noun in (("/node", nodes, "nodes"), ("/gpu", gpus, "GPUs")):
-        if what.endswith(ending):
-            what, times, per = what.removesuffix(ending), count, f"x {count} {noun}"
-    rate = parse_rate(f"--tier {name}", what)
-    return _limited(name, rate * times, rate * times, most, f"{size_text(rate)}/s {per}", "as given")
-
-
-def _measured(name: str, folder: Path, most: float | None, nodes: int) -> TierRates:
+def _measured(name: str, folder: Path) -> tuple[float, float]:
+    """Return the bytes per second that this node writes and reads there."""
     from ckptman.doctor.examine import examine
 
     found = {each.name: each.figures for each in examine(folder)}
-    rates = [found.get(each, {}).get("bytes_per_second") for each in ("write", "read")]
-    if not rates[0]:
+    write, read = (found.get(each, {}).get("bytes_per_second") for each in ("write", "read"))
+    if not write:
         raise ConfigError(f"--tier {name}: {folder} could not be measured: ckptman doctor {folder} says why")
-    write, read = float(rates[0]), float(rates[1] or rates[0])
-    how = f"{size_text(write)}/s of this node x {nodes} nodes" if nodes > 1 else f"{size_text(write)}/s of this node"
-    return _limited(name, write * nodes, read * nodes, most, how, f"measured in {folder}; ckptman doctor")
-
-
-def _limited(name: str, write: float, read: float, most: float | None, how: str, source: str) -> TierRates:
-    if most is None:
-        return TierRates(name, write, read, how, source)
-    return TierRates(name, min(write, most), min(read, most), f"{how}, at most {size_text(most)}/s", source)
+    return float(write), float(read or write)

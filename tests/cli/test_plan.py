@@ -168,11 +168,7 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "model.dim: 65 is not a multiple" in message
     Path("run.toml").write_text(CONFIG.replace("vocab_size = 512", ""))
     assert "--set model.vocab_size=N" in refused(["plan", "--config", "run.toml"], capsys)
-    huge = f"1{320 * '0'}"
-    for key in ("model.dim", "model.ffn_dim", "model.layers", "data.sequence_tokens", "data.micro_batch"):
-        changed = ["plan", "--config", "run.toml", "--set", "model.vocab_size=9", "--set", f"{key}={huge}"]
-        assert f"{key}: at most " in refused([*changed, "--set=model.heads=2", "--set=model.kv_heads=1"], capsys)
-    assert "--moments: at most 100" in refused(["plan", "--config", "run.toml", "--moments", "10000000"], capsys)
+    assert ", at most 100, not 10000000" in refused(["plan", "--config", "run.toml", "--moments", "10000000"], capsys)
     assert "is in the configuration" in refused(["plan", "--config", "run.toml", "--layers", "3"], capsys)
     refused(["plan", "--config", "none.toml"], capsys, code=3)
 
@@ -356,12 +352,11 @@ def test_what_is_beyond_all_measure_is_still_planned(arguments: list[str], capsy
                 "--sequence",
                 "--layers",
                 "--micro-batch",
-                "--moments",
                 "--nodes",
                 "--shard",
             )
         ),
-        (["--params", "7B", "--moments", "101"], "--moments: at most 100"),
+        (["--params", "7B", "--moments", "101"], "(AdamW has 2), at most 100, not 101"),
         (["--params", "7B", "--factor", "1e308", "--init", "1e12"], "--factor: at most 1,000,000"),
         (["--model", "nonsense"], "package.module:function"),
         (["--model", "json:loads", "--dtype", "float32"], "goes with --params"),
