@@ -5,76 +5,63 @@ from __future__ import annotations
 import errno
 import math
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ckptman.catalog.reader_lease import reading
 from ckptman.cli import console
 from ckptman.cli import verify_checks as checks
 from ckptman.cli.options import AsJson, check_threads, option, parse_rate
 from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
 from ckptman.cli.verify_checks import Wishes
-from ckptman.cli.verify_report import (
-    VerifyReport,
-    byte_lines,
-    not_tried_lines,
-    refused_lines,
-    remark_lines,
-    summary_lines,
-)
+from ckptman.cli.verify_report import VerifyReport, byte_lines, remark_lines, summary_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
-
-if TYPE_CHECKING:
-    from ckptman.catalog.catalog import Entry
 
 MOST_RANKS = 2**20
 MOST_LOADED = 2**13
-All = Annotated[bool, typer.Option("--all", help="Of a root: all its checkpoints.")]
-WorldSize = Annotated[
-    str | None,
-    option(
-        "--world-size",
-        "N,N,...",
-        "Also load it with each of these numbers of processes, and compare with what was saved.",
-    ),
-]
-Mesh = Annotated[str | None, option("--mesh", "RxS", "Also load it as R replicas of S shards (HSDP).")]
-PlanOnly = Annotated[
-    bool,
-    typer.Option("--plan-only", help="Read no tensor: only plan the load onto each --world-size, however many ranks."),
-]
-Bandwidth = Annotated[
-    str | None,
-    option(
-        "--bandwidth", "SPEED", "With --plan-only: what the file system gives to all ranks together, such as 50GB/s."
-    ),
-]
-RankBandwidth = Annotated[
-    str | None, option("--rank-bandwidth", "SPEED", "With --plan-only: what one rank can read at most, such as 2GB/s.")
-]
-Allow = Annotated[
-    list[str] | None,
-    option(
-        "--allow",
-        "MODULE.CLASS",
-        "A class that may be unpickled, as your script allows it to torch. May be given several times.",
-    ),
-]
-Threads = Annotated[int | None, option("--threads", "N", "Threads, or processes, that read.")]
 
 
 def verify(
     path: PathOrRoot,
     step: Step = None,
-    every: All = False,
-    world_size: WorldSize = None,
-    mesh: Mesh = None,
-    plan_only: PlanOnly = False,
-    bandwidth: Bandwidth = None,
-    rank_bandwidth: RankBandwidth = None,
-    allow: Allow = None,
-    threads: Threads = None,
+    every: Annotated[bool, typer.Option("--all", help="Of a root: all its checkpoints.")] = False,
+    world_size: Annotated[
+        str | None,
+        option(
+            "--world-size",
+            "N,N,...",
+            "Also load it with each of these numbers of processes, and compare with what was saved.",
+        ),
+    ] = None,
+    mesh: Annotated[str | None, option("--mesh", "RxS", "Also load it as R replicas of S shards (HSDP).")] = None,
+    plan_only: Annotated[
+        bool,
+        typer.Option(
+            "--plan-only", help="Read no tensor: only plan the load onto each --world-size, however many ranks."
+        ),
+    ] = False,
+    bandwidth: Annotated[
+        str | None,
+        option(
+            "--bandwidth",
+            "SPEED",
+            "With --plan-only: what the file system gives to all ranks together, such as 50GB/s.",
+        ),
+    ] = None,
+    rank_bandwidth: Annotated[
+        str | None,
+        option("--rank-bandwidth", "SPEED", "With --plan-only: what one rank can read at most, such as 2GB/s."),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        option(
+            "--allow",
+            "MODULE.CLASS",
+            "A class that may be unpickled, as your script allows it to torch. May be given several times.",
+        ),
+    ] = None,
+    threads: Annotated[int | None, option("--threads", "N", "Threads, or processes, that read.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that every byte is what was saved, and on request that it loads.
@@ -82,41 +69,54 @@ def verify(
     Exit code 0: proved. 4: damaged. 7: it does not load, or not on one of the world sizes. 9: a newer ckptman wrote it.
     10: it could not be read.
     """
-    from ckptman.catalog.reader_lease import reading
+    check_threads("verify", threads)
+    sizes, shape = parse_world_sizes(world_size), parse_mesh(mesh)
+    if plan_only:
+        if not sizes and shape is None:
+            raise ConfigError("--plan-only: say onto how many ranks, such as --world-size 1024,4096")
+    elif bandwidth or rank_bandwidth:
+        raise ConfigError("--bandwidth and --rank-bandwidth are for --plan-only: a load that is made is not estimated")
+    elif max([*sizes, math.prod(shape or (1,))]) > MOST_LOADED:
+        raise ConfigError(
+            f"more than {MOST_LOADED:,} ranks are not loaded, which would take hours: with --plan-only it is told what "
+            f"each of them would read, and whether that covers its part"
+        )
+    in_all = None if bandwidth is None else parse_rate("--bandwidth", bandwidth)
+    of_a_rank = None if rank_bandwidth is None else parse_rate("--rank-bandwidth", rank_bandwidth)
+    wishes = Wishes(sizes, shape, plan_only, in_all, of_a_rank, threads, tuple(allow or ()))
 
-    wishes = _wishes(world_size, mesh, plan_only, bandwidth, rank_bandwidth, threads, allow)
-    say: Callable[[list[str]], None] = (lambda lines: None) if as_json else _say
+    def say(lines: list[str]) -> None:
+        if lines and not as_json:
+            console.say(*lines)
+
+    def judge(report: VerifyReport) -> None:
+        """Print the result of the bytes, and go on with how it loads."""
+        say(byte_lines(report))
+        if report.is_checked:
+            for lines in checks.check_fit(report, wishes):
+                say(lines)
+            if report.gone is not None:
+                say([f"  {console.plain(report.gone)}"])
+        reports.append(report)
+
+    reports: list[VerifyReport] = []
     if step is None and not every and is_foreign(path):
-        reports = [_judge(checks.check_foreign(path, wishes), wishes, say)]
+        judge(checks.check_foreign(path, wishes))
+        say(remark_lines(reports[0]))
     else:
-        reports = []
         entries = choose(path, step, every, passed_over=True)
-        known = () if wishes.plan_only else checks.neighbours(entries, every)
+        known = () if plan_only else checks.neighbours(entries, every)
         for entry in entries:
             with reading(entry.path, what="verify"):
                 report = checks.check_bytes(entry, wishes)
                 checks.check_freshness(report, entry, known)
-                reports.append(_judge(report, wishes, say, entry))
+                judge(report)
+                checks.remember(report, entry)
+                say(remark_lines(report))
     if as_json:
         console.say_json({"checkpoints": [report.as_dict() for report in reports]})
     say(summary_lines(reports))
     _raise_for(reports)
-
-
-def _judge(
-    report: VerifyReport, wishes: Wishes, say: Callable[[list[str]], None], entry: Entry | None = None
-) -> VerifyReport:
-    """Print the result of the bytes, go on with how it loads, and note what was proved."""
-    say([*byte_lines(report), *refused_lines(report), *not_tried_lines(report.not_tried)])
-    if report.is_checked:
-        for lines in checks.check_fit(report, wishes):
-            say(lines)
-        if report.gone is not None:
-            say([f"  {console.plain(report.gone)}"])
-    if entry is not None:
-        checks.remember(report, entry)
-    say(remark_lines(report))
-    return report
 
 
 def parse_world_sizes(written: str | None) -> list[int]:
@@ -145,37 +145,6 @@ def parse_mesh(written: str | None) -> tuple[int, ...] | None:
     return int(found[1]), int(found[2])
 
 
-def _wishes(
-    world_size: str | None,
-    mesh: str | None,
-    plan_only: bool,
-    bandwidth: str | None,
-    rank_bandwidth: str | None,
-    threads: int | None,
-    allow: list[str] | None,
-) -> Wishes:
-    check_threads("verify", threads)
-    sizes, shape = parse_world_sizes(world_size), parse_mesh(mesh)
-    if plan_only:
-        if not sizes and shape is None:
-            raise ConfigError("--plan-only: say onto how many ranks, such as --world-size 1024,4096")
-    elif bandwidth or rank_bandwidth:
-        raise ConfigError("--bandwidth and --rank-bandwidth are for --plan-only: a load that is made is not estimated")
-    elif max([*sizes, math.prod(shape or (1,))]) > MOST_LOADED:
-        raise ConfigError(
-            f"more than {MOST_LOADED:,} ranks are not loaded, which would take hours: with --plan-only it is told what "
-            f"each of them would read, and whether that covers its part"
-        )
-    in_all = None if bandwidth is None else parse_rate("--bandwidth", bandwidth)
-    of_a_rank = None if rank_bandwidth is None else parse_rate("--rank-bandwidth", rank_bandwidth)
-    return Wishes(sizes, shape, plan_only, in_all, of_a_rank, threads, tuple(allow or ()))
-
-
-def _say(lines: list[str]) -> None:
-    if lines:
-        console.say(*lines)
-
-
 def _raise_for(reports: list[VerifyReport]) -> None:
     """End with the worst that was found. Raises: CorruptError, FormatVersionError, RootError, NotFoundError."""
     of = console.count(len(reports), "checkpoint")
@@ -186,8 +155,18 @@ def _raise_for(reports: list[VerifyReport]) -> None:
         raise CorruptError(f"{len(damaged)} of {of} damaged or incomplete: {_names(damaged)}. {remedy}")
     if newer := next((report.newer_format for report in reports if report.newer_format), None):
         raise newer
-    if stuck := [report for report in reports if report.problems_of_fit]:
-        raise _DoesNotLoad(stuck)
+    if stuck := next((report for report in reports if report.problems_of_fit), None):
+        if stuck.refused:
+            raise _DoesNotLoad(
+                f"{stuck.name} holds what no load unpickles, as the lines above say: allow its class (--allow here, "
+                f"torch.serialization.add_safe_globals in the script), or save plain values instead"
+            )
+        if sizes := [str(size) for size, found in stuck.loads.items() if found.problems]:
+            what = f"does not load on {', '.join(sizes)} processes as it was saved"
+        else:
+            sizes = [str(plan.world_size) for plan in stuck.plans if plan.problems]
+            what = f"cannot be planned onto {', '.join(sizes)} ranks"
+        raise _DoesNotLoad(f"{stuck.name} {what}: see the lines above")
     if unread := [report for report in reports if report.unread or report.not_tried]:
         raise RootError(
             errno.EACCES,
@@ -204,16 +183,3 @@ def _names(reports: list[VerifyReport]) -> str:
 
 class _DoesNotLoad(CkptmanError):
     exit_code = MismatchError.exit_code
-
-    def __init__(self, stuck: list[VerifyReport]) -> None:
-        report = stuck[0]
-        if report.refused:
-            super().__init__(
-                f"{report.name} holds what no load unpickles, as the lines above say: allow its class (--allow here, "
-                f"torch.serialization.add_safe_globals in the script), or save plain values instead"
-            )
-            return
-        sizes = [str(size) for size, found in report.loads.items() if found.problems]
-        verb = "does not load on {} processes as it was saved" if sizes else "cannot be planned onto {} ranks"
-        sizes = sizes or [str(plan.world_size) for plan in report.plans if plan.problems]
-        super().__init__(f"{report.name} {verb.format(', '.join(sizes))}: see the lines above")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptman.cli import console
+from ckptman.cli import console, verify_process
 from ckptman.cli.progress import progress
 from ckptman.cli.verify_report import VerifyReport, load_lines, not_tried_lines, plan_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError
@@ -31,7 +31,7 @@ class Wishes:
     bandwidth: float | None
     rank_bandwidth: float | None
     threads: int | None
-    allow: tuple[str, ...] = ()
+    allow: tuple[str, ...]
 
 
 def check_bytes(entry: Entry, wishes: Wishes) -> VerifyReport:
@@ -119,10 +119,8 @@ def check_fit(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
 
 
 def _load(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
-    from ckptman.cli.verify_process import load_on
-
     with progress(f"loading {report.name}", None) as done:
-        for found in load_on(report.path, wishes.world_sizes, wishes.mesh, done, wishes.allow):
+        for found in verify_process.load_on(report.path, wishes.world_sizes, wishes.mesh, done, wishes.allow):
             on = console.count(found.world_size, "process", "processes")
             report.remarks += [f"on {on} not proved: {note}" for note in found.notes]
             if found.left_out:
@@ -137,9 +135,8 @@ def _load(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
 
 
 def _plan(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
-    from ckptman.cli.verify_process import plan_on
-
-    for plan in plan_on(report.path, wishes.world_sizes, wishes.bandwidth, wishes.mesh, wishes.rank_bandwidth):
+    wanted = (wishes.world_sizes, wishes.bandwidth, wishes.mesh, wishes.rank_bandwidth)
+    for plan in verify_process.plan_on(report.path, *wanted):
         report.plans.append(plan)
         yield plan_lines(report, plan)
 
@@ -271,10 +268,8 @@ def _check_coverage(report: VerifyReport, manifest: Manifest, wishes: Wishes) ->
 
 def _check_pickles(report: VerifyReport, wishes: Wishes) -> None:
     """Check in a process with torch whether a load would unpickle what only a pickle holds."""
-    from ckptman.cli.verify_process import refused_on
-
     try:
-        found = refused_on(report.path, wishes.allow)
+        found = verify_process.refused_on(report.path, wishes.allow)
     except (ConfigError, CorruptError):
         raise
     except (CkptmanError, OSError) as error:

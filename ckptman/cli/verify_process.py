@@ -43,17 +43,9 @@ def load_on(
     """
     sizes = world_sizes_with(world_sizes, mesh)
     finished = 0
-    for found in _answers(
-        "reshard_check",
-        len(sizes),
-        folder=str(path),
-        world_sizes=sizes,
-        mesh=mesh,
-        progress=done is not None,
-        allow=allow,
-    ):
-        if "done" in found:
-            assert done is not None
+    wanted = {"world_sizes": sizes, "mesh": mesh, "progress": done is not None, "allow": allow}
+    for found in _answers("reshard_check", len(sizes), folder=str(path), **wanted):
+        if done is not None and "done" in found:
             done((finished + found["done"]) / len(sizes))
             continue
         finished += 1

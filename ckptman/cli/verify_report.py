@@ -90,18 +90,13 @@ class VerifyReport:
         """Whether it was read and nothing speaks against it."""
         return self.is_checked and not self.problems_of_fit
 
-    @property
-    def is_good(self) -> bool:
-        """Whether all that was asked for was proved."""
-        return self.is_proved and not self.not_tried
-
     def as_dict(self) -> dict[str, Any]:
         """Return the same, for JSON."""
         problems = [*map(str, self.damage), *self.problems]
         return {
             "step": self.step,
             "path": str(self.path),
-            "good": self.is_good,
+            "good": self.is_proved and not self.not_tried,
             "digests": self.digests,
             "levels": list(self.levels),
             "files": self.files,
@@ -121,7 +116,7 @@ class VerifyReport:
 
 
 def byte_lines(report: VerifyReport) -> list[str]:
-    """Return the result of the bytes of a checkpoint."""
+    """Return the result of the bytes of a checkpoint, with what a load would refuse and what could not be tried."""
     name = console.plain(report.name)
     if unchecked := report.gone or report.newer_format:
         return [f"{name}: not checked, {console.plain(unchecked)}"]
@@ -134,19 +129,17 @@ def byte_lines(report: VerifyReport) -> list[str]:
     if not report.digests:
         compared = f"{console.size(report.checked_bytes)} match their checksums"
         what = compared if report.checked_bytes else "changed bytes cannot be found"
-        return [f"{name}: written by plain DCP, without digests: {what}; {held}; {tensors}, all complete"]
-    good = console.paint("good", "green")
-    if "digests" in report.levels:
-        return [f"{name}: {good}, {held}: every byte matches its digest; {tensors}, all complete"]
-    return [f"{name}: {held}, of the right sizes; {tensors}, all complete"]
-
-
-def refused_lines(report: VerifyReport) -> list[str]:
-    """Return what a load would refuse."""
-    if not report.refused:
-        return []
-    remedy = "    --allow module.Class proves it for a script that allows it"
-    return [f"  {console.paint('does not load', 'red')}", *_told(report.refused, "    "), remedy]
+        line = f"{name}: written by plain DCP, without digests: {what}; {held}; {tensors}, all complete"
+    elif "digests" in report.levels:
+        good = console.paint("good", "green")
+        line = f"{name}: {good}, {held}: every byte matches its digest; {tensors}, all complete"
+    else:
+        line = f"{name}: {held}, of the right sizes; {tensors}, all complete"
+    lines = [line]
+    if report.refused:
+        lines += [f"  {console.paint('does not load', 'red')}", *_told(report.refused, "    ")]
+        lines.append("    --allow module.Class proves it for a script that allows it")
+    return lines + not_tried_lines(report.not_tried)
 
 
 def load_lines(report: VerifyReport, found: LoadReport) -> list[str]:
