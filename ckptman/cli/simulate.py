@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ckptman.cli import console
 from ckptman.cli.options import AsJson, option, parse_seconds
 from ckptman.errors import ConfigError, ExistsError
-
-if TYPE_CHECKING:
-    from ckptman.forecast.goodput import Costs
-    from ckptman.forecast.simulation import Played
-    from ckptman.runtime.failure_trace import Trace
-
-Stall = Annotated[str | None, option("--stall", "TIME", "For so long a save blocks training (5s).")]
-Save = Annotated[str | None, option("--save", "TIME", "Until a save is durable (60s, or as long as --stall).")]
-Restart = Annotated[str | None, option("--restart", "TIME", "From a failure until training goes on (20min).")]
-Mtbf = Annotated[str | None, option("--mtbf", "TIME", "Mean time between failures, which come at random.")]
-Gpus = Annotated[int | None, option("--gpus", "N", "Instead: that of so many GPUs, by a published rate.")]
-RateName = Annotated[str, option("--rate", "NAME", "Which one: llama3 (the default), rsc1.")]
-TraceFile = Annotated[
-    Path | None,
-    option("--trace", "FILE", "Instead: recorded failures; a file of times, a journal, or a root with a journal."),
-]
-Length = Annotated[str | None, option("--length", "TIME", "Of a run (30d; of a trace, all of it).")]
-Runs = Annotated[int | None, option("--runs", "N", "Play so many runs (enough for 5,000 failures).")]
-Seed = Annotated[int, option("--seed", "N", "Of the failures at random (1).")]
-Intervals = Annotated[list[str] | None, option("--interval", "TIME", "Play this one too. May be given several times.")]
-Svg = Annotated[Path | None, option("--svg", "FILE", "Draw the chart into a file.")]
+from ckptman.forecast.failure_rates import mtbf_figure, rate_named
+from ckptman.forecast.figures import time_text
+from ckptman.forecast.goodput import Costs, best_interval_seconds
+from ckptman.forecast.save_costs import BOUND_SECONDS, LEAST_INTERVAL_SECONDS
+from ckptman.forecast.simulation import Played, play, play_all, play_grid
+from ckptman.policies.intervals import daly_interval_seconds
+from ckptman.policies.parameters import check_count
+from ckptman.runtime.failure_trace import Trace, read_trace
 
 FAILURES = 5_000
 MOST_RUNS = 1_000
@@ -41,32 +29,42 @@ MOST_EVENTS = 100_000
 _POINTS, _CURVE_STEP = 97, 8
 """So many intervals are searched for the best; the curve shows one in so many of them."""
 _BAR = 44
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_EIGHTHS = ("", *"▏▎▍▌▋▊▉")
 _PICTURE_COLUMNS = 100
 
 
 @dataclass(frozen=True)
 class _Named:
-    """What a policy yields. `spread`: the goodput that nine of ten runs lie between."""
+    """What a policy yields. `spread`: the goodput that nine of ten runs lie between; `of_best`: beside the best one."""
 
     name: str
     played: Played
     spread: tuple[float, float]
+    of_best: float
 
 
 def simulate(
-    stall: Stall = None,
-    save: Save = None,
-    restart: Restart = None,
-    mtbf: Mtbf = None,
-    gpus: Gpus = None,
-    rate: RateName = "llama3",
-    trace: TraceFile = None,
-    length: Length = None,
-    runs: Runs = None,
-    seed: Seed = 1,
-    interval: Intervals = None,
-    svg: Svg = None,
+    stall: Annotated[str | None, option("--stall", "TIME", "For so long a save blocks training (5s).")] = None,
+    save: Annotated[
+        str | None, option("--save", "TIME", "Until a save is durable (60s, or as long as --stall).")
+    ] = None,
+    restart: Annotated[
+        str | None, option("--restart", "TIME", "From a failure until training goes on (20min).")
+    ] = None,
+    mtbf: Annotated[str | None, option("--mtbf", "TIME", "Mean time between failures, which come at random.")] = None,
+    gpus: Annotated[int | None, option("--gpus", "N", "Instead: that of so many GPUs, by a published rate.")] = None,
+    rate: Annotated[str, option("--rate", "NAME", "Which one: llama3 (the default), rsc1.")] = "llama3",
+    trace: Annotated[
+        Path | None,
+        option("--trace", "FILE", "Instead: recorded failures; a file of times, a journal, or a root with a journal."),
+    ] = None,
+    length: Annotated[str | None, option("--length", "TIME", "Of a run (30d; of a trace, all of it).")] = None,
+    runs: Annotated[int | None, option("--runs", "N", "Play so many runs (enough for 5,000 failures).")] = None,
+    seed: Annotated[int, option("--seed", "N", "Of the failures at random (1).")] = 1,
+    interval: Annotated[
+        list[str] | None, option("--interval", "TIME", "Play this one too. May be given several times.")
+    ] = None,
+    svg: Annotated[Path | None, option("--svg", "FILE", "Draw the chart into a file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Play a month of failures against intervals between saves.
@@ -76,41 +74,41 @@ def simulate(
     """
     if sum(each is not None for each in (mtbf, gpus, trace)) != 1:
         raise ConfigError("say how often it fails: one of --mtbf 8h, --gpus 1024, --trace FILE")
-    recorded = _recorded(trace)
+    recorded = None if trace is None else read_trace(trace, lambda written: parse_seconds("a failure", written))
     costs = _costs(stall, save, restart, recorded)
     mean, words = _mean(mtbf, gpus, rate, recorded, trace)
     wanted = [parse_seconds("--interval", each) for each in interval or []]
     played, seconds = _failures(recorded, mean, length, runs, seed)
-    grid = _grid(played, seconds, costs, mean)
+    # Intervals from as often as can be to some times the derived one: the best is searched for among them.
+    least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
+    most = max(2 * least, 8 * best_interval_seconds(costs.stall_seconds, min(mean, seconds)))
+    grid = play_grid(played, seconds, costs, least, most, _POINTS)
     best = max(grid, key=lambda each: each.goodput)
-    named = [("best fixed", best.interval_seconds), *_intervals(costs, mean, wanted)]
-    found = [_named(name, played, seconds, costs, each) for name, each in named]
+    found = []
+    for name, each in [("best fixed", best.interval_seconds), *_intervals(costs, mean, wanted)]:
+        goodputs = sorted(play(failures, seconds, costs, each).goodput for failures in played)
+        edge = len(goodputs) // 20
+        total = play_all(played, seconds, costs, each)
+        of_best = total.goodput / best.goodput if best.goodput else 1.0
+        found.append(_Named(name, total, (goodputs[edge], goodputs[-1 - edge]), of_best))
     chart = _chart(grid[::_CURVE_STEP], found)
     if svg is not None:
         _draw(svg, chart, f"Goodput by interval: {words}")
     if as_json:
         console.say_json(_as_dict(found, costs, mean, seconds, len(played), seed if recorded is None else None))
         return
-    s, d, r = (_time(each) for each in (costs.stall_seconds, costs.settled_seconds, costs.restart_seconds))
-    total = sum(map(len, played))
+    s, d, r = (time_text(each) for each in (costs.stall_seconds, costs.settled_seconds, costs.restart_seconds))
+    failures = console.count(sum(map(len, played)), "failure")
     origin = f"seed {seed}" if recorded is None else "as recorded"
     lines = [
         f"{words}; a save blocks {s} and is durable after {d}; a restart takes {r}",
-        f"{console.count(len(played), 'run')} of {_time(seconds)}, {console.count(total, 'failure')} ({origin})",
+        f"{console.count(len(played), 'run')} of {time_text(seconds)}, {failures} ({origin})",
         "",
-        *console.table(_HEADERS, [_row(each, found[0]) for each in found], right=_RIGHT),
+        *console.table(_HEADERS, map(_row, found), right=_RIGHT),
         "",
         *chart,
     ]
     console.say(*lines)
-
-
-def _recorded(path: Path | None) -> Trace | None:
-    if path is None:
-        return None
-    from ckptman.runtime.failure_trace import read_trace
-
-    return read_trace(path, lambda written: parse_seconds("a failure", written))
 
 
 def _cost(option: str, written: str | None, measured: float | None, likely: float) -> float:
@@ -121,14 +119,12 @@ def _cost(option: str, written: str | None, measured: float | None, likely: floa
 
 
 def _costs(stall: str | None, save: str | None, restart: str | None, recorded: Trace | None) -> Costs:
-    from ckptman.forecast.goodput import Costs
-
     stall_seconds = _cost("--stall", stall, recorded.stall_seconds if recorded else None, 5.0)
     save_seconds = _cost("--save", save, recorded.save_seconds if recorded else None, 60.0)
     restart_seconds = _cost("--restart", restart, recorded.restart_seconds if recorded else None, 1200.0)
     if save is not None and save_seconds < stall_seconds:
         raise ConfigError(
-            f"--save {save}: a save is not durable before it lets go of training, after {_time(stall_seconds)}"
+            f"--save {save}: a save is not durable before it lets go of training, after {time_text(stall_seconds)}"
         )
     return Costs(stall_seconds, max(stall_seconds, save_seconds), restart_seconds)
 
@@ -137,42 +133,33 @@ def _mean(
     mtbf: str | None, gpus: int | None, rate: str, recorded: Trace | None, path: Path | None
 ) -> tuple[float, str]:
     """Mean seconds between failures, and what to call them."""
-    from ckptman.forecast.failure_rates import mtbf_figure, rate_named
-    from ckptman.policies.parameters import check_count
-
     if recorded is not None:
-        how_often = f"one in {_time(recorded.mtbf_seconds)}" if recorded.failures else "none"
+        how_often = f"one in {time_text(recorded.mtbf_seconds)}" if recorded.failures else "none"
         return recorded.mtbf_seconds, f"failures of {console.plain(path)}: {how_often}"
     if gpus is not None:
         check_count("simulate", "--gpus", gpus)
         figure = mtbf_figure(gpus, rate_named(rate))
         return figure.value, f"a failure in {figure.text} ({console.count(gpus, 'GPU')}, {rate})"
     seconds = parse_seconds("--mtbf", mtbf or "")
-    return seconds, f"a failure in {_time(seconds)}"
+    return seconds, f"a failure in {time_text(seconds)}"
 
 
 def _failures(
     recorded: Trace | None, mean: float, length: str | None, runs: int | None, seed: int
 ) -> tuple[list[Sequence[float]], float]:
     """Return the failures of each run, and how long a run is. Raises: ConfigError."""
-    import random
-
-    from ckptman.policies.parameters import check_count
-
     seconds = None if length is None else parse_seconds("--length", length)
     if recorded is not None:
         if runs is not None:
             raise ConfigError("--runs: a trace is one run; leave it out, or give --mtbf")
         if seconds is not None and seconds > recorded.seconds:
-            raise ConfigError(f"--length {length}: the trace ends after {_time(recorded.seconds)}; leave it out")
+            raise ConfigError(f"--length {length}: the trace ends after {time_text(recorded.seconds)}; leave it out")
         seconds = seconds or recorded.seconds
         return [[each for each in recorded.failures if each <= seconds]], seconds
     seconds = seconds or 30 * 86400.0
     if runs is None:
         runs = max(1, min(round(FAILURES * mean / seconds), MOST_RUNS))
     check_count("simulate", "--runs", runs)
-    if runs > MOST_EVENTS:
-        raise ConfigError(f"--runs: at most {MOST_EVENTS:,} can be played in a while: give fewer --runs")
     if (events := max(runs, runs * seconds / mean)) > MOST_EVENTS:
         raise ConfigError(
             f"{events:,.0f} failures or runs are more than the {MOST_EVENTS:,} that can be played in a while: give "
@@ -182,77 +169,47 @@ def _failures(
     return [_at_random(generator, mean, seconds) for _ in range(runs)], seconds
 
 
-def _at_random(generator: Any, mean: float, seconds: float) -> list[float]:
+def _at_random(generator: random.Random, mean: float, seconds: float) -> list[float]:
     found: list[float] = []
-    time: float = generator.expovariate(1 / mean)
+    time = generator.expovariate(1 / mean)
     while time < seconds:
         found.append(time)
         time += generator.expovariate(1 / mean)
     return found
 
 
-def _grid(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, mean: float) -> list[Played]:
-    """Intervals from as often as can be to some times the derived one: the best is searched for among them."""
-    from ckptman.forecast.goodput import best_interval_seconds
-    from ckptman.forecast.save_costs import LEAST_INTERVAL_SECONDS
-    from ckptman.forecast.simulation import play_grid
-
-    least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
-    most = max(2 * least, 8 * best_interval_seconds(costs.stall_seconds, min(mean, seconds)))
-    return play_grid(runs, seconds, costs, least, most, _POINTS)
-
-
 def _intervals(costs: Costs, mean: float, wanted: Sequence[float]) -> list[tuple[str, float]]:
     """Return the intervals that policies take, with their names, and those that were asked for."""
-    from ckptman.forecast.goodput import best_interval_seconds
-    from ckptman.forecast.save_costs import BOUND_SECONDS, LEAST_INTERVAL_SECONDS
-    from ckptman.policies.intervals import daly_interval_seconds
-
-    least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
+    settled = costs.settled_seconds
+    least = max(settled, LEAST_INTERVAL_SECONDS)
     daly = daly_interval_seconds(costs.stall_seconds, mean, costs.restart_seconds)
+    held = f", held to {time_text(settled)}"
     return [
         ("derived", max(least, best_interval_seconds(costs.stall_seconds, mean))),
         ("DalyInterval", max(least, daly)),
         ("InitTimeInterval", max(least, min(4 * costs.restart_seconds, BOUND_SECONDS))),
         ("every 15 min", max(least, BOUND_SECONDS)),
-        *((f"every {_time(each)}{_held(each, costs)}", each) for each in wanted),
+        *((f"every {time_text(each)}{held if each < settled else ''}", each) for each in wanted),
     ]
-
-
-def _held(interval: float, costs: Costs) -> str:
-    """Return what to say of an interval that is shorter than a save."""
-    return f", held to {_time(costs.settled_seconds)}" if interval < costs.settled_seconds else ""
-
-
-def _named(name: str, runs: Sequence[Sequence[float]], seconds: float, costs: Costs, interval: float) -> _Named:
-    from ckptman.forecast.simulation import play, play_all
-
-    each = sorted(play(failures, seconds, costs, interval).goodput for failures in runs)
-    edge = len(each) // 20
-    return _Named(name, play_all(runs, seconds, costs, interval), (each[edge], each[-1 - edge]))
 
 
 _HEADERS = ("policy", "interval", "saves", "lost", "stalled", "restarting", "goodput", "9 of 10 runs", "of the best")
 _RIGHT = "interval saves lost stalled restarting goodput"
 
 
-def _row(each: _Named, best: _Named) -> tuple[str, ...]:
+def _row(each: _Named) -> tuple[str, ...]:
     played = each.played
     shares = (played.lost_seconds, played.stalled_seconds, played.restarting_seconds)
     low, high = each.spread
     return (
         each.name,
-        _time(played.interval_seconds),
+        time_text(played.interval_seconds),
         f"{played.saves:,}",
         *(f"{100 * share / played.seconds:.2f} %" for share in shares),
         f"{100 * played.goodput:.2f} %",
         f"{100 * low:.1f} to {100 * high:.1f} %",
-        f"{100 * _ratio(each, best):.2f} %",
+        f"{100 * each.of_best:.2f} %",
     )
-
-
-def _ratio(each: _Named, best: _Named) -> float:
-    return each.played.goodput / best.played.goodput if best.played.goodput else 1.0
 
 
 def _chart(curve: Sequence[Played], found: Sequence[_Named]) -> list[str]:
@@ -260,19 +217,15 @@ def _chart(curve: Sequence[Played], found: Sequence[_Named]) -> list[str]:
     points = [*((each, "") for each in curve), *((each.played, each.name) for each in found)]
     points.sort(key=lambda point: point[0].interval_seconds)
     low, high = _scale([played.goodput for played, _ in points])
-    lengths = [_time(played.interval_seconds) for played, _ in points]
+    lengths = [time_text(played.interval_seconds) for played, _ in points]
     width = max(map(len, ["interval", *lengths]))
     lines = [f"{'interval':>{width}}  goodput, from {100 * low:.4g} % to {100 * high:.4g} %"]
     for (played, name), length in zip(points, lengths):
-        bar = _bar((played.goodput - low) / (high - low))
+        eighths = round((played.goodput - low) / (high - low) * _BAR * 8)
+        bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
         line = f"{length:>{width}}  {console.paint(bar, 'green') if name else bar} {100 * played.goodput:.2f} %"
         lines.append(f"{line}  {console.plain(name)}" if name else line)
     return lines
-
-
-def _bar(share: float) -> str:
-    eighths = max(0, min(round(share * _BAR * 8), _BAR * 8))
-    return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
 
 
 def _scale(values: Sequence[float]) -> tuple[float, float]:
@@ -316,23 +269,12 @@ def _as_dict(
         "policies": [
             {
                 "name": each.name,
-                "interval_seconds": each.played.interval_seconds,
                 "goodput": each.played.goodput,
                 "goodput_low": each.spread[0],
                 "goodput_high": each.spread[1],
-                "of_best": _ratio(each, found[0]),
-                "saves": each.played.saves,
-                "good_seconds": each.played.good_seconds,
-                "lost_seconds": each.played.lost_seconds,
-                "stalled_seconds": each.played.stalled_seconds,
-                "restarting_seconds": each.played.restarting_seconds,
+                "of_best": each.of_best,
+                **{name: value for name, value in asdict(each.played).items() if name not in ("seconds", "failures")},
             }
             for each in found
         ],
     }
-
-
-def _time(seconds: float) -> str:
-    from ckptman.forecast.figures import time_text
-
-    return time_text(seconds)

@@ -247,7 +247,6 @@ def test_random_traces_are_played_whole(tmp_path: Path, capsys: pytest.CaptureFi
         (["--mtbf", "0"], "a time above 0"),
         (["--gpus", "0"], "simulate: --gpus must be a whole number of at least 1"),
         (["--gpus", f"1{320 * '0'}"], "gpus: at most 200,000"),
-        (["--mtbf", "8h", "--runs", f"1{320 * '0'}"], "give fewer --runs"),
         (["--gpus", "8", "--rate", "moon"], "there are llama3, rsc1"),
         (["--mtbf", "8h", "--stall", "-1s"], "a time above 0"),
         (["--mtbf", "8h", "--stall", "60s", "--save", "5s"], "not durable before it lets go"),
