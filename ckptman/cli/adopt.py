@@ -16,14 +16,16 @@ from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 if TYPE_CHECKING:
     from ckptman.dcp.adopt import Adopted
 
-PathToAdopt = Annotated[
-    Path, path_argument("PATH", "A checkpoint that plain DCP or torchtitan wrote, or the folder that holds several.")
-]
-Step = Annotated[int | None, option("--step", "N", "Its step, where the name of the folder tells none.")]
-KeepName = Annotated[bool, typer.Option("--keep-name", help="Leave the folder the name it has.")]
 
-
-def adopt(path: PathToAdopt, step: Step = None, keep_name: KeepName = False, as_json: AsJson = False) -> None:
+def adopt(
+    path: Annotated[
+        Path,
+        path_argument("PATH", "A checkpoint that plain DCP or torchtitan wrote, or the folder that holds several."),
+    ],
+    step: Annotated[int | None, option("--step", "N", "Its step, where the name of the folder tells none.")] = None,
+    keep_name: Annotated[bool, typer.Option("--keep-name", help="Leave the folder the name it has.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Give what plain DCP or torchtitan wrote digests and a manifest, where it is.
 
     No byte of its files changes. Its folder is renamed to what ckptman calls that step. What is damaged or incomplete
@@ -38,7 +40,8 @@ def adopt(path: PathToAdopt, step: Step = None, keep_name: KeepName = False, as_
         if not (wanted := candidates(path)):
             raise NotFoundError(f"{path} holds nothing to adopt: no folder in it has a {METADATA} and no manifest.json")
         if step is not None:
-            raise ConfigError(f"--step is that of one checkpoint, and {path} is a folder of them: name {_one(wanted)}")
+            which = str(wanted[0]) if len(wanted) == 1 else f"one of the {len(wanted)} in it"
+            raise ConfigError(f"--step is that of one checkpoint, and {path} is a folder of them: name {which}")
     adopted: list[Adopted] = []
     refused: dict[Path, CkptmanError | OSError] = {}
     for folder in wanted:
@@ -60,10 +63,6 @@ def adopt(path: PathToAdopt, step: Step = None, keep_name: KeepName = False, as_
     if refused:
         first = next(iter(refused.values()))
         raise typer.Exit(console.exit_code(first))
-
-
-def _one(folders: list[Path]) -> str:
-    return str(folders[0]) if len(folders) == 1 else f"one of the {len(folders)} in it"
 
 
 def _adopt(folder: Path, step: int | None, keep_name: bool) -> Adopted:

@@ -4,40 +4,39 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ckptman.catalog.reader_lease import reading
 from ckptman.cli import console
 from ckptman.cli.diff_report import Findings, Side, as_dict, lines, weight
 from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.progress import progress
 from ckptman.cli.select import choose, is_checkpoint, is_foreign
 from ckptman.errors import ConfigError, NotFoundError
+from ckptman.policies.parameters import check_count
 
 DIFFERENT = 1
 """The exit code of a diff that found something, as of the diff that everybody knows."""
-A = Annotated[Path, path_argument("A", "A checkpoint, or a root (then its newest; alone: its two newest).")]
-B = Annotated[Path | None, path_argument("B", "The one it is compared with.")]
-Steps = Annotated[str | None, option("--steps", "N,N", "Of a root: the checkpoints of these two steps.")]
-Only = Annotated[
-    list[str] | None,
-    option("--only", "PATTERN", "Only names that match, such as 'model.*.bias'. May be given several times."),
-]
-Top = Annotated[int, typer.Option("--top", metavar="N", help="Show that many of the tensors, and of the values.")]
-Read = Annotated[bool, typer.Option("--read", help="Read every tensor, also where the digests say it did not change.")]
 
 
 def diff(
-    a: A,
-    b: B = None,
-    steps: Steps = None,
-    only: Only = None,
-    top: Top = 20,
-    read: Read = False,
+    a: Annotated[Path, path_argument("A", "A checkpoint, or a root (then its newest; alone: its two newest).")],
+    b: Annotated[Path | None, path_argument("B", "The one it is compared with.")] = None,
+    steps: Annotated[str | None, option("--steps", "N,N", "Of a root: the checkpoints of these two steps.")] = None,
+    only: Annotated[
+        list[str] | None,
+        option("--only", "PATTERN", "Only names that match, such as 'model.*.bias'. May be given several times."),
+    ] = None,
+    top: Annotated[
+        int, typer.Option("--top", metavar="N", help="Show that many of the tensors, and of the values.")
+    ] = 20,
+    read: Annotated[
+        bool, typer.Option("--read", help="Read every tensor, also where the digests say it did not change.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what changed between two checkpoints.
@@ -45,13 +44,10 @@ def diff(
     Exit code 0: nothing. 1: something. 2: wrong usage. 3: not found. 4: one of them is damaged. 9: a newer ckptman
     wrote one of them. 10: one of them could not be read.
     """
-    from ckptman.catalog.reader_lease import reading
-    from ckptman.policies.parameters import check_count
-
     check_count("diff", "--top", top)
-    before, after = _sides(a, b, _two_steps(steps))
+    before, after = _sides(a, b, steps)
     with reading(before.path, what="diff"), reading(after.path, what="diff"):
-        found = _compare(before, after, _wanted(only or []), read)
+        found = _compare(before, after, only or ["*"], read)
     if only and not found.groups:
         raise ConfigError(
             f"--only {' '.join(only)} matches nothing in {before.path} or {after.path}: `ckptman show` lists the names"
@@ -64,21 +60,15 @@ def diff(
         raise typer.Exit(DIFFERENT)
 
 
-def _two_steps(written: str | None) -> tuple[int, int] | None:
-    if written is None:
-        return None
-    try:
-        first, second = (int(part) for part in written.split(","))
-    except ValueError:
-        raise ConfigError(f"--steps: two steps with a comma between them, such as 100,200, not {written!r}") from None
-    return first, second
-
-
-def _sides(a: Path, b: Path | None, steps: tuple[int, int] | None) -> tuple[Side, Side]:
+def _sides(a: Path, b: Path | None, steps: str | None) -> tuple[Side, Side]:
     if steps is not None:
+        try:
+            first, second = map(int, steps.split(","))
+        except ValueError:
+            raise ConfigError(f"--steps: two steps with a comma between them, such as 100,200, not {steps!r}") from None
         if b is not None:
             raise ConfigError(f"--steps names two checkpoints of one root, and {b} is a second path: give one of them")
-        return _side(a, steps[0]), _side(a, steps[1])
+        return _side(a, first), _side(a, second)
     if b is not None:
         return _side(a), _side(b)
     if is_checkpoint(a) or is_foreign(a):
@@ -103,16 +93,15 @@ def _side(path: Path, step: int | None = None) -> Side:
     return Side(entry.path, entry.require_manifest())
 
 
-def _wanted(patterns: list[str]) -> Callable[[str], bool]:
-    return lambda name: not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _compare(before: Side, after: Side, wanted: Callable[[str], bool], read: bool) -> Findings:
-    """Compare all of it. Raises: CorruptError, FormatVersionError."""
+def _compare(before: Side, after: Side, patterns: list[str], read: bool) -> Findings:
+    """Compare what has a name that matches one of the patterns. Raises: CorruptError, FormatVersionError."""
     from ckptman.diff.diff import diff_tensors
     from ckptman.diff.values import diff_values
     from ckptman.format.chunk_table import item_bytes
     from ckptman.loading.box_reader import BoundedState
+
+    def wanted(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
 
     found = Findings()
     with warnings.catch_warnings():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -100,15 +101,17 @@ def lines(before: Side, after: Side, found: Findings, top: int) -> list[str]:
         return [*shown, f"no difference in {compared}{known}"]
     differ = f"{console.count(len(found.tensors), 'tensor')} and {console.count(len(found.values), 'plain value')}"
     shown += [f"{differ} differ, of {compared}{known}", ""]
-    shown += _indented(_group_table(found.groups))
-    if found.tensors:
-        headers = ("tensor", "", "shape", "dtype", "relative", "max abs", "elements", "")
-        rows = map(_tensor_row, found.tensors[:top])
-        shown += ["", *_indented(console.table(headers, rows)), *_more(len(found.tensors), top)]
-    if found.values:
-        rows = map(_value_row, found.values[:top])
-        shown += ["", *_indented(console.table(("value", "A", "B"), rows)), *_more(len(found.values), top)]
-    return shown
+    tables = _group_table(found.groups)
+    tensor_headers = ("tensor", "", "shape", "dtype", "relative", "max abs", "elements", "")
+    for headers, rows in (
+        (tensor_headers, [_tensor_row(each) for each in found.tensors]),
+        (("value", "A", "B"), [_value_row(each) for each in found.values]),
+    ):
+        if rows:
+            tables += ["", *console.table(headers, rows[:top])]
+        if len(rows) > top:
+            tables.append(f"... {len(rows) - top:,} more: --top {len(rows)} or --json shows all")
+    return [*shown, *textwrap.indent("\n".join(tables), "  ").split("\n")]
 
 
 def _side_dict(side: Side) -> dict[str, Any]:
@@ -126,14 +129,9 @@ def _tensor_dict(tensor: TensorDiff) -> dict[str, Any]:
     fields |= {side: form._asdict() for side, form in (("a", tensor.before), ("b", tensor.after)) if form is not None}
     if found is not None:
         fields |= {"elements": found.elements, "changed": found.changed}
-    if found is not None and found.measured:
-        fields |= {
-            "relative_norm": found.relative,
-            "max_abs": found.largest,
-            "not_finite": found.unmeasured,
-            "nan": list(found.nan),
-            "inf": list(found.inf),
-        }
+        if found.measured:
+            fields |= {"relative_norm": found.relative, "max_abs": found.largest, "not_finite": found.unmeasured}
+            fields |= {"nan": found.nan, "inf": found.inf}
     return fields | ({"note": tensor.note} if tensor.note else {})
 
 
@@ -221,11 +219,3 @@ def _beside(before: str, after: str) -> tuple[str, str]:
 
 def _cut(written: str, width: int) -> str:
     return written if len(written) <= width else f"{written[: width - 3]}..."
-
-
-def _more(count: int, top: int) -> list[str]:
-    return [f"  ... {count - top:,} more: --top {count} or --json shows all"] if count > top else []
-
-
-def _indented(table: Iterable[str]) -> list[str]:
-    return [f"  {line}" for line in table]
