@@ -47,8 +47,11 @@ _SHARE_OF_TIMEOUT = 1 / 6
 """No check has more than four parts."""
 REPEAT_SECONDS = 1.0
 """For how long the checks that try something again and again do so."""
+_HUNG = "the file system does not answer any more"
 _CORE = ("writable", "rename", "fsync", "claim")
 """What saves build on: good only when it was tried to its end."""
+
+_PER_NODE = "at the rate of this node alone: with more nodes give the share of one, and share the file system's limit"
 
 Note = Callable[[str], None]
 
@@ -140,9 +143,6 @@ def _cost(name: str, measured: Finding, size_bytes: int, fixed_seconds: float, a
     return Finding(name, "warning" if doubts else "ok", value, advice, figures)
 
 
-_PER_NODE = "at the rate of this node alone: with more nodes give the share of one, and share the file system's limit"
-
-
 class _Checks:
     """Runs checks one after the other and keeps what they found. After one that hung or found no room, no more are."""
 
@@ -154,7 +154,6 @@ class _Checks:
         self._note = note
         self.over: str | None = None
         """Why nothing more can be tried."""
-        self.hung = False
 
     def do(self, name: str, check: Callable[[], Finding], consequence: str = "") -> Finding:
         """One check, in a process of its own. `consequence`: of its failure, where the check itself cannot say."""
@@ -170,7 +169,7 @@ class _Checks:
         try:
             return run_isolated(check, self.timeout_seconds)
         except NoAnswer as error:
-            self.over, self.hung = "the file system does not answer any more", True
+            self.over = _HUNG
             return Finding(name, "FAILED", str(error), "a run would hang here, too, until it is killed")
         except Died as error:
             return _not_done(name, str(error))
@@ -288,7 +287,7 @@ def _own_folder(checks: _Checks, folder: Path, disk: Disk) -> Iterator[Path | No
         yield own if made.verdict in ("ok", "warning") else None
     finally:
         gone = _is_gone(own, disk, min(_REMOVE_SECONDS, checks.timeout_seconds))
-        if not gone or checks.hung:
+        if not gone or checks.over == _HUNG:
             # A process that hangs in the middle of making it may end that when the file system is back.
             value = "the folder of the checks may be there, or come back with the file system"
             verdict: Verdict = "warning" if gone else "FAILED"

@@ -254,10 +254,10 @@ def check_shared_memory() -> Finding:
     total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     figures = {"total_bytes": total, "free_bytes": free}
     value = f"{size_text(free)} free of {size_text(total)}"
-    if free < _SHM_BYTES:
-        advice = "workers of a data loader die of a bus error when it is full: docker --shm-size, or clear it"
-        return Finding("/dev/shm", "warning", value, advice, figures)
-    return Finding("/dev/shm", "ok", value, "", figures)
+    if free >= _SHM_BYTES:
+        return Finding("/dev/shm", "ok", value, "", figures)
+    advice = "workers of a data loader die of a bus error when it is full: docker --shm-size, or clear it"
+    return Finding("/dev/shm", "warning", value, advice, figures)
 
 
 def check_open_files(soft: int, hard: int) -> Finding:
@@ -265,12 +265,11 @@ def check_open_files(soft: int, hard: int) -> Finding:
     figures = {"soft": soft, "hard": hard}
     soft_text, hard_text = ("unlimited" if each == resource.RLIM_INFINITY else f"{each:,}" for each in (soft, hard))
     value = f"{soft_text} (can be raised to {hard_text})"
-    if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
-        can_be_raised = hard == resource.RLIM_INFINITY or hard > soft
-        remedy = ": ulimit -n hard" if can_be_raised else ", and only your site can raise it"
-        advice = f"data loaders, sockets and the files of a checkpoint count{remedy}"
-        return Finding("open files", "warning", value, advice, figures)
-    return Finding("open files", "ok", value, "", figures)
+    if soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES:
+        return Finding("open files", "ok", value, "", figures)
+    remedy = ", and only your site can raise it" if soft == hard else ": ulimit -n hard"
+    advice = f"data loaders, sockets and the files of a checkpoint count{remedy}"
+    return Finding("open files", "warning", value, advice, figures)
 
 
 def check_locked_memory(soft: int, torch: TorchFacts, against_bytes: int | None) -> Finding:

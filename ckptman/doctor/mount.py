@@ -20,15 +20,8 @@ class Mount:
     point: str
     kind: str
     source: str
-    options: tuple[str, ...]
-
-    def option(self, name: str) -> str | None:
-        """Return the value of an option, "" for one without a value, None where it is not set."""
-        for each in self.options:
-            key, _, value = each.partition("=")
-            if key == name:
-                return value
-        return None
+    options: Mapping[str, str]
+    """Of those without a value ""."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +60,7 @@ _BEEGFS = (
 )
 _WEKA = "where it is tiered to an object store, old checkpoints are slow to read at first"
 _OBJECT = "renaming a folder copies every file in it, and is not atomic on most of them: do not save here; copy here"
+_SOFT = "mounted soft: a server that is slow to answer becomes an I/O error, and fails a save (hard waits)"
 _OVERLAY = "gone with the container, and slower than the disk below: bind a folder of the host into the container"
 _LOCAL_KINDS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs")
 _AUTOFS = "nothing is mounted here yet: look into the folder, and ask again"
@@ -120,8 +114,8 @@ def parse_mountinfo(text: str) -> list[Mount]:
         fields, more = left.split(" "), right.split(" ")
         if len(fields) < 6 or len(more) < 3:
             continue
-        options = dict.fromkeys([*fields[5].split(","), *more[2].split(",")])
-        found.append(Mount(_unescape(fields[4]), more[0], _unescape(more[1]), tuple(options)))
+        options = dict(each.partition("=")[::2] for each in (*fields[5].split(","), *more[2].split(",")))
+        found.append(Mount(_unescape(fields[4]), more[0], _unescape(more[1]), options))
     return found
 
 
@@ -138,9 +132,7 @@ def family_of(mount: Mount) -> Family:
         return FAMILIES[mount.kind]
     if mount.kind.startswith("fuse"):
         kind = mount.kind.partition(".")[2] or "no name"
-        return Family(
-            f"FUSE ({kind})", None, "a program of its own makes this file system: the checks below tell", "ok"
-        )
+        return Family(f"FUSE ({kind})", None, "a program of its own makes this file system: the checks below tell")
     return Family(mount.kind, None, "nothing is known about this kind: the checks below tell")
 
 
@@ -150,18 +142,20 @@ def check_kind(mount: Mount | None, environ: Mapping[str, str], stripes: str = "
         return Finding("file system", "unknown", "the kernel's table of mounts does not show it")
     family = family_of(mount)
     verdict, advice = family.verdict, [family.advice]
-    value = f"{family.name}, {mount.source} at {mount.point}"
-    if family.name != mount.kind and family.name.lower() != mount.kind:
-        value = f"{family.name}: {mount.kind}, {mount.source} at {mount.point}"
-    if mount.option("ro") is not None:
+    name = family.name if mount.kind in (family.name, family.name.lower()) else f"{family.name}: {mount.kind}"
+    value = f"{name}, {mount.source} at {mount.point}"
+    if "ro" in mount.options:
         verdict, advice = "warning", ["mounted read-only: nothing can be saved here"]
-    if family.shared is False and (nodes := _nodes(environ)) > 1:
+    nodes = first_number(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "") or 1
+    if family.shared is False and nodes > 1:
         verdict = "warning"
         advice.insert(0, f"this job has {nodes} nodes, and each would see its own files only: name a shared folder")
-    if family is NFS:
-        warnings = nfs_warnings(mount)
-        verdict = "warning" if warnings else verdict
-        advice = [*warnings, *advice]
+    if family is NFS and ("nolock" in mount.options or mount.options.get("local_lock", "none") != "none"):
+        verdict = "warning"
+        advice.insert(0, "locks hold on this host only (nolock or local_lock)")
+    if family is NFS and ("soft" in mount.options or "softerr" in mount.options):
+        verdict = "warning"
+        advice.insert(0, _SOFT)
     if family is LUSTRE and (said := stripe_text(stripes)):
         value += f", {said}"
     figures = {
@@ -169,22 +163,9 @@ def check_kind(mount: Mount | None, environ: Mapping[str, str], stripes: str = "
         "source": mount.source,
         "mount_point": mount.point,
         "shared": family.shared,
-        "options": list(mount.options),
+        "options": [f"{name}={value}" if value else name for name, value in mount.options.items()],
     }
     return Finding("file system", verdict, value, "; ".join(filter(None, advice)), figures)
-
-
-def nfs_warnings(mount: Mount) -> list[str]:
-    """Return what the options of an NFS mount take away."""
-    found = []
-    if any(mount.option(name) is not None for name in ("soft", "softerr")):
-        found.append(
-            "mounted soft: a server that is slow to answer becomes an I/O error, and fails a save (hard waits)"
-        )
-    local = mount.option("local_lock")
-    if mount.option("nolock") is not None or local not in (None, "none"):
-        found.append("locks hold on this host only (nolock or local_lock)")
-    return found
 
 
 def stripe_text(printed: str) -> str:
@@ -202,9 +183,9 @@ def unsafe_sync(mount: Mount | None) -> str | None:
     of it."""
     if mount is None:
         return None
-    if mount.kind == "overlay" and mount.option("volatile") is not None:
+    if mount.kind == "overlay" and "volatile" in mount.options:
         return "the container is mounted volatile: fsync does nothing, and a crash of the host loses what was saved"
-    if mount.option("nobarrier") is not None or mount.option("barrier") == "0":
+    if "nobarrier" in mount.options or mount.options.get("barrier") == "0":
         return "mounted without barriers: a power cut may lose what was fsynced"
     return None
 
@@ -238,10 +219,6 @@ def room_for(found: Finding, free: int, against_bytes: int | None, total_bytes: 
     elif against_bytes is None and free < min(total_bytes // 20, 10**12):
         verdict, advice = "warning", "nearly full: file systems get slow, and a save needs room beside the one before"
     return Finding(found.name, verdict, found.value, advice, found.figures)
-
-
-def _nodes(environ: Mapping[str, str]) -> int:
-    return first_number(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "") or 1
 
 
 def _unescape(text: str) -> str:

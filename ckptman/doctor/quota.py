@@ -151,25 +151,16 @@ def ask(run: Run, *command: str) -> str:
         return ""
 
 
-def _quota(whose: str, numbers: Sequence[int], kib_over: bool, files_over: bool) -> Quota:
-    """`numbers`: used, soft limit and hard limit, of KiB and of files. `*_over`: the days of grace are."""
-    kib, soft_kib, hard_kib, files, soft_files, hard_files = numbers
-    above_kib, above_files = 0 < soft_kib < kib, 0 < soft_files < files
-    kib_over, files_over = kib_over and above_kib, files_over and above_files
-    return Quota(
-        whose,
-        kib * _KIB,
-        _limit(soft_kib, hard_kib, above_kib, kib_over) * _KIB or None,
-        files,
-        _limit(soft_files, hard_files, above_files, files_over) or None,
-        in_grace=above_kib or above_files,
-        grace_over=kib_over or files_over,
-    )
-
-
-def _limit(soft: int, hard: int, above: bool, over: bool) -> int:
-    # 0 is no limit. Above the soft one it goes on for some days, up to the hard one.
-    return soft if over else hard or (0 if above else soft)
+def _quota(whose: str, numbers: Sequence[int], *past: bool) -> Quota:
+    """`numbers`: used, soft limit and hard limit, of KiB and of files. `past`: whether their days of grace are over."""
+    limits, in_grace, grace_over = list[int](), False, False
+    for (used, soft, hard), is_past in zip((numbers[:3], numbers[3:]), past):
+        above = 0 < soft < used
+        # 0 is no limit. Above the soft one it goes on for some days, up to the hard one.
+        limits.append(soft if above and is_past else hard or (0 if above else soft))
+        in_grace, grace_over = in_grace or above, grace_over or (above and is_past)
+    kib, files = limits
+    return Quota(whose, numbers[0] * _KIB, kib * _KIB or None, numbers[3], files or None, in_grace, grace_over)
 
 
 def _is_past(grace: str) -> bool:

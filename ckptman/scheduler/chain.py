@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, NotFoundError
@@ -22,10 +23,8 @@ def patient(say: Say) -> Say:
     """Return the same `say`, which does not mind that nobody can hear it: after a SIGHUP the terminal is gone."""
 
     def tell(text: str) -> None:
-        try:
+        with suppress(OSError):
             say(text)
-        except OSError:
-            pass
 
     return tell
 

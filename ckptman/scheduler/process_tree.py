@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,11 +40,9 @@ class ProcessTree:
 
         parents: dict[psutil.Process, int] = {}
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.Error):
                 if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                     parents[process] = process.ppid()
-            except psutil.Error:
-                continue
         members = {process for process in parents if process in self._known or self._is_marked(process.pid)}
         grew = True
         while grew:
@@ -52,7 +51,7 @@ class ProcessTree:
             grew = not children <= members
             members |= children
         self._known, self._parents = members, parents
-        return set(members)
+        return members
 
     def end(self, grace_seconds: float, hurry: Callable[[], bool]) -> None:
         """Leave no member alive. They get SIGTERM and time to save, until `hurry` (it waits a moment) is true.
@@ -138,16 +137,13 @@ def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
     import psutil
 
     for process in processes:
-        try:
+        with suppress(psutil.Error):
             process.send_signal(number)  # psutil looks at the start time first: never somebody else with the same pid
-        except psutil.Error:
-            continue
 
 
 def _lives(process: psutil.Process) -> bool:
     import psutil
 
-    try:
+    with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    return False

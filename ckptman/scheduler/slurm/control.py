@@ -18,7 +18,6 @@ class ChainStatus:
     """A chain as it is now: on disk, and in the queue (`live`: its jobs that wait or run, in order)."""
 
     state: State
-    jobs: list[JobRecord]
     attempts: list[AttemptRecord]
     ends: dict[int, EndRecord]
     live: list[tuple[JobRecord, Job]]
@@ -37,7 +36,7 @@ def look(chain: Chain, slurm: Slurm) -> ChainStatus:
     jobs = chain.jobs()
     known = slurm.jobs([each.job_id for each in jobs])
     live = [(each, known[each.job_id]) for each in jobs if each.job_id in known and not known[each.job_id].over]
-    return ChainStatus(chain.state, jobs, chain.attempts(), chain.ends(), live)
+    return ChainStatus(chain.state, chain.attempts(), chain.ends(), live)
 
 
 def cancel(chain: Chain, slurm: Slurm, now: float) -> ChainStatus:
@@ -70,8 +69,7 @@ def resume(chain: Chain, slurm: Slurm, now: float) -> ChainStatus:
         raise ConfigError(f"the chain is {state.state} ({state.reason}): submit its script again")
     seen = look(chain, slurm)
     if state.state != "active":
-        over = [each.number for each in seen.attempts if each.number in seen.ends]
-        forgiven = max(over, default=0)
+        forgiven = max((each.number for each in seen.attempts if each.number in seen.ends), default=0)
         # Who resumes a chain that was stopped because its checkpoints are gone has it start over.
         given_up = forgiven if state.state == "stopped" and lost(chain) else state.given_up
         chain.turn("active", f"resumed by {_who()}", now, forgiven=forgiven, given_up=given_up)
