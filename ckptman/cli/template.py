@@ -19,14 +19,8 @@ Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", show_default=False, help="Write it to a file, not to the screen."),
 ]
-Set = Annotated[
-    list[str] | None,
-    option("--set", "KEY=VALUE", "A value, such as nodes=4. May be given several times."),
-]
-Values = Annotated[
-    Path | None,
-    option("--config", "FILE", "Values from a TOML file; --set goes before it."),
-]
+Set = Annotated[list[str] | None, option("--set", "KEY=VALUE", "A value, such as nodes=4. May be given several times.")]
+Values = Annotated[Path | None, option("--config", "FILE", "Values from a TOML file; --set goes before it.")]
 List = Annotated[bool, typer.Option("--list", help="List the templates; with NAME, its keys and what they are.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
 AsJson = Annotated[bool, typer.Option("--json", help="With --list: print JSON, for programs.")]
@@ -44,6 +38,7 @@ def template(
     """Make a batch script for Slurm from a template, for ckptman submit or sbatch."""
     from ckptman.scheduler.slurm.templates import TEMPLATES, read_settings, render_template
     from ckptman.scheduler.slurm.templates import template as find
+    from ckptman.train.config import read_toml
 
     if listing:
         _list_keys(name, find(name), as_json) if name else _list_templates(TEMPLATES, as_json)
@@ -56,7 +51,7 @@ def template(
         raise ConfigError("--force: it overwrites the file of -o, and there is none")
     kind = find(name)
     given = read_settings(settings or [])
-    from_file = _read(config) if config else {}
+    from_file = read_toml(config) if config else {}
     merged = {**from_file, **given}
     if isinstance(from_file.get("env"), dict):
         merged["env"] = {**from_file["env"], **given.get("env", {})}
@@ -73,23 +68,6 @@ def template(
             f"fails and says nothing",
             err=True,
         )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    import sys
-
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        return dict(tomllib.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise NotFoundError(f"no file {path}: give the path of a TOML file to --config") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
 def _write(path: Path, script: str, force: bool) -> None:
@@ -117,19 +95,15 @@ def _list_keys(name: str, kind: Template, as_json: bool) -> None:
 
     fields = kind.keys.model_fields
     if as_json:
-        facts = [{"key": key, "default": _default(field.default), "what": WHAT[key]} for key, field in fields.items()]
+        facts = [{"key": key, "default": field.default, "what": WHAT[key]} for key, field in fields.items()]
         console.say_json({"name": name, "summary": kind.summary, "keys": facts})
         return
     rows = [(key, _shown(field.default), WHAT[key]) for key, field in fields.items()]
     console.say(*console.table(("key", "default", "what"), rows))
 
 
-def _default(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _shown(value: Any) -> str:
-    if value is None or value == "" or value == () or value == {}:
+    if value in (None, "", (), {}):
         return "-"
     shown = str(value).lower() if isinstance(value, bool) else str(value)
     return shown if len(shown) <= 40 else f"{shown[:37]}..."

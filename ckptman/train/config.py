@@ -1,8 +1,7 @@
 """The configuration of the bundled loop: one TOML file, checked as a whole before any process group is made.
 
 Every key is in the models below, in the order of the file; `examples/run.toml` shows them with their defaults.
-`load_config` finds unknown keys, wrong values and values that do not fit together, and reports all of them at once. No
-torch here: a login node can check a configuration.
+`load_config` finds unknown keys, wrong values and values that do not fit together, and reports all of them at once.
 """
 
 from __future__ import annotations
@@ -172,17 +171,22 @@ def load_config(path: Path, changes: Sequence[str] = ()) -> Config:
 
     Raises NotFoundError for a missing file, UnknownKeyError, and ConfigError with one line per wrong value.
     """
+    document = read_toml(path)
+    for change in changes:
+        _apply(document, change)
+    return check_config(document)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return what the TOML file of a `--config` says. Raises NotFoundError, ConfigError."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return dict(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise NotFoundError(f"no configuration file {path}: give the path of a TOML file to --config") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
-    for change in changes:
-        _apply(document, change)
-    return check_config(document)
 
 
 def check_config(document: Mapping[str, Any]) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from math import prod
 
@@ -79,7 +80,11 @@ def describe(setup: Setup) -> str:
     config, launch = setup.config, setup.launch
     lines = []
     for section, values in config.model_dump(mode="json", exclude_none=True).items():
-        lines += [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
+        lines += [
+            f"[{section}]",
+            *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()),
+            "",
+        ]
     replicate, shard = mesh_shape(launch.world_size, [launch.local_world_size], config.parallel.shard_ranks)
     run_tokens = config.run.steps * setup.batch_tokens
     retention = config.checkpoint.retention()
@@ -95,10 +100,6 @@ def describe(setup: Setup) -> str:
             f"keep         {retention or 'all'}",
         ]
     )
-
-
-def _toml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def parameter_shapes(model: ModelConfig, vocab_size: int) -> list[tuple[str, tuple[int, ...]]]:

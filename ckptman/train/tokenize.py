@@ -3,7 +3,7 @@
 A byte-level BPE is trained on the text, and the files are encoded by several threads, both by the `tokenizers` library.
 The result is the same for any number of threads: files are taken in sorted order, each is one document that ends with
 the end-of-text token, and the pieces that are encoded apart are cut by content. Everything is written under a temporary
-name next to OUT and renamed at the end, so that OUT is whole or not there. No torch.
+name next to OUT and renamed at the end, so that OUT is whole or not there.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ def permute(indices: Indices, samples: int, seed: int, epoch: int) -> Indices:
     """
     half = np.uint64(max(1, (max(samples - 1, 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    keys = [_mix(np.array([_key(seed, epoch, turn)], np.uint64))[0] for turn in range(_ROUNDS)]
+    first = seed * 0xD1342543DE82EF95 + epoch * 0x2545F4914F6CDD1D
+    keys = _mix(np.array([(first + turn * _GOLDEN) % 2**64 for turn in range(1, _ROUNDS + 1)], np.uint64))
     result = indices.astype(np.uint64)
     outside = np.ones(result.shape, bool)
     while outside.any():
@@ -60,10 +61,6 @@ def share(count: int, rank: int, world_size: int) -> tuple[int, int]:
 def largest_share(count: int, world_size: int) -> int:
     """The most items that `share` gives to any rank."""
     return -(-count // world_size)
-
-
-def _key(seed: int, epoch: int, turn: int) -> int:
-    return (seed * 0xD1342543DE82EF95 + epoch * 0x2545F4914F6CDD1D + turn * _GOLDEN + _GOLDEN) % 2**64
 
 
 def _mix(values: Indices) -> Indices:

@@ -1,4 +1,4 @@
-"""The token file on disk: one folder with `tokens.bin`, `meta.json` and `tokenizer.json`. No torch.
+"""The token file on disk: one folder with `tokens.bin`, `meta.json` and `tokenizer.json`.
 
 `tokens.bin` is nothing but little-endian token ids one after the other, documents joined by the end-of-text id, so
 that any program can map it. `meta.json` says how to read it.
