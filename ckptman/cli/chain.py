@@ -24,9 +24,7 @@ LINES_SHOWN = 20
 _COLOURS = {"finished": "green", "stopped": "red", "cancelled": "red", "paused": "yellow"}
 
 chain_app = typer.Typer(
-    help="Chains of Slurm jobs: see them, hold them, end them.",
-    rich_markup_mode=None,
-    no_args_is_help=True,
+    help="Chains of Slurm jobs: see them, hold them, end them.", rich_markup_mode=None, no_args_is_help=True
 )
 Name = Annotated[
     str | None,
@@ -132,14 +130,13 @@ def _act(name: str | None, what: Callable[[Chain, Slurm, float], ChainStatus]) -
 
 
 def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
-    spec = chain.spec
     if as_json:
         from ckptman.scheduler.history import restart_gaps
 
         console.say_json(
             {
                 "chain": str(chain.folder),
-                "script": spec.script,
+                "script": chain.spec.script,
                 **seen.state.model_dump(exclude={"forgiven"}),
                 "attempts": [_facts(each, seen.ends.get(each.number)) for each in seen.attempts],
                 "pauses": [asdict(each) for each in restart_gaps(chain)],
@@ -184,11 +181,10 @@ def _show_times(chain: Chain) -> None:
         return "-" if value is None else f"{value:,.1f}"
 
     found = restart_gaps(chain)
-    console.say()
     if not found:
-        console.say("seconds from the end of an attempt to the first step of the next: there is no second one yet")
+        console.say("", "seconds from the end of an attempt to the first step of the next: there is no second one yet")
         return
-    console.say("seconds from the end of the attempt before to the end of the first step")
+    console.say("", "seconds from the end of the attempt before to the end of the first step")
     headers = ("attempt", "queue", "start-up", "restore", "first-step", "total")
     rows = [
         (str(each.attempt), *map(seconds, (each.queue, each.start_up, each.restore, each.first_step, each.total)))
@@ -204,17 +200,14 @@ def _facts(attempt: AttemptRecord, end: EndRecord | None) -> dict[str, Any]:
 
 def _show_log(attempt: AttemptRecord) -> None:
     """The last lines of the log of an attempt: as a rule, a traceback."""
-    console.say()
-    console.say(f"log of attempt {attempt.number}: {console.plain(attempt.log)}")
     try:
         with open(attempt.log, "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - 16384))
             lines = log.read().decode(errors="replace").splitlines()[-LINES_SHOWN:]
     except (OSError, CkptmanError) as error:
-        console.say(f"  it cannot be read here: {console.plain(error)}")
-        return
-    for line in lines:
-        console.say(f"  {console.plain(line)}")
+        lines = [f"it cannot be read here: {error}"]
+    title = f"log of attempt {attempt.number}: {console.plain(attempt.log)}"
+    console.say("", title, *(f"  {console.plain(line)}" for line in lines))
 
 
 def _painted(state: str) -> str:

@@ -12,29 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptman.errors import CkptmanError, RootError, plain, plain_lines
+from ckptman.errors import CkptmanError, RootError, plain_lines
+from ckptman.errors import plain as plain
 from ckptman.policies.retention_rules import is_known_time
 
 if TYPE_CHECKING:
     from ckptman.format.manifest import Mesh
-
-__all__ = [
-    "age",
-    "complain",
-    "count",
-    "exit_code",
-    "mesh",
-    "message",
-    "metrics",
-    "paint",
-    "plain",
-    "say",
-    "say_json",
-    "size",
-    "stop_writing",
-    "table",
-    "user_at_host",
-]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,18 +28,13 @@ if TYPE_CHECKING:
     from ckptman.catalog.backends.backend import Backend
     from ckptman.catalog.catalog import Entry
     from ckptman.transfer.copy import Copied, CopyOptions
-    from ckptman.transfer.progress import Meter
 
 Source = Annotated[
-    str,
-    path_argument("SRC", "A checkpoint, or a root (then its newest checkpoint), or s3://bucket/prefix."),
+    str, path_argument("SRC", "A checkpoint, or a root (then its newest checkpoint), or s3://bucket/prefix.")
 ]
 Destination = Annotated[str, path_argument("DST", "The root to copy to, or s3://bucket/prefix.")]
 All = Annotated[bool, typer.Option("--all", help="Of a root: all its checkpoints, oldest commit first.")]
-Speed = Annotated[
-    str | None,
-    option("--limit", "SPEED", "Move no more than this, such as 500MB/s."),
-]
+Speed = Annotated[str | None, option("--limit", "SPEED", "Move no more than this, such as 500MB/s.")]
 Threads = Annotated[int | None, option("--threads", "N", "Threads that move bytes.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace another checkpoint of the same step, or a damaged copy.")
@@ -65,32 +60,35 @@ def copy(
     Interrupted, it goes on from where it was when it is run again. A copy keeps its name, step and sequence. One that
     is there already is not copied again.
     """
-    from ckptman.catalog.backends.backend import find_url
-    from ckptman.catalog.backends.local import LocalBackend
+    from ckptman.catalog.backends.backend import find_url, open_backend
     from ckptman.catalog.backends.source import GoneError
-    from ckptman.transfer.copy import copy_checkpoint, copy_foreign
+    from ckptman.format.paths import parse_step
+    from ckptman.transfer.copy import CopyOptions, copy_foreign
+    from ckptman.transfer.progress import Limit
 
-    with_options = _options(limit, threads, overwrite)
-    job = _Job(source, destination, as_json, every)
+    check_threads("copy", threads)
+    shared = None if limit is None else Limit(parse_rate("--limit", limit))
+    options = CopyOptions(threads=threads, limit=shared, overwrite=overwrite)
     source_url, target_url = find_url(source), find_url(destination)
     if source_url is not None and target_url is not None:
         raise ConfigError("from one object store to another: copy to a folder in between, or use tools of the store")
+    if target_url is not None and parse_step(target_url.rpartition("/")[2]):
+        raise ConfigError(f"{target_url} is the name of a checkpoint: name what holds it; a copy keeps its name")
+    path, place = Path(source), open_backend(destination)
+    job = _Job(source, destination, options, as_json, every)
     if source_url is not None:
         store, entries = choose_objects(source_url, step, every)
-        for found in job.counting(entries, asked=step is not None):
-            job.attempt(found, with_options(partial(copy_checkpoint, found, LocalBackend(destination), source=store)))
-    elif step is None and not every and is_foreign(Path(source)):
-        with copy_progress(Path(source).name) as meter:
-            job.done(with_options(partial(copy_foreign, Path(source), _target(destination, target_url)))(meter))
+        for entry in job.counting(entries, asked=step is not None):
+            job.attempt(entry, place, store)
+    elif step is None and not every and is_foreign(path):
+        with copy_progress(path.name) as meter:
+            job.done(copy_foreign(path, place, replace(options, meter=meter)))
     else:
-        path, place = Path(source), _target(destination, target_url)
-        if target_url is None:
-            _refuse_inside(path, Path(destination))
         asked = step is not None or is_checkpoint(path)
         for looks_left in reversed(range(_LOOKS)):
             try:
                 for entry in job.counting(choose(path, step, every, passed_over=True), asked):
-                    job.attempt(entry, with_options(partial(copy_checkpoint, entry, place)))
+                    job.attempt(entry, place)
                 break
             except GoneError:  # whoever pruned it has a newer one by now
                 if asked or not looks_left:
@@ -101,11 +99,12 @@ def copy(
 class _Job:
     """What is told of the checkpoints one after the other, and in the end."""
 
-    def __init__(self, source: str, destination: str, as_json: bool, every: bool) -> None:
+    def __init__(self, source: str, destination: str, options: CopyOptions, as_json: bool, every: bool) -> None:
         self.copied: list[Copied] = []
         self.failures: dict[int, CkptmanError] = {}
         self.passed_over: list[tuple[Entry, str]] = []
-        self._source, self._destination, self._as_json, self._every = source, destination, as_json, every
+        self._source, self._destination, self._options = source, destination, options
+        self._as_json, self._every = as_json, every
 
     def counting(self, entries: Sequence[Entry], asked: bool) -> list[Entry]:
         """Those to copy. What does not count is told and passed over, unless it was `asked` for by name."""
@@ -129,14 +128,15 @@ class _Job:
             raise NotFoundError(f"{self._source} holds no complete checkpoint: ckptman list says what is there")
         return chosen
 
-    def attempt(self, entry: Entry, copy: Callable[[Meter], Copied]) -> None:
+    def attempt(self, entry: Entry, place: Backend, source: Backend | None = None) -> None:
         """Copy one. Raises: what went wrong; of several, only what keeps the others from being copied, too."""
         from ckptman.catalog.backends.drafts import BusyCopyingError
         from ckptman.catalog.backends.source import GoneError, SourceError
+        from ckptman.transfer.copy import copy_checkpoint
 
         try:
             with copy_progress(f"step {entry.step}") as meter:
-                self.done(copy(meter))
+                self.done(copy_checkpoint(entry, place, replace(self._options, meter=meter), source=source))
         except GoneError:
             if not self._every:
                 raise
@@ -232,31 +232,3 @@ def _pace(count: int, seconds: float) -> str:
     if count < _TIMED_BYTES:
         return ""
     return f" in {seconds:.1f} s ({console.size(int(count / max(seconds, 1e-9)))}/s)"
-
-
-def _target(destination: str, url: str | None) -> Backend:
-    from ckptman.catalog.backends.backend import open_backend
-    from ckptman.format.paths import parse_step
-
-    if url is not None and parse_step(url.rpartition("/")[2]):
-        raise ConfigError(f"{url} is the name of a checkpoint: name what holds it; a copy keeps its name")
-    return open_backend(destination)
-
-
-def _refuse_inside(path: Path, root: Path) -> None:
-    """A root inside of the root that is copied would be one of its folders. Raises: ConfigError."""
-    source, target = path.resolve(), root.resolve()
-    if source == target or source in target.parents:
-        raise ConfigError(f"{root} is {path} itself, or inside of it: name a root outside of what is copied")
-
-
-def _options(
-    limit: str | None, threads: int | None, overwrite: bool
-) -> Callable[[Callable[[CopyOptions], Copied]], Callable[[Meter], Copied]]:
-    """What makes of a copy that wants its options one that wants only a meter. Raises: ConfigError."""
-    from ckptman.transfer.copy import CopyOptions
-    from ckptman.transfer.progress import Limit
-
-    check_threads("copy", threads)
-    shared = None if limit is None else Limit(parse_rate("--limit", limit))
-    return lambda copy: lambda meter: copy(CopyOptions(threads=threads, limit=shared, meter=meter, overwrite=overwrite))

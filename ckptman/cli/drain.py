@@ -15,17 +15,14 @@ from ckptman.cli.copy import Speed, Threads, copied_lines
 from ckptman.cli.options import AsJson, option, parse_rate
 from ckptman.cli.progress import copy_progress
 from ckptman.cli.select import Root
-from ckptman.errors import CkptmanError, ConfigError, CorruptError, RootError
+from ckptman.errors import ConfigError, CorruptError, RootError
 
 if TYPE_CHECKING:
     from ckptman.policies.tiers import Tier
     from ckptman.transfer.copy import CopyOptions
     from ckptman.transfer.drain import Drained, DrainPlan, DrainTask
 
-To = Annotated[
-    str | None,
-    option("--to", "PLACE", "A folder or s3://..., instead of the tiers."),
-]
+To = Annotated[str | None, option("--to", "PLACE", "A folder or s3://..., instead of the tiers.")]
 Every = Annotated[int, typer.Option("--every", metavar="N", help="With --to: each N-th commit.")]
 Follow = Annotated[bool, typer.Option("--follow", help="Go on until the run is finished.")]
 Poll = Annotated[float, typer.Option("--poll", metavar="SECONDS", help="With --follow: look this often.")]
@@ -50,6 +47,7 @@ def drain(
     The tiers are those that the run was started with; each copy is proved before it counts, and each tier is pruned by
     its own rules. Nothing is deleted in ROOT: its own retention does that, once the copies are there.
     """
+    from ckptman.transfer.copy import CopyOptions
     from ckptman.transfer.drain import carry_out, plan_drain, prepare
     from ckptman.transfer.progress import Limit
 
@@ -61,20 +59,19 @@ def drain(
 
     @contextmanager
     def options_for(task: DrainTask) -> Iterator[CopyOptions]:
-        from ckptman.transfer.copy import CopyOptions
-
         rates = [each for each in (rate, task.tier.bytes_per_second) if each is not None]
         with copy_progress(f"step {task.entry.step}") as meter:
             yield CopyOptions(threads=threads, limit=Limit(min(rates)) if rates else None, meter=meter)
 
+    if dry_run:
+        plan = plan_drain(root, tiers, new=to is not None)
+        _tell_plan(root, plan, as_json)
+        _raise_worst([], plan)
+        return
     progress = time.monotonic()
     while True:
         finished = _is_finished(root)  # asked first: then all that it has committed is seen below
-        plan = plan_drain(root, tiers, new=dry_run and to is not None)
-        if dry_run:
-            _tell_plan(root, plan, as_json)
-            break
-        plan = prepare(root, plan)
+        plan = prepare(root, plan_drain(root, tiers))
         for each in carry_out(root, plan, options_for):
             done.append(each)
             if not as_json:
@@ -88,9 +85,9 @@ def drain(
             break
         done = [each for each in done if each.copied is not None]
         time.sleep(poll)
-    if as_json and not dry_run:
+    if as_json:
         console.say_json({"root": str(root), "tasks": [_as_dict(each) for each in done], "troubles": _troubles(plan)})
-    elif not dry_run:
+    else:
         console.say(_summary(done, tiers))
     _raise_worst(done, plan)
 
@@ -184,15 +181,15 @@ def _as_dict(drained: Drained) -> dict[str, Any]:
 
 
 def _raise_worst(done: list[Drained], plan: DrainPlan) -> None:
-    """Raises: what went wrong, where something did; that of the first."""
+    """Raise the first of what went wrong, if anything did."""
     from ckptman.catalog.backends.source import GoneError
 
-    errors: list[CkptmanError] = [each.error for each in done if each.error is not None and not each.busy]
-    for error in errors:
-        if not isinstance(error, GoneError):  # deleted since it was listed: the next drain knows
-            raise error
-    for root_error in plan.root_errors:
-        raise root_error
+    for each in done:
+        # What was deleted since it was listed, the next drain knows.
+        if each.error is not None and not each.busy and not isinstance(each.error, GoneError):
+            raise each.error
+    for error in plan.root_errors:
+        raise error
     if plan.troubles:
         first = plan.troubles[0]
         raise RootError(0, f"{first.tier} cannot be looked at, or written to: {first.trouble}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,14 +15,10 @@ from ckptman.cli.select import check_is_no_checkpoint, is_foreign
 if TYPE_CHECKING:
     from ckptman.catalog.catalog import Entry
     from ckptman.catalog.verified import Verified
+    from ckptman.format.paths import StepName
 
 SIZES_SHOWN = 4
-
-
-RootOrAddress = Annotated[
-    str,
-    path_argument("ROOT", "The folder that holds checkpoints, or s3://bucket/prefix."),
-]
+RootOrAddress = Annotated[str, path_argument("ROOT", "The folder that holds checkpoints, or s3://bucket/prefix.")]
 
 
 def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
@@ -34,39 +30,26 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
     from ckptman.catalog.catalog import Catalog
     from ckptman.catalog.verified import read_verified
 
-    if (url := find_url(root)) is not None:
-        list_objects(url, as_json)
-        return
-    check_is_no_checkpoint(folder := Path(root))
-    catalogue = Catalog(folder)
-    entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
-    notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
+    entries: Sequence[Entry]
+    notes: dict[Path, Verified | None] = {}
+    leftovers: list[tuple[Path, StepName]] = []
+    foreign: list[str] = []
+    if (url := find_url(root)) is not None:  # where there are no notes and no leftovers
+        from ckptman.catalog.backends.object_store import ObjectBackend
+
+        entries = ObjectBackend(url).look(abandoned=True)
+    else:
+        check_is_no_checkpoint(folder := Path(root))
+        catalogue = Catalog(folder)
+        entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
+        notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
+        foreign = [name for name in catalogue.names() if is_foreign(folder / name)]
+    where = url or str(Path(root))
     if as_json:
         unfinished = [{"path": str(path), "step": parsed.step, "kind": parsed.kind} for path, parsed in leftovers]
         checkpoints = [describe(entry, notes.get(entry.path)) for entry in entries]
-        console.say_json({"root": str(folder), "checkpoints": checkpoints, "leftovers": unfinished})
+        console.say_json({"root": where, "checkpoints": checkpoints, "leftovers": unfinished})
         return
-    _say(str(folder), entries, notes, len(leftovers), [name for name in catalogue.names() if is_foreign(folder / name)])
-
-
-def list_objects(url: str, as_json: bool) -> None:
-    """The same of an object store, where there are no notes and no leftovers. Raises: as `ObjectBackend.look`."""
-    from ckptman.catalog.backends.object_store import ObjectBackend
-
-    entries = ObjectBackend(url).look(abandoned=True)
-    if as_json:
-        console.say_json({"root": url, "checkpoints": [describe(entry, None) for entry in entries], "leftovers": []})
-        return
-    _say(url, entries, {}, 0)
-
-
-def _say(
-    root: str,
-    entries: Sequence[Entry],
-    notes: Mapping[Path, Verified | None],
-    leftovers: int,
-    foreign: Sequence[str] = (),
-) -> None:
     if entries:
         now = time.time()
         # A column that would be empty from top to bottom is left out.
@@ -76,11 +59,9 @@ def _say(
             (*_row(entry, now), *[verified(notes.get(entry.path), now)] * shown, _state(entry, notes.get(entry.path)))
             for entry in entries
         ]
-        lines = console.table(headers, rows, right="step age size ranks")
-        console.say(*lines)
-        console.say()
+        console.say(*console.table(headers, rows, right="step age size ranks"), "")
     damaged = {path for path, note in notes.items() if note is not None and note.damaged}
-    console.say(_summary(root, entries, damaged, leftovers))
+    console.say(_summary(where, entries, damaged, len(leftovers)))
     if foreign:
         folders = console.count(len(foreign), "folder")
         console.say(
@@ -90,22 +71,20 @@ def _say(
 
 def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:
     """A checkpoint for programs. Without a readable manifest, only where it is and what is wrong with it."""
-    facts: dict[str, Any] = {
+    facts: dict[str, Any] = {}
+    if entry.manifest is not None:
+        facts = {"bytes": entry.manifest.total_bytes}
+        facts |= entry.manifest.model_dump(mode="python", exclude={"step", "files", "block_bytes"})
+    unsaid = {"manifest_digest", "files_digest", "damaged"}
+    return {
         "step": entry.step,
         "path": entry.where,
         "complete": entry.complete,
         "problem": entry.problem,
-    }
-    if entry.manifest is not None:
-        facts |= {"bytes": entry.manifest.total_bytes}
-        facts |= entry.manifest.model_dump(mode="python", exclude={"step", "files", "block_bytes"})
-    proved = note is not None and not note.damaged
-    unsaid = {"manifest_digest", "files_digest", "damaged"}
-    return {
         **facts,
         "abandoned": entry.abandoned or None,
         "pinned": entry.pinned or None,
-        "verified": note.model_dump(mode="json", exclude=unsaid) if proved and note is not None else None,
+        "verified": note.model_dump(mode="json", exclude=unsaid) if note and not note.damaged else None,
         "damaged": note.damaged or None if note is not None else None,
     }
 
@@ -143,8 +122,7 @@ def _state(entry: Entry, note: Verified | None) -> str:
         return console.paint(f"damaged: {console.plain(short_problem(entry, note.damaged))}", "red")
     if entry.problem is None:
         state = f"abandoned {console.plain(entry.abandoned)}" if entry.abandoned else "complete"
-        why = entry.pinned
-        return f"{state}, pinned: {console.plain(why)}" if why else state
+        return f"{state}, pinned: {console.plain(entry.pinned)}" if entry.pinned else state
     return console.paint(f"does not count: {console.plain(short_problem(entry, entry.problem))}", "red")
 
 

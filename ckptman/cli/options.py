@@ -18,7 +18,7 @@ from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
     from ckptman.policies.retention import Verdict
-    from ckptman.policies.retention_rules import KeepBest, KeepSteps, RetentionPolicy
+    from ckptman.policies.retention_rules import KeepBest, RetentionPolicy
 
 
 def option(name: str, metavar: str, help: str) -> Any:
@@ -158,7 +158,7 @@ def parse_retention(
 ) -> RetentionPolicy | None:
     """Return the policy that the options of `ckptman prune` and `ckptman plan` mean, or None. Raises: ConfigError."""
     from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
-    from ckptman.policies.retention_rules import AtMost, KeepEvery, KeepLast
+    from ckptman.policies.retention_rules import AtMost, KeepEvery, KeepLast, KeepSteps
 
     def counted(rule: Callable[[int], RetentionPolicy], count: int | None) -> list[RetentionPolicy]:
         return [] if count is None else [rule(count)]
@@ -170,7 +170,12 @@ def parse_retention(
     rules += [*counted(KeepHourly, keep_hourly), *counted(KeepDaily, keep_daily)]
     rules += [*counted(KeepWeekly, keep_weekly), *counted(KeepMonthly, keep_monthly)]
     if keep_steps is not None:
-        rules.append(parse_steps(keep_steps))
+        try:
+            rules.append(KeepSteps(*map(int, keep_steps.split(","))))
+        except ValueError:
+            raise ConfigError(
+                f"--keep-steps: steps with commas between them, such as 1000,5000, not {keep_steps!r}"
+            ) from None
     limits = []
     if max_bytes is not None:
         limits.append(AtMost(bytes=parse_size("--max-bytes", max_bytes, needs_unit=True)))
@@ -195,16 +200,6 @@ def parse_keep_best(written: str) -> KeepBest:
         except ValueError:
             pass  # part of the metric's name; a slip shows when no checkpoint has that metric
     return KeepBest(":".join(parts), count, "max" if mode == "max" else "min")
-
-
-def parse_steps(written: str) -> KeepSteps:
-    """Parse steps such as `1000,5000`. Raises: ConfigError."""
-    from ckptman.policies.retention_rules import KeepSteps
-
-    try:
-        return KeepSteps(*(int(part) for part in written.split(",")))
-    except ValueError:
-        raise ConfigError(f"--keep-steps: steps with commas between them, such as 1000,5000, not {written!r}") from None
 
 
 def check_meant(root: Path, policy: RetentionPolicy | None, verdicts: Sequence[Verdict], *, stored: bool) -> None:

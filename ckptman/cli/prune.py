@@ -46,8 +46,6 @@ Roots = Annotated[
     list[str],
     path_argument("ROOT", "Folders that hold checkpoints, or patterns in quotes such as 'runs/*/checkpoints'."),
 ]
-
-
 Leftovers = Annotated[bool, typer.Option("--leftovers", help="Delete no checkpoint: only clear what crashes left.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted, and why.")]
 Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help="Delete so many checkpoints at a time.")]

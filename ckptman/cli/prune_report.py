@@ -86,7 +86,7 @@ def as_dict(root: Path, plan: PrunePlan, pruned: Pruned | None) -> dict[str, Any
                 "step": verdict.record.step,
                 "path": str(plan.entries[verdict.record.sequence].path),
                 "keep": verdict.keep or verdict.record.sequence in spared,
-                "reasons": [*verdict.reasons, *[spared[each] for each in [verdict.record.sequence] if each in spared]],
+                "reasons": [*verdict.reasons, *filter(None, [spared.get(verdict.record.sequence)])],
                 "bytes": verdict.record.bytes,
             }
             for verdict in plan.verdicts

@@ -71,17 +71,21 @@ def _note(root: Path, change: Change, why: str) -> None:
 
 def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
     action = "abandon" if change.undoes is None else "bring back"
-    rows = [(action, f"step {each.step}", *_facts(each.require_manifest(), now)) for each in change.entries]
-    lines = [*console.table(("action", "what", "size", "age", "metrics"), rows, right="size age"), ""] if rows else []
-    if not rows:
+    if not change.entries:
         return [f"Nothing to abandon: step {change.target.step} is the newest checkpoint."]
+    rows = [
+        (
+            action,
+            f"step {manifest.step}",
+            console.size(manifest.total_bytes),
+            console.age_of(manifest.time_seconds, now),
+            console.metrics(manifest.metrics) or "-",
+        )
+        for manifest in (each.require_manifest() for each in change.entries)
+    ]
+    lines = console.table(("action", "what", "size", "age", "metrics"), rows, right="size age")
     done = "Nothing was changed (--dry-run): the next restore would go" if dry_run else "The next restore goes"
-    return [*lines, f"{done} on from step {change.target.step}."]
-
-
-def _facts(manifest: Any, now: float) -> tuple[str, str, str]:
-    size, age = console.size(manifest.total_bytes), console.age_of(manifest.time_seconds, now)
-    return size, age, console.metrics(manifest.metrics) or "-"
+    return [*lines, "", f"{done} on from step {change.target.step}."]
 
 
 def _as_dict(root: Path, change: Change, dry_run: bool) -> dict[str, Any]:

@@ -39,22 +39,22 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
     manifest = entry.require_manifest()
     index = read_index(entry.path, manifest)
     tensors = tensors_of(index, open_table(entry.path, manifest, index))
-    values = [unit for unit in index.units if not _is_tensor(unit.value)]
+    units = [each for each in index.units if not (isinstance(each.value, dict) and each.value.get("~") == "tensor")]
     note = read_verified(entry.path, manifest)
-    read = [_decoded(unit, entry.path) for unit in values]
+    values = [(unit, *_decoded(unit, entry.path)) for unit in units]
     if as_json:
         console.say_json(
             {
                 **describe(entry, note),
                 "files": {name: record.model_dump() for name, record in sorted(manifest.files.items())},
                 "tensors": [asdict(tensor) for tensor in tensors],
-                "values": [{"state": unit.state, "key": unit.key, "value": unit.value} for unit in values],
+                "values": [{"state": unit.state, "key": unit.key, "value": unit.value} for unit in units],
             }
         )
         return
     console.say(*_origin(entry, note, time.time()))
     console.say(*_tensor_lines(tensors))
-    console.say(*_value_lines(values, read))
+    console.say(*_value_lines(values))
 
 
 def _show_foreign(path: Path, as_json: bool) -> None:
@@ -142,10 +142,10 @@ def _decoded(unit: Unit, folder: Path) -> tuple[Any, Any]:
         ) from error
 
 
-def _value_lines(units: list[Unit], decoded: list[tuple[Any, Any]]) -> list[str]:
+def _value_lines(values: list[tuple[Unit, Any, Any]]) -> list[str]:
     by_state: dict[str, list[tuple[Unit, Any, Any]]] = {}
-    for unit, (key, value) in zip(units, decoded):
-        by_state.setdefault(unit.state, []).append((unit, key, value))
+    for each in values:
+        by_state.setdefault(each[0].state, []).append(each)
     rows = []
     for state, group in by_state.items():
         for unit, key, value in group[:VALUES_SHOWN]:
@@ -155,11 +155,7 @@ def _value_lines(units: list[Unit], decoded: list[tuple[Any, Any]]) -> list[str]
             rows.append((f"{console.plain(state)}.*", f"... {len(group) - VALUES_SHOWN:,} more: --json shows all"))
     if not rows:
         return []
-    return ["", console.count(len(units), "plain value"), *_indented(console.table(("", ""), rows)[1:])]
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("~") == "tensor"
+    return ["", console.count(len(values), "plain value"), *_indented(console.table(("", ""), rows)[1:])]
 
 
 def _indented(lines: list[str]) -> list[str]:

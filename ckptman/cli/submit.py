@@ -81,6 +81,7 @@ def submit(
     ):
         if value is not None:
             check_count("submit", name, value)
+    now = time.time()
     if scheduler == "local":
         unknown = {
             "--max-walltime": max_walltime,
@@ -93,14 +94,20 @@ def submit(
         }
         if given := [name for name, value in unknown.items() if value]:
             raise ConfigError(f"{', '.join(given)}: for Slurm alone; leave it out with --scheduler local")
-        raise typer.Exit(_run_here(command, max_attempts, crash_limit, stall_limit, chain_dir))
+        from ckptman.scheduler.chain import new_chain_dir
+        from ckptman.scheduler.local import run_chain
+
+        folder = chain_dir or new_chain_dir(now)
+        code = run_chain(
+            command, folder, _tell, crash_limit=crash_limit, max_attempts=max_attempts, stall_limit=stall_limit
+        )
+        raise typer.Exit(code)
     if scheduler != "slurm":
         raise ConfigError(f"there is no scheduler {scheduler!r}; known: slurm, local")
     if requeue and upfront:
         raise ConfigError("--requeue runs one job again and again, --upfront submits many: choose one of them")
     from ckptman.scheduler.slurm.submission import Submission, first_command, prepare, slurm_of, submit_chain
 
-    now = time.time()
     submission = Submission(
         script=Path(command[0]),
         arguments=tuple(command[1:]),
@@ -118,21 +125,17 @@ def submit(
     made = prepare(submission, chain_dir, os.environ, now)
     for remark in made[0].remarks:
         say(f"note: {remark}")
+    at_once = f", {upfront} at once" if upfront else ""
     for number, each in enumerate(made):
         if dry_run:
-            line = first_command(each)
-            say(
-                f"would submit, {submission.upfront} at once: {plain(line)}"
-                if upfront
-                else f"would submit: {plain(line)}"
-            )
+            say(f"would submit{at_once}: {plain(first_command(each))}")
             continue
         try:
             jobs = submit_chain(each, slurm_of(each.spec), now)
         except (SchedulerError, OSError) as error:
             raise _with_what_is_left(error, made[number:]) from error
         say(f"submitted job {jobs[0].job_id}" + (f" to {jobs[-1].job_id}" if len(jobs) > 1 else ""))
-        if len(jobs) < submission.upfront:
+        if upfront and len(jobs) < upfront:
             say(f"note: the queue takes no more than {len(jobs)} for now: the others follow one after another")
         say(f"chain: {plain(each.chain.folder)}")
         if each is made[-1]:
@@ -143,18 +146,6 @@ def _with_what_is_left(error: SchedulerError | OSError, left: Sequence[PreparedC
     """Of an array some tasks may be in the queue already, and go on: the error says which are not."""
     tasks = ",".join(str(each.spec.array_task) for each in left if each.spec.array_task is not None)
     return SchedulerError(f"{error}. Not submitted: --array={tasks}") if tasks else error
-
-
-def _run_here(
-    command: list[str], max_attempts: int | None, crash_limit: int, stall_limit: int, chain_dir: Path | None
-) -> int:
-    from ckptman.scheduler.chain import new_chain_dir
-    from ckptman.scheduler.local import run_chain
-
-    folder = chain_dir or new_chain_dir(time.time())
-    return run_chain(
-        command, folder, _tell, crash_limit=crash_limit, max_attempts=max_attempts, stall_limit=stall_limit
-    )
 
 
 def _date(text: str | None, now: float) -> float | None:
