@@ -16,11 +16,9 @@ import torch
 from ckptman.diff.difference import Difference, comparable, measure, measuring_threads
 from ckptman.diff.digest_compare import digests_agree, same_containers
 from ckptman.errors import CorruptError
-from ckptman.loading.box_reader import PIECE_BYTES, BoxReader, Refused, Shape, boxes, prefetched
+from ckptman.loading.box_reader import PIECE_BYTES, Batch, BoxReader, Refused, boxes, prefetched
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.loading.read_tensors import Fill
 
-BATCH_STEPS = 1024
 Kind = Literal["same", "changed", "added", "removed", "reshaped", "retyped"]
 
 
@@ -84,66 +82,36 @@ def diff_tensors(
                 total = Difference()
 
 
-class _Batch:
-    """Pieces that are read together: of one large tensor, or of many small ones."""
-
-    def __init__(self, readers: tuple[BoxReader, BoxReader], memory: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self.steps: list[_Step] = []
-        self._readers, self._memory = readers, memory
-        self._fills: tuple[list[Fill], list[Fill]] = [], []
-        self._used = 0
-
-    def has_room(self, size: int) -> bool:
-        """Whether that many bytes of each checkpoint fit."""
-        return self._used + size <= PIECE_BYTES and len(self.steps) < BATCH_STEPS
-
-    def add(self, tensor: TensorDiff, dtypes: tuple[torch.dtype, torch.dtype], offsets: Shape, sizes: Shape) -> None:
-        """Add a box of a tensor. Raises: CorruptError, Refused."""
-        count = math.prod(sizes)
-        mine, other = (
-            memory[self._used : self._used + count * dtype.itemsize] for memory, dtype in zip(self._memory, dtypes)
-        )
-        found = [reader.fills(tensor.name, offsets, sizes, data) for reader, data in zip(self._readers, (mine, other))]
-        # Not before both are known: where one is refused, this memory is for the next tensor.
-        for fills, more in zip(self._fills, found):
-            fills += more
-        self.steps.append(_Step(tensor, (mine, other), dtypes))
-        self._used += -(-count * max(dtype.itemsize for dtype in dtypes) // 64) * 64
-
-    def read(self) -> list[_Step]:
-        """Read all of it. Raises: CorruptError."""
-        for reader, fills in zip(self._readers, self._fills):
-            reader.read(fills)
-        return self.steps
-
-
 def _batches(a: SavedState, b: SavedState, wanted: Callable[[str], bool], read_all: bool) -> Iterator[list[_Step]]:
     readers = BoxReader(a), BoxReader(b)
     # Two pairs: one is compared while the other is filled. Memory that is not used is not taken.
     one, two, three, four = (torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(4))
     memory = [(one, two), (three, four)]
-    batch = _Batch(readers, memory[0])
+    batch, steps = Batch(readers, memory[0]), list[_Step]()
     for name in sorted(a.index.tensors.keys() | b.index.tensors.keys()):
         if not wanted(name):
             continue
         tensor = _described(a, b, name)
         dtypes = _to_compare(tensor, readers, read_all)
         if dtypes is None or tensor.before is None:
-            batch.steps.append(_Step(tensor, settled=True))
+            steps.append(_Step(tensor, settled=True))
             continue
         item = max(dtype.itemsize for dtype in dtypes)
         try:
             for offsets, sizes in boxes(tensor.before.shape, PIECE_BYTES // item):
                 if not batch.has_room(math.prod(sizes) * item):
-                    yield batch.read()
+                    batch.read()
+                    yield steps
                     memory.reverse()
-                    batch = _Batch(readers, memory[0])
-                batch.add(tensor, dtypes, offsets, sizes)
+                    batch, steps = Batch(readers, memory[0]), []
+                mine, other = batch.add(name, dtypes, offsets, sizes)
+                steps.append(_Step(tensor, (mine, other), dtypes))
         except Refused as refused:
-            batch.steps.append(_Step(_by_bytes(a, b, tensor, refused), settled=True))
+            steps.append(_Step(_by_bytes(a, b, tensor, refused), settled=True))
         else:
-            batch.steps.append(_Step(tensor))
-    yield batch.read()
+            steps.append(_Step(tensor))
+    batch.read()
+    yield steps
 
 
 def _to_compare(

@@ -19,12 +19,9 @@ from ckptman.errors import ConfigError
 from ckptman.exporting.choice import CASTS, Item
 from ckptman.io.durable_files import Disk
 from ckptman.io.file_writer import FileWriter
-from ckptman.loading.box_reader import PIECE_BYTES, BoxReader, Shape, boxes, prefetched
-from ckptman.loading.read_tensors import Fill
+from ckptman.loading.box_reader import PIECE_BYTES, Batch, BoxReader, Shape, boxes, prefetched
 from ckptman.state.file_layout import as_bytes, view_of
 
-_BATCH_PIECES = 1024
-_ALIGN_BYTES = 64
 _CAST_ELEMENTS = 256 * 1024
 
 
@@ -129,25 +126,18 @@ def _batches(reader: BoxReader, parts: Iterable[Part]) -> Iterator[list[tuple[Pa
     A batch stays valid while the next one is made. Raises: CorruptError.
     """
     memories = _memories()
-    batch: list[tuple[Part, torch.Tensor]] = []
-    fills: list[Fill] = []
-    used = number = 0
+    batch, pieces = Batch([reader], memories[:1]), list[tuple[Part, torch.Tensor]]()
     for part in parts:
-        size = part.saved_bytes
-        if batch and (used + size > PIECE_BYTES or len(batch) == _BATCH_PIECES):
-            reader.read(fills)
-            yield batch
-            batch, fills, used, number = [], [], 0, (number + 1) % len(memories)
-        data = memories[number][used : used + size]
-        fills += reader.fills(part.item.source, part.offsets, part.sizes, data)
-        batch.append((part, data))
-        used += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
-    if batch:
-        reader.read(fills)
-        yield batch
+        if not batch.has_room(part.saved_bytes):
+            batch.read()
+            yield pieces
+            memories.reverse()
+            batch, pieces = Batch([reader], memories[:1]), []
+        (data,) = batch.add(part.item.source, [part.item.dtype], part.offsets, part.sizes)
+        pieces.append((part, data))
+    batch.read()
+    yield pieces
 
 
-def _memories() -> tuple[torch.Tensor, torch.Tensor]:
-    # On the CPU whatever the default device is.
-    one, other = (torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2))
-    return one, other
+def _memories() -> list[torch.Tensor]:
+    return [torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]

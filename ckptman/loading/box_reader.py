@@ -22,6 +22,9 @@ from ckptman.state.file_layout import put
 
 PIECE_BYTES = 16 * 1024 * 1024
 """What is read of a tensor at a time."""
+BATCH_PIECES = 1024
+"""The most pieces of tensors that are read together."""
+_ALIGN_BYTES = 64
 KEPT_BYTES = 32 * 1024 * 1024
 """Digests that are kept of a checkpoint: those of 64 GiB."""
 
@@ -132,3 +135,39 @@ class BoxReader:
             except (NotImplementedError, RuntimeError) as error:
                 raise Refused(f"{where} cannot be dequantized: {error}") from error
         return self._held[1]
+
+
+class Batch:
+    """Boxes that are read together, of one large tensor or of many small ones, each from all of the readers.
+
+    `memory`: where to, for each reader, flat bytes.
+    """
+
+    def __init__(self, readers: Sequence[BoxReader], memory: Sequence[torch.Tensor]) -> None:
+        self._readers, self._memory = readers, memory
+        self._fills: list[list[Fill]] = [[] for _ in readers]
+        self._used = self._count = 0
+
+    def has_room(self, size: int) -> bool:
+        """Whether a box of that many bytes, for each reader, fits."""
+        return self._used + size <= len(self._memory[0]) and self._count < BATCH_PIECES
+
+    def add(self, name: str, dtypes: Sequence[torch.dtype], offsets: Shape, sizes: Shape) -> list[torch.Tensor]:
+        """Add a box of a tensor, and return the flat bytes that `read` fills, for each reader.
+
+        Raises: CorruptError, Refused.
+        """
+        count = math.prod(sizes)
+        found = [memory[self._used :][: count * dtype.itemsize] for memory, dtype in zip(self._memory, dtypes)]
+        fills = [reader.fills(name, offsets, sizes, data) for reader, data in zip(self._readers, found)]
+        # Not before all are known: where one is refused, this memory is for the next tensor.
+        for known, more in zip(self._fills, fills):
+            known += more
+        self._count += 1
+        self._used += -(-count * max(dtype.itemsize for dtype in dtypes) // _ALIGN_BYTES) * _ALIGN_BYTES
+        return found
+
+    def read(self) -> None:
+        """Read all of it. Raises: CorruptError."""
+        for reader, fills in zip(self._readers, self._fills):
+            reader.read(fills)
