@@ -6,7 +6,7 @@ what is written around them. Both are to be the same tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class Containers:
         if payload is None:
             return None  # what only torch can read is loaded by torch where it is compared
         sample = chunk.bytes <= SAMPLE_BYTES and saved.dtype not in self._sampled
-        frame = _frame_of(saved.dtype, chunk.sizes)
+        frame = frame_if_any(saved.dtype, chunk.sizes)
         if frame is None or not _is_around(file, chunk, payload, frame):
             found = _place_by_torch(file.part(chunk.offset, chunk.bytes), frame)
             if found is None:
@@ -74,7 +74,7 @@ class Containers:
         return None
 
 
-def _frame_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame | None:
+def frame_if_any(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame | None:
     """Return what `torch.save` writes around such a tensor; None if it is larger than the memory of this machine."""
     try:
         return frame_of(dtype, sizes)
@@ -106,5 +106,4 @@ def _place_by_torch(container: PartOfFile, frame: Frame | None) -> int | None:
         return None
     if "byteorder" in records and reader.get_record("byteorder") != b"little":
         return None
-    find: Callable[[str], int] = reader.get_record_offset
-    return find("data/0")
+    return int(reader.get_record_offset("data/0"))

@@ -82,8 +82,12 @@ class IndependentCompare:
 
         def check(number: int, scratch: memoryview) -> None:
             piece = pieces[number]
-            if not piece.digests or b"".join(_digests_of(piece)) != piece.digests:
-                self._compare_with_file(piece, shards[piece.part.shard].saved, scratch)
+            if piece.digests and b"".join(_digests_of(piece)) == piece.digests:
+                return
+            there = self._tensors.file(piece.part.chunk.file).read(piece.offset, piece.here.nbytes, scratch)
+            item_bytes = shards[piece.part.shard].saved.dtype.itemsize
+            if not _compare(piece.part, item_bytes, piece.here, there) and piece.digests:
+                piece.part.changed.append(piece.offset + _first_wrong(piece))
 
         try:
             longest = max((piece.here.nbytes for piece in pieces), default=0)
@@ -97,11 +101,6 @@ class IndependentCompare:
                 yield f"{about} differ from what is in {part.chunk.file}: {wrong}"
             if part.changed:
                 yield f"{about} are not what was saved: {part.chunk.file} has changed at byte {min(part.changed)}"
-
-    def _compare_with_file(self, piece: _Piece, saved: Saved, scratch: memoryview) -> None:
-        there = self._tensors.file(piece.part.chunk.file).read(piece.offset, piece.here.nbytes, scratch)
-        if not _compare(piece.part, saved.dtype.itemsize, piece.here, there) and piece.digests:
-            piece.part.changed.append(piece.offset + _first_wrong(piece))
 
     def _parts(self, number: int, shard: LoadedRows) -> Iterator[tuple[_Part, Bytes]]:
         """Yield the parts of a shard, each with its bytes as [rows, ...]. Raises: CorruptError (they do not make it

@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 
 from ckptman.format.chunk_table import Chunks, Ints
 from ckptman.loading.checkpoint_reader import SavedState, size_of
-from ckptman.state.file_layout import frame_of
 from ckptman.verify import reports
 from ckptman.verify.chunk_files import Saved, Tensors
-from ckptman.verify.container_check import Containers
+from ckptman.verify.container_check import Containers, frame_if_any
 from ckptman.verify.plan_ranges import Overlaps, Readers, Reads, bytes_of, copies_of, overlaps, readers_of
 from ckptman.verify.reports import PlanReport
 
@@ -157,12 +156,10 @@ def _as_written(saved: Saved, chunks: Chunks) -> NDArray[np.bool_]:
     """Return which containers have the size, and the place of the payload, that torch gives them."""
     good: NDArray[np.bool_] = chunks.payload == -1
     for sizes in _distinct(chunks.sizes):
-        try:
-            frame = frame_of(saved.dtype, tuple(sizes.tolist()))
-        except (RuntimeError, MemoryError):  # larger than the memory of this machine
-            continue
-        like = (chunks.sizes == sizes).all(axis=1) & (chunks.bytes == frame.size_bytes)
-        good |= like & (chunks.payload - chunks.offset == len(frame.head))
+        frame = frame_if_any(saved.dtype, tuple(sizes.tolist()))
+        if frame is not None:
+            like = (chunks.sizes == sizes).all(axis=1) & (chunks.bytes == frame.size_bytes)
+            good |= like & (chunks.payload - chunks.offset == len(frame.head))
     return good
 
 

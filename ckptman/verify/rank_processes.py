@@ -86,7 +86,7 @@ class _Process:
         self.has_failed = False
         self.death: str | None = None
         """Why it will not give a result, or None."""
-        self._ranks, self._world_size, self._at = ranks, world_size, _At(ranks[0], "its start")
+        self._ranks, self._world_size, self.at = ranks, world_size, _At(ranks[0], "its start")
         self._read_bytes, self._heard_at = 0, time.monotonic()
         self.child = IsolatedProcess(partial(_serve, work, ranks, world_size, store), keeps_files=True)
 
@@ -97,17 +97,12 @@ class _Process:
     @property
     def who(self) -> str:
         """The rank it is at."""
-        return f"rank {self._at.rank} of {self._world_size}"
-
-    @property
-    def doing(self) -> str:
-        """What that rank does."""
-        return self._at.doing
+        return f"rank {self.at.rank} of {self._world_size}"
 
     @property
     def done(self) -> float:
         """How much of its ranks is done, from 0 to 1."""
-        return 1.0 if self.is_done else min(1.0, (len(self.problems) + self._at.done) / len(self._ranks))
+        return 1.0 if self.is_done else min(1.0, (len(self.problems) + self.at.done) / len(self._ranks))
 
     def silence_seconds(self) -> float:
         """Return for how long it sent and read nothing: over a large tensor and a slow disk it sends nothing."""
@@ -123,13 +118,13 @@ class _Process:
                 said: _At | _Found = self.child.pipe.recv()
                 self._heard_at = time.monotonic()
                 if isinstance(said, _At):
-                    self._at = said
+                    self.at = said
                 else:
                     self.has_failed |= said.failed
                     whose = f"rank {said.rank} of {self._world_size}"
                     self.problems[said.rank] = [f"{whose}: {problem}" for problem in said.problems]
         except (EOFError, ConnectionResetError):
-            self.death = f"{self.who} died at {self.doing}: it {self.child.ending()}"
+            self.death = f"{self.who} died at {self.at.doing}: it {self.child.ending()}"
 
 
 def _read_bytes(pid: int) -> int:
@@ -165,7 +160,7 @@ def _silent(waiting: list[_Process], silence_seconds: float) -> list[str]:
         return []
     # Those that wait for the one that hangs are silent too, and none can tell which it is.
     return [
-        f"{each.who} was silent for {silence:.0f} s at {each.doing}, and was killed"
+        f"{each.who} was silent for {silence:.0f} s at {each.at.doing}, and was killed"
         for each, silence in silences
         if silence > silence_seconds / 2
     ]

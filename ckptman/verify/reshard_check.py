@@ -73,10 +73,6 @@ class RankJob:
     threads: int
     silence_seconds: float
 
-    @property
-    def shards(self) -> int:
-        return self.layout[-1]
-
 
 def check(
     folder: Path,
@@ -116,8 +112,8 @@ def check(
 def saved_tensors(state: SavedState) -> list[Saved]:
     """Return all tensors, in the order of their place on disk."""
     found = []
+    state.check(state.index.tensors)
     for name, record in state.index.tensors.items():
-        next(state.all_chunks(name), None)  # sees that no row of it is one that cannot be
         chunks = state.table.chunks(name)
         first = int(chunks.file.min()) if len(chunks) else 0
         offset = int(chunks.offset[chunks.file == first].min()) if len(chunks) else 0
@@ -184,7 +180,7 @@ def check_rank(job: RankJob, rank: int, tell: Tell) -> list[str]:
     mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
     on_disk = Tensors(job.state)
     compare, containers = IndependentCompare(on_disk, job.threads), Containers(on_disk)
-    arena = _arena(max((_place(batch, job.shards)[1] for batch in job.batches), default=0))
+    arena = _arena(max((_place(batch, job.layout[-1])[1] for batch in job.batches), default=0))
     problems: list[str] = []
     torch.set_grad_enabled(False)
     for number, batch in enumerate(job.batches):
@@ -238,17 +234,11 @@ def _targets(batch: Sequence[Saved], mesh: DeviceMesh, arena: torch.Tensor) -> d
             local = arena[start:end].view(saved.dtype).view(shape)
         else:
             local = torch.empty(shape, dtype=saved.dtype, device="cpu")
-        found[saved.name] = _Target(
-            _sharded(local, saved, mesh, placements), LoadedRows(saved, first, last, arena[start:end].numpy())
-        )
+        if saved.shape:
+            stride = tuple(math.prod(max(size, 1) for size in saved.shape[dim:]) for dim in range(1, 1 + len(shape)))
+            local = make_dtensor(local, mesh, placements, torch.Size(saved.shape), stride, saved.dtype)
+        found[saved.name] = _Target(local, LoadedRows(saved, first, last, arena[start:end].numpy()))
     return found
-
-
-def _sharded(local: torch.Tensor, saved: Saved, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
-    if not saved.shape:
-        return local
-    stride = tuple(math.prod(max(size, 1) for size in saved.shape[dim + 1 :]) for dim in range(len(saved.shape)))
-    return make_dtensor(local, mesh, placements, torch.Size(saved.shape), stride, saved.dtype)
 
 
 def _load(state: SavedState, targets: Mapping[str, _Target], channel: Channel | None) -> dict[str, str]:
@@ -283,12 +273,15 @@ def _read_into(state: SavedState, tensors: Mapping[str, torch.Tensor], channel: 
 
 def _reason(error: Exception, channel: Channel | None) -> str:
     """Return what to say of an error of a read; nothing if it is another rank's."""
-    if not isinstance(error, RankFailed):
-        return _text(error)
-    failure = error.failure
-    if channel is not None and failure.rank != channel.rank:
-        return ""
-    return _text(failure.error) if failure.error is not None else failure.text.partition("\n")[0][:300]
+    cause: BaseException = error
+    if isinstance(error, RankFailed):
+        if channel is not None and error.failure.rank != channel.rank:
+            return ""
+        if error.failure.error is None:
+            return error.failure.text.partition("\n")[0][:300]
+        cause = error.failure.error
+    first_line = str(cause).partition("\n")[0]
+    return f"{type(cause).__name__}: {first_line[:300]}"
 
 
 def _rows(saved: Saved, number: int, shards: int) -> tuple[int, int]:
@@ -321,11 +314,6 @@ def _batches(tensors: Iterable[Saved], shards: int) -> Iterator[list[Saved]]:
         held_bytes += share
     if batch:
         yield batch
-
-
-def _text(error: BaseException) -> str:
-    first_line = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first_line[:300]}"
 
 
 def main(arguments: Sequence[str]) -> int:
