@@ -200,8 +200,11 @@ class ChunkTable:
         counts: dict[int, int] = {}
         for name in self._tensors if names is None else names:
             record = self._tensors[name]
-            self._check_shape(name, record)
-            dims = len(record.shape)
+            shape, dims, item = record.shape, len(record.shape), item_bytes(record.dtype) or 1
+            if min(shape, default=0) < 0 or max(shape, default=0) >= 2**62 or prod(shape) * item >= 2**62:
+                raise self._corrupt(name, f"no tensor has the shape {list(shape)}")
+            if prod(shape) and not record.count:
+                raise self._corrupt(name, "no part of it was saved")
             waiting.setdefault(dims, []).append(name)
             counts[dims] = counts.get(dims, 0) + record.count
             if counts[dims] > _ROWS_AT_ONCE:
@@ -222,13 +225,6 @@ class ChunkTable:
         ):
             raise self._corrupt(name, f"its rows ({record.count} from number {record.start}) are not in the table")
         return self._rows[record.start : end].reshape(record.count, width)
-
-    def _check_shape(self, name: str, record: TensorRecord) -> None:
-        elements, item = prod(record.shape), item_bytes(record.dtype)
-        if min(record.shape, default=0) < 0 or max(record.shape, default=0) >= 2**62 or elements * (item or 1) >= 2**62:
-            raise self._corrupt(name, f"no tensor has the shape {list(record.shape)}")
-        if elements and not record.count:
-            raise self._corrupt(name, "no part of it was saved")
 
     def _check_rows(self, names: Sequence[str], files: Sequence[tuple[str, int]], ends: Ints) -> None:
         """Check all rows of tensors of as many dimensions."""

@@ -82,9 +82,14 @@ def read_index(folder: Path, manifest: Manifest, *, ranks: Iterable[int] | None 
 
     Raises: CorruptError (digests are checked), FormatVersionError.
     """
-    index = _read(folder, INDEX, manifest, Index)
-    for location in index.objects.values():
-        _check_location(folder / INDEX, location, manifest)
+    index, path = _read(folder, INDEX, manifest, Index), folder / INDEX
+    for at in index.objects.values():
+        known = manifest.files.get(at.file)
+        if known is None:
+            raise CorruptError(f"{path} points to {at.file!r}, which the manifest does not name; {_remedy(folder)}")
+        if at.offset < 0 or at.bytes < 0 or at.offset + at.bytes > known.bytes:
+            where = f"{at.file} ({at.offset} + {at.bytes} bytes)"
+            raise CorruptError(f"{path} points outside {where}; {_remedy(folder)}")
     wanted = [values_name(rank) for rank in sorted(ranks_with_values(manifest) if ranks is None else ranks)]
     own = [unit for name in wanted if name in manifest.files for unit in _read(folder, name, manifest, Values).units]
     return index.model_copy(update={"units": index.units + own})
@@ -190,14 +195,3 @@ def _to_json(fields: Mapping[str, Any]) -> bytes:
             f"read back: put the large ones into tensors"
         )
     return data
-
-
-def _check_location(path: Path, location: Location, manifest: Manifest) -> None:
-    known = manifest.files.get(location.file)
-    if known is None:
-        raise CorruptError(
-            f"{path} points to {location.file!r}, which the manifest does not name; {_remedy(path.parent)}"
-        )
-    if location.offset < 0 or location.bytes < 0 or location.offset + location.bytes > known.bytes:
-        where = f"{location.file} ({location.offset} + {location.bytes} bytes)"
-        raise CorruptError(f"{path} points outside {where}; {_remedy(path.parent)}")

@@ -171,9 +171,9 @@ def is_plain_name(name: str) -> bool:
 
     Nor anything that a terminal would obey, nor more than a file system takes: nobody saves under such names.
     """
-    if not name or name in (".", "..") or "/" in name or not name.isprintable():
+    if name in ("", ".", "..") or "/" in name or not name.isprintable():
         return False
-    return len(name) * 4 <= _MOST_NAME_BYTES or len(name.encode()) <= _MOST_NAME_BYTES
+    return len(name.encode()) <= _MOST_NAME_BYTES
 
 
 def _shown(text: str, most: int = 200) -> str:

@@ -59,8 +59,8 @@ class Remover:
         self._turn, self._changed = threading.Lock(), Wakeup()
         self._queue: list[Path] = []
         self._thread: threading.Thread | None = None
-        self._gently, self._hurry = Flag(), Flag()
-        self._closed = False
+        self._hurry = Flag()
+        self._gently = self._closed = False
 
     def add(self, folder: Path) -> None:
         """Have a folder removed that nobody sees any more."""
@@ -79,7 +79,7 @@ class Remover:
 
     def slow_down(self, wanted: bool) -> None:
         """Whether the run saves just now."""
-        self._gently.set() if wanted else self._gently.clear()
+        self._gently = wanted
 
     def drain(self, timeout_seconds: float | None = None) -> bool:
         """Remove the rest as fast as can be, and wait for it. False where that took too long."""
@@ -119,7 +119,7 @@ class Remover:
     def _pause(self) -> None:
         if self._closed:
             raise _Closed
-        if self._gently.is_set():
+        if self._gently:
             self._hurry.wait(_GENTLY_SECONDS)
 
 
