@@ -38,9 +38,47 @@ Hook = Callable[[Any, str], Any]
 """Encodes what this module does not know (tensors): given value and path, returns a TensorRef, dict or None."""
 
 
-def encode(value: Any, path: str, hook: Hook | None = None) -> Any:
-    """Return a JSON-able form of `value`. Raises: ConfigError, naming the path of what cannot be represented."""
-    return _encode(value, path, hook, 0)
+def encode(value: Any, path: str, hook: Hook | None = None, depth: int = 0) -> Any:
+    """Return a JSON-able form of `value`, which is in `depth` containers.
+
+    Raises: ConfigError, naming the path of what cannot be represented.
+    """
+    kind = type(value)
+    if kind is int and not -_JSON_INT <= value < _JSON_INT:
+        return _tagged("int", hex(value))
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else _tagged("float", repr(value))
+    if depth == MAX_DEPTH:
+        raise ConfigError(f"{path} is nested deeper than {MAX_DEPTH} levels (does it hold itself?): save it flatter")
+    if kind is list:
+        return [encode(each, f"{path}.{i}", hook, depth + 1) for i, each in enumerate(value)]
+    if kind is dict:
+        if _KIND not in value and all(type(key) is str for key in value):
+            return {key: encode(each, f"{path}.{key}", hook, depth + 1) for key, each in value.items()}
+        return _tagged("dict", _pairs(value, path, hook, depth + 1))
+    if kind in (OrderedDict, Counter):
+        return _tagged(kind.__name__, _pairs(value, path, hook, depth + 1))
+    if kind in (tuple, set, frozenset):
+        members = [encode(each, f"{path}.{i}", None, depth + 1) for i, each in enumerate(value)]
+        # Members of a set in a fixed order, so that equal sets are equal bytes.
+        return _tagged(kind.__name__, members if kind is tuple else sorted(members, key=json.dumps))
+    if kind in (bytes, bytearray):
+        return _tagged(kind.__name__, base64.b64encode(value).decode())
+    if kind is complex:
+        return _tagged("complex", [repr(value.real), repr(value.imag)])
+    encoded = _encode_numpy(value)
+    if encoded is None and hook is not None:
+        encoded = hook(value, path)
+    if encoded is not None:
+        return encoded
+    if hook is None and kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ("Tensor", "Parameter"):
+        raise ConfigError(f"{path} is a tensor in a tuple or a set, which a checkpoint cannot hold: make it a list")
+    raise ConfigError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: "
+        f"save plain values, containers and tensors (a state_dict of it, or its text)"
+    )
 
 
 def tensor_ref(name: str) -> Any:
@@ -82,48 +120,9 @@ def is_leaf(value: list[Any], leaves: tuple[type, ...] = (TensorRef,)) -> bool:
     )
 
 
-def _encode(value: Any, path: str, hook: Hook | None, depth: int) -> Any:
-    kind = type(value)
-    if kind is int and not -_JSON_INT <= value < _JSON_INT:
-        return _tagged("int", hex(value))
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else _tagged("float", repr(value))
-    if depth == MAX_DEPTH:
-        raise ConfigError(f"{path} is nested deeper than {MAX_DEPTH} levels (does it hold itself?): save it flatter")
-    if kind is list:
-        return [_encode(each, f"{path}.{i}", hook, depth + 1) for i, each in enumerate(value)]
-    if kind is dict:
-        if _KIND not in value and all(type(key) is str for key in value):
-            return {key: _encode(each, f"{path}.{key}", hook, depth + 1) for key, each in value.items()}
-        return _tagged("dict", _pairs(value, path, hook, depth + 1))
-    if kind in (OrderedDict, Counter):
-        return _tagged(kind.__name__, _pairs(value, path, hook, depth + 1))
-    if kind in (tuple, set, frozenset):
-        members = [_encode(each, f"{path}.{i}", None, depth + 1) for i, each in enumerate(value)]
-        # Members of a set in a fixed order, so that equal sets are equal bytes.
-        return _tagged(kind.__name__, members if kind is tuple else sorted(members, key=json.dumps))
-    if kind in (bytes, bytearray):
-        return _tagged(kind.__name__, base64.b64encode(value).decode())
-    if kind is complex:
-        return _tagged("complex", [repr(value.real), repr(value.imag)])
-    encoded = _encode_numpy(value)
-    if encoded is None and hook is not None:
-        encoded = hook(value, path)
-    if encoded is not None:
-        return encoded
-    if hook is None and kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ("Tensor", "Parameter"):
-        raise ConfigError(f"{path} is a tensor in a tuple or a set, which a checkpoint cannot hold: make it a list")
-    raise ConfigError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: "
-        f"save plain values, containers and tensors (a state_dict of it, or its text)"
-    )
-
-
 def _pairs(value: Any, path: str, hook: Hook | None, depth: int) -> list[Any]:
     return [
-        [_encode(key, f"{path} (key)", None, depth), _encode(each, f"{path}.{key}", hook, depth)]
+        [encode(key, f"{path} (key)", None, depth), encode(each, f"{path}.{key}", hook, depth)]
         for key, each in value.items()
     ]
 
