@@ -353,7 +353,6 @@ def cut_short(real: Preadv) -> Preadv:
 
 @pytest.mark.parametrize("how", [as_ever, refused, cut_short])
 @pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="no direct I/O on this system")
 def test_what_is_not_in_the_page_cache_is_read_past_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool, how: Callable[[Preadv], Preadv]
 ) -> None:

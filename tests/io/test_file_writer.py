@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from ckptman.io.checksums import Digests, digest_file, digest_of_blocks
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.file_writer import Written, write_source
 from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES
-from tests.helpers.files import BLOCK, digests_of, random_bytes
+from tests.helpers.files import BLOCK, digests_of, random_bytes, refuse_direct
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -47,20 +46,6 @@ class Bytes:
             return data
         scratch[:] = data
         return scratch
-
-
-def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let it seem a file system that takes no direct I/O."""
-    real = fcntl.fcntl
-
-    def refuse(fd: int, command: int, flags: int = 0) -> int:
-        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(fd, command, flags)
-
-    monkeypatch.setattr(
-        file_writer, "fcntl", SimpleNamespace(fcntl=refuse, F_GETFL=fcntl.F_GETFL, F_SETFL=fcntl.F_SETFL)
-    )
 
 
 class FailingDisk(Disk):

@@ -27,6 +27,7 @@ from ckptman.transfer.copy import Copied, CopyOptions, copy_checkpoint, copy_for
 from ckptman.transfer.progress import Limit, Meter
 from tests.helpers.checkpoints import commit, flip_byte, note_in
 from tests.helpers.faulty_disk import FaultyDisk, holds
+from tests.helpers.files import refuse_direct
 
 FOLDER = "step-0000000200"
 STRIDE = 4 * 2**20
@@ -99,7 +100,7 @@ def test_any_number_of_threads_with_and_without_direct_io(
     threads: int, direct: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not direct:
-        monkeypatch.delattr(os, "O_DIRECT")
+        refuse_direct(monkeypatch)
     copied = copy(source, tmp_path / "root", threads=threads)
     assert bool(copied.buffered_because) is not direct
     assert holds(tmp_path / "root")[200] == holds(source)[200]
