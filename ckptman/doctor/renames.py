@@ -66,9 +66,8 @@ def check_rename(folder: Path, disk: Disk = DISK, seconds: float = 1.0) -> Findi
     figures = {"renames": 4 * rounds, "slowest_visible_seconds": slowest}
     if slowest > SLOW_SIGHT_SECONDS:
         value = f"atomic, but another process saw it only after {slowest:.2g} s"
-        return Finding(
-            "rename", "slow", value, "commits are whole when they are seen; other nodes see them late", figures
-        )
+        advice = "commits are whole when they are seen; other nodes see them late"
+        return Finding("rename", "slow", value, advice, figures)
     return Finding("rename", "ok", f"atomic, and seen at once by another process, {4 * rounds} times", "", figures)
 
 

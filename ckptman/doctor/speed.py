@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +73,7 @@ def write_streams(folder: Path, size_bytes: int, streams: int, limit_seconds: fl
     return SpeedSample(streams, sum(count for count, _ in moved), seconds, all(direct for _, direct in moved))
 
 
-def read_streams(folder: Path, streams: int, limit_seconds: float) -> SpeedSample:
+def read_streams(folder: Path, streams: int, limit_seconds: float, in_memory: bool) -> SpeedSample:
     """Read the files of `write_streams` once, past the cache of this host as far as it lets go of them."""
     paths = sorted(folder.glob("stream-*"))
     dropped = [_drop(path) for path in paths]
@@ -83,7 +83,7 @@ def read_streams(folder: Path, streams: int, limit_seconds: float) -> SpeedSampl
         moved = list(pool.map(lambda share: _read(share, began + limit_seconds), shares))
     seconds = time.monotonic() - began
     direct = all(each for _, each in moved)
-    cold = all(direct if each is None else each for each in dropped)
+    cold = not in_memory and all(direct if each is None else each for each in dropped)
     return SpeedSample(streams, sum(count for count, _ in moved), seconds, direct, cold)
 
 
@@ -98,9 +98,7 @@ def check_write(folder: Path, size_bytes: int, limit_seconds: float, disk: Disk 
 
 def check_read(folder: Path, size_bytes: int, limit_seconds: float, in_memory: bool = False) -> Finding:
     """Cold reads of the files that `check_write` left, with one stream, then with several."""
-    both = [read_streams(folder, streams, limit_seconds) for streams in (1, STREAMS)]
-    if in_memory:
-        both = [replace(each, cold=False) for each in both]
+    both = [read_streams(folder, streams, limit_seconds, in_memory) for streams in (1, STREAMS)]
     cached = "from memory" if in_memory else "from the cache of this host, which does not let go of it"
     return _bandwidth("read", both, size_bytes, "cold", "" if all(each.cold for each in both) else cached)
 

@@ -204,7 +204,7 @@ class Chain:
         return self._make(f"attempt-{attempt.number:04d}.json", attempt)
 
     def ends(self) -> dict[int, EndRecord]:
-        """Return how attempts ended, by their numbers."""
+        """Return how attempts ended, by their numbers, and in the order of these."""
         return {each.number: each for each in self._all("ended", EndRecord)}
 
     def end(self, record: EndRecord) -> EndRecord:

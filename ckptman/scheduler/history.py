@@ -135,7 +135,7 @@ def following(chain: Chain, now: float) -> Next:
     """Return whether there is another attempt, by the limits of the chain and all that have ended."""
     spec, ends, forgiven = chain.spec, chain.ends(), chain.state.forgiven
     attempts, count, before = [], 0, 0
-    for number, end in sorted(ends.items()):
+    for number, end in ends.items():
         count += end.committed
         if number > forgiven:
             attempts.append(Attempt(number, end.ending, end.reason, count))
@@ -179,13 +179,12 @@ def avoided(chain: Chain, now: float) -> dict[str, str]:
 
 def root_of(chain: Chain) -> str:
     """Return the checkpoint root that the last attempt named which named one; "" where none did."""
-    return next((end.root for _, end in sorted(chain.ends().items(), reverse=True) if end.root), "")
+    return next((end.root for end in reversed(chain.ends().values()) if end.root), "")
 
 
 def measured_save_seconds(chain: Chain) -> float | None:
     """Return what a save took, as the last attempt knew that knew it."""
-    ends = sorted(chain.ends().items(), reverse=True)
-    return next((end.save_seconds for _, end in ends if end.save_seconds is not None), None)
+    return next((end.save_seconds for end in reversed(chain.ends().values()) if end.save_seconds is not None), None)
 
 
 def warned_too_late(chain: Chain) -> str:
@@ -236,7 +235,7 @@ def _between(since: float | None, until: float | None) -> float | None:
 
 def _left_under(chain: Chain, root: str) -> tuple[int, bool]:
     """Return the newest commit sequence under a root, and whether it is a new one since the attempts before."""
-    known = [end.sequence for _, end in sorted(chain.ends().items()) if end.root == root]
+    known = [end.sequence for end in chain.ends().values() if end.root == root]
     try:
         sequence = newest_sequence(root) if root else 0
         if known:

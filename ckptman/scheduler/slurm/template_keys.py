@@ -251,10 +251,11 @@ def check_keys(kind: type[JobKeys], values: Mapping[str, Any], where: str) -> Jo
             raise UnknownKeyError(key, list(kind.model_fields), where)
     try:
         keys = kind.model_validate(values)
+        problems = list(_misfits(keys))
     except pydantic.ValidationError as error:
-        raise ConfigError(_as_lines([_problem(each) for each in error.errors()])) from None
-    if problems := list(_misfits(keys)):
-        raise ConfigError(_as_lines(problems))
+        problems = [_problem(each) for each in error.errors()]
+    if problems:
+        raise ConfigError("\n  ".join(["wrong values:", *problems] if len(problems) > 1 else problems))
     return keys
 
 
@@ -299,7 +300,3 @@ def _problem(item: Any) -> str:
     if item["type"] == "string_pattern_mismatch":
         text = "not in the form it must have; ckptman template NAME --list says what it is"
     return f"{place}: {text[:1].lower()}{text[1:]}, not {item['input']!r}"
-
-
-def _as_lines(problems: Sequence[str]) -> str:
-    return problems[0] if len(problems) == 1 else "\n".join(["wrong values:", *(f"  {each}" for each in problems)])
