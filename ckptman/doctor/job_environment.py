@@ -32,6 +32,8 @@ SCRATCH_BYTES_PER_SECOND = 2e9
 _SHM_BYTES = 2**30
 _OPEN_FILES = 4096
 _TIME_ERROR = 5
+_FAR_SECONDS = 10 * 365 * 86400
+"""No job ends so long from now, or ended so long ago."""
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -193,6 +195,8 @@ def check_time_left(environ: Mapping[str, str], run: Run, now_seconds: float) ->
     if end is None:
         return Finding("time left", "ok", "no time limit")
     left = end - now_seconds
+    if abs(left) > _FAR_SECONDS:
+        return Finding("time left", "unknown", f"the end is said to be {end:g}, which cannot be a time of this job")
     figures = {"seconds": left}
     if left < 0:
         return Finding("time left", "warning", f"the job ended {seconds_text(-left)} ago", "see the clock", figures)

@@ -142,6 +142,9 @@ def test_the_job_and_the_time_that_is_left() -> None:
     _, left, _ = check_job(no_end, Commands({}), 0.0, None)
     assert (left.verdict, left.value) == ("warning", "not known")
     assert "Pass deadline=" in left.advice
+    for far in ("1e300", "1"):
+        _, left, _ = check_job({**JOB, "SLURM_JOB_END_TIME": far}, Commands({}), 1.8e9, None)
+        assert (left.verdict, left.value[:27]) == ("unknown", f"the end is said to be {float(far):g}, which"[:27])
 
 
 @pytest.mark.parametrize(
