@@ -101,7 +101,7 @@ def _folders_not_flushed() -> None:
 
 def _deleted_in_place() -> None:
     def hide(self: place.LocalBackend, path: Path, name: str, tag: str) -> Path | None:
-        self._disk.remove_tree(path)
+        self.disk.remove_tree(path)
         return None
 
     place.LocalBackend.hide = hide  # type: ignore[method-assign]
