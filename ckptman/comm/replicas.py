@@ -16,7 +16,8 @@ from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 from ckptman._torch_compat import ShardedTensor
 from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
 from ckptman.errors import ConfigError
-from ckptman.state.file_layout import is_plain, put, view_of
+from ckptman.state.file_layout import put, view_of
+from ckptman.state.local_shards import is_plain
 from ckptman.state.named_state import Snapshot
 
 SMALL_BYTES = 64 * 1024

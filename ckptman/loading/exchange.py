@@ -24,8 +24,8 @@ from ckptman.comm.control_group import Channel
 from ckptman.io.threads import Task, Worker
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.loading.read_tensors import Fill, Uploads, fills_for_all, fills_for_box, read_fills
-from ckptman.state.file_layout import as_bytes, is_plain, put
-from ckptman.state.local_shards import Box, local_parts
+from ckptman.state.file_layout import as_bytes, put
+from ckptman.state.local_shards import Box, is_plain, local_parts
 
 BAND_BYTES = 32 * 1024 * 1024
 """What the members of a group hold in flight together, twice: one band is read while the one before is exchanged."""

@@ -15,8 +15,8 @@ from ckptman.errors import ConfigError, plain, warn
 from ckptman.format.value_codec import TensorRef
 from ckptman.loading.checkpoint_reader import Lazy, SavedState, resolve
 from ckptman.loading.read_tensors import fills_for_box, read_fills
-from ckptman.state.file_layout import QUANTIZED, as_bytes, is_plain
-from ckptman.state.local_shards import Box, local_parts, refuse_unfillable
+from ckptman.state.file_layout import as_bytes
+from ckptman.state.local_shards import QUANTIZED, Box, is_plain, local_parts, refuse_unfillable
 from ckptman.state.named_state import (
     is_leaf,
     is_named,

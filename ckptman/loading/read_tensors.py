@@ -18,8 +18,8 @@ from ckptman.io.checked_reader import Wanted
 from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
 from ckptman.loading.restricted_unpickler import load_plain
-from ckptman.state.file_layout import address_of, flat, is_plain, put, view_of
-from ckptman.state.local_shards import local_parts
+from ckptman.state.file_layout import address_of, flat, put, view_of
+from ckptman.state.local_shards import is_plain, local_parts
 
 PIECE_BYTES = 4 * 1024 * 1024
 """What cannot go straight to its place passes through memory of this size."""

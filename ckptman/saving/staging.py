@@ -101,7 +101,7 @@ class Stager:
     """
 
     def __init__(self, saves: Worker) -> None:
-        self._saves = saves
+        self.saves = saves
         self.neighbours = 1
         """How many ranks this host has, this one included."""
         self._slots: list[Slot] = []
@@ -179,7 +179,7 @@ class Stager:
     def _reclaimed(self) -> list[Slot]:
         """Return the slots. All are free where nobody can be using one: Ctrl-C may keep a save from giving its slot
         back."""
-        if self._saves.idle and self._copier.idle:
+        if self.saves.idle and self._copier.idle:
             for slot in self._slots:
                 slot.free = True
         return self._slots

@@ -18,13 +18,11 @@ from xxhash import xxh3_128_hexdigest
 
 from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
 from ckptman.errors import ConfigError
+from ckptman.forecast.checkpoint_size import LARGE_BYTES
 from ckptman.format.chunk_table import Rows
-from ckptman.state.file_layout import Layout, Placed, in_order, is_plain
-from ckptman.state.local_shards import Box, first_of_mesh, layout_of, local_parts
+from ckptman.state.file_layout import Layout, Placed, in_order
+from ckptman.state.local_shards import Box, first_of_mesh, is_plain, layout_of, local_parts
 from ckptman.state.named_state import Snapshot
-
-CUT_BYTES = 1024 * 1024
-"""Tensors of less than this are written as a whole by one of the ranks that hold them."""
 
 Path = tuple[str | int, ...]
 Described = tuple[str, str, tuple[int, ...]]
@@ -174,7 +172,7 @@ def _length_of_line(line: list[Held], holders: tuple[int, ...], rank: int) -> li
     pieces, start = [], 0
     for each in line:
         end = start + each.bytes
-        if each.bytes < CUT_BYTES or not each.box.sizes:
+        if each.bytes < LARGE_BYTES or not each.box.sizes:
             if low <= (start + end) // 2 < high:
                 pieces.append(Piece(each.name, each.box.offsets, each.box.sizes, each.part))
         else:

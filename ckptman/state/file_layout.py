@@ -27,8 +27,6 @@ from ckptman.forecast.checkpoint_size import LARGE_BYTES, SMALL_ALIGN_BYTES
 from ckptman.format.torch_zip import data_at, data_start, records
 from ckptman.io.threads import ALIGN_BYTES
 
-QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-"""dtypes whose elements mean something only with the scales of their tensor."""
 _SMALL_BYTES = 64 * 1024
 
 
@@ -61,15 +59,6 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     with torch.serialization.skip_data():
         torch.save(tensor, recorder)  # type: ignore[arg-type]
     return recorder.frame(payload_bytes)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is nothing but its dtype, its shape and its bytes, so that `frame_of` describes it."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        and tensor.layout == torch.strided
-        and not tensor.is_quantized
-    )
 
 
 def payload_of(container: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:

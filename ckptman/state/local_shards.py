@@ -23,7 +23,9 @@ from ckptman._torch_compat import (
     local_tensor,
 )
 from ckptman.errors import ConfigError
-from ckptman.state.file_layout import is_plain
+
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+"""dtypes whose elements mean something only with the scales of their tensor."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,15 @@ def _dtensor_box(
         if not isinstance(placements[axis], Replicate):
             same = same.select(axis, coordinate[axis])
     return Box(tuple(offsets), tuple(sizes), tuple(sorted(same.flatten().tolist())))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is nothing but its dtype, its shape and its bytes."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+    )
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

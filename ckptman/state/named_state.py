@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,13 +19,11 @@ from xxhash import xxh3_128_hexdigest
 
 from ckptman._torch_compat import full_names
 from ckptman.errors import ConfigError
+from ckptman.forecast.checkpoint_size import LARGE_BYTES
 from ckptman.format.manifest import Mesh
 from ckptman.format.value_codec import TensorRef, encode, tensor_ref
 from ckptman.state.local_shards import is_dense
 from ckptman.state.optimizers import get_state, get_state_to_fill, model_of, set_state
-
-SHARED_BYTES = 1024 * 1024
-"""Tensors of a plain state dict that are no smaller are written by all ranks that have them, each a part."""
 
 
 def rank_key(rank: int) -> str:
@@ -83,7 +81,7 @@ def snapshot(state: Mapping[str, Any], rank: int, *, strict: bool = True) -> Sna
             alike |= {each for each in result.tensors if each.startswith(f"{name}.")}
     if not strict:  # as DCP: whoever has a tensor writes it; small ones still come from one rank
         sizes = {name: math.prod(each.shape) * each.dtype.itemsize for name, each in result.tensors.items()}
-        alike |= {name for name, size in sizes.items() if size >= SHARED_BYTES}
+        alike |= {name for name, size in sizes.items() if size >= LARGE_BYTES}
     result.from_lowest = set(result.paths) - alike
     result.own = {name for name, value in state.items() if getattr(value, "per_rank", False)}
     return result
@@ -149,7 +147,7 @@ def parameter_names(module: torch.nn.Module) -> set[str]:
     return {each for name, _ in module.named_parameters(remove_duplicate=False) for each in full_names(module, name)}
 
 
-def unlike_on_ranks(snapshots: list[dict[str, str]]) -> str | None:
+def unlike_on_ranks(snapshots: Sequence[dict[str, str]]) -> str | None:
     """The first object whose plain values differ between ranks, given `value_digests` of all ranks; None: all alike."""
     seen: dict[str, tuple[int, str]] = {}
     for rank, digests in enumerate(snapshots):

@@ -37,7 +37,7 @@ from ckptman.loading.checkpoint_reader import SavedState, resolve
 from ckptman.loading.exchange import read_together
 from ckptman.loading.read_tensors import fills_for_all, read_fills
 from ckptman.runtime.host_memory import available_bytes
-from ckptman.state.file_layout import QUANTIZED
+from ckptman.state.local_shards import QUANTIZED
 from ckptman.verify import reports
 from ckptman.verify.chunk_files import Saved, Tensors
 from ckptman.verify.container_check import Containers

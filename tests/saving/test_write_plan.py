@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptman.errors import ConfigError
-from ckptman.saving.write_plan import CUT_BYTES, Held, Piece, WritePlan, divide, plan_save, signature_of
+from ckptman.forecast.checkpoint_size import LARGE_BYTES
+from ckptman.saving.write_plan import Held, Piece, WritePlan, divide, plan_save, signature_of
 from ckptman.state.local_shards import Box
 from ckptman.state.named_state import snapshot
 from tests.helpers.ranks import run_ranks
@@ -99,8 +100,8 @@ def test_every_element_is_written_once_and_shares_are_even(boxes: list[Held]) ->
         assert all(rank in (boxes[number_of[piece.name]].box.holders or ()) for piece in mine)
     for holders in {each.box.holders or () for each in boxes}:
         line = [each for each in boxes if each.box.holders == holders and each.cut and not each.box.is_empty]
-        small = max((each.bytes for each in line if each.bytes < CUT_BYTES), default=0)
-        row = max((each.bytes // each.box.sizes[0] for each in line if each.bytes >= CUT_BYTES), default=0)
+        small = max((each.bytes for each in line if each.bytes < LARGE_BYTES), default=0)
+        row = max((each.bytes // each.box.sizes[0] for each in line if each.bytes >= LARGE_BYTES), default=0)
         even = sum(each.bytes for each in line) / len(holders)
         if len(holders) > 1:
             names = {each.name for each in line}

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptman.state import file_layout as image
-from ckptman.state.file_layout import Image, Layout, copy_range, frame_of, in_order, is_plain, payload_of, pickled
+from ckptman.state.file_layout import Image, Layout, copy_range, frame_of, in_order, payload_of, pickled
+from ckptman.state.local_shards import is_plain
 from tests.dcp.test_values import DTYPES, NOT_SAVED_BY_DCP, QUANTIZED, Named, bits, name_of, noise
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
