@@ -12,10 +12,10 @@ from typing import Any
 from ckptman.catalog.reader_lease import reading
 from ckptman.comm.control_group import AllRanks, Channel, RankFailed
 from ckptman.comm.replicas import compare_replicas
-from ckptman.errors import CommitError, warn
+from ckptman.errors import CommitError, warn_only
 from ckptman.io.durable_files import DISK
 from ckptman.loading.loader import load as load_checkpoint
-from ckptman.saving.preflight import warn_of_refused
+from ckptman.saving.refused_values import warn_of_refused
 from ckptman.saving.write_plan import RankFile, plan_save, signature_of
 from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
 from ckptman.state.file_layout import pickled
@@ -57,8 +57,7 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
             warning = compare_replicas(channel, shot, state_dict)
             _COMPARED.add(signature_of(shot))
             if warning and channel.is_leader:
-                with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
-                    warn(warning)
+                warn_only(warning)
         file = plan_save(shot, channel)
         _warn_of_refused(shot, file)
         CheckpointWriter(DISK).save(channel, draft, Content.of(shot, file, file.memory(shot)))

@@ -14,7 +14,7 @@ import torch
 
 from ckptman.catalog.backends.tiered import backend_for
 from ckptman.comm.control_group import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
-from ckptman.errors import EXIT_AGAIN, EXIT_OK, CommitError, ConfigError, warn
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CommitError, ConfigError, warn, warn_only
 from ckptman.format.paths import MAX_STEP
 from ckptman.io.durable_files import DISK
 from ckptman.policies.retention import RetentionPolicy
@@ -22,9 +22,8 @@ from ckptman.policies.save_policies import BeforeDeadline, InitTimeInterval, OnS
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.deadline import deadline_from_environment
 from ckptman.runtime.signals import SignalHandler
-from ckptman.saving.preflight import Preflight
 from ckptman.saving.retention_runner import OnFull, RetentionRunner
-from ckptman.saving.saver import Saver, SaveReport
+from ckptman.saving.saver import Preflight, Saver, SaveReport
 from ckptman.session.arguments import check_arguments, step_number
 from ckptman.session.restorer import Restorer
 from ckptman.session.run_session import RunSession
@@ -161,6 +160,8 @@ class Checkpointer:
             self._consensus = StepConsensus(
                 self._control, self._policy, self._timings, signals, self._saver, self._recorder
             )
+            self._held = contextlib.ExitStack()
+            """Keeps the checkpoint that the run went on from, as long as the run lasts."""
             self._restored_from: int | None = None
             self._ready = not self._session.finds_checkpoints
             self._rehearsed = False
@@ -217,7 +218,9 @@ class Checkpointer:
                 found = restorer.at(self.state, Path(path))
         self._restored_from, self._ready = found, True
         self._last, self._stepped, self._rehearsed = None, False, False
-        self._saver.retention.restored(restorer.damaged, restorer.held)
+        self._held.close()
+        self._held = restorer.held
+        self._saver.retention.damaged = restorer.damaged
         self._timings.start(found or 0, restored=found is not None)
         self._leave_if_asked()
         self._watchdog.beat("start", 0)
@@ -292,7 +295,14 @@ class Checkpointer:
         """
         self._check_usable()
         self._watchdog.beat("save", self._timings.previous_step)
-        reports, failure = self._saver.wait_together(self._control, self._timings.saved_step or 0)
+        reports, failure = self._saver.wait()
+        # A save that failed on one rank fails on all. A rank that was lost at the last moment may have been lost for
+        # some only: they go on together all the same.
+        outcomes = self._control.gather((failure is not None, self._saver.reported))
+        self._saver.reported = max(reported for _, reported in outcomes)
+        if failure is None and any(failed for failed, _ in outcomes):
+            step = self._timings.saved_step or 0
+            failure = CommitError(step, -1, "another rank reports that its part of it failed")
         self.beat()
         self._account_for(reports, failure)
 
@@ -354,6 +364,7 @@ class Checkpointer:
         self._watchdog.beat("save", self._timings.previous_step)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
         self._session.end(state, self._timings.previous_step, self._stop or "the run ended", self.exit_code)
+        self._held.close()
         self._saver.close(tidy=True)
         self._hooks.close()
         # Nobody leaves before the outcome is on disk: a launcher may kill the others when the first one exits.
@@ -371,12 +382,11 @@ class Checkpointer:
         if why := next(filter(None, self._control.gather(self._recorder.changed(last.state))), ""):
             if self._control.is_leader:
                 saved = "nothing" if self._timings.saved_step is None else f"step {self._timings.saved_step}"
-                with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
-                    warn(
-                        f"step {last.step}, the last one, is not saved at the end of the run: {why}. What is there is "
-                        f"{saved}. To have the last step too, call save(step) after it, or leave the loop right after "
-                        f"step()"
-                    )
+                warn_only(
+                    f"step {last.step}, the last one, is not saved at the end of the run: {why}. What is there is "
+                    f"{saved}. To have the last step too, call save(step) after it, or leave the loop right after "
+                    f"step()"
+                )
             return
         with self._recorder.as_of(last.state) as state:
             self._save(last.step, last.metrics, "the run ended", state)
@@ -527,6 +537,7 @@ class Checkpointer:
         if failed is not None:
             warn(str(failed))
         self._session.fail(self._timings.previous_step, error)
+        self._held.close()
         self._saver.close()
         self._hooks.close()
         self._watchdog.close()

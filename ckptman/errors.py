@@ -24,6 +24,7 @@ what came from a checkpoint or a path is in it with escapes where a terminal wou
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import warnings
@@ -111,6 +112,12 @@ def warn(text: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "ckptman":
         frame, level = frame.f_back, level + 1
     warnings.warn(plain_lines(text), RuntimeWarning, stacklevel=level)
+
+
+def warn_only(text: str) -> None:
+    """Warn, and go on where warnings are errors: that must neither undo a save nor keep a rank from the others."""
+    with contextlib.suppress(Warning):
+        warn(text)
 
 
 class CkptmanError(Exception):

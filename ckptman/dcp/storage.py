@@ -42,10 +42,11 @@ from ckptman.io.durable_files import DISK
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.loading.read_tensors import NOT_USABLE, Fill, read_fills
 from ckptman.saving.index_writer import IndexWriter, RankResult, write_small
-from ckptman.saving.preflight import warn_of_refused
+from ckptman.saving.refused_values import warn_of_refused
 from ckptman.saving.write_plan import Described, lay_out, make_rows, refuse_meta
 from ckptman.saving.writer import Draft, SaveInfo, write_rank_files
-from ckptman.state.file_layout import Image, Layout, Placed, is_plain, pickled
+from ckptman.state.file_layout import Image, Layout, Placed, pickled
+from ckptman.state.local_shards import is_plain
 from ckptman.state.named_state import Snapshot, snapshot_of
 
 _RESULT = "ckptman.result"

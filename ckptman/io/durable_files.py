@@ -23,7 +23,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PRIVATE_ENV = "CKPTMAN_PRIVATE"
@@ -233,6 +233,18 @@ class Disk:
             shutil.rmtree(path, onexc=_unless_gone)
         else:
             shutil.rmtree(path, onerror=lambda what, name, info: _unless_gone(what, name, info[1]))
+
+
+def remove_by_file(folder: Path, disk: Disk, before_each: Callable[[], object]) -> None:
+    """Remove a folder, with a call before each file. Links are removed, never followed. Raises: OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        if folder.is_dir() and not folder.is_symlink():
+            with os.scandir(folder) as items:
+                names = [item.name for item in items if not item.is_dir(follow_symlinks=False)]
+            for name in names:
+                before_each()
+                disk.remove_file(folder / name)
+    disk.remove_tree(folder)
 
 
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.prune import Pruned, execute, plan_prune
 from ckptman.catalog.stored_policy import write_policy
 from ckptman.catalog.writer_lock import Claim
-from ckptman.errors import warn
-from ckptman.io.throttled_delete import Remover
+from ckptman.errors import warn_only
+from ckptman.io.durable_files import Disk, remove_by_file
+from ckptman.io.threads import Flag, Wakeup
 from ckptman.policies.retention import keeps_any, slip
 from ckptman.policies.retention_rules import Record, RetentionPolicy, in_bytes, needs_capacity
 from ckptman.runtime.journal import Journal
@@ -22,6 +24,9 @@ from ckptman.saving.writer import SaveInfo
 
 OnFull = Literal["fail", "prune"]
 _CLOSE_SECONDS = 30.0
+_JOIN_SECONDS = 5.0
+_GENTLY_SECONDS = 0.05
+"""Between two files that are removed, while the run saves."""
 _MOST_BYTES_AHEAD = 1.1
 """Room for a save: as much as the one before took, and a little more."""
 
@@ -41,21 +46,18 @@ class RetentionRunner:
         self._catalogue = backend.catalogue
         self._claim, self._journal, self._disk = claim, journal, backend.disk
         self._needs_capacity = needs_capacity(policy)
-        self._damaged: set[int] = set()
-        self._held = contextlib.ExitStack()
+        self.damaged: set[int] = set()
+        """Commit sequences of the checkpoints that a restore has refused: they do not count."""
         self._has_saved = False
-        self._remover = Remover(backend.disk, self._not_removed)
+        self._remover = Remover(backend.disk, lambda path, error: self._failed(f"{path}: {error}"))
         self._warned = False
         self._newest_bytes = 0
-        if claim is not None:
-            self._store()
-
-    def restored(self, damaged: set[int], held: contextlib.ExitStack) -> None:
-        """Note that the run goes on from a checkpoint, which `held` keeps as long as it lasts. `damaged`: commit
-        sequences of those that were refused, and do not count."""
-        self._damaged = damaged
-        self._held.close()
-        self._held = held
+        if claim is None:
+            return
+        try:
+            write_policy(self._root, policy, self._disk)  # so that `ckptman prune` can go by the same rules
+        except OSError as error:
+            warn_only(f"the retention policy could not be stored, and ckptman prune will need options: {error}")
 
     def prune(self) -> None:
         """Delete by the plan, now that a new checkpoint is durable. Never fails a save: raises nothing.
@@ -98,13 +100,14 @@ class RetentionRunner:
         self._note("disk_full", step=info.step, cause=cause, pruned_steps=steps, freed_bytes=freed_bytes)
         if self._on_full == "prune":
             gone = f"step {', '.join(map(str, steps))} went" if steps else "no checkpoint may go"
-            _warn(f"the disk is full, so checkpoints were pruned for the save of step {info.step}: {gone} ({cause})")
+            warn_only(
+                f"the disk is full, so checkpoints were pruned for the save of step {info.step}: {gone} ({cause})"
+            )
         return bool(waiting) or freed_bytes > 0
 
     def close(self, *, tidy: bool) -> None:
         """Remove what is left to remove, as far as it goes in half a minute. `tidy`: the run ended as it should, so the
         rules judge what it went on from, if it has saved anything since."""
-        self._held.close()
         if tidy and self._has_saved:
             self.prune()
         self._remover.close(_CLOSE_SECONDS)
@@ -120,7 +123,7 @@ class RetentionRunner:
 
             self._policy = in_bytes(self._policy, capacity_bytes(self._root))
             self._needs_capacity = False
-        planned = partial(plan_prune, self._root, damaged=self._damaged, wait=False, catalogue=self._catalogue)
+        planned = partial(plan_prune, self._root, damaged=self.damaged, wait=False, catalogue=self._catalogue)
         plan = planned(self._policy, coming=coming)
         records = [*(each.record for each in plan.verdicts), *([coming] if coming is not None else [])]
         if plan.deletions and (cause := slip(self._policy, records, time.time(), goes_on=True)):
@@ -151,16 +154,6 @@ class RetentionRunner:
             return True
         return space.f_bavail * space.f_frsize < self._newest_bytes * _MOST_BYTES_AHEAD
 
-    def _store(self) -> None:
-        """Store the policy, so that `ckptman prune` can go by the same rules."""
-        try:
-            write_policy(self._root, self._policy, self._disk)
-        except OSError as error:
-            _warn(f"the retention policy could not be stored, and ckptman prune will need options: {error}")
-
-    def _not_removed(self, path: object, error: OSError) -> None:
-        self._failed(f"{path}: {error}")
-
     def _failed(self, cause: str) -> None:
         self._note("prune_failed", cause=cause)
         self._warn_once(f"older checkpoints could not be pruned, and the disk fills up: {cause}")
@@ -168,13 +161,85 @@ class RetentionRunner:
     def _warn_once(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            _warn(text)
+            warn_only(text)
 
     def _note(self, event: str, **fields: object) -> None:
         if self._journal is not None:
             self._journal.record(event, sync=False, **fields)
 
 
-def _warn(text: str) -> None:
-    with contextlib.suppress(Warning):  # one that is an error must not undo a save, nor keep a rank from the others
-        warn(text)
+class Remover:
+    """Removes folders in a thread of its own, behind a run that goes on, and slowly while that run saves."""
+
+    def __init__(self, disk: Disk, told: Callable[[Path, OSError], object]) -> None:
+        """`told` is called, in that thread, with what could not be removed: it stays a leftover."""
+        self._disk, self._told = disk, told
+        self._turn, self._changed = threading.Lock(), Wakeup()
+        self._queue: list[Path] = []
+        self._thread: threading.Thread | None = None
+        self._hurry = Flag()
+        self._gently = self._closed = False
+
+    def add(self, folder: Path) -> None:
+        """Have a folder removed that nobody sees any more."""
+        with self._turn:
+            self._queue.append(folder)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="ckptman-remove", daemon=True)
+                self._thread.start()
+        self._changed.notify()
+
+    @property
+    def pending(self) -> list[Path]:
+        """What is still to be removed, or is being removed."""
+        with self._turn:
+            return list(self._queue)
+
+    def slow_down(self, wanted: bool) -> None:
+        """Whether the run saves just now."""
+        self._gently = wanted
+
+    def drain(self, timeout_seconds: float | None = None) -> bool:
+        """Remove the rest as fast as can be, and wait for it. False where that took too long."""
+        self._hurry.set()
+        try:
+            return self._changed.wait_for(lambda: not self._queue, timeout_seconds)
+        finally:
+            self._hurry.clear()
+
+    def close(self, timeout_seconds: float) -> None:
+        """Remove what can be in that time; the rest is a leftover, which the next attempt or a prune clears."""
+        if self._thread is None:
+            return
+        self.drain(timeout_seconds)
+        self._closed = True
+        self._changed.notify()
+        self._hurry.set()
+        self._thread.join(_JOIN_SECONDS)
+
+    def _work(self) -> None:
+        while True:
+            self._changed.wait_for(lambda: bool(self._queue) or self._closed)
+            if self._closed:
+                return
+            folder = self._queue[0]
+            try:
+                remove_by_file(folder, self._disk, self._pause)
+            except _Closed:
+                return
+            except OSError as error:
+                self._told(folder, error)
+            finally:
+                with self._turn:
+                    self._queue.remove(folder)
+                self._changed.notify()
+
+    def _pause(self) -> None:
+        if self._closed:
+            raise _Closed
+        if self._gently:
+            self._hurry.wait(_GENTLY_SECONDS)
+
+
+class _Closed(Exception):
+    """The run ends: the rest is left."""

@@ -5,31 +5,34 @@ It runs in the training thread or behind it, one checkpoint after the other.
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.writer_lock import Claim
-from ckptman.comm.control_group import AllRanks, Channel, RankFailed, failing_as_one
+from ckptman.comm.control_group import AllRanks, Call, Channel, RankFailed, failing_as_one, refuse_other_calls
 from ckptman.comm.replicas import compare_replicas
-from ckptman.errors import CommitError, ConfigError, RankLostError, warn
+from ckptman.errors import CommitError, ConfigError, RankLostError, warn_only
 from ckptman.io.failure_cause import FULL
 from ckptman.io.threads import Task, Worker
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.watchdog import Watchdog
-from ckptman.saving.preflight import Preflight, preflight, refused_tensors
+from ckptman.saving.refused_values import refused_tensors
 from ckptman.saving.retention_runner import RetentionRunner
 from ckptman.saving.staging import Staged, Stager, refusal
 from ckptman.saving.stale_saves import Stale
-from ckptman.saving.write_plan import RankFile, plan_save
+from ckptman.saving.write_plan import RankFile, plan_save, signature_of
 from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
-from ckptman.state.named_state import Snapshot
+from ckptman.state.local_shards import refuse_unfillable
+from ckptman.state.named_state import Snapshot, is_named, is_stateful, snapshot, unlike_on_ranks, value_digests
 from ckptman.state.step_record import OptimizerHooks, updated_tensors
 
 _TRIES = 3
@@ -43,6 +46,17 @@ class SaveReport:
     step: int
     stall_seconds: float
     durable_seconds: float
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A snapshot of this rank's state, and over all ranks: the largest number of a save that failed and was not
+    reported (0: none), whether any lost its channel for saves, whether the plan of every rank fits."""
+
+    snapshot: Snapshot
+    failed: int
+    lost: bool
+    fits: bool
 
 
 class Saver:
@@ -71,8 +85,7 @@ class Saver:
         self._backend, self._journal, self._claim, self._watchdog = backend, journal, claim, watchdog
         self.channel, self.retention, self._hooks, self._overlap = channel, retention, hooks, overlap
         hooks.before_step = self.wait_staged
-        self._thread = Worker("ckptman-save") if background else None
-        self._stager = Stager(self._thread) if self._thread is not None else None
+        self._stager = Stager(Worker("ckptman-save")) if background else None
         self._asynchronous = background
         self._running: deque[Task[SaveReport]] = deque()
         self._staged: list[Staged] = []
@@ -88,15 +101,27 @@ class Saver:
     # ---- the stages --------------------------------------------------------------------------------------------
 
     def preflight(self, control: Channel, state: Mapping[str, Any]) -> Preflight:
-        """Take a snapshot of what is to be saved, and see that it can be. Every rank calls it, over `control`.
+        """Take a snapshot of what is to be saved, and see that it can be: a value that one rank cannot save must not
+        leave the others waiting. Every rank calls it, over `control`.
 
         Raises: ConfigError, on every rank alike.
         """
-        signature = self._file.plan.signature if self._file is not None else None
-        found = preflight(control, state, self._hooks, failed=self.failed, lost=self.channel.lost, signature=signature)
-        if not self._number and (warning := compare_replicas(control, found.snapshot, state)):
+        with failing_as_one(), AllRanks[Call](control) as ranks:
+            with self._hooks.ignored(), _no_collection():
+                shot = snapshot(state, control.rank)
+            filled = {name for name, value in state.items() if is_named(value) or not is_stateful(value)}
+            for name, tensor in shot.tensors.items():
+                if shot.paths[name][0] in filled:
+                    refuse_unfillable(name, tensor)
+            fits = self._file is not None and self._file.plan.signature == signature_of(shot)
+            ranks.mine = Call("step() or save()", (value_digests(shot, state), self.failed, self.channel.lost, fits))
+        refuse_other_calls(ranks.all)
+        digests, failed, lost, fitting = zip(*(each.arguments for each in ranks.all))
+        if difference := unlike_on_ranks(digests):
+            raise ConfigError(difference)
+        if not self._number and (warning := compare_replicas(control, shot, state)):
             self._warn_once("replicas", warning)
-        return found
+        return Preflight(shot, max(failed), any(lost), all(fitting))
 
     def plan(self, control: Channel, snapshot: Snapshot) -> None:
         """Agree on who writes what, and take and warm the memory that the first save needs. Every rank calls it, over
@@ -110,7 +135,7 @@ class Saver:
                 raise ConfigError("; ".join(refused))
             needs.mine = self._stager.needs(file) if self._stager is not None else ("", 0, 0)
         self._file = file
-        if self._stager is None or self._thread is None:
+        if self._stager is None:
             return
         self._stager.neighbours = sum(host == socket.gethostname() for host, _, _ in needs.all)
         self._asynchronous = True
@@ -120,7 +145,7 @@ class Saver:
         try:
             with AllRanks[None](control):
                 self._stager.prepare(file, file.memory(snapshot))
-                self._thread.start()  # a save that finds no thread must not wait for one until its slot holds another
+                self._stager.saves.start()  # now: a save that finds no thread would hold its slot for ever
         except RankFailed as failed:  # out of memory comes in many classes
             self._block_from_now_on(
                 f"rank {failed.failure.rank} could not take memory for a private copy, or start a thread to write it: "
@@ -138,7 +163,7 @@ class Saver:
         self._note("save_begun", step=info.step, reason=info.reason)
         if self._running:
             self._note("save_queued", step=info.step)
-        if self._thread is None or not self._asynchronous or _is_leaving():
+        if self._stager is None or not self._asynchronous or _is_leaving():
             content = self._stage(state, snapshot, info.step, None)
             try:
                 return self._write(self._number, content, info, begun, None)
@@ -147,8 +172,9 @@ class Saver:
         content = self._stage(state, snapshot, info.step, self._stager)
         stall_seconds = time.monotonic() - begun
         self._note("save_staged", step=info.step, seconds=stall_seconds)
+        write = partial(self._write, self._number, content, info, begun, stall_seconds)
         try:
-            self._running.append(self._thread.submit(self._write, self._number, content, info, begun, stall_seconds))
+            self._running.append(self._stager.saves.submit(write))
         except RuntimeError:  # closed; after anything else the save may run, and the slot is its own
             _release(content)
             raise
@@ -261,17 +287,6 @@ class Saver:
         self.reported, self.failed = max(self.reported, self.failed), 0
         return reports, failure
 
-    def wait_together(self, control: Channel, step: int) -> tuple[list[SaveReport], CommitError | None]:
-        """Wait, and learn what the other ranks know: a save that failed on one fails on all. Every rank calls it, over
-        `control`."""
-        reports, failure = self.wait()
-        # A rank that was lost at the last moment may have been lost for some only: they go on together all the same.
-        outcomes = control.gather((failure is not None, self.reported))
-        self.reported = max(reported for _, reported in outcomes)
-        if failure is None and any(failed for failed, _ in outcomes):
-            failure = CommitError(step, -1, "another rank reports that its part of it failed")
-        return reports, failure
-
     def poll(self) -> list[SaveReport]:
         """Return the reports of saves in the background that have succeeded since the last call."""
         reports = []
@@ -281,9 +296,8 @@ class Saver:
 
     def close(self, *, tidy: bool = False) -> None:
         """Stop the background threads. What runs is waited for. `tidy`: the run ended as it should."""
-        if self._thread is not None:
-            self._thread.close()
         if self._stager is not None:
+            self._stager.saves.close()
             self._stager.close()
         self.retention.close(tidy=tidy)
 
@@ -299,8 +313,7 @@ class Saver:
             names=stale.names,
         )
         if stale.first:
-            with contextlib.suppress(Warning):  # one that is an error must not undo a save that is durable
-                warn(stale.text)
+            warn_only(stale.text)
 
     def _block_from_now_on(self, reason: str) -> None:
         """Save in the training thread from now on: there is no memory to stage in."""
@@ -314,8 +327,7 @@ class Saver:
         """Warn on the leader, once in the life of a process."""
         if self.channel.is_leader and what not in self._warned:
             self._warned.add(what)
-            with contextlib.suppress(Warning):  # one that is an error must not keep the leader from the others
-                warn(text)
+            warn_only(text)
 
     def _note(self, event: str, *, sync: bool = False, **fields: object) -> None:
         if self._journal is not None:
@@ -326,6 +338,18 @@ def _release(content: Content | Exception) -> None:
     """Free the slot in which it was staged, if it was."""
     if isinstance(content, Content) and isinstance(content.tensors, Staged):
         content.tensors.release()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Hold off garbage collection, which in a large program takes longer than all that is done inside."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _is_leaving() -> bool:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import psutil
 
-from ckptman.errors import plain, warn
+from ckptman.errors import plain, warn_only
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.outcome import OUTCOME_ENV
 
@@ -130,8 +130,7 @@ class Drainer:
         self._journal.record("drain_failed", cause=why)
         if why not in self._warned:
             self._warned.add(why)
-            with contextlib.suppress(Warning):  # one that is an error must not keep a rank from the others
-                warn(f"not all could be copied to the tiers of {self._root}, which fails no save: {plain(why)}")
+            warn_only(f"not all could be copied to the tiers of {self._root}, which fails no save: {plain(why)}")
 
 
 def _work_done(pid: int) -> tuple[int, int]:

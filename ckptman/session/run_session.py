@@ -20,7 +20,7 @@ from ckptman.catalog.prune import clear, find_leftovers
 from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.catalog.writer_lock import Claim, claim
 from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
-from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, masked, warn
+from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, masked, warn, warn_only
 from ckptman.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
 from ckptman.io.durable_files import Disk, folder_mode
 from ckptman.io.failure_cause import FULL, cause_of, is_broken_device
@@ -310,6 +310,5 @@ def _metric_numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         try:
             numbers[str(name)] = float(value.detach() if isinstance(value, torch.Tensor) else value)
         except Exception as error:  # noqa: BLE001 a user's own class may raise anything
-            with contextlib.suppress(Warning):  # also where warnings are errors: the other ranks go on to save
-                warn(f"the metric {name!r} is not a number and is left out: {error}")
+            warn_only(f"the metric {name!r} is not a number and is left out: {error}")
     return numbers

@@ -15,8 +15,8 @@ from ckptman.format.pickle_guard import NotAllowed
 from ckptman.format.value_codec import paths_in
 from ckptman.io.safe_open import open_regular
 from ckptman.loading.checkpoint_reader import SavedState
-from ckptman.saving.preflight import refusal_of
-from ckptman.state.file_layout import QUANTIZED
+from ckptman.saving.refused_values import refusal_of
+from ckptman.state.local_shards import QUANTIZED
 from ckptman.verify import reports
 
 

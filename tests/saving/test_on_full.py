@@ -22,8 +22,8 @@ from ckptman.errors import CommitError, ConfigError
 from ckptman.format.paths import journal_path, run_folder, step_folder
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.failure_cause import FULL
-from ckptman.io.throttled_delete import Remover
 from ckptman.runtime.journal import read_journal
+from ckptman.saving.retention_runner import Remover
 from tests.helpers.checkpoints import commit
 from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
