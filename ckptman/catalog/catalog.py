@@ -1,7 +1,7 @@
 """What a root holds: looked up on disk each time, never read from a pointer or a date.
 
 A run that saves looks at its root again and again, and of what has not changed since it looked last it does not read
-the manifest anew (`Memory`). That it is there, and unchanged, is looked up each time.
+the manifest anew (`Remembered`). That it is there, and unchanged, is looked up each time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
@@ -147,6 +147,14 @@ class Remembered(Entry):
     facts: Record = field(kw_only=True)
     stamp: _Stamp = field(kw_only=True, repr=False)
 
+    @classmethod
+    def of(cls, entry: Entry, stamp: _Stamp) -> Remembered:
+        """What to keep of a complete entry, whose folder has a stamp."""
+        manifest = entry.require_manifest()
+        metrics = dict(manifest.metrics)
+        facts = Record(entry.step, manifest.sequence, manifest.time_seconds, manifest.total_bytes, metrics)
+        return cls(entry.step, entry.path, None, beside=entry.beside, facts=facts, stamp=stamp)
+
     @property
     def sequence(self) -> int:
         return self.facts.sequence
@@ -192,58 +200,23 @@ class Remembered(Entry):
         return super().record()
 
 
-class Memory:
-    """What was read of the checkpoints of a root, to be used as long as nothing of it has changed.
-
-    By name: what was read, with inode, size and times of the folder. A folder that was replaced or renamed, or in which
-    a name came or went (a pin, a note of a verify), is read anew. A file that was cut short or written to in its place
-    is not seen: see `Catalog.confirm`. Thread-safe: a run may restore while a save of it is in the background.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, Remembered] = {}
-
-    def known(self, name: str) -> Remembered | None:
-        """What was read under a name, whether or not it is still so."""
-        return self._known.get(name)
-
-    def recall(self, folder: str, name: str) -> Remembered | None:
-        """What is known about a folder, if it is as it was."""
-        known = self.known(name)
-        return known if known is not None and _stamp(folder) == known.stamp else None
-
-    def remember(self, name: str, entry: Entry, before: os.stat_result) -> None:
-        """Keep what was read of an entry, if it is complete and its folder is as it was `before` it was read."""
-        manifest, stamp = entry.manifest, _stamp_of(before)
-        is_settled = 0 <= before.st_mtime + _SETTLED_SECONDS <= time.time()
-        if manifest is None or not entry.complete or not is_settled or stamp != _stamp(entry.path):
-            self.forget(name)
-            return
-        facts = Record(
-            entry.step, manifest.sequence, manifest.time_seconds, manifest.total_bytes, dict(manifest.metrics)
-        )
-        self._known[name] = Remembered(entry.step, entry.path, None, beside=entry.beside, facts=facts, stamp=stamp)
-
-    def forget(self, name: str) -> None:
-        """Have it read anew."""
-        self._known.pop(name, None)
-
-    def keep_only(self, names: Collection[str]) -> None:
-        """Forget what is gone: these names there are."""
-        for name in set(self._known).difference(names):  # a copy: another thread may add to it
-            self._known.pop(name, None)
-
-
 class Catalog:
     """The checkpoints under one root.
 
     Only the leader of a run looks; the others are told what it saw, because ranks can see different files on NFS.
-    `memory`: what earlier looks have read; without it each look reads all.
+
+    Args:
+        root: The checkpoint root.
+        remember: Keep what was read of a folder for as long as its inode, size and times stay. A folder that was
+            replaced or renamed, or in which a name came or went (a pin, a note of a verify), is read anew. A file that
+            was cut short or written to in its place is not seen: see `confirm`. Thread-safe: a run may restore while a
+            save of it is in the background.
     """
 
-    def __init__(self, root: str | os.PathLike[str], memory: Memory | None = None) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, remember: bool = False) -> None:
         self.root = Path(root)
-        self._memory = memory
+        self._remembers = remember
+        self._known: dict[str, Remembered] = {}
 
     def scan(self, *, abandoned: bool = False, names: Sequence[str] | None = None, recall: bool = False) -> list[Entry]:
         """All entries, in order of commit; those with no readable manifest first, by step.
@@ -272,8 +245,8 @@ class Catalog:
             if settled:
                 break
             names = None
-        if self._memory is not None:
-            self._memory.keep_only(listed)
+        for gone in set(self._known).difference(listed):  # a copy: another thread may add to it
+            self.forget(gone)
         left = read_abandoned(self.root)
         found = [mark(entry, left) for entry in entries.values()]
         return sorted((entry for entry in found if abandoned or not entry.abandoned), key=commit_order)
@@ -316,9 +289,9 @@ class Catalog:
         for name, parsed in _ours(inodes):
             if parsed.kind not in _COUNTING:
                 continue
-            known = self._memory.known(name) if self._memory is not None else None
+            known = self._known.get(name)
             is_same = known is not None and known.stamp[_INODE - 1] == inodes[name]
-            entry: Entry | None = known if is_same else self._read(name, parsed.step)
+            entry = known if is_same else self._read(name, parsed.step)
             if entry is not None and entry.unreadable is not None:
                 raise entry.unreadable
             settled = settled and entry is not None
@@ -342,8 +315,7 @@ class Catalog:
 
     def forget(self, name: str) -> None:
         """Have what lies under a name read anew: another checkpoint has it now."""
-        if self._memory is not None:
-            self._memory.forget(name)
+        self._known.pop(name, None)
 
     def leftovers(self, names: Sequence[str] | None = None) -> list[tuple[Path, StepName]]:
         """Folders that a crash or an unfinished deletion left: `tmp`, `trash`, and `old` that stands in for nothing.
@@ -402,14 +374,13 @@ class Catalog:
         """The entry of each step, with those that stood aside for it for good, by their tags; and whether everything
         stayed where it was while we looked."""
         found: dict[tuple[int, str], list[tuple[tuple[bool, bool, int], Entry]]] = {}
-        settled, folder, memory = True, os.fspath(self.root), self._memory if recall else None
-        entry: Entry | None
+        settled, folder = True, os.fspath(self.root)
         for name, parsed in names:
             if parsed.kind not in _COUNTING:
                 continue
-            entry = memory.recall(f"{folder}/{name}", name) if memory is not None else None
-            if entry is None:
-                entry = self._read(name, parsed.step)
+            known = self._known.get(name) if recall else None
+            is_same = known is not None and _stamp(f"{folder}/{name}") == known.stamp
+            entry = known if is_same else self._read(name, parsed.step)
             if entry is None:
                 settled = False
                 continue
@@ -429,11 +400,18 @@ class Catalog:
         before = _lstat(path)
         entry = look_at(path, step, before)
         after = _lstat(path)
-        if before is None or after is None or not _stayed(before, after, entry.complete):
-            self.forget(name)
+        self.forget(name)
+        # Two saves later a folder may have the inode of one that was deleted: what is incomplete may not have changed.
+        if (
+            before is None
+            or after is None
+            or not os.path.samestat(before, after)
+            or not (entry.complete or before.st_ctime_ns == after.st_ctime_ns)
+        ):
             return None
-        if self._memory is not None:
-            self._memory.remember(name, entry, before)
+        is_settled = 0 <= before.st_mtime + _SETTLED_SECONDS <= time.time() and _stamp_of(before) == _stamp_of(after)
+        if self._remembers and is_settled and entry.complete:
+            self._known[name] = Remembered.of(entry, _stamp_of(before))
         return entry
 
 
@@ -457,11 +435,6 @@ def _stamp(folder: str | Path) -> _Stamp | None:
 
 def _stamp_of(found: os.stat_result) -> _Stamp:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _stayed(before: os.stat_result, after: os.stat_result, complete: bool) -> bool:
-    # Two saves later a folder may have the inode of one that was deleted: what is incomplete may not have changed.
-    return os.path.samestat(before, after) and (complete or before.st_ctime_ns == after.st_ctime_ns)
 
 
 def look_at(path: Path, step: int | None, before: os.stat_result | None = None) -> Entry:

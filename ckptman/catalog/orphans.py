@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.pins import read_pin
 from ckptman.catalog.reader_lease import Leases, look
-from ckptman.catalog.writer_lock import is_alive, is_this_process, read_owner
+from ckptman.catalog.writer_lock import Owner, is_alive, is_this_process, read_owner
 from ckptman.errors import CkptmanError
 from ckptman.format.manifest import missing_file, read_manifest
 from ckptman.format.paths import Kind, StepName, parse_half_written, run_folder, step_folder
-from ckptman.io.durable_files import DISK, Disk
 
 _REASONS: dict[Kind, str] = {
     "tmp": "a save that was never committed; its writer is gone",
@@ -60,15 +56,14 @@ def find_leftovers(
     halves = _half_written(root)
     if not found and not halves:
         return left
-    owner = read_owner(root)
-    alive = owner.nonce if owner is not None and is_alive(root, owner) else None
-    mine = alive is not None and owner is not None and is_this_process(owner)
+    owner = _owner_alive(root)
+    mine = owner is not None and is_this_process(owner)
     left += [
         Leftover(path, parsed.step, _REASONS[parsed.kind], _tree_bytes(path))
         for path, parsed in found
-        if _tagger(parsed) != alive or (mine and parsed.kind != "tmp")
+        if owner is None or _tagger(parsed) != owner.nonce or (mine and parsed.kind != "tmp")
     ]
-    if alive is None or mine:
+    if owner is None or mine:
         left += [
             Leftover(path, None, "a file that was never finished", _tree_bytes(path))
             for path, pid in halves
@@ -82,11 +77,11 @@ def find_strays(root: Path, leases: Leases, there: Sequence[tuple[Path, StepName
 
     `leases` and `there`: as in `find_leftovers`. Who has taken one away since then may be removing it this moment.
     """
-    owner = read_owner(root)
-    alive = owner.nonce if owner is not None and is_alive(root, owner) else None
+    owner = _owner_alive(root)
+    at_work = {*leases.nonces, *([owner.nonce] if owner is not None else [])}
     strays = []
     for path, parsed in there:
-        if parsed.kind != "trash" or _tagger(parsed) in (alive, *leases.nonces):
+        if parsed.kind != "trash" or _tagger(parsed) in at_work:
             continue
         reason = leases.holder(step_folder(parsed.step)) or ("it is pinned" if _is_pinned(path) else "")
         if reason and _is_whole(path):
@@ -94,42 +89,19 @@ def find_strays(root: Path, leases: Leases, there: Sequence[tuple[Path, StepName
     return strays
 
 
-def clear(root: Path, leftovers: Iterable[Leftover], tag: str, disk: Disk = DISK) -> None:
-    """Remove leftovers. Raises: OSError in the end, if some could not be removed."""
-    place = LocalBackend(root, disk)
-    with first_error_last() as attempt:
-        for count, leftover in enumerate(leftovers):
-            if leftover.step is None:
-                attempt(partial(disk.remove_file, leftover.path))
-            else:
-                name = step_folder(leftover.step)
-                attempt(partial(place.remove, leftover.path, name, f"{tag}-left{count}"))
-
-
-@contextmanager
-def first_error_last() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Hands out a function that tries a step and goes on after an OSError; the first of those is raised at the end."""
-    errors: list[OSError] = []
-
-    def attempt(step: Callable[[], None]) -> None:
-        try:
-            step()
-        except OSError as error:
-            errors.append(error)
-
-    yield attempt
-    if errors:
-        raise errors[0]
+def _owner_alive(root: Path) -> Owner | None:
+    owner = read_owner(root)
+    return owner if owner is not None and is_alive(root, owner) else None
 
 
 def _is_held(path: Path, parsed: StepName, leases: Leases) -> bool:
     """Whether somebody writes, reads or removes there, or wants it kept."""
     if leases.holder(path.name) or _tagger(parsed) in leases.nonces:
         return True
+    if parsed.kind not in ("old", "trash"):
+        return False
     # See `find_strays`.
-    if parsed.kind in ("old", "trash") and leases.holder(step_folder(parsed.step)):
-        return True
-    return parsed.kind in ("old", "trash") and _is_pinned(path) and _is_whole(path)
+    return bool(leases.holder(step_folder(parsed.step))) or (_is_pinned(path) and _is_whole(path))
 
 
 def _tagger(parsed: StepName) -> str:

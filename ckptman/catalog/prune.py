@@ -20,10 +20,7 @@ from pathlib import Path
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog, Entry
-from ckptman.catalog.orphans import Leftover as Leftover
-from ckptman.catalog.orphans import clear as clear
-from ckptman.catalog.orphans import find_leftovers as find_leftovers
-from ckptman.catalog.orphans import find_strays, first_error_last
+from ckptman.catalog.orphans import Leftover, find_leftovers, find_strays
 from ckptman.catalog.pins import pin, read_pin
 from ckptman.catalog.reader_lease import TAKING, lease, look
 from ckptman.catalog.rollback_records import rollback_numbers
@@ -100,26 +97,8 @@ def plan_prune(
 
     Raises: as `Catalog.scan`.
     """
-    where = catalogue or Catalog(root)
+    catalogue = catalogue or Catalog(root)
     now_seconds = time.time() if now_seconds is None else now_seconds
-    planned = partial(_plan, root, policy, frozenset(damaged), now_seconds, wait, coming, where)
-    found = planned()
-    if found.deletions:
-        staying = [found.entries[each.record.sequence] for each in found.verdicts if each.keep]
-        if not where.confirm(staying[-_CONFIRMED:]):
-            found = planned()
-    return found
-
-
-def _plan(
-    root: Path,
-    policy: RetentionPolicy | None,
-    damaged: Collection[int],
-    now_seconds: float,
-    wait: bool,
-    coming: Record | None,
-    catalogue: Catalog,
-) -> PrunePlan:
     # The names first: who has made a folder since then may have a lease that was not seen.
     names = catalogue.names()
     leases, before = look(root, wait=wait), frozenset(rollback_numbers(root))
@@ -129,10 +108,7 @@ def _plan(
     numbers: list[int] = []
     ignored: list[tuple[Entry, str]] = []
     number = 0
-    for entry in [
-        *catalogue.strangers(names),
-        *catalogue.scan(abandoned=True, names=names, recall=True),
-    ]:
+    for entry in [*catalogue.strangers(names), *catalogue.scan(abandoned=True, names=names, recall=True)]:
         if not entry.complete:
             ignored.append((entry, entry.problem or ""))
             continue
@@ -154,6 +130,9 @@ def _plan(
             in_use = each.in_use or waiting.get(place, "")
             records[place] = replace(each, sequence=numbers[place], in_use=in_use)
     verdicts = plan(records, policy, now_seconds=now_seconds, coming=coming)
+    staying = [entries[each.record.sequence] for each in verdicts if each.keep]
+    if len(staying) < len(verdicts) and not catalogue.confirm(staying[-_CONFIRMED:]):
+        return plan_prune(root, policy, damaged, now_seconds=now_seconds, wait=wait, coming=coming, catalogue=catalogue)
     return PrunePlan(
         verdicts,
         entries,
@@ -213,9 +192,10 @@ def execute(
     for who wants to know that also of one that failed. Raises: OSError in the end, if there was such.
     """
     work = _Work(root, plan, disk, remove, done, pruned if pruned is not None else Pruned())
-    with first_error_last() as attempt:
+    with _first_error_last() as attempt:
         for stray in plan.strays:
-            attempt(partial(work.put_back, stray))
+            assert stray.step is not None
+            attempt(partial(LocalBackend(root, disk).put_back, stray.path, root / step_folder(stray.step)))
         # Leftovers first: an earlier save of a step must not come back when the later one goes.
         for count, leftover in enumerate(plan.leftovers):
             attempt(partial(work.clear, leftover, f"{tag}-left{count}"))
@@ -246,6 +226,22 @@ def execute(
     return work.pruned
 
 
+@contextmanager
+def _first_error_last() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Hands out a function that tries a step and goes on after an OSError; the first of those is raised at the end."""
+    errors: list[OSError] = []
+
+    def attempt(step: Callable[[], object]) -> None:
+        try:
+            step()
+        except OSError as error:
+            errors.append(error)
+
+    yield attempt
+    if errors:
+        raise errors[0]
+
+
 class _Work:
     """One prune at work, in several threads."""
 
@@ -264,10 +260,6 @@ class _Work:
         self._turn = threading.Lock()
         self.pruned = pruned
 
-    def put_back(self, stray: Leftover) -> None:
-        assert stray.step is not None
-        self._place.put_back(stray.path, self._root / step_folder(stray.step))
-
     def clear(self, leftover: Leftover, tag: str) -> None:
         if leftover.step is None:
             self._disk.remove_file(leftover.path)
@@ -282,7 +274,7 @@ class _Work:
         if not _is_as_planned(entry, entry.path):
             return
         if reason := self._why_not(entry.path, entry.path.name):
-            self._spare(record, reason)
+            self.pruned.spared[record.sequence] = reason
             return
         trash = self._place.hide(entry.path, step_folder(entry.step), tag)
         if trash is None:
@@ -293,7 +285,7 @@ class _Work:
             if not self._place.put_back(trash, entry.path):
                 self._mark(trash, entry.path, reason)
                 raise OSError(errno.EBUSY, f"it stays under this name, as it cannot be put back: {reason}", str(trash))
-            self._spare(record, reason)
+            self.pruned.spared[record.sequence] = reason
             return
         taken.append((trash, entry.path, record))
 
@@ -323,11 +315,6 @@ class _Work:
             return "the root was rolled back since the plan was made"
         note = read_pin(folder)
         return f"pinned: {note.why}" if note is not None else look(self._root, wait=False).holder(name)
-
-    def _spare(self, record: Record, reason: str) -> None:
-        # What the plan knew is no news: it was decided on with that.
-        with self._turn:
-            self.pruned.spared[record.sequence] = reason
 
     def _count(self, freed_bytes: int, sequence: int | None = None) -> None:
         with self._turn:

@@ -16,7 +16,8 @@ from typing import Any, Literal, cast
 import torch
 
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.prune import clear, find_leftovers
+from ckptman.catalog.orphans import find_leftovers
+from ckptman.catalog.prune import PrunePlan, execute
 from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.catalog.writer_lock import Claim, claim
 from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
@@ -268,7 +269,7 @@ def _claim(root: Path, run_id: str, job_id: str | None, disk: Disk) -> Claim:
 
 def _clear_leftovers(root: Path, tag: str, disk: Disk) -> None:
     try:
-        clear(root, find_leftovers(root), tag, disk)
+        execute(root, PrunePlan([], {}, find_leftovers(root), []), tag, disk)
     except OSError as error:
         warn(f"leftovers in {root} could not be removed: {error}")
 

@@ -14,7 +14,7 @@ import torch
 
 import ckptman
 from ckptman.catalog.backends.local import LocalBackend
-from ckptman.catalog.catalog import Catalog, Memory, Remembered
+from ckptman.catalog.catalog import Catalog, Remembered
 from ckptman.catalog.pins import pin
 from ckptman.catalog.prune import PrunePlan, execute, plan_prune
 from ckptman.catalog.verified import identify, note_damaged, remember_damage
@@ -78,7 +78,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def catalogue(root: Path) -> Catalog:
-    found = Catalog(root, Memory())
+    found = Catalog(root, remember=True)
     found.scan(abandoned=True)
     return found
 
@@ -206,7 +206,7 @@ def test_a_step_that_is_saved_again_is_read_anew(root: Path) -> None:
 
 def test_what_was_written_a_moment_ago_is_looked_at_again(tmp_path: Path) -> None:
     commit(tmp_path, 100, sequence=1)
-    catalogue = Catalog(tmp_path, Memory())
+    catalogue = Catalog(tmp_path, remember=True)
     catalogue.scan()
     (entry,) = catalogue.scan(recall=True)
     assert not isinstance(entry, Remembered)

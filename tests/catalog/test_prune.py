@@ -18,8 +18,9 @@ from ckptman.catalog import prune as prune_module
 from ckptman.catalog import writer_lock as owner_module
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
+from ckptman.catalog.orphans import Leftover, find_leftovers
 from ckptman.catalog.pins import pin
-from ckptman.catalog.prune import Leftover, execute, find_leftovers, plan_prune
+from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.reader_lease import Lease, Leases, lease, look
 from ckptman.catalog.writer_lock import Owner, claim, this_process
 from ckptman.errors import NotFoundError

@@ -21,7 +21,8 @@ import torch.distributed.checkpoint as dcp
 import ckptman
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.prune import execute, find_leftovers, plan_prune
+from ckptman.catalog.orphans import find_leftovers
+from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.writer_lock import claim, read_owner
 from ckptman.cli.app import main
 from ckptman.cli.console import plain

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptman.catalog.backends.backend import Backend
-from ckptman.catalog.catalog import Catalog, Entry, Memory
+from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.overwrite import may_be_replaced
 from ckptman.catalog.pins import read_pin
 from ckptman.catalog.reader_lease import lease, look, reading
@@ -88,7 +88,7 @@ class LocalBackend:
         self.where = str(self.root)
         self.disk = disk
         """What it is written by."""
-        self.catalogue = Catalog(self.root, Memory())
+        self.catalogue = Catalog(self.root, remember=True)
         """What is there. It remembers what it has read, for who holds this place and saves to it."""
         self.tiers: tuple[Tier, ...] = ()
         """Those behind it."""
