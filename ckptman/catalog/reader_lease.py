@@ -20,7 +20,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,11 +125,6 @@ def reading(folder: Path, *, what: str, disk: Disk = DISK) -> Iterator[None]:
         yield
 
 
-def held(root: Path, *, wait: bool = True) -> dict[str, str]:
-    """The folder names under a root that are in use, with who uses each. Raises: RootError (nobody can tell)."""
-    return look(root, wait=wait).names
-
-
 def look(root: Path, *, wait: bool = True, but: str = "") -> Leases:
     """The leases of a root, `but` the one of that nonce. To know a lease of another host to be dead takes up to
     `PATIENCE_SECONDS`; those that would need a `wait` that is not wanted are held.
@@ -138,7 +133,8 @@ def look(root: Path, *, wait: bool = True, but: str = "") -> Leases:
     """
     found = Leases()
     questions = dict.fromkeys(path for path in _paths(root) if path != lease_path(root, but))
-    _forget(root, questions)
+    for gone in [path for path in _first_seen if path.parent == run_folder(root) and path not in questions]:
+        _first_seen.pop(gone, None)
     while questions:
         for path in list(questions):
             # Looked at again each time: it may have been written only now.
@@ -150,7 +146,11 @@ def look(root: Path, *, wait: bool = True, but: str = "") -> Leases:
                 # A folder is none that we made, and stays.
                 found.dead += [path] if path.is_symlink() or not path.is_dir() else []
             else:
-                _hold(found, one)
+                if one is None:
+                    found.unknown = "perhaps in use: a lease that cannot be read may be on it"
+                elif one.what != TAKING:
+                    for name in one.names:
+                        found.names.setdefault(name, str(one))
                 found.nonces.add(path.stem.removeprefix("lease-"))
             del questions[path]
         if questions:
@@ -245,16 +245,3 @@ def _lives(path: Path, one: Lease | None) -> bool | None:
         _first_seen[path] = touched, time.monotonic()
         return True
     return False if time.monotonic() - since >= PATIENCE_SECONDS else None
-
-
-def _forget(root: Path, known: Collection[Path]) -> None:
-    for path in [each for each in _first_seen if each.parent == run_folder(root) and each not in known]:
-        _first_seen.pop(path, None)
-
-
-def _hold(found: Leases, one: Lease | None) -> None:
-    if one is None:
-        found.unknown = "perhaps in use: a lease that cannot be read may be on it"
-        return
-    for name in one.names if one.what != TAKING else ():
-        found.names.setdefault(name, str(one))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,36 +111,24 @@ def execute(
     claimed = claim(root, "rollback", job_id, disk=disk)
     try:
         change = make()
-        with _kept(change.target, disk):
+        target = change.target
+        # A prune that made its plan before this must not take what the run is to go on from.
+        with reading(target.path, what="rollback", disk=disk) if target.in_folder else nullcontext():
+            if target.in_folder and not target.path.exists():
+                raise NotFoundError(f"{target.path} was pruned meanwhile: ckptman list shows what is left")
             if change.entries or change.undoes is not None:
-                _write_down(root, change, why, by, time_seconds, disk)
+                left = [Left(step=each.step, sequence=each.sequence, identity=each.identity) for each in change.entries]
+                rollback = Rollback(
+                    id=os.urandom(8).hex(),
+                    to_step=target.step,
+                    time_seconds=time_seconds,
+                    why=why,
+                    by=by,
+                    abandoned=[] if change.undoes is not None else left,
+                    undoes=change.undoes,
+                )
+                hand_on([rollback], root, disk)
+                _everywhere(root).hand_on_all()
         return change
     finally:
         claimed.release()
-
-
-@contextmanager
-def _kept(target: Entry, disk: Disk) -> Iterator[None]:
-    """A prune that made its plan before this must not take what the run is to go on from."""
-    if not target.in_folder:
-        yield
-        return
-    with reading(target.path, what="rollback", disk=disk):
-        if not target.path.exists():
-            raise NotFoundError(f"{target.path} was pruned meanwhile: ckptman list shows what is left")
-        yield
-
-
-def _write_down(root: Path, change: Change, why: str, by: str, time_seconds: float, disk: Disk) -> None:
-    left = [Left(step=each.step, sequence=each.sequence, identity=each.identity) for each in change.entries]
-    rollback = Rollback(
-        id=os.urandom(8).hex(),
-        to_step=change.target.step,
-        time_seconds=time_seconds,
-        why=why,
-        by=by,
-        abandoned=[] if change.undoes is not None else left,
-        undoes=change.undoes,
-    )
-    hand_on([rollback], root, disk)
-    _everywhere(root).hand_on_all()

@@ -8,7 +8,7 @@ the same moment one gets it. An object store that knows no condition of a put gi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.backends.local import LocalBackend, answers
-from ckptman.catalog.catalog import Catalog, Entry
+from ckptman.catalog.catalog import Catalog
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, plain
 from ckptman.format.manifest import FORMAT_VERSION, parse_versioned
 from ckptman.format.paths import DOT, ROOT_ID, TIER_OF, outcome_path, run_folder
@@ -69,21 +69,16 @@ def read_mark(place: Backend) -> Whose | None:
     return _read(place, TIER_OF)
 
 
-def check_tier(
-    root: Path,
-    place: Backend,
-    entries: Callable[[], Iterable[Entry]],
-    *,
-    run_ids: Collection[str] = (),
-) -> Whose | None:
-    """Refuse a place that is the tier of another root, or a root itself; the mark that it has.
+def check_tier(root: Path, place: Backend, run_ids: Collection[str] = ()) -> str | None:
+    """Refuse a place that is the tier of another root, or a root itself. The identity that it is marked with, if any.
 
     A root without an id, lost or of an earlier version, may use a tier that was marked by a root at the same path, or
     by a run of the same id (`run_ids`, and those of what the root holds) whose root is gone. In a tier without a mark
     all checkpoints have to be of such a run.
 
-    Raises: ConfigError, CorruptError, FormatVersionError, RootError.
+    Raises: ConfigError (a root may not use it), CkptmanError (it cannot be looked at).
     """
+    place.check_there()
     if (its := _read(place, ROOT_ID)) is not None:
         raise ConfigError(
             f"the tier {place.where} is the root of a run itself ({_run(its.run_id)}), and not filled from {root}: "
@@ -111,7 +106,8 @@ def check_tier(
                 f"the tier {place.where} has no mark of a tier, and a run has been started in it ({trace}): name "
                 f"another folder for copies of {root}. Where no run is to go on there, remove {trace}"
             )
-        manifests = [each.manifest for each in entries() if each.complete and each.manifest is not None]
+        entries = place.list(abandoned=True)
+        manifests = [each.manifest for each in entries if each.complete and each.manifest is not None]
         known = _known(root, run_ids) if manifests else set()
         if (other := next((each for each in manifests if each.run_id not in known), None)) is not None:
             how = f"start it with run_id={other.run_id!r}" if other.run_id else f"ckptman copy the newest to {root}"
@@ -119,7 +115,7 @@ def check_tier(
                 f"the tier {place.where} has no mark of a root, and holds checkpoints of another run "
                 f"({_run(other.run_id)}): give this run a tier of its own. Where it is to go on from them, {how}"
             )
-    return mark
+    return mark.id if mark is not None else None
 
 
 def mark_tier(root: Path, place: Backend, run_id: str, *, renew: bool) -> None:

@@ -20,9 +20,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ckptman.catalog.backends.backend import Backend, find_url, open_backend
 from ckptman.catalog.backends.local import answers, check_expanded
-from ckptman.catalog.catalog import Entry
+from ckptman.catalog.catalog import Entry, mark
 from ckptman.catalog.rollback_records import Rollback, abandoned_by
 from ckptman.catalog.tier_identity import check_tier, make_identity, mark_tier
+from ckptman.catalog.writer_lock import root_error
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, NotFoundError, RootError, plain
 from ckptman.format.manifest import FORMAT_VERSION, parse_versioned
 from ckptman.format.paths import drained_path, run_folder, tiers_path
@@ -96,7 +97,10 @@ def write_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
 
 def make_tiers(root: Path, tiers: Sequence[Tier], disk: Disk = DISK) -> None:
     """Make the folders of new tiers. Raises: RootError."""
-    before = {str(tier) for tier in _known(root)}
+    try:
+        before = {str(tier) for tier in read_tiers(root)}
+    except CorruptError:
+        before = set()
     for tier in tiers:
         # One that was made before, and is gone, may be a mount that is away: it is not made anew below where it was.
         if str(tier) not in before:
@@ -121,30 +125,17 @@ def claim_tiers(
     for tier in tiers:
         with contextlib.suppress(NotFoundError, RootError):
             place = open_tier(tier, disk)
-            found.append((place, look_whose(root, place, run_ids)))
+            found.append((place, check_tier(root, place, run_ids)))
     try:
         make_identity(root, run_id, next((id for _, id in found if id is not None), None), disk)
     except OSError as error:
         if isinstance(error, CkptmanError):
             raise
-        raise RootError(
-            error.errno or errno.EIO,
-            f"the checkpoint root {root} cannot be written ({error.strerror}): check permissions, quota and the mount",
-        ) from error
+        raise root_error(root, "written", error) from error
     for place, _ in found:
         with contextlib.suppress(OSError):
-            look_whose(root, place, run_ids)  # of two tiers that were allowed, one may be of another root
+            check_tier(root, place, run_ids)  # of two tiers that were allowed, one may be of another root
             mark_tier(root, place, run_id, renew=True)
-
-
-def look_whose(root: Path, place: Backend, run_ids: Collection[str] = ()) -> str | None:
-    """The identity that a tier is marked with, as long as a root may use it; None: it is not marked.
-
-    Raises: ConfigError (it may not), and as `entries_of`.
-    """
-    place.check_there()
-    mark = check_tier(root, place, lambda: entries_of(place), run_ids=run_ids)
-    return mark.id if mark is not None else None
 
 
 def read_tiers(root: Path) -> tuple[Tier, ...]:
@@ -197,19 +188,13 @@ def open_tier(tier: Tier, disk: Disk = DISK) -> Backend:
     return open_backend(str(tier), disk)
 
 
-def entries_of(place: Backend) -> list[Entry]:
-    """All that has a checkpoint's name in a tier, oldest commit first. Raises: CkptmanError: it cannot be looked at."""
-    place.check_there()
-    return place.list(abandoned=True)
-
-
 def holding_of(root: Path, tier: Tier, left: Mapping[str, str] | None = None) -> Holding:
     """What a tier of a root holds, as retention rules see it. `left`: what was abandoned elsewhere. Never raises for
     trouble, such as that it is a tier of another root."""
     try:
         place = open_tier(tier)
-        look_whose(root, place)
-        found = entries_of(place)
+        check_tier(root, place)
+        found = place.list(abandoned=True)
         entries = [entry for entry in found if entry.complete]
         if entries:  # what is there may go elsewhere now
             place.settle()
@@ -217,7 +202,7 @@ def holding_of(root: Path, tier: Tier, left: Mapping[str, str] | None = None) ->
     except (CkptmanError, OSError) as error:
         return Holding(tier, trouble=trouble_of(error))
     left = {**(left or {}), **abandoned_by(rollbacks)}
-    records = [record_of(entry, left) for entry in entries]
+    records = [mark(entry, left).record() for entry in entries]
     taken = frozenset(entry.step for entry in found if entry.may_go)
     return Holding(tier, tuple(entries), tuple(records), tuple(rollbacks), taken=taken)
 
@@ -225,13 +210,6 @@ def holding_of(root: Path, tier: Tier, left: Mapping[str, str] | None = None) ->
 def trouble_of(error: Exception) -> str:
     """What is wrong with a tier, in words."""
     return getattr(error, "strerror", None) or str(error)
-
-
-def record_of(entry: Entry, left: Mapping[str, str]) -> Record:
-    """The facts that rules look at. `left`: the identities of what was abandoned."""
-    record = entry.record()
-    why = left.get(entry.identity, "") if left else ""
-    return replace(record, abandoned=f"abandoned {why}") if why else record
 
 
 def awaited(root: Path, records: Sequence[Record], now_seconds: float, *, look: bool = True) -> dict[int, str]:
@@ -253,7 +231,7 @@ def awaited(root: Path, records: Sequence[Record], now_seconds: float, *, look: 
 
 def write_drained(root: Path, held: Mapping[str, Sequence[Record]], disk: Disk = DISK) -> None:
     """Note what the tiers hold. Called by drains. Raises: OSError."""
-    stored = {tier: [_as_data(record) for record in records] for tier, records in held.items()}
+    stored = {tier: [{**vars(record), "metrics": dict(record.metrics)} for record in records] for tier, records in held.items()}
     disk.make_folders(run_folder(root))
     # By Python's JSON: a metric may be NaN.
     disk.replace_file(drained_path(root), seal(json.dumps(_Drained(held=stored).model_dump()).encode()))
@@ -269,17 +247,6 @@ def read_drained(root: Path) -> dict[str, list[Record]]:
         return {tier: [Record(**each) for each in records] for tier, records in held.items()}
     except (CkptmanError, ValidationError, TypeError):
         return {}
-
-
-def _as_data(record: Record) -> dict[str, Any]:
-    return {**vars(record), "metrics": dict(record.metrics)}
-
-
-def _known(root: Path) -> tuple[Tier, ...]:
-    try:
-        return read_tiers(root)
-    except CorruptError:
-        return ()
 
 
 def _read(path: Path) -> bytes | None:

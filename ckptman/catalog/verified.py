@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from xxhash import xxh3_128_hexdigest
@@ -106,73 +106,54 @@ def note_verified(
     folder: Path,
     identity: Identity,
     *,
-    time_seconds: float,
-    ckptman_version: str,
     levels: Iterable[Level],
     world_sizes: Iterable[int] = (),
     meshes: Iterable[tuple[int, ...]] = (),
     plan_world_sizes: Iterable[int] = (),
     disk: Disk,
 ) -> None:
-    """Note what was proved about the files `identity`, beside what was proved about it before.
+    """Note what was proved just now about the files `identity`, beside what was proved about it before.
 
     What is weaker than what is there adds to it and takes nothing away. What was found damaged stays so until every
     byte was found to be right. Raises: OSError (the folder is read-only).
     """
-    new = Verified(
-        time_seconds=time_seconds,
-        ckptman_version=ckptman_version,
-        levels=_in_order(levels),
-        world_sizes=tuple(sorted(set(world_sizes))),
-        meshes=tuple(sorted(set(meshes))),
-        plan_world_sizes=tuple(sorted(set(plan_world_sizes))),
-        manifest_digest=identity.manifest,
-        files_digest=identity.files,
-    )
+    proved: dict[str, set[Any]] = {
+        "levels": set(levels),
+        "world_sizes": set(world_sizes),
+        "meshes": set(meshes),
+        "plan_world_sizes": set(plan_world_sizes),
+    }
+    every_byte = "digests" in proved["levels"]
+    proved_by: dict[str, Any] = {}
     old = _read(folder)
     if old is not None and _is_about(old, identity):
-        if old.damaged and not new.every_byte:
+        if old.damaged and not every_byte:
             return
-        newest = old if old.every_byte and not new.every_byte else new
-        new = newest.model_copy(
-            update={
-                "levels": _in_order((*old.levels, *new.levels)),
-                "world_sizes": tuple(sorted({*old.world_sizes, *new.world_sizes})),
-                "meshes": tuple(sorted({*old.meshes, *new.meshes})),
-                "plan_world_sizes": tuple(sorted({*old.plan_world_sizes, *new.plan_world_sizes})),
-            }
-        )
+        if old.every_byte and not every_byte:
+            proved_by = {"time_seconds": old.time_seconds, "ckptman_version": old.ckptman_version}
+        for name, values in proved.items():
+            values.update(getattr(old, name))
+    in_order = {name: sorted(values, reverse=name == "levels") for name, values in proved.items()}
+    new = _note(identity, **in_order, **proved_by)
     if new != old:
         _write(folder, new, disk)
 
 
-def note_damaged(
-    folder: Path, identity: Identity, what: str, *, time_seconds: float, ckptman_version: str, disk: Disk
-) -> None:
+def note_damaged(folder: Path, identity: Identity, what: str, disk: Disk) -> None:
     """Note that the files `identity` are not what was saved, in place of what was proved about them before.
 
     Raises: OSError (the folder is read-only).
     """
-    note = Verified(
-        time_seconds=time_seconds,
-        ckptman_version=ckptman_version,
-        levels=(),
-        damaged=what[:_MOST_TEXT],
-        manifest_digest=identity.manifest,
-        files_digest=identity.files,
-    )
-    _write(folder, note, disk)
+    _write(folder, _note(identity, levels=(), damaged=what[:_MOST_TEXT]), disk)
 
 
-def remember_damage(folder: Path, manifest: Manifest, what: str, disk: Disk | None = None) -> None:
+def remember_damage(folder: Path, manifest: Manifest, what: str) -> None:
     """The same of the files that lie there now, as far as it can be noted: so that no retention counts them, and
     deletes good ones. Called by whoever was refused them."""
     from ckptman.io.durable_files import DISK  # ctypes and shutil, which a listing can do without
 
-    now, version = time.time(), __version__
     with contextlib.suppress(OSError, CorruptError):
-        identity = identify(folder, manifest)
-        note_damaged(folder, identity, what, time_seconds=now, ckptman_version=version, disk=disk or DISK)
+        note_damaged(folder, identify(folder, manifest), what, DISK)
 
 
 def forget_verified(folder: Path, disk: Disk) -> None:
@@ -182,6 +163,12 @@ def forget_verified(folder: Path, disk: Disk) -> None:
     if os.path.lexists(path) and not (note is not None and note.damaged):
         disk.remove_file(path)
         disk.sync_folder(folder)
+
+
+def _note(identity: Identity, **fields: Any) -> Verified:
+    """A note of now, with these fields."""
+    now: dict[str, Any] = {"time_seconds": time.time(), "ckptman_version": __version__}
+    return Verified(manifest_digest=identity.manifest, files_digest=identity.files, **now | fields)
 
 
 def _write(folder: Path, note: Verified, disk: Disk) -> None:
@@ -205,9 +192,3 @@ def _read(folder: Path) -> Verified | None:
 
 def _is_about(note: Verified, identity: Identity) -> bool:
     return (note.manifest_digest, note.files_digest) == (identity.manifest, identity.files)
-
-
-def _in_order(levels: Iterable[Level]) -> tuple[Level, ...]:
-    known: tuple[Level, ...] = ("digests", "coverage")
-    chosen = set(levels)
-    return tuple(level for level in known if level in chosen)

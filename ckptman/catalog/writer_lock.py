@@ -70,14 +70,14 @@ def read_owner(root: Path) -> Owner | None:
     try:
         mark = _newest(root)
     except OSError as error:
-        raise _root_error(root, "read", error) from error
+        raise root_error(root, "read", error) from error
     return mark.owner if mark is not None and not mark.released else None
 
 
-def is_alive(root: Path, owner: Owner, patience_seconds: float = PATIENCE_SECONDS) -> bool:
-    """Whether the process behind a claim lives. From another host this takes up to `patience_seconds` to deny."""
+def is_alive(root: Path, owner: Owner) -> bool:
+    """Whether the process behind a claim lives. From another host this takes up to `PATIENCE_SECONDS` to deny."""
     mark = _newest(root)
-    return mark is not None and mark.owner == owner and _lives(root, mark, patience_seconds)
+    return mark is not None and mark.owner == owner and _lives(root, mark)
 
 
 def is_this_process(owner: Owner) -> bool:
@@ -141,9 +141,7 @@ class Claim:
                 os.utime(owner_path(self.root, self._number))
 
 
-def claim(
-    root: Path, run_id: str, job_id: str | None, *, patience_seconds: float = PATIENCE_SECONDS, disk: Disk = DISK
-) -> Claim:
+def claim(root: Path, run_id: str, job_id: str | None, *, disk: Disk = DISK) -> Claim:
     """Claim a root for this process. A dead owner's claim is taken over. Called by the leader only.
 
     Raises: BusyError (a live run owns it), RootError (it cannot be written).
@@ -158,7 +156,7 @@ def claim(
     try:
         disk.make_folders(run_folder(root))
         last = _newest(root)
-        if last is not None and _lives(root, last, patience_seconds):
+        if last is not None and _lives(root, last):
             raise _busy(root)
         number = last.number + 1 if last is not None else 1
         try:
@@ -167,7 +165,7 @@ def claim(
             disk.make_folders(run_folder(root))
             _stake(root, number, me, disk)
     except OSError as error:
-        raise _root_error(root, "written", error) from error
+        raise root_error(root, "written", error) from error
     # Claims that are over mean nothing any more: one that cannot be removed does no harm.
     with contextlib.suppress(OSError):
         for older in _numbers(root):
@@ -238,18 +236,29 @@ def _busy(root: Path) -> BusyError:
     return BusyError(str(root), owner.host, owner.pid, owner.job_id, is_this_process(owner))
 
 
-def _root_error(root: Path, done: str, error: OSError) -> RootError:
+def root_error(root: Path, done: str, error: OSError) -> RootError:
+    """The error that tells of trouble with a root, which could not be `done` ("read", "written")."""
     return RootError(
         error.errno or errno.EIO,
         f"the checkpoint root {root} cannot be {done} ({error.strerror}): check permissions, quota and the mount",
     )
 
 
-def _lives(root: Path, mark: _Mark, patience_seconds: float) -> bool:
+def _lives(root: Path, mark: _Mark) -> bool:
     if mark.released:
         return False
-    lives = process_lives(mark.owner) if mark.owner is not None else None
-    return lives if lives is not None else _is_touched(root, mark, patience_seconds)
+    if mark.owner is not None and (lives := process_lives(mark.owner)) is not None:
+        return lives
+    path = owner_path(root, mark.number)
+    first = touched_at(path)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(min(0.1, PATIENCE_SECONDS / 10))
+        # Compared with what was judged, too: a claim that was being written then may have been whole ever since.
+        now = _newest(root)
+        if now != mark or touched_at(path) != first:
+            return now is not None and now.number == mark.number and not now.released
+    return False
 
 
 def process_lives(owner: Owner) -> bool | None:
@@ -277,19 +286,6 @@ def _state_and_start(pid: int) -> tuple[str, int] | None:
     except OSError:
         return None
     return fields[0].decode(), int(fields[19])
-
-
-def _is_touched(root: Path, mark: _Mark, patience_seconds: float) -> bool:
-    path = owner_path(root, mark.number)
-    first = touched_at(path)
-    deadline = time.monotonic() + patience_seconds
-    while time.monotonic() < deadline:
-        time.sleep(min(0.1, patience_seconds / 10))
-        # Compared with what was judged, too: a claim that was being written then may have been whole ever since.
-        now = _newest(root)
-        if now != mark or touched_at(path) != first:
-            return now is not None and now.number == mark.number and not now.released
-    return False
 
 
 def touched_at(path: Path) -> int | None:

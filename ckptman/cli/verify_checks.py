@@ -178,17 +178,14 @@ def neighbours(entries: Sequence[Entry], every: bool) -> Sequence[Entry]:
 
 def remember(report: VerifyReport, entry: Entry) -> None:
     """Note beside the manifest what was proved, or found damaged. If that fails, it is a remark."""
-    from ckptman import __version__
     from ckptman.catalog.verified import forget_verified, note_damaged, note_verified
     from ckptman.io.durable_files import DISK
 
     if report.identity is None or not (report.is_checked or report.is_damaged):
         return
-    now = time.time()
     try:
         if report.is_damaged:
-            what = str([*report.damage, *report.problems][0])
-            note_damaged(entry.path, report.identity, what, time_seconds=now, ckptman_version=__version__, disk=DISK)
+            note_damaged(entry.path, report.identity, str([*report.damage, *report.problems][0]), DISK)
         elif report.problems_of_fit:
             forget_verified(entry.path, DISK)
         else:
@@ -196,8 +193,6 @@ def remember(report: VerifyReport, entry: Entry) -> None:
             note_verified(
                 entry.path,
                 report.identity,
-                time_seconds=now,
-                ckptman_version=__version__,
                 levels=report.levels,
                 world_sizes=[size for size in loaded if report.mesh_of(size) is None],
                 meshes=[mesh for size in loaded if (mesh := report.mesh_of(size)) is not None],

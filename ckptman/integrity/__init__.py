@@ -1,1 +1,1 @@
-"""Whether the bytes of a checkpoint are what was saved, and what it means where they are not. No torch."""
+"""Whether the bytes of a checkpoint are what was saved, and what it means where they are not."""

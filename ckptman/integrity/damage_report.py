@@ -1,4 +1,4 @@
-"""What is wrong with the files of a checkpoint, in words: which blocks of them, and which tensors lie there. No torch.
+"""What is wrong with the files of a checkpoint, in words: which blocks of them, and which tensors lie there.
 
 Where a file does not match its digest, the digests of its blocks (`blocks-RRRRR.bin`) tell which of them changed, and
 the chunk table tells what lies there: as far as these are whole themselves.
@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from ckptman.errors import CorruptError
 from ckptman.format.chunk_table import Ints
 from ckptman.format.index import open_table, read_digests, read_index
 from ckptman.format.manifest import Manifest
+from ckptman.io.checksums import DIGEST_BYTES
 from ckptman.io.file_scan import Scanned
 
 NAMES_SHOWN = 3
@@ -58,7 +60,7 @@ def of_size(name: str, size: int, scanned: Scanned | None, folder: Path, manifes
     changed = None if scanned is None else _changed(scanned, folder, manifest)
     if changed is None:
         return Damage(name, what, record.bytes)
-    runs = tuple(runs_of(changed))
+    runs = runs_of(changed)
     if not runs:
         return Damage(name, f"{what}; the first {record.bytes} of them are what was saved", 0)
     lost = _bytes_of(runs, name, manifest)
@@ -69,7 +71,7 @@ def of_bytes(scanned: Scanned, folder: Path, manifest: Manifest) -> Iterator[Dam
     """The damage of a file that has its size, and was read as far as the disk gave it."""
     name, record = scanned.name, manifest.files[scanned.name]
     for why in sorted(set(scanned.unreadable.values())):
-        runs = tuple(runs_of(sorted(block for block, each in scanned.unreadable.items() if each == why)))
+        runs = runs_of(sorted(block for block, each in scanned.unreadable.items() if each == why))
         what = f"cannot be read in {_blocks(runs, name, manifest)}: {why}"
         yield Damage(name, what, _bytes_of(runs, name, manifest), runs)
     changed = _changed(scanned, folder, manifest)
@@ -77,7 +79,7 @@ def of_bytes(scanned: Scanned, folder: Path, manifest: Manifest) -> Iterator[Dam
         if not scanned.unreadable:
             yield Damage(name, f"does not match its digest: {_instead(scanned, manifest)}", record.bytes)
     elif rest := [block for block in changed if block not in scanned.unreadable]:
-        runs = tuple(runs_of(rest))
+        runs = runs_of(rest)
         what = f"does not match its digest: {_blocks(runs, name, manifest)} {CHANGED}"
         if len(rest) == _count(name, manifest):
             what = f"does not match its digest: {_instead(scanned, manifest)}"
@@ -116,18 +118,20 @@ def located(damage: Sequence[Damage], folder: Path, manifest: Manifest) -> list[
     return [replace(each, holds=tuple(found[at])) if at in found else each for at, each in enumerate(damage)]
 
 
-def runs_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+def runs_of(numbers: Sequence[int]) -> Runs:
     """Ascending numbers as runs, first and last of each: 1, 2, 3, 7 are (1, 3) and (7, 7)."""
-    first = last = None
-    for number in numbers:
-        if first is None or last is None:
-            first = number
-        elif number != last + 1:
-            yield first, last
-            first = number
-        last = number
-    if first is not None and last is not None:
-        yield first, last
+    each = np.array(numbers, np.int64)
+    runs = np.split(each, np.flatnonzero(np.diff(each) != 1) + 1)
+    return tuple((int(run[0]), int(run[-1])) for run in runs if len(run))
+
+
+def changed_blocks(ours: bytes, theirs: bytes, count: int) -> NDArray[np.bool_]:
+    """Which of `count` blocks of two files differ, by the digests of their blocks; those that only one of them has do."""
+    first, second = (np.frombuffer(each, np.uint64).reshape(-1, 2) for each in (ours, theirs))
+    both = min(len(first), len(second), count)
+    changed = np.ones(count, np.bool_)
+    changed[:both] = (first[:both] != second[:both]).any(axis=1)
+    return changed
 
 
 def _changed(scanned: Scanned, folder: Path, manifest: Manifest) -> list[int] | None:
@@ -136,11 +140,8 @@ def _changed(scanned: Scanned, folder: Path, manifest: Manifest) -> list[int] | 
         expected = read_digests(folder, scanned.name, manifest).blocks
     except CorruptError:
         return None
-    saved = np.frombuffer(expected, np.uint64).reshape(-1, 2)
-    found = np.frombuffer(bytes(scanned.blocks), np.uint64).reshape(-1, 2)[: len(saved)]
-    changed = np.ones(len(saved), np.bool_)
-    changed[: len(found)] = (saved[: len(found)] != found).any(axis=1)
-    numbers: list[int] = np.flatnonzero(changed).tolist()
+    count = len(expected) // DIGEST_BYTES
+    numbers: list[int] = np.flatnonzero(changed_blocks(expected, bytes(scanned.blocks), count)).tolist()
     return numbers
 
 

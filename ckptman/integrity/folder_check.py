@@ -1,4 +1,4 @@
-"""Proving that the bytes of a checkpoint are the bytes that were saved, and that they fill its tensors. Torch-free.
+"""Proving that the bytes of a checkpoint are the bytes that were saved, and that they fill its tensors.
 
 The manifest is what everything is held against: it vouches for itself, and for each file. All damage is found, not only
 the first.
@@ -66,7 +66,7 @@ def verify_folder(
     there is much to read, which is faster; not for a process that has a device, or threads that hold locks.
     Raises: OSError where the folder cannot be listed.
     """
-    damage, sizes, remarks = compare_folder(folder, manifest)
+    damage, sizes, remarks = _compare(folder, manifest)
     suspects: dict[str, Scanned] = {}
     stamps: list[Scanned] = []
 
@@ -93,17 +93,10 @@ def verify_folder(
         else:
             damage += of_bytes(found, folder, manifest)
     unread += [fate for found in stamps if (fate := _fate(folder, found)) is not None]
-    damage.sort(key=lambda each: each.file)
-    return FileReport(
-        len(manifest.files),
-        manifest.total_bytes,
-        tuple(located(damage, folder, manifest) if damage else ()),
-        tuple(unread),
-        (*remarks, *_saved_over(damage)),
-    )
+    return _report(folder, manifest, damage, unread, remarks)
 
 
-def compare_folder(folder: Path, manifest: Manifest) -> tuple[list[Damage], dict[str, int], list[str]]:
+def _compare(folder: Path, manifest: Manifest) -> tuple[list[Damage], dict[str, int], list[str]]:
     """A manifest against what lies in its folder, by names and sizes alone.
 
     What is missing or no file; the sizes in bytes of the files that are there; remarks about what the manifest does not
@@ -127,28 +120,24 @@ def compare_folder(folder: Path, manifest: Manifest) -> tuple[list[Damage], dict
 
 def check_sizes(folder: Path, manifest: Manifest) -> FileReport:
     """A manifest against what lies in its folder, by names and sizes alone: no file is read. Raises: OSError."""
-    damage, sizes, remarks = compare_folder(folder, manifest)
+    damage, sizes, remarks = _compare(folder, manifest)
     damage += [
         of_size(name, size, None, folder, manifest)
         for name, size in sizes.items()
         if size != manifest.files[name].bytes
     ]
-    damage.sort(key=lambda each: each.file)
-    return FileReport(
-        len(manifest.files),
-        manifest.total_bytes,
-        tuple(located(damage, folder, manifest) if damage else ()),
-        (),
-        (*remarks, *_saved_over(damage)),
-    )
+    return _report(folder, manifest, damage, [], remarks)
 
 
-def _saved_over(damage: list[Damage]) -> list[str]:
-    """What to say where `.metadata` and files beside it are others: no accident does that, and plain DCP does."""
-    files = {each.file for each in damage}
-    if METADATA not in files or len(files) == 1:
-        return []
-    return [f"if plain DCP saved over it, that is why {METADATA} is another one: what it saved is there for dcp.load"]
+def _report(
+    folder: Path, manifest: Manifest, damage: list[Damage], unread: list[str], remarks: list[str]
+) -> FileReport:
+    if METADATA in (files := {each.file for each in damage}) and len(files) > 1:
+        # No accident does that.
+        why = f"if plain DCP saved over it, that is why {METADATA} is another one"
+        remarks = [*remarks, f"{why}: what it saved is there for dcp.load"]
+    damage = located(sorted(damage, key=lambda each: each.file), folder, manifest) if damage else []
+    return FileReport(len(manifest.files), manifest.total_bytes, tuple(damage), tuple(unread), tuple(remarks))
 
 
 def only_pickled(folder: Path, manifest: Manifest, index: Index) -> bool:

@@ -1,6 +1,4 @@
-"""Whether a later checkpoint holds anything new: told by the digests of blocks, and where they do not tell, by bytes.
-Torch-free.
-"""
+"""Whether a later checkpoint holds anything new: told by the digests of blocks, and where they do not tell, by bytes."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from numpy.typing import NDArray
 from ckptman.format.chunk_table import Chunks, ChunkTable, Ints, item_bytes
 from ckptman.format.index import Index, data_files, open_table, read_digests, read_index
 from ckptman.format.manifest import Manifest
+from ckptman.integrity.damage_report import changed_blocks
 from ckptman.io.safe_open import open_regular
 
 PARAMETER_BYTES = 4096
@@ -53,7 +52,7 @@ def stale_parameters(folder: Path, manifest: Manifest, older_folder: Path, older
             continue
         digests = read_digests(older_folder, file, older).blocks, read_digests(folder, file, manifest).blocks
         blocks = -(-manifest.files[file].bytes // size)
-        own, shared[file] = _cut(rows[:, 1:], size, _changed_blocks(*digests, blocks))
+        own, shared[file] = _cut(rows[:, 1:], size, changed_blocks(*digests, blocks))
         if own:
             return []
     return [] if any(_differ(older_folder / file, folder / file, parts) for file, parts in shared.items()) else wanted
@@ -95,15 +94,6 @@ def _ranges(index: Index, names: Sequence[str], table: ChunkTable, other_table: 
 
 def _places(chunks: Chunks) -> tuple[Ints, ...]:
     return chunks.file, chunks.offset, chunks.bytes, chunks.payload, chunks.offsets, chunks.sizes
-
-
-def _changed_blocks(ours: bytes, theirs: bytes, count: int) -> NDArray[np.bool_]:
-    """Which of `count` blocks of two files differ; those that only one of them has do."""
-    first, second = np.frombuffer(ours, np.uint64).reshape(-1, 2), np.frombuffer(theirs, np.uint64).reshape(-1, 2)
-    both = min(len(first), len(second), count)
-    changed = np.ones(count, np.bool_)
-    changed[:both] = (first[:both] != second[:both]).any(axis=1)
-    return changed
 
 
 def _cut(ranges: Ints, size: int, changed: NDArray[np.bool_]) -> tuple[bool, Ints]:

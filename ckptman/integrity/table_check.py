@@ -1,4 +1,4 @@
-"""Whether the chunks of all tensors lie inside their files, and fill each tensor exactly. Torch-free.
+"""Whether the chunks of all tensors lie inside their files, and fill each tensor exactly.
 
 Nearly all tensors are cut along one dimension into chunks that follow each other. Those are seen to be right together,
 by a few operations on the rows of all of them; the others are looked at one by one.

@@ -7,6 +7,7 @@ import os
 import subprocess
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 
 SQUEUE_TIMEOUT_SECONDS = 10.0
@@ -39,11 +40,14 @@ def deadline_from_environment(
     If that fails: a RuntimeWarning, and None. Called at start by the leader only: a thousand ranks that ask at once
     would hurt the controller.
     """
-    given = _seconds(environ.get("SLURM_JOB_END_TIME", ""))
-    if given is not None:
-        return given
-    job_id = _job_id(environ)
-    if job_id is None:
+    with suppress(ValueError):
+        given = float(environ.get("SLURM_JOB_END_TIME", ""))
+        if math.isfinite(given) and given > 0:
+            return given
+    # The id of an array's last task is that of the whole array, and squeue would answer for every task of it.
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    job_id = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
+    if not job_id:
         return None
     try:
         answer = run(("squeue", "-h", "-j", job_id, "-o", "%e"))
@@ -66,22 +70,6 @@ def parse_end_time(text: str) -> float | None:
     if text.upper() in _NO_END:
         return None
     return datetime.fromisoformat(text).timestamp()
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) and value > 0 else None
-
-
-def _job_id(environ: Mapping[str, str]) -> str | None:
-    # The id of an array's last task is that of the whole array, and squeue would answer for every task of it.
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    if array and task:
-        return f"{array}_{task}"
-    return environ.get("SLURM_JOB_ID") or None
 
 
 def _warn(job_id: str, why: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -50,10 +51,16 @@ def read_trace(path: Path, parse_seconds: Callable[[str], float]) -> Trace:
     Raises: NotFoundError, ConfigError naming the line that is none.
     """
     if path.is_dir():
-        return trace_of(_events(journal_path(path)), path)
+        return trace_of(read_journal(journal_path(path))[0], path)
     try:
-        if _is_journal(path):
-            return trace_of(_events(path), path)
+        # By its first bytes, as a journal may be larger than a trace.
+        fd = open_regular(path, follow=True, remedy=_REMEDY)
+        try:
+            begin = os.read(fd, 4096).removeprefix(codecs.BOM_UTF8).lstrip()
+        finally:
+            os.close(fd)
+        if begin.startswith(b"{"):
+            return trace_of(read_journal(path)[0], path)
         text = read_regular(path, _MOST_BYTES, follow=True, remedy=_REMEDY).decode("utf-8-sig")
     except FileNotFoundError:
         raise NotFoundError(f"there is no trace {path}: give a file of failure times, a journal or a root") from None
@@ -62,20 +69,6 @@ def read_trace(path: Path, parse_seconds: Callable[[str], float]) -> Trace:
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not text: a trace has the time of a failure on each line") from None
     return _parse(text.splitlines(), path, parse_seconds)
-
-
-def _is_journal(path: Path) -> bool:
-    """By its first bytes, as a journal may be larger than a trace. Raises: CorruptError, OSError."""
-    fd = open_regular(path, follow=True, remedy=_REMEDY)
-    try:
-        return os.read(fd, 4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
-    finally:
-        os.close(fd)
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    events, _ = read_journal(os.fspath(path))
-    return events
 
 
 def trace_of(events: Sequence[Mapping[str, Any]], where: Path) -> Trace:
@@ -131,7 +124,10 @@ def _parse(lines: Sequence[str], path: Path, parse_seconds: Callable[[str], floa
             return date - start
         if start is not None:
             raise ConfigError("the trace begins with a date, so every line has to be one")
-        return 0.0 if _number_text(written) == 0 else parse_seconds(written)
+        with suppress(ValueError):  # a zero, which `parse_seconds` refuses
+            if float(written) == 0:
+                return 0.0
+        return parse_seconds(written)
 
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split(maxsplit=1)
@@ -166,13 +162,6 @@ def _date(written: str) -> float | None:
     except ValueError:
         return None
     return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp()
-
-
-def _number_text(written: str) -> float | None:
-    try:
-        return float(written)
-    except ValueError:
-        return None
 
 
 def _numbers(events: Sequence[Mapping[str, Any]], name: str, field: str) -> list[float]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ckptman.errors import EXIT_STALLED, plain_lines
-from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.durable_files import DISK
 from ckptman.io.threads import Flag
 from ckptman.policies.hang_timeout import Doing, Patience, Progress, Stall
 
@@ -186,9 +186,9 @@ def within(seconds: float, work: Callable[[], object]) -> bool:
     return done.is_set()
 
 
-def write_stacks(path: Path, text: str, disk: Disk = DISK) -> None:
+def write_stacks(path: Path, text: str) -> None:
     """Append `text` and the stack of every thread to a file. Raises: OSError."""
-    disk.make_folders(path.parent)
+    DISK.make_folders(path.parent)
     fd = os.open(path, _STACKS, 0o666)
     try:
         os.write(fd, f"{plain_lines(text)}\n\n".encode())
@@ -202,12 +202,7 @@ def say(text: str) -> None:
     os.write(_STANDARD_ERROR, f"ckptman: {plain_lines(text)}\n".encode())
 
 
-def end_process(
-    text: str,
-    stacks: Path,
-    parts: Sequence[tuple[float, Callable[[], object]]] = (),
-    leave: Callable[[int], object] = os._exit,
-) -> None:
+def end_process(text: str, stacks: Path, parts: Sequence[tuple[float, Callable[[], object]]] = ()) -> None:
     """Write the stacks, say why, do the `parts` (each with the seconds that it may take), and leave with code 13.
 
     Stacks that cannot be written to their file go to standard error. Called by the thread of the watchdog.
@@ -220,4 +215,4 @@ def end_process(
     for seconds, part in parts:
         within(seconds, part)
     within(PART_SECONDS, sys.stdout.flush)
-    leave(EXIT_STALLED)
+    os._exit(EXIT_STALLED)

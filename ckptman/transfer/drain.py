@@ -16,16 +16,14 @@ from pathlib import Path
 
 from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.backends.drafts import BusyCopyingError
-from ckptman.catalog.catalog import Catalog, Entry
+from ckptman.catalog.catalog import Catalog, Entry, mark
 from ckptman.catalog.rollback_records import Rollback, abandoned_by, hand_on, read_rollbacks
-from ckptman.catalog.tier_identity import make_identity, mark_tier, read_identity
+from ckptman.catalog.tier_identity import check_tier, make_identity, mark_tier, read_identity
 from ckptman.catalog.tiers import (
     Holding,
     holding_of,
-    look_whose,
     open_tier,
     read_drained,
-    record_of,
     trouble_of,
     write_drained,
 )
@@ -86,12 +84,12 @@ def plan_drain(root: Path, tiers: Sequence[Tier], *, new: bool = False) -> Drain
     left = abandoned_by(every)
     there = Catalog(root).look()
     entries = [entry for entry in there if entry.complete]
-    records = [record_of(entry, left) for entry in entries]
+    records = [mark(entry, left).record() for entry in entries]
     tasks: list[DrainTask] = []
     for number, holding in enumerate(holdings):
         if holding.trouble:
             continue
-        has = [record_of(entry, left) for entry in holding.entries]
+        has = [mark(entry, left).record() for entry in holding.entries]
         holdings[number] = replace(holding, records=tuple(has))
         good = {record.step for record in has if not record.abandoned and not record.damaged}
         wanted = due(records, has, holding.tier, time.time())
@@ -134,7 +132,7 @@ def _mark(root: Path, holding: Holding) -> None:
     manifests = [entry.require_manifest() for entry in Catalog(root).look() if entry.complete]
     run_id = manifests[-1].run_id if manifests else ""
     try:
-        id = look_whose(root, place)
+        id = check_tier(root, place)
         if read_identity(root) is None:
             make_identity(root, run_id, id)
     except OSError as error:
@@ -173,7 +171,7 @@ def carry_out(
             with options_for(task) as how:
                 over = replace(how, overwrite=how.overwrite or task.over)
                 place = open_tier(task.tier)
-                look_whose(root, place)  # again: it may be hours since that was planned
+                check_tier(root, place)  # again: it may be hours since that was planned
                 yield Drained(task, copy_checkpoint(task.entry, place, over))
             fuller[task.tier] = task
         except CkptmanError as error:

@@ -143,7 +143,7 @@ def _replace(root: Path) -> None:
 def _damage(root: Path) -> None:
     entry = Catalog(root).entry(200)
     found = identify(entry.path, entry.require_manifest())
-    note_damaged(entry.path, found, "a byte", time_seconds=1.0, ckptman_version="0", disk=DISK)
+    note_damaged(entry.path, found, "a byte", DISK)
 
 
 def _lose_a_file(root: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ckptman.catalog import reader_lease as lease_module
-from ckptman.catalog.reader_lease import TAKING, Lease, held, lease, look, reading
+from ckptman.catalog.reader_lease import TAKING, Lease, lease, look, reading
 from ckptman.catalog.writer_lock import this_process
 from ckptman.errors import RootError
 from ckptman.format.paths import is_lease, lease_path, run_folder, step_folder
@@ -49,10 +49,10 @@ def leases_in(root: Path) -> list[str]:
 def test_what_is_read_is_held_until_the_reader_is_done(tmp_path: Path) -> None:
     with lease(tmp_path, [NAME, "step-0000000200.tmp-x"], what="copy"):
         words = f"in use by copy (pid {os.getpid()} on host {socket.gethostname()})"
-        assert held(tmp_path) == {NAME: words, "step-0000000200.tmp-x": words}
+        assert look(tmp_path).names == {NAME: words, "step-0000000200.tmp-x": words}
         assert look(tmp_path).holder(NAME) == words
         assert look(tmp_path).holder(step_folder(300)) == ""
-    assert held(tmp_path) == {}
+    assert look(tmp_path).names == {}
     assert list(tmp_path.iterdir()) == [], "who only looked leaves nothing behind"
 
 
@@ -67,27 +67,27 @@ def test_several_readers_hold_the_same_folder(tmp_path: Path) -> None:
     with lease(tmp_path, [NAME], what="verify"):
         with lease(tmp_path, [NAME], what="restore"):
             assert len(leases_in(tmp_path)) == 2
-        assert "verify" in held(tmp_path)[NAME]
+        assert "verify" in look(tmp_path).names[NAME]
 
 
 def test_a_lease_is_given_back_also_when_the_reader_fails(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="damaged"), lease(tmp_path, [NAME], what="verify"):
         raise ValueError("damaged")
-    assert held(tmp_path) == {}
+    assert look(tmp_path).names == {}
 
 
 def test_a_root_without_leases_holds_nothing(tmp_path: Path) -> None:
-    assert held(tmp_path) == {}
-    assert held(tmp_path / "nowhere") == {}
+    assert look(tmp_path).names == {}
+    assert look(tmp_path / "nowhere").names == {}
     run_folder(tmp_path).write_text("a file")
-    assert held(tmp_path) == {}
+    assert look(tmp_path).names == {}
 
 
 def test_the_checkpoint_is_found_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / "root" / NAME).mkdir(parents=True)
     (tmp_path / "best").symlink_to(Path("root") / NAME)
     with reading(tmp_path / "best", what="diff"):
-        assert list(held(tmp_path / "root")) == [NAME]
+        assert list(look(tmp_path / "root").names) == [NAME]
 
 
 def test_no_trace_is_left_beside_a_folder_that_no_prune_would_take(tmp_path: Path) -> None:
@@ -110,11 +110,11 @@ def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_p
             order.append("not in the way")
 
     with lease(tmp_path, [NAME], what=TAKING):
-        assert held(tmp_path) == {}, "that holds nothing"
+        assert look(tmp_path).names == {}, "that holds nothing"
         reader = threading.Thread(target=read)
         reader.start()
         read_another()
-        while not held(tmp_path):
+        while not look(tmp_path).names:
             time.sleep(0.001)
         assert order == ["not in the way"]
         folder.rename(tmp_path / f"{NAME}.trash-x")
@@ -124,7 +124,7 @@ def test_a_reader_waits_until_a_prune_that_takes_its_checkpoint_is_past_it(tmp_p
     with lease(tmp_path, [NAME], what=TAKING):
         reader = threading.Thread(target=read)
         reader.start()
-        while not held(tmp_path):
+        while not look(tmp_path).names:
             time.sleep(0.001)
     reader.join(60)
     assert order[2:] == ["there"], "it was spared"
@@ -145,7 +145,7 @@ def test_a_reader_that_cannot_write_reads_without_a_lease(tmp_path: Path, operat
             raise OSError(28, "No space left on device")
 
     with lease(tmp_path, [NAME], what="verify", disk=Refusing()):
-        assert held(tmp_path) == {}
+        assert look(tmp_path).names == {}
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "held\n"
-        assert f"pid {reader.pid} " in held(tmp_path)[NAME]
+        assert f"pid {reader.pid} " in look(tmp_path).names[NAME]
         reader.send_signal(signal.SIGKILL)
     found = look(tmp_path)
     assert found.names == {}
@@ -190,27 +190,27 @@ def test_a_pid_that_was_used_again_holds_nothing(tmp_path: Path) -> None:
 
 def test_a_reader_on_another_host_holds_while_its_lease_is_touched(tmp_path: Path) -> None:
     path = leave(tmp_path, host="elsewhere", host_key="other")
-    assert "on host elsewhere" in held(tmp_path, wait=False)[NAME]
+    assert "on host elsewhere" in look(tmp_path, wait=False).names[NAME]
     os.utime(path, ns=(1, 1))  # its clock is far behind, or far ahead: it is different, that is all
-    assert held(tmp_path)[NAME]
+    assert look(tmp_path).names[NAME]
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_silent_reader_on_another_host_is_watched_before_it_counts_as_dead(tmp_path: Path) -> None:
     path = leave(tmp_path, host="elsewhere", host_key="other")
-    assert held(tmp_path, wait=False)
+    assert look(tmp_path, wait=False).names
     assert look(tmp_path).dead == [path]
     assert look(tmp_path, wait=False).dead == [path], "who has watched once needs not wait again"
     os.utime(path, ns=(1, 1))
-    assert held(tmp_path, wait=False), "it was only slow"
+    assert look(tmp_path, wait=False).names, "it was only slow"
 
 
 def test_what_was_seen_of_leases_that_are_gone_is_forgotten(tmp_path: Path) -> None:
     path = leave(tmp_path, host="elsewhere", host_key="other")
-    held(tmp_path, wait=False)
+    look(tmp_path, wait=False)
     assert path in lease_module._first_seen
     path.unlink()
-    held(tmp_path, wait=False)
+    look(tmp_path, wait=False)
     assert path not in lease_module._first_seen
 
 
@@ -253,7 +253,7 @@ def test_leases_that_cannot_be_listed_are_not_no_leases(tmp_path: Path, monkeypa
 
 def test_words_of_a_lease_cannot_command_a_terminal(tmp_path: Path) -> None:
     leave(tmp_path, host="\x1b[2J", host_key="other")
-    assert "\\x1b[2J" in held(tmp_path, wait=False)[NAME]
+    assert "\\x1b[2J" in look(tmp_path, wait=False).names[NAME]
 
 
 # ---- a lease that lasts ----------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_a_lease_that_was_removed_is_made_again(beats: Beats, tmp_path: Path) ->
             beats.await_more(3)
             assert path.read_bytes() == text
             assert leases_in(tmp_path) == [path.name]
-            assert list(held(tmp_path)) == [NAME]
+            assert list(look(tmp_path).names) == [NAME]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -313,7 +313,7 @@ def test_an_error_of_the_file_system_does_not_stop_the_beats(beats: Beats, tmp_p
         beats.before = lambda: None
         lease_path(tmp_path, nonce).unlink()
         beats.await_more(3)
-        assert list(held(tmp_path)) == [NAME]
+        assert list(look(tmp_path).names) == [NAME]
 
 
 def test_where_the_mount_is_away_no_lease_is_made(beats: Beats, tmp_path: Path) -> None:

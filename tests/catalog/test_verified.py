@@ -9,6 +9,7 @@ import shutil
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,15 +29,9 @@ BOTH: tuple[Level, ...] = ("digests", "coverage")
 
 def _note(entry: Entry, levels: tuple[Level, ...] = BOTH, now: float = 1000.0, disk: Disk = DISK, **more: Any) -> None:
     version = more.pop("version", "0.1.0")
-    note_verified(
-        entry.path,
-        identify(entry.path, entry.require_manifest()),
-        time_seconds=now,
-        ckptman_version=version,
-        levels=levels,
-        disk=disk,
-        **more,
-    )
+    identity = identify(entry.path, entry.require_manifest())
+    with mock.patch("time.time", return_value=now), mock.patch("ckptman.catalog.verified.__version__", version):
+        note_verified(entry.path, identity, levels=levels, disk=disk, **more)
 
 
 def _read(entry: Entry) -> Verified:
@@ -211,8 +206,14 @@ def test_a_disk_that_refuses_leaves_the_old_note_and_no_litter(tmp_path: Path) -
 
 def test_several_at_once_leave_a_note_that_holds(tmp_path: Path) -> None:
     entry = commit(tmp_path, 100)
+    identity = identify(entry.path, entry.require_manifest())
     threads = [
-        threading.Thread(target=_note, args=(entry,), kwargs={"now": float(n), "world_sizes": [n]}) for n in range(1, 9)
+        threading.Thread(
+            target=note_verified,
+            args=(entry.path, identity),
+            kwargs={"levels": BOTH, "world_sizes": [number], "disk": DISK},
+        )
+        for number in range(1, 9)
     ]
     for thread in threads:
         thread.start()

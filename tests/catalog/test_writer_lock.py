@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 
@@ -27,6 +28,14 @@ from ckptman.io.durable_files import DISK, Disk
 from tests.helpers.faulty_disk import Death, FaultyDisk, faults
 
 SHORT_SECONDS = 0.1
+T = TypeVar("T")
+
+
+def soon(act: Callable[..., T], *arguments: object) -> T:
+    """What it says of a process of another host after a moment, and not after half a minute."""
+    with mock.patch.object(owner_module, "PATIENCE_SECONDS", SHORT_SECONDS):
+        return act(*arguments)
+
 
 
 @pytest.fixture(autouse=True)
@@ -148,14 +157,14 @@ def test_a_process_that_this_host_hides_is_watched(tmp_path: Path, monkeypatch: 
     """With /proc mounted `hidepid`, other users' processes look as if they were not there."""
     owner = leave(tmp_path)
     monkeypatch.setattr(owner_module, "_state_and_start", lambda pid: None)
-    assert not is_alive(tmp_path, owner, SHORT_SECONDS), "nothing is heard of it"
+    assert not soon(is_alive, tmp_path, owner), "nothing is heard of it"
 
     def refuse(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "kill", refuse)
     with touching(owner_path(tmp_path, 1)):
-        assert is_alive(tmp_path, owner, 30)
+        assert is_alive(tmp_path, owner)
 
 
 # ---- another host ----------------------------------------------------------------------------------------------------
@@ -182,9 +191,9 @@ def touching(path: Path) -> Iterator[None]:
 def test_a_live_owner_on_another_host(tmp_path: Path) -> None:
     owner = leave(tmp_path, host="node17", pid=5)
     with touching(owner_path(tmp_path, 1)):
-        assert is_alive(tmp_path, owner, 30)
+        assert is_alive(tmp_path, owner)
         with pytest.raises(BusyError, match="host node17, pid 5, job 4711"):
-            claim(tmp_path, "run", None, patience_seconds=30)
+            claim(tmp_path, "run", None)
 
 
 @pytest.mark.parametrize("difference", [{"host": "node17"}, {"host_key": "another boot"}, {"host_key": ""}])
@@ -192,10 +201,10 @@ def test_a_dead_owner_on_another_host_or_of_another_boot(tmp_path: Path, differe
     """Its pid lives here, which says nothing."""
     owner = leave(tmp_path, **difference)
     begun = time.monotonic()
-    assert not is_alive(tmp_path, owner, SHORT_SECONDS)
+    assert not soon(is_alive, tmp_path, owner)
     assert time.monotonic() - begun >= SHORT_SECONDS
-    held = claim(tmp_path, "run", None, patience_seconds=SHORT_SECONDS)
-    assert not is_alive(tmp_path, owner, SHORT_SECONDS)
+    held = soon(claim, tmp_path, "run", None)
+    assert not soon(is_alive, tmp_path, owner)
     held.release()
 
 
@@ -208,7 +217,7 @@ def test_an_owner_on_another_host_that_leaves_while_we_watch(tmp_path: Path, mon
             file.write("released\n")
 
     monkeypatch.setattr(time, "sleep", release)
-    claim(tmp_path, "run", None, patience_seconds=30).release()
+    claim(tmp_path, "run", None).release()
 
 
 def test_an_owner_touches_its_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,8 +248,8 @@ def test_a_claim_that_cannot_be_read_is_waited_for_and_then_taken_over(tmp_path:
     owner_path(tmp_path, 3).write_bytes(rubbish)
     assert read_owner(tmp_path) is None
     with touching(owner_path(tmp_path, 3)), pytest.raises(BusyError, match="host unknown"):
-        claim(tmp_path, "run", None, patience_seconds=30)
-    claim(tmp_path, "run", None, patience_seconds=SHORT_SECONDS).release()
+        claim(tmp_path, "run", None)
+    soon(claim, tmp_path, "run", None).release()
     assert marks(tmp_path) == ["owner-000004.json"]
 
 
@@ -258,7 +267,7 @@ def test_a_claim_that_is_whole_a_moment_later_is_alive(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(owner_module, "touched_at", write_first)
     with pytest.raises(BusyError) as caught:
-        claim(tmp_path, "run", None, patience_seconds=SHORT_SECONDS)
+        soon(claim, tmp_path, "run", None)
     assert caught.value.job_id == "4711"
 
 
@@ -266,7 +275,7 @@ def test_a_claim_that_is_whole_a_moment_later_is_alive(tmp_path: Path, monkeypat
 def test_a_pid_that_cannot_be_is_rubbish(tmp_path: Path, pid: int) -> None:
     leave(tmp_path, pid=pid)
     assert read_owner(tmp_path) is None
-    claim(tmp_path, "run", None, patience_seconds=SHORT_SECONDS).release()
+    soon(claim, tmp_path, "run", None).release()
 
 
 def test_a_field_of_a_later_version_does_not_make_an_owner_unreadable(tmp_path: Path) -> None:
@@ -384,7 +393,7 @@ def test_death_at_any_operation_of_a_claim(
             patch.setattr(owner_module, "this_process", lambda run, job: late_self(dead))
             with contextlib.suppress(Death):
                 claim(root, "run", None, disk=disk).release()
-        held = claim(root, "run", None, patience_seconds=0.02)
+        held = soon(claim, root, "run", None)
         assert len(marks(root)) == 1
         assert read_owner(root) == held.owner
         held.release()
@@ -408,7 +417,7 @@ def test_an_error_at_any_operation_of_a_claim(tmp_path: Path, dead: int) -> None
         except RootError as error:
             assert error.errno == errno.ENOSPC
             if (fault.when, disk.log[-1]) != ("after", "create_file"):
-                held = claim(root, "run", None, patience_seconds=0.02)
+                held = soon(claim, root, "run", None)
         held.release()
         if not disk.struck:
             break
@@ -429,7 +438,7 @@ def test_of_threads_that_claim_at_once_exactly_one_wins(tmp_path: Path, dead: in
         def contend(root: Path, start: threading.Barrier, won: list[Claim], refused: list[BusyError]) -> None:
             start.wait()
             try:
-                won.append(claim(root, "run", None, patience_seconds=5))
+                won.append(claim(root, "run", None))
             except BusyError as error:
                 refused.append(error)
 
@@ -451,7 +460,7 @@ def contend_in_process(root: str, rounds: int, ready: object, results: object) -
     ready.wait()  # type: ignore[attr-defined]
     while len(spans) < rounds:
         try:
-            held = claim(Path(root), "run", None, patience_seconds=5)
+            held = claim(Path(root), "run", None)
         except BusyError:
             continue
         begun = time.monotonic()

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckptman
-from ckptman.catalog.reader_lease import held
+from ckptman.catalog.reader_lease import look
 from ckptman.cli.app import main
 from ckptman.dcp.adopt import adopt
 from tests.helpers.checkpoints import flip_byte
@@ -151,12 +151,12 @@ def test_while_it_is_read_no_prune_takes_it(root: Path, tmp_path: Path) -> None:
     seen = {}
 
     def begin(total_bytes: int) -> None:
-        seen.update(held(root))
+        seen.update(look(root).names)
 
     ckptman.export(root / "step-0000000001", tmp_path / "out", begin=begin)
     assert list(seen) == ["step-0000000001"]
     assert "in use by export" in seen["step-0000000001"]
-    assert held(root) == {}
+    assert look(root).names == {}
 
 
 SLOW = """

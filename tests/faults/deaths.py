@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 from unittest import mock
 
-from ckptman.catalog.writer_lock import claim
+from ckptman.catalog import writer_lock
 from tests.faults.limits import Ended, in_child, limit
 from tests.faults.powercut import LOSSES, Flushes, Loss, survive, watched
 from tests.faults.tally import Tally
@@ -148,7 +148,7 @@ def _play(scene: Scene, case: _Case, tap: Tap | None) -> Ended:
 
 def impatient() -> contextlib.AbstractContextManager[object]:
     """Inside, a torn claim is watched for a second."""
-    return mock.patch.dict(claim.__kwdefaults__, patience_seconds=PATIENCE_SECONDS)
+    return mock.patch.object(writer_lock, "PATIENCE_SECONDS", PATIENCE_SECONDS)
 
 
 def _complain(tally: Tally, what: str, end: Ended) -> None:

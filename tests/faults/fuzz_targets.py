@@ -236,7 +236,7 @@ def _verified(there: Stage) -> bytes:
     from ckptman.io.durable_files import DISK
 
     identity = identify(there.ours, there.manifest)
-    note_verified(there.ours, identity, time_seconds=1.5, ckptman_version="0", levels=["digests"], disk=DISK)
+    note_verified(there.ours, identity, levels=["digests"], disk=DISK)
     data = (there.ours / VERIFIED).read_bytes()
     (there.ours / VERIFIED).unlink()
     return data

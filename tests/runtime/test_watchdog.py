@@ -279,7 +279,7 @@ def test_a_sign_of_life_costs_next_to_nothing() -> None:
     assert (time.perf_counter() - begun) / 10_000 < 50e-6  # measured: less than 1 us
 
 
-def test_a_part_of_the_end_that_fails_or_hangs_is_left_behind(tmp_path: Path) -> None:
+def test_a_part_of_the_end_that_fails_or_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     hangs = threading.Event()
 
@@ -287,7 +287,9 @@ def test_a_part_of_the_end_that_fails_or_hangs_is_left_behind(tmp_path: Path) ->
         raise OSError("gone")
 
     parts = [(0.1, hangs.wait), (5.0, fails), (5.0, lambda: done.append("part"))]
-    ending.end_process("stuck", tmp_path / "deep" / "stacks.txt", parts, leave=done.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "_exit", done.append)
+        ending.end_process("stuck", tmp_path / "deep" / "stacks.txt", parts)
     hangs.set()
     assert done == ["part", 13]
     assert "test_a_part_of_the_end" in (tmp_path / "deep" / "stacks.txt").read_text()

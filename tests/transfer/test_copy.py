@@ -15,7 +15,7 @@ import pytest
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
-from ckptman.catalog.reader_lease import held
+from ckptman.catalog.reader_lease import look
 from ckptman.catalog.verified import identify, note_damaged, note_verified
 from ckptman.catalog.writer_lock import claim
 from ckptman.errors import BusyError, ConfigError, CorruptError, ExistsError, NotFoundError, RootError
@@ -111,8 +111,6 @@ def test_what_was_proved_of_the_original_holds_of_the_copy(source: Path, tmp_pat
     note_verified(
         source / FOLDER,
         identify(source / FOLDER, manifest),
-        time_seconds=1.0,
-        ckptman_version="0",
         levels=("digests", "coverage"),
         world_sizes=(1, 8),
         disk=DISK,
@@ -238,7 +236,7 @@ def test_a_damaged_original_is_refused_by_file_and_block(name: str, told: str, s
 def test_one_that_was_found_damaged_is_refused_before_a_byte_is_read(source: Path, tmp_path: Path) -> None:
     manifest = read_manifest(source / FOLDER)
     identity = identify(source / FOLDER, manifest)
-    note_damaged(source / FOLDER, identity, "block 3", time_seconds=1.0, ckptman_version="0", disk=DISK)
+    note_damaged(source / FOLDER, identity, "block 3", DISK)
     with pytest.raises(CorruptError, match="is damaged, as was found before: block 3"):
         copy(source, tmp_path / "root")
 
@@ -350,18 +348,18 @@ def test_both_sides_are_held_meanwhile_and_no_prune_takes_anything(source: Path,
     commit(root, 50)
     seen: list[dict[str, str]] = []
 
-    def look() -> None:
-        seen.extend((held(source), held(root)))
+    def see() -> None:
+        seen.extend((look(source).names, look(root).names))
         plan = plan_prune(root, None)
         assert plan.leftovers == []
         execute(root, plan, "0123abcd-1")
 
-    copy(source, root, meter=Meter(Once("copying", look)))
+    copy(source, root, meter=Meter(Once("copying", see)))
     at_source, at_root = seen
     assert list(at_source) == [FOLDER]
     assert "in use by copy" in at_source[FOLDER]
     assert {name.partition(".tmp-copy-")[0] for name in at_root} == {FOLDER}
-    assert held(source) == held(root) == {}
+    assert look(source).names == look(root).names == {}
     assert sorted(holds(root)) == [50, 200]
 
 

@@ -41,7 +41,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever died in this process is dead, although its pid is alive, and is not watched for half a minute."""
     for module in (owner, lease):
         monkeypatch.setattr(module, "process_lives", lambda claimant: False)
-    monkeypatch.setattr(copydraft, "claim", partial(claim, patience_seconds=0))
+    monkeypatch.setattr(owner, "PATIENCE_SECONDS", 0)
 
 
 def copy(world: Path, disk: Disk) -> None:

@@ -40,7 +40,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever died in this process is dead, although its pid is alive, and is not watched for half a minute."""
     monkeypatch.setattr(owner, "process_lives", lambda claimant: False)
-    monkeypatch.setattr(copydraft, "claim", partial(claim, patience_seconds=0))
+    monkeypatch.setattr(owner, "PATIENCE_SECONDS", 0)
 
 
 @pytest.fixture(scope="module")

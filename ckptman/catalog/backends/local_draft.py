@@ -11,13 +11,11 @@ import errno
 import os
 import re
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ckptman
 from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError, Writing
 from ckptman.catalog.backends.page_cache import drop_all
 from ckptman.catalog.backends.source import AGAIN, Done, Finish, SourceInfo, refused
@@ -247,8 +245,6 @@ class FolderDraft:
             note_verified(
                 folder,
                 identify(folder, self._facts.manifest),
-                time_seconds=time.time(),
-                ckptman_version=ckptman.__version__,
                 levels=("digests", *(proved.levels if proved else ())),
                 world_sizes=proved.world_sizes if proved else (),
                 meshes=proved.meshes if proved else (),

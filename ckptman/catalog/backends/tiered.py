@@ -10,7 +10,8 @@ from ckptman.catalog.backends.backend import Backend
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Entry, commit_order, mark
 from ckptman.catalog.rollback_records import abandoned_by, read_rollbacks
-from ckptman.catalog.tiers import absolute, check_tiers, entries_of, look_whose, make_tiers, open_tier, read_drained
+from ckptman.catalog.tier_identity import check_tier
+from ckptman.catalog.tiers import absolute, check_tiers, make_tiers, open_tier, read_drained
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError, RootError, plain, warn
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.tiers import Tier
@@ -49,8 +50,8 @@ class TieredBackend(LocalBackend):
         troubles: list[tuple[object, CkptmanError]] = []
         for place in self._places:
             try:
-                look_whose(self.root, place, self.run_ids)
-                there = entries_of(place)
+                check_tier(self.root, place, self.run_ids)
+                there = place.list(abandoned=True)
                 rollbacks += place.rollbacks()
             except CkptmanError as error:
                 troubles.append((place.where, error))
