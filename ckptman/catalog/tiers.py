@@ -231,7 +231,10 @@ def awaited(root: Path, records: Sequence[Record], now_seconds: float, *, look: 
 
 def write_drained(root: Path, held: Mapping[str, Sequence[Record]], disk: Disk = DISK) -> None:
     """Note what the tiers hold. Called by drains. Raises: OSError."""
-    stored = {tier: [{**vars(record), "metrics": dict(record.metrics)} for record in records] for tier, records in held.items()}
+    stored = {
+        tier: [{**vars(record), "metrics": dict(record.metrics)} for record in records]
+        for tier, records in held.items()
+    }
     disk.make_folders(run_folder(root))
     # By Python's JSON: a metric may be NaN.
     disk.replace_file(drained_path(root), seal(json.dumps(_Drained(held=stored).model_dump()).encode()))

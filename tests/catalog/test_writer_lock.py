@@ -37,7 +37,6 @@ def soon(act: Callable[..., T], *arguments: object) -> T:
         return act(*arguments)
 
 
-
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody pulls the plug here."""

@@ -18,12 +18,10 @@ import pytest
 
 from ckptman.catalog import reader_lease as lease
 from ckptman.catalog import writer_lock as owner
-from ckptman.catalog.backends import local_draft as copydraft
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.tiers import open_tier, write_tiers
-from ckptman.catalog.writer_lock import claim
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention import KeepLast
 from ckptman.policies.tiers import Tier

@@ -10,16 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ckptman.catalog import writer_lock as owner
-from ckptman.catalog.backends import local_draft as copydraft
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
-from ckptman.catalog.writer_lock import claim
 from ckptman.errors import CkptmanError, RootError
 from ckptman.format.paths import DOT
 from ckptman.io.durable_files import Disk
