@@ -126,7 +126,7 @@ def runs_of(numbers: Sequence[int]) -> Runs:
 
 
 def changed_blocks(ours: bytes, theirs: bytes, count: int) -> NDArray[np.bool_]:
-    """Which of `count` blocks of two files differ, by the digests of their blocks; those that only one of them has do."""
+    """Which of `count` blocks of two files differ, by their digests; those that only one of them has do."""
     first, second = (np.frombuffer(each, np.uint64).reshape(-1, 2) for each in (ours, theirs))
     both = min(len(first), len(second), count)
     changed = np.ones(count, np.bool_)

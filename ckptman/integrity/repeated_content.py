@@ -1,4 +1,4 @@
-"""Whether a later checkpoint holds anything new: told by the digests of blocks, and where they do not tell, by bytes."""
+"""Whether a later checkpoint holds anything new: told by digests of blocks, and where those do not tell, by bytes."""
 
 from __future__ import annotations
 

@@ -156,6 +156,8 @@ def _events(path: Path) -> tuple[list[dict[str, Any]], int]:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise NotFoundError(f"{os.fspath(path)} is not a journal, but a pipe or a device: remove it")
             data, is_whole = read_end(file.fileno(), MOST_BYTES)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise NotFoundError(f"{os.fspath(path)} is not a journal, but a link: remove it") from error
