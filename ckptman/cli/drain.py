@@ -12,7 +12,7 @@ import typer
 
 from ckptman.cli import console
 from ckptman.cli.copy import Speed, Threads, copied_lines
-from ckptman.cli.options import AsJson, option, parse_rate
+from ckptman.cli.options import AsJson, check_threads, option, parse_rate
 from ckptman.cli.progress import copy_progress
 from ckptman.cli.select import Root
 from ckptman.errors import ConfigError, CorruptError, RootError
@@ -53,6 +53,7 @@ def drain(
 
     if not 0 < poll < 1e6:
         raise ConfigError(f"--poll: seconds above 0, not {poll:g}")
+    check_threads("drain", threads)
     rate = None if limit is None else parse_rate("--limit", limit)
     tiers = _tiers(root, to, every, make=not dry_run)
     done: list[Drained] = []

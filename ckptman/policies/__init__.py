@@ -7,6 +7,7 @@ Names are looked up when they are first used (PEP 562): a listing needs one modu
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,11 +49,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name in __all__:
-        from ckptman.policies import calendar, retention_rules, save_policies, tiers
+_MODULES = ("calendar", "retention_rules", "save_policies", "tiers", "retention")
 
-        for module in (calendar, retention_rules, save_policies, tiers):
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in __all__:
+        for module in (importlib.import_module(f"{__name__}.{each}") for each in _MODULES):
             if hasattr(module, name):
                 return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -75,6 +75,7 @@ CASES: list[tuple[Callable[[Path], None], list[str], int, str]] = [
     (_good, ["verify", "ROOT", "--world-size", "0"], 2, "1,2,4"),
     (_good, ["verify", "ROOT", "--world-size", ""], 2, "1,2,4"),
     (_good, ["verify", "ROOT", "--threads", "0"], 2, "at least 1"),
+    (_good, ["drain", "ROOT", "--threads", "0"], 2, "at least 1"),
     (_good, ["prune", "ROOT", "--keep-last", "-1"], 2, "0 never means all"),
     (_good, ["prune", "ROOT", "--keep-last", "0"], 2, "0 never means all"),
     (_good, ["prune", "ROOT", "--keep-every", "0"], 2, "at least 1"),
