@@ -7,7 +7,6 @@ Names are looked up when they are first used (PEP 562): a listing needs one modu
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,16 +48,20 @@ __all__ = [
 ]
 
 
-_MODULES = ("calendar", "retention_rules", "save_policies", "tiers", "retention")
+_MODULES = ("calendar", "retention", "retention_rules", "save_policies", "tiers")
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name in __all__:
-        for module in (importlib.import_module(f"{__name__}.{each}") for each in _MODULES):
-            if hasattr(module, name):
-                return getattr(module, name)
+    if name in _MODULES or name in __all__:
+        import ckptman.policies.calendar
+        import ckptman.policies.retention
+        import ckptman.policies.retention_rules
+        import ckptman.policies.save_policies
+        import ckptman.policies.tiers  # noqa: F401
+
+        for module in map(globals().__getitem__, _MODULES):
+            globals().update((each, getattr(module, each)) for each in __all__ if hasattr(module, each))
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
