@@ -74,12 +74,12 @@ def examine(
     checks = _Checks(timeout_seconds, note)
     run = partial(run_command, timeout_seconds=min(_COMMAND_SECONDS, checks.share_seconds))
     try:
-        path = _find(folder, timeout_seconds)
+        path, number = _find(folder, timeout_seconds)
     except (NoAnswer, Died) as error:
         kind = mount.check_kind(mount.find_mount(mount.read_mounts(), os.path.abspath(folder)), os.environ)  # noqa: PTH100
         consequence = "a run that saves or restores here would hang, too"
         return [kind, Finding("answer", "FAILED", f"{folder} {error}", consequence)]
-    mounted = mount.find_mount(mount.read_mounts(), path)
+    mounted = mount.find_mount(mount.read_mounts(), path, number)
 
     def check_kind() -> Finding:
         stripes = quota.ask(run, "lfs", "getstripe", "-d", path) if mounted and mounted.kind == "lustre" else ""
@@ -198,12 +198,15 @@ _remedies = {
 }
 
 
-def _find(folder: Path, timeout_seconds: float) -> str:
-    """Return the path of the folder without links."""
+def _find(folder: Path, timeout_seconds: float) -> tuple[str, int | None]:
+    """Return the path of the folder without links, and the number of its mount."""
 
-    def look() -> str:
-        with os.scandir(folder):
-            return os.path.realpath(folder)
+    def look() -> tuple[str, int | None]:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return os.path.realpath(folder), mount.mount_number(fd)
+        finally:
+            os.close(fd)
 
     try:
         return run_isolated(look, timeout_seconds)

@@ -17,11 +17,17 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 class Mount:
     """A line of /proc/self/mountinfo (proc_pid_mountinfo(5)): options of the mount and of the file system together."""
 
+    number: int
     point: str
     kind: str
     source: str
-    options: Mapping[str, str]
-    """Of those without a value ""."""
+    written: tuple[str, ...]
+    """The options as they are written there."""
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """The options by name, the first of each; "" where one has no value."""
+        return dict(each.partition("=")[::2] for each in reversed(self.written))
 
 
 @dataclass(frozen=True)
@@ -112,18 +118,31 @@ def parse_mountinfo(text: str) -> list[Mount]:
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
         fields, more = left.split(" "), right.split(" ")
-        if len(fields) < 6 or len(more) < 3:
+        if len(fields) < 6 or len(more) < 3 or not fields[0].isdigit():
             continue
-        options = dict(each.partition("=")[::2] for each in (*fields[5].split(","), *more[2].split(",")))
-        found.append(Mount(_unescape(fields[4]), more[0], _unescape(more[1]), options))
+        options = tuple(dict.fromkeys([*fields[5].split(","), *more[2].split(",")]))
+        found.append(Mount(int(fields[0]), _unescape(fields[4]), more[0], _unescape(more[1]), options))
     return found
 
 
-def find_mount(mounts: list[Mount], path: str) -> Mount | None:
-    """Return the last of the mounts with the longest point above `path` (absolute, no links)."""
+def find_mount(mounts: list[Mount], path: str, number: int | None = None) -> Mount | None:
+    """Return the mount with this number (see `mount_number`), which no other one hides; without one, the last of those
+    with the longest point above `path` (absolute, no links)."""
+    for each in mounts:
+        if each.number == number:
+            return each
     above = [each for each in mounts if (path + "/").startswith(each.point.rstrip("/") + "/")]
     # Of several on one point, the last one hides the others.
     return max(reversed(above), key=lambda each: len(each.point), default=None)
+
+
+def mount_number(fd: int) -> int | None:
+    """Return the number of the mount that an open file is on; None where the kernel does not tell."""
+    try:
+        found = re.search(r"^mnt_id:\s*(\d+)$", Path(f"/proc/self/fdinfo/{fd}").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
 
 
 def family_of(mount: Mount) -> Family:
@@ -163,7 +182,7 @@ def check_kind(mount: Mount | None, environ: Mapping[str, str], stripes: str = "
         "source": mount.source,
         "mount_point": mount.point,
         "shared": family.shared,
-        "options": [f"{name}={value}" if value else name for name, value in mount.options.items()],
+        "options": list(mount.written),
     }
     return Finding("file system", verdict, value, "; ".join(filter(None, advice)), figures)
 

@@ -176,7 +176,7 @@ class Supervisor:
             if self._spec.mode == "requeue" and self._chain.state.state == "active":
                 self._requeue()  # now: in a moment this process may be killed
         steps = None if number in ENDING else lambda: self._slurm.signal_steps(self._job_id, signal.SIGTERM.name)
-        with self._refusal(f"{number.name} could not be handed on to the tasks"):
+        with self._refusal(f"{number.name} could not be handed on to the tasks: {{}}"):
             self._say(f"{number.name}: {forward_stop(pid, number, steps)}")
 
     def _end(self, attempt: AttemptRecord, returncode: int) -> None:
@@ -207,13 +207,13 @@ class Supervisor:
             self._ensure_successor(attempt.number)  # somebody may have cancelled it
             following_job = job_number_after(chain, self._job_number)
             if decision.delay_seconds > 0 and following_job is not None:
-                with self._refusal("The next attempt starts without a delay"):
+                with self._refusal("the next attempt starts without a delay: {}"):
                     self._slurm.update(following_job.job_id, StartTime=f"now+{decision.delay_seconds:.0f}")
             self._avoid_bad_nodes(self._job_number + 1)
 
     def _why_from_outside(self) -> str | None:
         """Return what Slurm says of this job while it ends it; None where it lets it run."""
-        with self._refusal("How the job stands is not known"):
+        with self._refusal("{}. How the job stands is not known"):
             own = self._slurm.jobs([self._job_id]).get(self._job_id)
             if own is not None and own.state != "RUNNING":
                 return f"Slurm ends the job ({own.told})"
@@ -225,26 +225,26 @@ class Supervisor:
         self._cancel_successor()
 
     def _cancel_successor(self) -> None:
-        with self._refusal("What is left in the queue finds that the chain has ended, and leaves"):
+        with self._refusal("{}. What is left in the queue finds that the chain has ended, and leaves"):
             self._slurm.cancel([each.job_id for each in self._chain.jobs() if each.number > self._job_number])
 
     def _avoid_bad_nodes(self, first_job: int) -> None:
         following_jobs = [each for each in self._chain.jobs() if each.number >= first_job]
-        with self._refusal("Bad nodes could not be left out"):
+        with self._refusal("bad nodes could not be left out: {}"):
             if told := avoid_nodes(self._chain, self._slurm, following_jobs, self._clock()):
                 self._say(told)
 
     def _requeue(self) -> None:
-        with self._refusal("Submit again: the run goes on from its newest checkpoint"):
+        with self._refusal("{}. Submit again: the run goes on from its newest checkpoint"):
             self._slurm.requeue(self._job_id)
 
     @contextmanager
-    def _refusal(self, consequence: str) -> Iterator[None]:
-        """Say what Slurm refused, and what follows from that; the attempt goes on."""
+    def _refusal(self, message: str) -> Iterator[None]:
+        """Say what Slurm refused, in place of the braces, and what follows from that; the attempt goes on."""
         try:
             yield
         except SchedulerError as error:
-            self._say(f"{error}. {consequence}")
+            self._say(message.format(error))
 
 
 def _log_path() -> str:

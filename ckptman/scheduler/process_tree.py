@@ -32,7 +32,6 @@ class ProcessTree:
     def __init__(self, leader: int, attempt_id: str) -> None:
         self._leader, self._id = leader, attempt_id.encode()
         self._known: set[psutil.Process] = set()
-        self._parents: dict[psutil.Process, int] = {}
 
     def look(self) -> set[psutil.Process]:
         """Return the members that are alive now; a zombie is not."""
@@ -50,8 +49,8 @@ class ProcessTree:
             children = {process for process, parent in parents.items() if parent in pids}
             grew = not children <= members
             members |= children
-        self._known, self._parents = members, parents
-        return members
+        self._known = members
+        return set(members)
 
     def end(self, grace_seconds: float, hurry: Callable[[], bool]) -> None:
         """Leave no member alive. They get SIGTERM and time to save, until `hurry` (it waits a moment) is true.
@@ -61,7 +60,7 @@ class ProcessTree:
         """
         members = self.look()
         pids = {member.pid for member in members}
-        _send([member for member in members if self._parents[member] not in pids], signal.SIGTERM)
+        _send([member for member in members if _parent(member) not in pids], signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds
         while any(_lives(member) for member in members) and time.monotonic() < deadline and not hurry():
             pass
@@ -139,6 +138,16 @@ def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(number)  # psutil looks at the start time first: never somebody else with the same pid
+
+
+def _parent(process: psutil.Process) -> int | None:
+    """Return who is the parent now: one may have died since `look`."""
+    import psutil
+
+    try:
+        return process.ppid()
+    except psutil.Error:
+        return None
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -11,12 +11,13 @@ import pytest
 
 from ckptman.doctor.finding import Finding, size_text
 from ckptman.doctor.mount import (
+    MOUNTINFO,
     Mount,
     check_kind,
     check_space,
     find_mount,
+    mount_number,
     parse_mountinfo,
-    read_mounts,
     unsafe_sync,
 )
 from ckptman.doctor.quota import Quota, check_quota, parse_mmlsquota, parse_quota, quotas
@@ -68,15 +69,25 @@ def test_the_mount_of_a_path(path: str, kind: str, point: str) -> None:
     assert (mounted_at(path).kind, mounted_at(path).point) == (kind, point)
 
 
-def test_of_two_mounts_on_one_point_the_last_counts() -> None:
+def test_of_two_mounts_on_one_point_the_last_counts_and_a_number_beats_both() -> None:
     assert mounted_at("/dev/shm").source == "later"
+    found = find_mount(parse_mountinfo(TABLE), "/dev/shm", 34)
+    assert found is not None
+    assert found.source == "tmpfs"
     assert find_mount([], "/x") is None
 
 
 def test_the_kernel_tells_the_mount_of_this_folder(tmp_path: Path) -> None:
-    found = find_mount(read_mounts(), str(tmp_path.resolve()))
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        number = mount_number(fd)
+    finally:
+        os.close(fd)
+    mounts = parse_mountinfo(MOUNTINFO.read_text())
+    found = find_mount(mounts, str(tmp_path), number)
     assert found is not None
     assert str(tmp_path.resolve()).startswith(found.point)
+    assert mount_number(-1) is None
 
 
 @pytest.mark.parametrize(

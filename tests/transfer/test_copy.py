@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from ckptman.catalog.backends.drafts import BusyCopyingError, NotReadBackError
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
 from ckptman.catalog.reader_lease import look
 from ckptman.catalog.verified import identify, note_damaged, note_verified
 from ckptman.catalog.writer_lock import claim
-from ckptman.errors import BusyError, ConfigError, CorruptError, ExistsError, NotFoundError, RootError
+from ckptman.errors import BusyError, CkptmanError, ConfigError, CorruptError, ExistsError, NotFoundError, RootError
 from ckptman.forecast.transfer_time import Pace, Remaining, remaining
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import DOT
@@ -494,3 +496,16 @@ def test_both_parts_are_told_where_both_matter() -> None:
     assert not Remaining(100.0, 1.0).both_matter
     assert not Remaining(0.0, 5.0).both_matter
     assert not Remaining(0.0, 0.0).both_matter
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BusyCopyingError("root", "host", 7, "job"),
+        BusyCopyingError("root", "host", 7, None, "its objects were replaced"),
+        NotReadBackError("draft", ("a has other bytes",)),
+    ],
+)
+def test_what_ends_a_copy_is_told_to_other_ranks(error: CkptmanError) -> None:
+    told = pickle.loads(pickle.dumps(error))
+    assert (type(told), str(told), vars(told)) == (type(error), str(error), vars(error))

@@ -121,10 +121,14 @@ class NotReadBackError(RootError):
 class BusyCopyingError(BusyError):
     """Another copy to the same place is at work. That says nothing about other checkpoints."""
 
-    def __init__(self, root: str, host: str, pid: int, job_id: str | None) -> None:
+    def __init__(self, root: str, host: str, pid: int, job_id: str | None, text: str = "") -> None:
         super().__init__(root, host, pid, job_id)
         job = f", job {job_id}" if job_id else ""
-        self.args = (
+        usual = (
             f"another copy of the same checkpoint to {root} is at work (host {host}, pid {pid}{job}): let it end, "
-            f"then there is nothing left to do",
+            f"then there is nothing left to do"
         )
+        self.args = (text or usual,)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.root, self.host, self.pid, self.job_id, *self.args)

@@ -213,12 +213,11 @@ class ObjectDraft:
             return
         host, pid = str(note.get("host", "")), note.get("pid", 0)
         by = f", by a copy of another checkpoint (host {host}, pid {pid})" if host else ""
-        taken = BusyCopyingError(self.where, host, pid, None)
-        taken.args = (
+        text = (
             f"{self.where}: its objects were removed or replaced while they were put{by}, so the copy does not count: "
-            f"let the other one end, and copy again",
+            f"let the other one end, and copy again"
         )
-        raise taken
+        raise BusyCopyingError(self.where, host, pid, None, text)
 
     def _put(self, name: str, data: bytes) -> None:
         """Put what is beside the files, and read it back. Raises: RootError."""

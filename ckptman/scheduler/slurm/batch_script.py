@@ -26,7 +26,7 @@ _SHORT = {
 _DEFAULT_WARNING_SECONDS = 60
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 _SIGNAL = re.compile(r"(?:(?P<flags>[RB]{1,2}):)?(?P<name>\w+)(?:@(?P<seconds>\d{1,9}))?", re.ASCII | re.IGNORECASE)
-_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::([1-9]\d{0,8}))?)?", re.ASCII)
+_RANGE = re.compile(r"(\d+)(?:-(\d+)(?::(0*[1-9]\d*))?)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,13 @@ def array_tasks(text: str) -> list[int]:
             f"--array={text}: each task becomes a chain of its own, and how many run at once (%) cannot be kept across "
             f"chains: leave the % out, or give the chains a QOS that allows so many jobs"
         )
-    parts = list[range]()
+    tasks = set[int]()
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ConfigError(f"--array={text} is not a list of tasks: give it as 0-15, 1,3,5-7 or 0-15:4")
-        parts.append(range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1)))
-    if (count := sum(map(len, parts))) > MOST_TASKS:
-        raise ConfigError(f"--array={text} has {count:,} tasks, and {MOST_TASKS:,} are the most: submit in parts")
-    return sorted({task for part in parts for task in part})
+        found = range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
+        tasks.update(found[: MOST_TASKS + 1])
+    if len(tasks) > MOST_TASKS:
+        raise ConfigError(f"--array={text} has more than {MOST_TASKS:,} tasks: submit in parts")
+    return sorted(tasks)

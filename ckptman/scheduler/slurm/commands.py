@@ -162,13 +162,11 @@ class Slurm:
         A submission whose answer was lost may have been taken all the same: so before it is tried again the queue is
         searched for it. Raises: QueueFullError, UnreachableError, SchedulerError (refused; with the words of sbatch).
         """
-        answered = self._ask(
-            *("sbatch", "--parsable", *options, str(batch_file), str(number)),
-            done=lambda: self._submitted(f"{batch_file} {number}"),
-        ).strip()
+        command = ("sbatch", "--parsable", *options, str(batch_file), str(number))
+        answered = self._ask(*command, done=lambda: self._submitted(f"{batch_file} {number}")).strip()
         job_id = answered.splitlines()[-1].partition(";")[0] if answered else ""
         if not job_id.isdigit():
-            raise SchedulerError(f"sbatch gave no job id for {batch_file} {number}, but {answered!r}: look with squeue")
+            raise SchedulerError(f"{shlex.join(command)} gave no job id, but {answered!r}: look with squeue")
         return job_id
 
     def why_never(self, batch_file: Path, number: int, options: Sequence[str]) -> str:
@@ -246,7 +244,7 @@ class Slurm:
             answer = call(command, self._environ, self._folder)
             if answer.code == 0 or (fine is not None and fine in answer.said.lower()):
                 return answer.out
-            if command[0] == "sbatch" and answer.full:
+            if "--parsable" in command and answer.full:
                 raise QueueFullError(
                     f"sbatch takes no more jobs of yours for now: {answer.said}. Try again when one has ended"
                 )
