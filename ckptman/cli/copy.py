@@ -84,6 +84,8 @@ def copy(
         with copy_progress(path.name) as meter:
             job.done(copy_foreign(path, place, replace(options, meter=meter)))
     else:
+        if target_url is None:
+            _refuse_inside(path, Path(destination))
         asked = step is not None or is_checkpoint(path)
         for looks_left in reversed(range(_LOOKS)):
             try:
@@ -94,6 +96,13 @@ def copy(
                 if asked or not looks_left:
                     raise
     job.end()
+
+
+def _refuse_inside(path: Path, root: Path) -> None:
+    """A root inside of the root that is copied would be one of its folders. Raises: ConfigError."""
+    source, target = path.resolve(), root.resolve()
+    if source == target or source in target.parents:
+        raise ConfigError(f"{root} is {path} itself, or inside of it: name a root outside of what is copied")
 
 
 class _Job:

@@ -103,14 +103,14 @@ def lines(before: Side, after: Side, found: Findings, top: int) -> list[str]:
     shown += [f"{differ} differ, of {compared}{known}", ""]
     tables = _group_table(found.groups)
     tensor_headers = ("tensor", "", "shape", "dtype", "relative", "max abs", "elements", "")
-    for headers, rows in (
-        (tensor_headers, [_tensor_row(each) for each in found.tensors]),
-        (("value", "A", "B"), [_value_row(each) for each in found.values]),
+    for count, headers, rows in (
+        (len(found.tensors), tensor_headers, [_tensor_row(each) for each in found.tensors[:top]]),
+        (len(found.values), ("value", "A", "B"), [_value_row(each) for each in found.values[:top]]),
     ):
-        if rows:
-            tables += ["", *console.table(headers, rows[:top])]
-        if len(rows) > top:
-            tables.append(f"... {len(rows) - top:,} more: --top {len(rows)} or --json shows all")
+        if count:
+            tables += ["", *console.table(headers, rows)]
+        if count > top:
+            tables.append(f"... {count - top:,} more: --top {count} or --json shows all")
     return [*shown, *textwrap.indent("\n".join(tables), "  ").split("\n")]
 
 

@@ -43,7 +43,8 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
         catalogue = Catalog(folder)
         entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
         notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
-        foreign = [name for name in catalogue.names() if is_foreign(folder / name)]
+        if not as_json:
+            foreign = [name for name in catalogue.names() if is_foreign(folder / name)]
     where = url or str(Path(root))
     if as_json:
         unfinished = [{"path": str(path), "step": parsed.step, "kind": parsed.kind} for path, parsed in leftovers]

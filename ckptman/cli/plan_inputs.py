@@ -33,8 +33,17 @@ from ckptman.policies.save_policies import SavePolicy
 DEFAULT_VOCAB = 128_256
 DEFAULT_SEQUENCE = 4096
 MOST_MOMENTS = 100
-MOST = 10**9
-"""Of any other number: what is more was a slip, and overflows."""
+_MOST = {
+    "nodes": MOST_GPUS,
+    "gpus": MOST_GPUS,
+    "shard": MOST_GPUS,
+    "sequence": 10**9,
+    "micro_batch": 10**6,
+    "vocab": 10**9,
+    "dim": 10**6,
+    "layers": 10**5,
+}
+"""What is more was a slip, and overflows."""
 _VALUES_OF_LOOP = (
     *("scheduler.base_lrs", "scheduler.last_epoch", "scheduler._step_count", "scheduler._is_initial"),
     *("scheduler._get_lr_called_within_step", "scheduler._last_lr", "scheduler.lr_lambdas"),
@@ -90,11 +99,10 @@ def subject_of(written: PlanOptions) -> Subject:
     if len(given) != 1:
         which = "nothing is" if not given else f"{' and '.join('--' + each for each in given)} are"
         raise ConfigError(f"{which} given: name one of --params 9e9, --config FILE, --model package.module:function")
-    for name in ("nodes", "gpus", "shard", "sequence", "micro_batch", "vocab", "dim", "layers"):
+    for name, most in _MOST.items():
         if (value := getattr(written, name)) is not None:
             check_count("plan", f"--{name.replace('_', '-')}", value)
-            if value > MOST:
-                raise ConfigError(f"--{name.replace('_', '-')}: at most {MOST:,}; what is more was a slip")
+            _check_most(f"--{name.replace('_', '-')}", value, most)
     if written.nodes * written.gpus > MOST_GPUS:
         raise ConfigError(f"{written.nodes * written.gpus:,} GPUs are more than any machine has: at most {MOST_GPUS:,}")
     if not 0 <= written.moments <= MOST_MOMENTS:
@@ -157,6 +165,11 @@ def _of_params(written: PlanOptions, params: str) -> Subject:
     )
 
 
+def _check_most(name: str, value: int, most: int) -> None:
+    if value > most:
+        raise ConfigError(f"{name}: at most {most:,}; what is more was a slip")
+
+
 def _of_config(written: PlanOptions) -> Subject:
     from ckptman.train.config import load_config
     from ckptman.train.dataset.tokenfile import read_meta
@@ -174,6 +187,15 @@ def _of_config(written: PlanOptions) -> Subject:
         except CkptmanError as error:
             raise ConfigError(f"{error}; or say --set model.vocab_size=N, and the tokens are not looked at") from error
     model, data = config.model, config.data
+    for name, value, kind in (
+        ("model.dim", model.dim, "dim"),
+        ("model.ffn_dim", model.hidden_dim, "dim"),
+        ("model.layers", model.layers, "layers"),
+        ("model.vocab_size", vocab, "vocab"),
+        ("data.sequence_tokens", data.sequence_tokens, "sequence"),
+        ("data.micro_batch", data.micro_batch, "micro_batch"),
+    ):
+        _check_most(name, value, _MOST[kind])
     replicas, shards = _mesh(written, written.shard or config.parallel.shard_ranks)
     names = [SavedTensor(name, shape) for name, shape in parameter_shapes(model, vocab)]
     share = -(-data.global_batch // (replicas * shards))

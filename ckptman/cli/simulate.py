@@ -160,6 +160,8 @@ def _failures(
     if runs is None:
         runs = max(1, min(round(FAILURES * mean / seconds), MOST_RUNS))
     check_count("simulate", "--runs", runs)
+    if runs > MOST_EVENTS:
+        raise ConfigError(f"--runs: at most {MOST_EVENTS:,} can be played in a while: give fewer --runs")
     if (events := max(runs, runs * seconds / mean)) > MOST_EVENTS:
         raise ConfigError(
             f"{events:,.0f} failures or runs are more than the {MOST_EVENTS:,} that can be played in a while: give "

@@ -117,6 +117,14 @@ class VerifyReport:
 
 def byte_lines(report: VerifyReport) -> list[str]:
     """Return the result of the bytes of a checkpoint, with what a load would refuse and what could not be tried."""
+    lines = _verdict(report)
+    if report.refused:
+        lines += [f"  {console.paint('does not load', 'red')}", *_told(report.refused, "    ")]
+        lines.append("    --allow module.Class proves it for a script that allows it")
+    return lines + not_tried_lines(report.not_tried)
+
+
+def _verdict(report: VerifyReport) -> list[str]:
     name = console.plain(report.name)
     if unchecked := report.gone or report.newer_format:
         return [f"{name}: not checked, {console.plain(unchecked)}"]
@@ -129,17 +137,11 @@ def byte_lines(report: VerifyReport) -> list[str]:
     if not report.digests:
         compared = f"{console.size(report.checked_bytes)} match their checksums"
         what = compared if report.checked_bytes else "changed bytes cannot be found"
-        line = f"{name}: written by plain DCP, without digests: {what}; {held}; {tensors}, all complete"
-    elif "digests" in report.levels:
+        return [f"{name}: written by plain DCP, without digests: {what}; {held}; {tensors}, all complete"]
+    if "digests" in report.levels:
         good = console.paint("good", "green")
-        line = f"{name}: {good}, {held}: every byte matches its digest; {tensors}, all complete"
-    else:
-        line = f"{name}: {held}, of the right sizes; {tensors}, all complete"
-    lines = [line]
-    if report.refused:
-        lines += [f"  {console.paint('does not load', 'red')}", *_told(report.refused, "    ")]
-        lines.append("    --allow module.Class proves it for a script that allows it")
-    return lines + not_tried_lines(report.not_tried)
+        return [f"{name}: {good}, {held}: every byte matches its digest; {tensors}, all complete"]
+    return [f"{name}: {held}, of the right sizes; {tensors}, all complete"]
 
 
 def load_lines(report: VerifyReport, found: LoadReport) -> list[str]:

@@ -29,15 +29,21 @@ class FileReader:
     def __init__(self, path: Path, *, follow: bool = False) -> None:
         self.path, self._follow = path, follow
         self._fd = self._direct_fd = -1
-        self._takes_direct = self._can_tell = True
+        self._takes_direct = True
+        self._can_tell = hasattr(os, "RWF_NOWAIT")  # not where Python was built for an older libc
         self._lock = threading.Lock()
 
     def open(self) -> int:
         """Return the descriptor of the open file. Raises: CorruptError (it is no regular file), OSError."""
         with self._lock:
             if self._fd < 0:
-                self._fd = open_regular(self.path, follow=self._follow)
-                self.found = os.fstat(self._fd)
+                fd = open_regular(self.path, follow=self._follow)
+                try:
+                    self.found = os.fstat(fd)
+                except BaseException:
+                    os.close(fd)
+                    raise
+                self._fd = fd
             return self._fd
 
     def is_cached(self, offset: int) -> bool | None:

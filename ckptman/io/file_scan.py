@@ -187,6 +187,7 @@ class ScanFile:
             except CorruptError:
                 self.scanned.refused = OSError(errno.EINVAL, "it is not a regular file")
             except MemoryError:
+                self.reader.close()
                 self.scanned.refused = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             except OSError as error:
                 self.scanned.refused = error

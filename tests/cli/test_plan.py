@@ -168,6 +168,10 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "model.dim: 65 is not a multiple" in message
     Path("run.toml").write_text(CONFIG.replace("vocab_size = 512", ""))
     assert "--set model.vocab_size=N" in refused(["plan", "--config", "run.toml"], capsys)
+    huge = f"1{320 * '0'}"
+    for key in ("model.dim", "model.ffn_dim", "model.layers", "data.sequence_tokens", "data.micro_batch"):
+        changed = ["plan", "--config", "run.toml", "--set", "model.vocab_size=9", "--set", f"{key}={huge}"]
+        assert f"{key}: at most " in refused([*changed, "--set=model.heads=2", "--set=model.kv_heads=1"], capsys)
     assert ", at most 100, not 10000000" in refused(["plan", "--config", "run.toml", "--moments", "10000000"], capsys)
     assert "is in the configuration" in refused(["plan", "--config", "run.toml", "--layers", "3"], capsys)
     refused(["plan", "--config", "none.toml"], capsys, code=3)

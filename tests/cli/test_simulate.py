@@ -251,6 +251,7 @@ def test_random_traces_are_played_whole(tmp_path: Path, capsys: pytest.CaptureFi
         (["--mtbf", "8h", "--stall", "-1s"], "a time above 0"),
         (["--mtbf", "8h", "--stall", "60s", "--save", "5s"], "not durable before it lets go"),
         (["--mtbf", "8h", "--runs", "0"], "--runs must be a whole number of at least 1"),
+        (["--mtbf", "8h", "--runs", f"1{320 * '0'}"], "give fewer --runs"),
         (["--mtbf", "1s"], "can be played in a while"),
         (["--mtbf", "9999999d", "--runs", "999999999"], "give fewer --runs"),
         (["--mtbf", "8h", "--interval", "0"], "a time above 0"),

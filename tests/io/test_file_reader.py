@@ -95,6 +95,20 @@ def test_where_the_page_cache_cannot_be_asked_nobody_knows(path: Path, monkeypat
     reader.close()
 
 
+def test_a_python_that_cannot_ask_the_page_cache_reads_all_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was built for an older libc."""
+    monkeypatch.delattr(os, "RWF_NOWAIT")
+    reader = FileReader(path)
+    assert reader.is_cached(0) is None
+    assert reader.is_cold(0, 2 * DIRECT_BYTES) is None
+    place = bytearray(len(DATA))
+    assert reader.read([memoryview(place)], 0) == len(DATA)
+    assert bytes(place) == DATA
+    reader.close()
+
+
 def test_what_is_left_of_segments() -> None:
     segments = [memoryview(b"abc"), memoryview(b"defg")]
     assert [bytes(each) for each in after(segments, 4)] == [b"efg"]
