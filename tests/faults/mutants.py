@@ -215,11 +215,11 @@ def _parsers_let_through() -> None:
 
 def _the_end_saves_what_is_there() -> None:
     @contextlib.contextmanager
-    def live(self: recorded.Recorder, then: recorded.Recorded) -> Any:
+    def live(self: recorded.StepRecorder, then: recorded.Recorded) -> Any:
         yield dict(self._state)
 
-    recorded.Recorder.changed = lambda self, then: ""  # type: ignore[method-assign]
-    recorded.Recorder.as_of = live  # type: ignore[method-assign,assignment]
+    recorded.StepRecorder.changed = lambda self, then: ""  # type: ignore[method-assign]
+    recorded.StepRecorder.as_of = live  # type: ignore[method-assign,assignment]
 
 
 def _children_end_the_run() -> None:
