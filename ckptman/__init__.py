@@ -19,6 +19,8 @@ _ROOMS = ("dcp", "errors", "policies")
 _HOME = {
     "Checkpointer": "ckptman.checkpointer",
     "RNGState": "ckptman.state.generators",
+    "ElasticSampler": "ckptman.data.elastic_sampler",
+    "ResumableLoader": "ckptman.data.resumable_loader",
     "save": "ckptman.api",
     "load": "ckptman.api",
     "export": "ckptman.exporting.export",
@@ -66,7 +68,9 @@ _HOME = {
 __all__ = [
     "Checkpointer",
     "CkptmanError",
+    "ElasticSampler",
     "RNGState",
+    "ResumableLoader",
     "SignalHandler",
     "Tier",
     "__version__",
@@ -103,6 +107,8 @@ if TYPE_CHECKING:
     from ckptman.api import load as load
     from ckptman.api import save as save
     from ckptman.checkpointer import Checkpointer as Checkpointer
+    from ckptman.data.elastic_sampler import ElasticSampler as ElasticSampler
+    from ckptman.data.resumable_loader import ResumableLoader as ResumableLoader
     from ckptman.dcp.adopt import adopt as adopt
     from ckptman.dcp.storage import StorageReader as StorageReader
     from ckptman.dcp.storage import StorageWriter as StorageWriter

@@ -24,6 +24,7 @@ ORDER = (
         "doctor",
         "_torch_compat",
         "state",
+        "data",
         "comm",
         "loading",
         "saving",

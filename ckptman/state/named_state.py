@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 from xxhash import xxh3_128_hexdigest
 
 from ckptman._torch_compat import full_names
@@ -127,6 +128,11 @@ def nested(state: Mapping[str, Any], rank: int, saved: Mapping[str, Any] | None 
             result[name] = {rank_key(rank): value.state_dict()}
         elif is_stateful(value):
             result[name] = value.state_dict()
+        elif isinstance(value, DataLoader | Iterator):
+            raise ConfigError(
+                f"{name} is a {type(value).__name__}, which does not say where it is, so that a resumed run would see "
+                f"other data: put ckptman.ResumableLoader(DataLoader(...)) into the state, and iterate that"
+            )
         else:
             result[name] = value
     return result

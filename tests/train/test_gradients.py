@@ -17,8 +17,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from ckptman.data.shuffle import largest_share, share
 from ckptman.train.config import ModelConfig, OptimizerConfig, ParallelConfig
-from ckptman.train.dataset.shuffle import largest_share, share
 from ckptman.train.launch import Launch
 from ckptman.train.loop import accumulate_gradients, build_optimizer, build_scheduler, update
 from ckptman.train.model import Decoder, init_weights, token_loss_sum

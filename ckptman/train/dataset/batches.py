@@ -1,7 +1,7 @@
 """The data of a run: a memory-mapped token file and one number, how many samples the run has consumed.
 
 That number is global. A global batch is the samples [position, position + global_batch) in the order of
-`train.dataset.shuffle`; each data-parallel rank takes its share of them, and shares need not be even. So the position
+`data.shuffle`; each data-parallel rank takes its share of them, and shares need not be even. So the position
 is all there is to save, it is the same on every rank, and it means the same on any number of ranks.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckptman.data.shuffle import Indices, largest_share, sample_ids, share
 from ckptman.errors import ConfigError
 from ckptman.train.config import DataConfig
-from ckptman.train.dataset.shuffle import Indices, largest_share, sample_ids, share
 from ckptman.train.dataset.tokenfile import map_tokens, read_meta, sample_count
 
 

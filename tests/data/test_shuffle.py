@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptman.train.dataset.shuffle import largest_share, permute, sample_ids, share
+from ckptman.data.shuffle import largest_share, permute, sample_ids, share
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 5, 16, 17, 255, 256, 257, 1000, 4097])

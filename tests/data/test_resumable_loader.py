@@ -1,0 +1,227 @@
+"""A run that is cut anywhere, and goes on, computes what the run computed that nobody cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+
+import ckptman
+from ckptman.errors import ConfigError
+from ckptman.state.named_state import snapshot
+
+SAMPLES = 23
+EPOCHS = 3
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Its samples depend on all generators, as those that are augmented do."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), random.random(), float(np.random.rand()), float(torch.rand(()))])
+
+
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SAMPLES))
+
+
+def shuffled(**more: Any) -> DataLoader[Any]:
+    return DataLoader(Noisy(), 4, shuffle=True, **more)
+
+
+def with_generator(**more: Any) -> DataLoader[Any]:
+    return DataLoader(Noisy(), 4, shuffle=True, generator=torch.Generator().manual_seed(5), **more)
+
+
+def replaced(**more: Any) -> DataLoader[Any]:
+    sampler = RandomSampler(Noisy(), replacement=True, num_samples=90, generator=torch.Generator().manual_seed(7))
+    return DataLoader(Noisy(), 4, sampler=sampler, **more)
+
+
+def weighted(**more: Any) -> DataLoader[Any]:
+    return DataLoader(Noisy(), 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES), **more)
+
+
+def elastic(**more: Any) -> DataLoader[Any]:
+    return DataLoader(Noisy(), 4, sampler=ckptman.ElasticSampler(SAMPLES, seed=3), **more)
+
+
+def single(**more: Any) -> DataLoader[Any]:
+    return DataLoader(Noisy(), batch_size=None, shuffle=True, **more)
+
+
+def dropping(**more: Any) -> DataLoader[Any]:
+    return DataLoader(Noisy(), 4, shuffle=True, drop_last=True, **more)
+
+
+def elastic_dropping(**more: Any) -> DataLoader[Any]:
+    return DataLoader(Noisy(), 4, sampler=ckptman.ElasticSampler(SAMPLES, seed=3), drop_last=True, **more)
+
+
+KINDS: list[Callable[..., DataLoader[Any]]] = [
+    *(shuffled, with_generator, replaced, weighted, elastic, single, dropping, elastic_dropping)
+]
+
+
+class Cut(Exception):
+    """The process is gone."""
+
+
+def train(loader: ckptman.ResumableLoader[Any], seen: list[str], saves: list[Any], cut: int | None = None) -> None:
+    """A loop with dropout, which notes what it computes, and saves after each step. Cut after so many steps in all."""
+    rng = ckptman.RNGState()
+    if saves:
+        data, generators = saves[-1]
+        loader.load_state_dict(data)
+        rng.load_state_dict(generators)
+    for _ in range(loader.epoch, EPOCHS):
+        for batch in loader:
+            loss = torch.nn.functional.dropout(batch, 0.5).sum() + torch.rand(())
+            seen.append(f"{loss.item().hex()} {batch.reshape(-1, 4)[:, 0].tolist()}")
+            saves.append((loader.state_dict(), rng.state_dict()))
+            if len(saves) == cut:
+                raise Cut
+        torch.rand(3)  # an evaluation
+        seen.append("epoch")
+
+
+def start(kind: Callable[..., DataLoader[Any]], **more: Any) -> ckptman.ResumableLoader[Any]:
+    return ckptman.ResumableLoader(kind(**more))
+
+
+def reference(kind: Callable[..., DataLoader[Any]], **more: Any) -> tuple[list[str], list[Any]]:
+    seed_all(0)
+    seen: list[str] = []
+    saves: list[Any] = []
+    train(start(kind, **more), seen, saves)
+    return seen, saves
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_cut_after_any_step(kind: Callable[..., DataLoader[Any]]) -> None:
+    whole, all_saves = reference(kind)
+    for cut in range(1, len(all_saves) + 1):
+        seed_all(0)
+        seen: list[str] = []
+        saves: list[Any] = []
+        with pytest.raises(Cut):
+            train(start(kind), seen, saves, cut)
+        seed_all(99)
+        train(start(kind), seen, saves)
+        assert seen == whole, f"cut after step {cut}"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_cut_with_workers(kind: Callable[..., DataLoader[Any]], persistent: bool) -> None:
+    more: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent}
+    whole, all_saves = reference(kind, **more)
+    middle = len(all_saves) // 2
+    for cut in (1, middle, middle + 1):
+        seed_all(0)
+        seen: list[str] = []
+        saves: list[Any] = []
+        with pytest.raises(Cut):
+            train(start(kind, **more), seen, saves, cut)
+        seed_all(99)
+        train(start(kind, **more), seen, saves)
+        assert seen == whole, f"cut after step {cut}"
+
+
+def test_what_was_consumed_is_not_read_again() -> None:
+    read: list[int] = []
+
+    class Reads(Dataset[int]):
+        def __len__(self) -> int:
+            return SAMPLES
+
+        def __getitem__(self, index: int) -> int:
+            read.append(index)
+            return index
+
+    first = ckptman.ResumableLoader(DataLoader(Reads(), 4))
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    second = ckptman.ResumableLoader(DataLoader(Reads(), 4))
+    second.load_state_dict(first.state_dict())
+    read.clear()
+    assert next(iter(second)).tolist() == [8, 9, 10, 11]
+    assert read == [8, 9, 10, 11]
+
+
+def test_a_wrapped_loader_gives_what_the_plain_one_gives() -> None:
+    for kind in KINDS:
+        if kind in (elastic, elastic_dropping):
+            continue
+        seed_all(1)
+        unwrapped = kind()
+        plain = [batch.tolist() for _ in range(2) for batch in unwrapped]
+        seed_all(1)
+        loader = start(kind)
+        assert [batch.tolist() for _ in range(2) for batch in loader] == plain
+
+
+def test_an_iterable_dataset_is_read_again() -> None:
+    first = ckptman.ResumableLoader(DataLoader(Counting(), 4))
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    second = ckptman.ResumableLoader(DataLoader(Counting(), 4))
+    second.load_state_dict(first.state_dict())
+    assert [each.tolist() for each in second] == [each.tolist() for each in iterator]
+    assert second.epoch == 1
+
+
+def test_a_pass_that_is_left_early_is_over_when_the_next_begins() -> None:
+    loader = ckptman.ResumableLoader(DataLoader(range(SAMPLES), 4))  # type: ignore[arg-type]
+    for _ in loader:
+        break
+    assert (loader.epoch, loader.batch) == (0, 1)
+    assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+    assert (loader.epoch, loader.batch) == (1, 1)
+
+
+def test_iterated_twice_at_once() -> None:
+    loader = ckptman.ResumableLoader(DataLoader(range(SAMPLES), 4))  # type: ignore[arg-type]
+    first = iter(loader)
+    next(first)
+    next(iter(loader))
+    with pytest.raises(ConfigError, match="iterated anew"):
+        next(first)
+
+
+def test_an_iterator_cannot_be_wrapped() -> None:
+    with pytest.raises(ConfigError, match="only once: give the DataLoader itself"):
+        ckptman.ResumableLoader(iter(DataLoader(range(4))))  # type: ignore[arg-type]
+
+
+def test_data_of_another_length() -> None:
+    loader = start(shuffled)
+    next(iter(loader))
+    other = ckptman.ResumableLoader(DataLoader(Noisy(), 5, shuffle=True))
+    with pytest.raises(ConfigError, match="within an epoch of 6 batches, and this loader has 5"):
+        other.load_state_dict(loader.state_dict())
+    with pytest.raises(ConfigError, match="another kind of loader"):
+        start(elastic).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("value", [DataLoader(Noisy(), 4), iter([1, 2])], ids=["loader", "iterator"])
+def test_a_plain_loader_in_the_state(value: object) -> None:
+    with pytest.raises(ConfigError) as error:
+        snapshot({"data": value}, 0)
+    assert "ckptman.ResumableLoader" in str(error.value)
+    assert len(str(error.value).splitlines()) <= 3
