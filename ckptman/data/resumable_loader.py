@@ -46,8 +46,8 @@ class ResumableLoader(Generic[T]):
     `ElasticSampler` it belongs to all of them, and can be restored on any number.
 
     Args:
-        loader: A DataLoader; a StatefulDataLoader of torchdata, whose own state is used; or another iterable that gives
-            the same batches when it is iterated anew.
+        loader: A DataLoader; a StatefulDataLoader of torchdata, whose own state is used where its dataset or sampler
+            has one; or another iterable that gives the same batches when it is iterated anew.
 
     Raises:
         ConfigError: It is an iterator, or its ElasticSampler is within a batch sampler of the user's own.
@@ -68,6 +68,7 @@ class ResumableLoader(Generic[T]):
         """What the generators were before this pass began. None: none has, or they do not matter to the order."""
         self._elastic = _Elastic.of(loader)
         self._indices = _Indices.of(loader)
+        self._stateful = self._indices is None and self._elastic is None and is_stateful(loader)
         self._source = loader if self._indices is None else self._indices.loader()
         self._pass: object = None
 
@@ -98,7 +99,7 @@ class ResumableLoader(Generic[T]):
             return {**state, **self._elastic.state_dict()}
         generators = self._generators or _Generators.now(self.loader, own_alone=True)
         state |= {"world_size": _world_size(), "batches": _length(self.loader), "generators": generators.as_values()}
-        return {**state, "loader": self.loader.state_dict()} if is_stateful(self.loader) else state  # type: ignore[attr-defined]
+        return {**state, "loader": self.loader.state_dict()} if self._stateful else state  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on from a saved position.
@@ -106,7 +107,7 @@ class ResumableLoader(Generic[T]):
         Raises: ConfigError: another kind of loader or number of ranks, or, within an epoch, data of another length.
         """
         kinds = "position" in state, "loader" in state
-        if kinds != (self._elastic is not None, self._elastic is None and is_stateful(self.loader)):
+        if kinds != (self._elastic is not None, self._stateful):
             raise ConfigError(
                 "the checkpoint has the position of another kind of loader: wrap the kind that it was saved with (a "
                 "DataLoader, one with an ElasticSampler, or a StatefulDataLoader), or leave it out of the state"
@@ -170,8 +171,9 @@ class ResumableLoader(Generic[T]):
             self._indices.restart(consumed, self._elastic)
         iterator = iter(self._source)
         if self._indices is not None:
-            self._indices.skip()
-        elif not is_stateful(self.loader):
+            if consumed:
+                self._indices.skip()
+        elif not self._stateful:
             deque(islice(iterator, consumed), maxlen=0)
         return iterator
 
@@ -296,15 +298,20 @@ class _Indices:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._given: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        self._rest: Iterator[Any] = iter(())
+        self._rest: Iterator[Any] | None = None
         self._to_skip = self._passes = 0
         self._seeds: Iterator[int] = iter(())
 
     @classmethod
     def of(cls, loader: object) -> _Indices | None:
         """Return those of a loader; None where batches are not told by indices: those consumed are read again."""
-        indexed = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
-        return cls(loader) if indexed else None  # type: ignore[arg-type]
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return None
+        if type(loader) is DataLoader:
+            return cls(loader)
+        parts = (loader.dataset, loader.sampler, loader.batch_sampler)
+        # A StatefulDataLoader whose parts have no state of their own is best told by indices, too.
+        return cls(loader) if is_stateful(loader) and not any(map(is_stateful, parts)) else None
 
     def loader(self) -> DataLoader[Any]:
         """Return a loader as the one given, which takes its indices from here."""
@@ -344,21 +351,22 @@ class _Indices:
             torch.empty((), dtype=torch.int64).random_(generator=own)
         self._seeds = (_seed(seed, number) for number in count(consumed))
 
-    def skip(self) -> None:
-        """Draw what was drawn for the batches that were consumed."""
-        deque(islice(self._rest, self._to_skip), maxlen=0)
-        self._to_skip = 0
+    def skip(self) -> Iterator[Any]:
+        """Draw what was drawn for the batches that were consumed, once. Returns: the indices of those to come."""
+        if self._rest is None:
+            self._rest = iter(self._given)
+            deque(islice(self._rest, self._to_skip), maxlen=0)
+        return self._rest
 
     def __len__(self) -> int:
         return len(self._given)
 
     def __iter__(self) -> Iterator[Any]:
-        self._rest = iter(self._given)
+        self._rest = None  # workers make two of them, and use the second
         return self._walk()
 
     def _walk(self) -> Iterator[Any]:
-        self.skip()
-        for index in self._rest:
+        for index in self.skip():
             yield _Task(next(self._seeds), index) if self._loader.num_workers else index
 
 

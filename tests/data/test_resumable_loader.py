@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckptman
 from ckptman.errors import ConfigError
@@ -67,8 +69,15 @@ def elastic_dropping(**more: Any) -> DataLoader[Any]:
     return DataLoader(Noisy(), 4, sampler=ckptman.ElasticSampler(SAMPLES, seed=3), drop_last=True, **more)
 
 
+def stateful(**more: Any) -> DataLoader[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what torch deprecates, and torchdata calls
+        loader: DataLoader[Any] = StatefulDataLoader(Noisy(), 4, shuffle=True, **more)
+    return loader
+
+
 KINDS: list[Callable[..., DataLoader[Any]]] = [
-    *(shuffled, with_generator, replaced, weighted, elastic, single, dropping, elastic_dropping)
+    *(shuffled, with_generator, replaced, weighted, elastic, single, dropping, elastic_dropping, stateful)
 ]
 
 
@@ -166,7 +175,7 @@ def test_what_was_consumed_is_not_read_again() -> None:
 
 def test_a_wrapped_loader_gives_what_the_plain_one_gives() -> None:
     for kind in KINDS:
-        if kind in (elastic, elastic_dropping):
+        if kind in (elastic, elastic_dropping, stateful):
             continue
         seed_all(1)
         unwrapped = kind()
@@ -174,6 +183,40 @@ def test_a_wrapped_loader_gives_what_the_plain_one_gives() -> None:
         seed_all(1)
         loader = start(kind)
         assert [batch.tolist() for _ in range(2) for batch in loader] == plain
+
+
+class Positioned(Noisy):
+    """A dataset with a state of its own."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads += 1
+        return torch.cat([super().__getitem__(index), torch.tensor([float(self.reads)])])[1:]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.reads = state["reads"]
+
+
+def test_a_stateful_loader_keeps_its_own_state() -> None:
+    def positioned() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return StatefulDataLoader(Positioned(), 4, shuffle=True)
+
+    whole, all_saves = reference(positioned)
+    for cut in range(1, len(all_saves) + 1):
+        seed_all(0)
+        seen: list[str] = []
+        saves: list[Any] = []
+        with pytest.raises(Cut):
+            train(start(positioned), seen, saves, cut)
+        seed_all(99)
+        train(start(positioned), seen, saves)
+        assert seen == whole, f"cut after step {cut}"
 
 
 def test_an_iterable_dataset_is_read_again() -> None:
