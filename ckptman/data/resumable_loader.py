@@ -285,11 +285,8 @@ class _Elastic:
         self.batches = 0
 
 
-class _Task(NamedTuple):
-    """What a worker is to fetch, and what its generators are seeded with before."""
-
-    seed: int
-    index: Any
+_Task = tuple[int, Any]
+"""For a worker: what its generators are seeded with, and the index or indices that it fetches then."""
 
 
 class _Indices:
@@ -367,7 +364,7 @@ class _Indices:
 
     def _walk(self) -> Iterator[Any]:
         for index in self.skip():
-            yield _Task(next(self._seeds), index) if self._loader.num_workers else index
+            yield (next(self._seeds), index) if self._loader.num_workers else index
 
 
 class _Seeded:
@@ -392,14 +389,16 @@ class _Seeded:
         return len(self._dataset)
 
     def __getitem__(self, task: _Task) -> Any:
-        _seed_all(task.seed)
-        return self._dataset[task.index]
+        seed, index = task
+        _seed_all(seed)
+        return self._dataset[index]
 
     def __getitems__(self, task: _Task) -> Any:
-        _seed_all(task.seed)
+        seed, indices = task
+        _seed_all(seed)
         if getattr(self._dataset, "__getitems__", None):
-            return self._dataset.__getitems__(task.index)
-        return [self._dataset[each] for each in task.index]
+            return self._dataset.__getitems__(indices)
+        return [self._dataset[each] for each in indices]
 
 
 def _seed(*numbers: int) -> int:
@@ -409,7 +408,7 @@ def _seed(*numbers: int) -> int:
 def _seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 def _own(loader: object) -> list[torch.Generator]:
