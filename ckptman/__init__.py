@@ -20,6 +20,8 @@ _HOME = {
     "Checkpointer": "ckptman.checkpointer",
     "RNGState": "ckptman.state.generators",
     "ElasticSampler": "ckptman.data.elastic_sampler",
+    "FromRank0": "ckptman.state.rank_values",
+    "PerRank": "ckptman.state.rank_values",
     "ResumableLoader": "ckptman.data.resumable_loader",
     "save": "ckptman.api",
     "load": "ckptman.api",
@@ -69,6 +71,8 @@ __all__ = [
     "Checkpointer",
     "CkptmanError",
     "ElasticSampler",
+    "FromRank0",
+    "PerRank",
     "RNGState",
     "ResumableLoader",
     "SignalHandler",
@@ -150,3 +154,5 @@ if TYPE_CHECKING:
     from ckptman.policies.tiers import Tier as Tier
     from ckptman.runtime.signals import SignalHandler as SignalHandler
     from ckptman.state.generators import RNGState as RNGState
+    from ckptman.state.rank_values import FromRank0 as FromRank0
+    from ckptman.state.rank_values import PerRank as PerRank

@@ -45,8 +45,8 @@ def compare_replicas(control: Channel, snapshot: Snapshot, state: Mapping[str, A
         ranks.mine = tuple(xxh3_128_hexdigest(repr(each).encode()) for each in (strict, buffers))
     if text := _difference(control, strict, [each[0] for each in ranks.all]):
         raise ConfigError(
-            f"{text}, and one is saved for all: make it a DTensor, put it into an object with per_rank = True, or give "
-            f"it an entry of its own in the state of each rank, such as f'x.rank{{rank}}'"
+            f"{text}, and one is saved for all: make it a DTensor, or put it into ckptman.PerRank(...) to save it for "
+            f"each rank, or into ckptman.FromRank0(...)"
         )
     if text := _difference(control, buffers, [each[1] for each in ranks.all]):
         return f"{text}: those of the lowest rank are saved, as DistributedDataParallel takes those of rank 0"

@@ -32,7 +32,16 @@ from ckptman.saving.stale_saves import Stale
 from ckptman.saving.write_plan import RankFile, plan_save, signature_of
 from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
 from ckptman.state.local_shards import refuse_unfillable
-from ckptman.state.named_state import Snapshot, is_named, is_stateful, snapshot, unlike_on_ranks, value_digests
+from ckptman.state.named_state import (
+    Snapshot,
+    is_named,
+    is_stateful,
+    snapshot,
+    told_difference,
+    unlike_on_ranks,
+    value_digests,
+    value_texts,
+)
 from ckptman.state.step_record import OptimizerHooks, updated_tensors
 
 _TRIES = 3
@@ -117,8 +126,9 @@ class Saver:
             ranks.mine = Call("step() or save()", (value_digests(shot, state), self.failed, self.channel.lost, fits))
         refuse_other_calls(ranks.all)
         digests, failed, lost, fitting = zip(*(each.arguments for each in ranks.all))
-        if difference := unlike_on_ranks(digests):
-            raise ConfigError(difference)
+        if (differing := unlike_on_ranks(digests)) is not None:
+            texts = control.gather(value_texts(shot, differing[0]) if control.rank in differing[1:] else {})
+            raise ConfigError(told_difference(*differing, texts))
         if not self._number and (warning := compare_replicas(control, shot, state)):
             self._warn_once("replicas", warning)
         return Preflight(shot, max(failed), any(lost), all(fitting))

@@ -227,7 +227,7 @@ def _all_tensors(tables: Sequence[_Table]) -> tuple[Described, ...]:
                 name, dtype, shape = described
                 raise ConfigError(
                     f"{name} is {known[name][1]} {list(known[name][2])} on one rank and {dtype} {list(shape)} on "
-                    f"another: what ranks do not share needs names of its own, or an object with per_rank = True"
+                    f"another: what ranks do not share needs names of its own, or ckptman.PerRank(...)"
                 )
     return tuple(known[name] for name in sorted(known))
 

@@ -26,6 +26,9 @@ from ckptman.format.value_codec import TensorRef, encode, tensor_ref
 from ckptman.state.local_shards import is_dense
 from ckptman.state.optimizers import get_state, get_state_to_fill, model_of, set_state
 
+_SHOWN = 80
+"""Characters of a value in a message."""
+
 
 def rank_key(rank: int) -> str:
     """The entry under which the state of one rank is saved, for objects that differ on each rank."""
@@ -73,7 +76,10 @@ def snapshot(state: Mapping[str, Any], rank: int, *, strict: bool = True) -> Sna
 
     Raises: ConfigError naming the path of a value that a checkpoint cannot hold, or of two values of one flat name.
     """
-    result = snapshot_of(nested(state, rank), strict=strict)
+    values = nested(state, rank)
+    if rank:
+        values = {name: value for name, value in values.items() if not getattr(state[name], "from_rank0", False)}
+    result = snapshot_of(values, strict=strict)
     alike = set()
     for name, value in state.items():
         if isinstance(value, torch.nn.Module):
@@ -143,6 +149,11 @@ def is_named(value: object) -> bool:
     return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
 
 
+def differs_on_ranks(value: object) -> bool:
+    """Whether an object says that it need not be the same on every rank."""
+    return bool(getattr(value, "per_rank", False) or getattr(value, "from_rank0", False))
+
+
 def is_stateful(value: object) -> bool:
     """Whether an object saves and loads itself."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
@@ -153,24 +164,42 @@ def parameter_names(module: torch.nn.Module) -> set[str]:
     return {each for name, _ in module.named_parameters(remove_duplicate=False) for each in full_names(module, name)}
 
 
-def unlike_on_ranks(snapshots: Sequence[dict[str, str]]) -> str | None:
-    """The first object whose plain values differ between ranks, given `value_digests` of all ranks; None: all alike."""
+def unlike_on_ranks(digests: Sequence[dict[str, str]]) -> tuple[str, int, int] | None:
+    """The first object whose plain values differ between ranks, and two ranks, given `value_digests` of all ranks."""
     seen: dict[str, tuple[int, str]] = {}
-    for rank, digests in enumerate(snapshots):
-        for name, digest in digests.items():
+    for rank, each in enumerate(digests):
+        for name, digest in each.items():
             first, known = seen.setdefault(name, (rank, digest))
             if known != digest:
-                return (
-                    f"the state of {name!r} differs between ranks {first} and {rank}, and only one would be saved: "
-                    f"give the object an attribute per_rank = True to save it for each rank"
-                )
+                return name, first, rank
     return None
+
+
+def value_texts(shot: Snapshot, name: str) -> dict[str, str]:
+    """The plain values of one object as texts, by their flat names."""
+    return {each: repr(value) for each, value in shot.objects.items() if shot.paths[each][0] == name}
+
+
+def told_difference(name: str, first: int, second: int, texts: Sequence[dict[str, str]]) -> str:
+    """What to say of an object that ranks do not have alike, given `value_texts` of those two ranks."""
+    here, there = texts[first], texts[second]
+    differing = [each for each in [*here, *there] if here.get(each) != there.get(each)]
+    where = differing[0] if differing else name
+    told = [f"{_short(each.get(where, 'not there'))} on rank {rank}" for each, rank in ((here, first), (there, second))]
+    return (
+        f"{where} is {told[0]} and {told[1]}, and only one would be saved: put ckptman.FromRank0(...) around {name!r} "
+        f"in the state to save that of rank 0, or ckptman.PerRank(...) to save it for each rank"
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def value_digests(shot: Snapshot, state: Mapping[str, Any]) -> dict[str, str]:
     """A digest of the plain values of each object that every rank should have alike."""
     texts: dict[str, list[str]] = {}
-    alike = {name for name, each in state.items() if not is_named(each) and not getattr(each, "per_rank", False)}
+    alike = {name for name, each in state.items() if not (is_named(each) or differs_on_ranks(each))}
     for unit in shot.units:
         if unit.state in alike:
             texts.setdefault(unit.state, []).append(json.dumps(unit[:4]))

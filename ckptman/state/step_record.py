@@ -113,8 +113,9 @@ class Marks:
 class Kept:
     """An object of the state as it was at a step: its state dict of then."""
 
-    def __init__(self, values: Any, per_rank: bool, decode: Callable[[Any], Any] | None = None) -> None:
-        self._values, self.per_rank, self._decode = values, per_rank, decode
+    def __init__(self, value: object, values: Any, decode: Callable[[Any], Any] | None = None) -> None:
+        self._values, self._decode = values, decode
+        self.per_rank, self.from_rank0 = (bool(getattr(value, kind, False)) for kind in ("per_rank", "from_rank0"))
 
     def state_dict(self) -> Any:
         """Return what the object had given."""
@@ -326,11 +327,10 @@ def _addresses_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
 def _keep(value: Any) -> tuple[Any, Marks]:
     """Return an object of the state as it is now, and marks of the tensors that it shares with the live one."""
     tensors: list[torch.Tensor] = []
-    per_rank = bool(getattr(value, "per_rank", False))
     if isinstance(value, RNGState):
-        kept: Any = Kept(value.generators(), per_rank, value.encoded)
-    elif per_rank or is_stateful(value):
-        kept = Kept(_copy(value.state_dict(), tensors), per_rank)
+        kept: Any = Kept(value, value.generators(), value.encoded)
+    elif getattr(value, "per_rank", False) or is_stateful(value):
+        kept = Kept(value, _copy(value.state_dict(), tensors))
     else:
         kept = _copy(value, tensors)
     return kept, Marks(tensors)

@@ -126,7 +126,7 @@ def test_what_differs_between_ranks_is_refused_before_the_first_save(tmp_path: P
     }.items():
         for (text, warned), alone in (leader[name], other[name]):
             assert text.startswith(told)
-            assert "one is saved for all: make it a DTensor" in text
+            assert "one is saved for all: make it a DTensor, or put it into ckptman.PerRank" in text
             assert warned == []
             assert alone == (text, [])
     for name in ("same", "per rank", "own names", "large", "stages"):

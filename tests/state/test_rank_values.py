@@ -1,0 +1,123 @@
+"""Values that ranks do not have alike: each rank's own, or that of rank 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ckptman
+from tests.helpers.ranks import run_ranks
+
+
+class Counter:
+    """An object with a state."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    return {
+        "seen": ckptman.PerRank({"samples": rank * 10, "at": torch.full((3,), rank)}),
+        "counter": ckptman.PerRank(Counter(rank)),
+        "log": ckptman.FromRank0(
+            {"best": rank + 0.5, "history": list(range(rank + 2)), "mean": torch.full((2,), rank)}
+        ),
+        "last": ckptman.FromRank0(Counter(rank)),
+    }
+
+
+def save(root: str) -> None:
+    with ckptman.Checkpointer(root, state_of(dist.get_rank()), deadline=None) as checkpointer:
+        checkpointer.step(1)
+        checkpointer.save(1)
+
+
+def restore(root: str, names: tuple[str, ...]) -> dict[str, Any] | str:
+    state = {name: value for name, value in state_of(7).items() if name in names}
+    unused = {name: ckptman.FromRank0(None) for name in state_of(0) if name not in names}
+    try:
+        with ckptman.Checkpointer(root, state | unused, deadline=None) as checkpointer:
+            checkpointer.restore()
+    except ckptman.ConfigError as error:
+        return str(error)
+    values = {name: each.value for name, each in state.items()}
+    return {name: getattr(value, "count", value) for name, value in values.items()}
+
+
+def plain(values: Any) -> Any:
+    return {
+        name: {key: each.tolist() if isinstance(each, torch.Tensor) else each for key, each in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in values.items()
+    }
+
+
+def save_and_restore(root: str) -> Any:
+    save(root)
+    return plain(restore(root, tuple(state_of(0))))
+
+
+def test_each_rank_gets_its_own_back_and_all_that_of_rank_0(tmp_path: Path) -> None:
+    found = run_ranks(2, save_and_restore, str(tmp_path))
+    for rank, values in enumerate(found):
+        assert values == {
+            "seen": {"samples": rank * 10, "at": [rank] * 3},
+            "counter": rank,
+            "log": {"best": 0.5, "history": [0, 1], "mean": [0.0, 0.0]},
+            "last": 0,
+        }
+
+
+def test_on_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(2, save, str(tmp_path))
+    for world_size in (1, 3):
+        for text in run_ranks(world_size, restore, str(tmp_path), ("seen", "counter", "log", "last")):
+            assert f"each of 2 ranks has for itself (PerRank) cannot be given to {world_size}" in text
+
+
+def restore_from_rank0(root: str) -> Any:
+    state = {name: value for name, value in state_of(7).items() if name in ("log", "last")}
+    ckptman.load(state, Path(root) / "step-0000000001")
+    return state["log"].value["best"], state["last"].value.count
+
+
+def test_rank_0_s_on_any_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(2, save, str(tmp_path))
+    for world_size in (1, 3):
+        assert run_ranks(world_size, restore_from_rank0, str(tmp_path)) == [(0.5, 0)] * world_size
+
+
+def save_counters(root: str) -> list[str]:
+    rank = dist.get_rank()
+    texts = []
+    states = ({"n": rank}, {"log": {"same": 1, "deep": {"count": rank}}}, {"log": {"names": ["x" * 200] * (rank + 1)}})
+    for number, state in enumerate(states):
+        try:
+            with ckptman.Checkpointer(Path(root, str(number)), state, deadline=None) as checkpointer:
+                checkpointer.step(1)
+        except ckptman.ConfigError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_value_that_differs_is_told_with_its_path_its_ranks_and_its_values(tmp_path: Path) -> None:
+    found = run_ranks(2, save_counters, str(tmp_path))
+    assert found[0] == found[1]
+    number, deep, long = found[0]
+    assert number.startswith("n is 0 on rank 0 and 1 on rank 1, and only one would be saved")
+    assert "ckptman.FromRank0(...) around 'n'" in number
+    assert "ckptman.PerRank(...)" in number
+    assert deep.startswith("log.deep.count is 0 on rank 0 and 1 on rank 1")
+    assert long.startswith("log.names is ['xxx")
+    assert len(long) < 500
