@@ -71,8 +71,6 @@ __all__ = [
     "Checkpointer",
     "CkptmanError",
     "ElasticSampler",
-    "FromRank0",
-    "PerRank",
     "RNGState",
     "ResumableLoader",
     "SignalHandler",
