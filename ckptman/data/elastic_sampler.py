@@ -40,9 +40,7 @@ class ElasticSampler(Sampler[int]):
     def __init__(
         self, size: int, *, seed: int = 0, shuffle: bool = True, rank: int | None = None, world_size: int | None = None
     ) -> None:
-        joined = dist.is_available() and dist.is_initialized()
-        self.rank = rank if rank is not None else dist.get_rank() if joined else 0
-        self.world_size = world_size if world_size is not None else dist.get_world_size() if joined else 1
+        self._rank, self._world_size = rank, world_size
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"ElasticSampler: rank {self.rank} is not below world_size={self.world_size}: give both")
         if size < self.world_size:
@@ -54,21 +52,32 @@ class ElasticSampler(Sampler[int]):
         self.position = 0
         """The samples that all ranks together have taken since the start of epoch 0, when an iterator is made."""
 
+    @property
+    def rank(self) -> int:
+        """The rank among those that read different data."""
+        return self._rank if self._rank is not None else dist.get_rank() if _joined() else 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that read different data."""
+        return self._world_size if self._world_size is not None else dist.get_world_size() if _joined() else 1
+
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch (from 0)."""
-        self.seek(epoch, epoch * self.size)
+        """Go to the start of an epoch (from 0), if this is not the epoch that it is in already."""
+        if epoch != self.epoch:
+            self.seek(epoch, epoch * self.size)
 
     def seek(self, epoch: int, position: int) -> None:
         """Let the next iterator begin at a position, counted as `position` is, and end with `epoch`."""
         self.epoch, self.position = epoch, position
 
     def __len__(self) -> int:
-        """Return how many samples a rank takes in an epoch, without what is left over."""
-        return self.size // self.world_size
+        """Return how many samples this rank takes from the position to the end of the epoch."""
+        return max(0, ((self.epoch + 1) * self.size - self.position) // self.world_size)
 
     def __iter__(self) -> Iterator[int]:
         first = self.position + self.rank
-        count = max(0, ((self.epoch + 1) * self.size - self.position) // self.world_size)
+        count = len(self)
         for start in range(0, count, _AT_ONCE):
             taken = np.arange(start, min(start + _AT_ONCE, count), dtype=np.uint64)
             yield from self._samples(np.uint64(first) + taken * np.uint64(self.world_size)).tolist()
@@ -82,3 +91,7 @@ class ElasticSampler(Sampler[int]):
             here = epochs == epoch
             within[here] = permute(within[here], self.size, self.seed, int(epoch))
         return within
+
+
+def _joined() -> bool:
+    return dist.is_available() and dist.is_initialized()

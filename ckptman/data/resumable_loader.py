@@ -50,7 +50,8 @@ class ResumableLoader(Generic[T]):
             has one; or another iterable that gives the same batches when it is iterated anew.
 
     Raises:
-        ConfigError: It is an iterator, or its ElasticSampler is within a batch sampler of the user's own.
+        ConfigError: It is an iterator, its batches come out of order, or its ElasticSampler is within a batch sampler
+            of the user's own.
     """
 
     def __init__(self, loader: Iterable[T]) -> None:
@@ -58,19 +59,23 @@ class ResumableLoader(Generic[T]):
             raise ConfigError(
                 f"ResumableLoader: a {type(loader).__name__} can be iterated only once: give the DataLoader itself"
             )
+        if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+            raise ConfigError("ResumableLoader: batches that come out of order have no position: leave in_order=False")
         self.loader = loader
         self.epoch = 0
         """The number of passes that are over. One that is left early is over when the next one begins."""
         self.batch = 0
         """The number of batches consumed in this pass."""
         self._begun = self._restored = False
-        self._generators: _Generators | None = None
-        """What the generators were before this pass began. None: none has, or they do not matter to the order."""
+        self._own_now: tuple[str, ...] = ()
+        """Generators of the loader as they were when a position was saved that is to be gone on from."""
         self._elastic = _Elastic.of(loader)
         self._indices = _Indices.of(loader)
         self._stateful = self._indices is None and self._elastic is None and is_stateful(loader)
         self._source = loader if self._indices is None else self._indices.loader()
+        self._start: _Start | None = None
         self._pass: object = None
+        """Tells the iteration that counts from others. It is not the iterator: workers end when nobody holds that."""
 
     @property
     def per_rank(self) -> bool:
@@ -78,50 +83,67 @@ class ResumableLoader(Generic[T]):
         return self._elastic is None
 
     def __len__(self) -> int:
-        """Return the number of batches in a whole pass."""
-        return len(self.loader)  # type: ignore[arg-type]
+        """Return the number of batches in a whole pass; with an ElasticSampler, in this one."""
+        before = self.batch - self._elastic.batches if self._elastic is not None else 0
+        return before + len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # while a copy is being made
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pass": None}
+
     def __iter__(self) -> Iterator[T]:
         if self._begun and not self._restored:
             self._end(early=True)
-        resumes, self._restored, self._pass = self._begun, False, object()
-        return self._consume(self._resume() if resumes else self._begin(), self._pass)
+        resumes, self._restored = self._begun, False
+        self._pass = object()
+        return _Pass(self, self._pass, self._resume() if resumes else self._begin())
+
+    def end_epoch(self) -> None:
+        """End this pass before its last batch: the next iteration begins a new one, also after a restore."""
+        if self._begun:
+            self._pass = None
+            self._end(early=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values; with an ElasticSampler the same on each rank."""
         state: dict[str, Any] = {"epoch": self.epoch, "batch": self.batch, "begun": self._begun}
         if self._elastic is not None:
             return {**state, **self._elastic.state_dict()}
-        generators = self._generators or _Generators.now(self.loader, own_alone=True)
-        state |= {"world_size": _world_size(), "batches": _length(self.loader), "generators": generators.as_values()}
+        start = self._start if self._indices is None else self._indices.start
+        own = self._own_now if self._restored else _states_of(self.loader)
+        state |= {"start": None if start is None else start.as_values(), "own": list(own)}
+        state |= {"world_size": _world_size(), "kind": _kind_of(self.loader)}
         return {**state, "loader": self.loader.state_dict()} if self._stateful else state  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on from a saved position.
 
-        Raises: ConfigError: another kind of loader or number of ranks, or, within an epoch, data of another length.
+        Raises: ConfigError: another kind of loader or number of ranks, or, within an epoch, other data.
         """
-        kinds = "position" in state, "loader" in state
-        if kinds != (self._elastic is not None, self._stateful):
+        is_position = isinstance(state, Mapping) and "begun" in state
+        if not is_position or ("position" in state, "loader" in state) != (self._elastic is not None, self._stateful):
             raise ConfigError(
-                "the checkpoint has the position of another kind of loader: wrap the kind that it was saved with (a "
-                "DataLoader, one with an ElasticSampler, or a StatefulDataLoader), or leave it out of the state"
+                "the checkpoint has another kind of loader under this name, or none: wrap the kind that it was saved "
+                "with (a DataLoader, one with an ElasticSampler, or a StatefulDataLoader)"
             )
         if self._elastic is not None:
             self._elastic.load_state_dict(state)
         else:
             self._check(state)
-            self._generators = _Generators.of_values(state["generators"])
+            self._own_now = tuple(state["own"])
+            start = None if state["start"] is None else _Start.of_values(state["start"])
+            if self._indices is not None:
+                self._indices.start = start
+            else:
+                self._start = start
             if "loader" in state:
                 self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-            elif not state["begun"]:
-                self._generators.put_back_own(self.loader)
-                self._generators = None
+            if not state["begun"]:
+                _put_back(self.loader, self._own_now)
         self.epoch, self.batch, self._begun = state["epoch"], state["batch"], state["begun"]
         self._restored, self._pass = True, None
 
@@ -130,7 +152,9 @@ class ResumableLoader(Generic[T]):
         self.load_state_dict(state)
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        if not state["begun"] and "loader" not in state:
+        saved, mine = state["kind"], _kind_of(self.loader)
+        is_over = not state["begun"] or state["batch"] == saved["batches"]
+        if is_over and "loader" not in state:
             return
         if state["world_size"] != _world_size():
             raise ConfigError(
@@ -138,37 +162,46 @@ class ResumableLoader(Generic[T]):
                 f"{_world_size()} now: samples would be seen twice or never. Restore on as many ranks as saved, or "
                 f"train with DataLoader(..., sampler=ckptman.ElasticSampler(len(dataset)))"
             )
-        if state["batches"] != _length(self.loader):
-            raise ConfigError(
-                f"the checkpoint is from within an epoch of {state['batches']} batches, and this loader has "
-                f"{_length(self.loader)}: use the dataset, batch size and sampler that it was saved with"
-            )
+        for name, value in mine.items():
+            if saved[name] != value:
+                raise ConfigError(
+                    f"the checkpoint is from within an epoch of a loader with {name.replace('_', ' ')} {saved[name]}, "
+                    f"and this one has {value}: use the dataset, batch size and sampler that it was saved with"
+                )
 
     def _begin(self) -> Iterator[T]:
         self._begun, self.batch = True, 0
         if self._elastic is not None:
             self._elastic.begin(self.epoch)
+        if self._indices is not None:
+            self._indices.start = None
         else:
-            self._generators = _Generators.now(self.loader)
+            self._start = _Start.now(self.loader)
         return self._make(0)
 
     def _resume(self) -> Iterator[T]:
+        if self._elastic is None and not self._stateful and self.batch == _length(self.loader):
+            _put_back(self.loader, self._own_now)
+            return iter(())
         now = RNGState().state_dict()
-        if self._generators is not None:
-            self._generators.put_back(self.loader)
         try:
             return self._make(self.batch)
         finally:
             RNGState().load_state_dict(now)
+            _put_back(self.loader, self._own_now)
 
     def _make(self, consumed: int) -> Iterator[T]:
         """Make the iterator of a pass, behind the batches that were consumed."""
         if self._elastic is not None:
             consumed = 0  # its sampler begins behind them
-        elif callable(set_epoch := getattr(getattr(self.loader, "sampler", None), "set_epoch", None)):
-            set_epoch(self.epoch)
+        else:
+            for sampler in _samplers(self.loader):
+                if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                    set_epoch(self.epoch)
         if self._indices is not None:
             self._indices.restart(consumed, self._elastic)
+        elif self._start is not None:
+            self._start.put_back(self.loader)
         iterator = iter(self._source)
         if self._indices is not None:
             if consumed:
@@ -177,89 +210,104 @@ class ResumableLoader(Generic[T]):
             deque(islice(iterator, consumed), maxlen=0)
         return iterator
 
-    def _consume(self, iterator: Iterator[T], this: object) -> Iterator[T]:
-        for batch in iterator:
-            if self._pass is not this:
-                break
-            self.batch += 1
-            if self._elastic is not None:
-                self._elastic.batches += 1
-            yield batch
-        if self._pass is not this:
-            raise ConfigError(
-                "this loader was iterated anew or restored while an iteration of it was going on: end that one first, "
-                "or wrap a second DataLoader"
-            )
-        self._end()
-
     def _end(self, *, early: bool = False) -> None:
-        self.epoch, self.batch, self._begun, self._generators = self.epoch + 1, 0, False, None
+        self.epoch, self.batch, self._begun, self._restored, self._start = self.epoch + 1, 0, False, False, None
+        if self._indices is not None:
+            self._indices.start = None
         if self._elastic is not None:
             self._elastic.end(self.epoch, early)
 
 
-class _Generators(NamedTuple):
-    """Generators that decide on the order of samples: those of the process, and those that a loader was given."""
+class _Pass(Iterator[T]):
+    """One iteration of a loader, which counts what it gives."""
 
-    process: dict[str, Any] | None
+    def __init__(self, loader: ResumableLoader[T], token: object, iterator: Iterator[T]) -> None:
+        self._loader, self._token, self._iterator, self._is_over = loader, token, iterator, False
+
+    def __next__(self) -> T:
+        loader = self._loader
+        if self._is_over:
+            raise StopIteration
+        if loader._pass is not self._token:
+            raise ConfigError(
+                "this loader was iterated anew or restored while an iteration of it was going on: end that one first, "
+                "or wrap a second DataLoader"
+            )
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._is_over, self._iterator = True, iter(())
+            loader._end()
+            raise
+        except Exception:
+            self._count()  # of a batch with a sample that cannot be read: the next one comes behind it
+            raise
+        self._count()
+        return batch
+
+    def _count(self) -> None:
+        self._loader.batch += 1
+        if self._loader._elastic is not None:
+            self._loader._elastic.batches += 1
+
+
+class _Start(NamedTuple):
+    """What the order of a pass follows from: the generators of the process and of the loader as the samplers found
+    them, and the seed of its workers."""
+
+    process: dict[str, Any]
     own: tuple[str, ...]
+    seed: int | None
 
     @classmethod
-    def now(cls, loader: object, *, own_alone: bool = False) -> _Generators:
-        own = tuple(base64.b64encode(each.get_state().numpy().tobytes()).decode() for each in _own(loader))
-        return cls(None if own_alone else RNGState().state_dict(), own)
+    def now(cls, loader: object, seed: int | None = None) -> _Start:
+        return cls(RNGState().state_dict(), _states_of(loader), seed)
 
     @classmethod
-    def of_values(cls, values: Mapping[str, Any]) -> _Generators:
-        return cls(values["process"], tuple(values["own"]))
+    def of_values(cls, values: Mapping[str, Any]) -> _Start:
+        return cls(values["process"], tuple(values["own"]), values["seed"])
 
     def as_values(self) -> dict[str, Any]:
-        return {"process": self.process, "own": list(self.own)}
+        return {"process": self.process, "own": list(self.own), "seed": self.seed}
 
     def put_back(self, loader: object) -> None:
-        if self.process is not None:
-            RNGState().load_state_dict(self.process)
-        self.put_back_own(loader)
-
-    def put_back_own(self, loader: object) -> None:
-        for generator, text in zip(_own(loader), self.own):
-            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))
+        RNGState().load_state_dict(self.process)
+        _put_back(loader, self.own)
 
 
 class _Elastic:
     """The position of an ElasticSampler, moved on by the batches that were consumed of it."""
 
-    def __init__(self, sampler: ElasticSampler, batch_size: int, drop_last: bool) -> None:
-        self.sampler = sampler
+    def __init__(self, sampler: ElasticSampler, batches: BatchSampler | None) -> None:
+        self.sampler, self._batches = sampler, batches
         self.batches = 0
         """Consumed since an iterator was made."""
-        self._batch_size, self._drop_last = batch_size, drop_last
 
     @classmethod
     def of(cls, loader: object) -> _Elastic | None:
-        sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-        inner = getattr(batches, "sampler", None)
-        if not isinstance(sampler, ElasticSampler) and not isinstance(inner, ElasticSampler):
-            return None
-        if batches is None:
-            return cls(sampler, 1, False)  # type: ignore[arg-type]
-        if type(batches) is not BatchSampler:
+        found = [each for each in _samplers(loader) if isinstance(each, ElasticSampler)]
+        batches = getattr(loader, "batch_sampler", None)
+        if found and batches is not None and type(batches) is not BatchSampler:
             raise ConfigError(
                 f"ResumableLoader: an ElasticSampler within a {type(batches).__name__} says nothing about how many "
                 f"samples a batch has: use DataLoader(..., batch_size=..., sampler=...)"
             )
-        return cls(inner, batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
+        return cls(found[0], batches) if found else None
+
+    def _step(self) -> int:
+        """Return the samples of a batch, of all ranks together."""
+        return (1 if self._batches is None else self._batches.batch_size) * self.sampler.world_size
 
     def position(self) -> int:
-        step = self._batch_size * self.sampler.world_size
         left = (self.sampler.epoch + 1) * self.sampler.size - self.sampler.position
-        whole = step if self._drop_last else self.sampler.world_size
-        return self.sampler.position + min(self.batches * step, max(0, left) // whole * whole)
+        drops = self._batches is not None and self._batches.drop_last
+        whole = self._step() if drops else self.sampler.world_size
+        return self.sampler.position + min(self.batches * self._step(), max(0, left) // whole * whole)
 
     def seeds(self) -> Iterator[int]:
         """Return a seed for each batch to come, the same however often the run was cut before it."""
-        step, sampler = self._batch_size * self.sampler.world_size, self.sampler
-        return (_seed(sampler.seed, sampler.rank, position) for position in count(sampler.position, step))
+        sampler = self.sampler
+        return (_seed(sampler.seed, sampler.rank, position) for position in count(sampler.position, self._step()))
 
     def state_dict(self) -> dict[str, Any]:
         sampler = self.sampler
@@ -295,16 +343,18 @@ class _Indices:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._given: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self.start: _Start | None = None
+        """What this pass began with; None before the samplers were asked first, and where they draw nothing."""
         self._rest: Iterator[Any] | None = None
-        self._to_skip = self._passes = 0
         self._seeds: Iterator[int] = iter(())
+        self._consumed, self._elastic = 0, False
 
     @classmethod
     def of(cls, loader: object) -> _Indices | None:
         """Return those of a loader; None where batches are not told by indices: those consumed are read again."""
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return None
-        if type(loader) is DataLoader:
+        if type(loader).__iter__ is DataLoader.__iter__:
             return cls(loader)
         parts = (loader.dataset, loader.sampler, loader.batch_sampler)
         # A StatefulDataLoader whose parts have no state of their own is best told by indices, too.
@@ -329,31 +379,39 @@ class _Indices:
             worker_init_fn=given.worker_init_fn,
             multiprocessing_context=given.multiprocessing_context,
             generator=given.generator,
-            in_order=given.in_order,
         )
 
     def restart(self, consumed: int, elastic: _Elastic | None) -> None:
         """Prepare a pass. Called before its iterator is made."""
-        self._to_skip, self._passes = consumed, self._passes + 1
-        if not self._loader.num_workers:
-            return
+        self._consumed, self._elastic = consumed, elastic is not None
         if elastic is not None:
             self._seeds = elastic.seeds()
-            return
-        own, drawn = self._loader.generator, torch.Generator()
-        drawn.set_state(torch.get_rng_state() if own is None else own.get_state())
-        # What the iterator is about to draw for the generators of its workers, by which no order is decided.
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=drawn).item())
-        if self._loader.persistent_workers and self._passes > 1:  # then it draws for the first pass alone
-            torch.empty((), dtype=torch.int64).random_(generator=own)
-        self._seeds = (_seed(seed, number) for number in count(consumed))
 
     def skip(self) -> Iterator[Any]:
-        """Draw what was drawn for the batches that were consumed, once. Returns: the indices of those to come."""
+        """Ask the samplers anew, as they were asked when this pass began, and leave out what was consumed, once.
+
+        Returns: the indices of the batches to come.
+        """
         if self._rest is None:
+            if self.start is not None:
+                self.start.put_back(self._loader)
+            elif not self._elastic:
+                self.start = _Start.now(self._loader, self._draw_seed() if self._loader.num_workers else None)
+            if self.start is not None and self.start.seed is not None:
+                seed = self.start.seed
+                self._seeds = (_seed(seed, number) for number in count(self._consumed))
             self._rest = iter(self._given)
-            deque(islice(self._rest, self._to_skip), maxlen=0)
+            deque(islice(self._rest, self._consumed), maxlen=0)
         return self._rest
+
+    def _draw_seed(self) -> int:
+        """Return a seed for the workers of a pass, by generators of which it takes nothing."""
+        own, copied = self._loader.generator, torch.Generator()
+        copied.set_state(torch.get_rng_state() if own is None else own.get_state())
+        return int(torch.empty((), dtype=torch.int64).random_(generator=copied).item())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_rest": None, "_seeds": iter(())}
 
     def __len__(self) -> int:
         return len(self._given)
@@ -411,18 +469,44 @@ def _seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def _samplers(loader: object) -> list[object]:
+    """Return the samplers of a loader, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    return list({id(each): each for each in found if each is not None}.values())
+
+
 def _own(loader: object) -> list[torch.Generator]:
     """Return the generators that a loader and its samplers were given, each once."""
-    batches = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    found = {id(each): each for each in (getattr(holder, "generator", None) for holder in holders)}
-    return [each for each in found.values() if isinstance(each, torch.Generator)]
+    found = [getattr(holder, "generator", None) for holder in (loader, *_samplers(loader))]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
-def _length(loader: object) -> int | None:
+def _states_of(loader: object) -> tuple[str, ...]:
+    return tuple(base64.b64encode(each.get_state().numpy().tobytes()).decode() for each in _own(loader))
+
+
+def _put_back(loader: object, states: Iterable[str]) -> None:
+    for generator, text in zip(_own(loader), states):
+        generator.set_state(torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8))
+
+
+def _kind_of(loader: object) -> dict[str, Any]:
+    """Return what the position within an epoch is about."""
+    samplers = ", ".join(type(each).__name__ for each in _samplers(loader))
+    return {
+        "batches": _length(loader),
+        "batch_size": getattr(loader, "batch_size", None),
+        "samples": _length(getattr(loader, "dataset", None)),
+        "samplers": samplers,
+        "generators": len(_own(loader)),
+    }
+
+
+def _length(sized: object) -> int | None:
     try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # of an iterable dataset
+        return len(sized)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # of an iterable dataset
         return None
 
 

@@ -195,6 +195,11 @@ class Fit:
 
     def _take_of_a_rank(self, name: str) -> None:
         saved, mine = self._saved.values[name], rank_key(self._rank)
+        if not isinstance(saved, dict) or not all(str(each).startswith("rank-") for each in saved):
+            raise ConfigError(
+                f"{name} was saved once for all ranks, and this state has it for each rank (PerRank, a ResumableLoader "
+                f"without ElasticSampler, per_rank = True): put into the state what the checkpoint was saved with"
+            )
         if mine not in saved:
             self.from_other_rank.add(name)
             is_ours = self._saved.manifest is not None

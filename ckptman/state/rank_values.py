@@ -70,8 +70,9 @@ class FromRank0(Generic[T]):
         return {"value": _state_of(self.value)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the value that rank 0 had."""
-        self.value = _loaded(self.value, state["value"])
+        """Take the value that rank 0 had, or that was saved without this wrapper."""
+        is_wrapped = isinstance(state, Mapping) and set(state) == {"value"}
+        self.value = _loaded(self.value, state["value"] if is_wrapped else state)
 
 
 def _state_of(value: Any) -> Any:

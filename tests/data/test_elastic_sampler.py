@@ -81,3 +81,22 @@ def test_what_cannot_be() -> None:
 
     with pytest.raises(ConfigError, match="ElasticSampler within a Own"):
         ckptman.ResumableLoader(DataLoader(range(9), batch_sampler=Own(ckptman.ElasticSampler(9), 2, False)))  # type: ignore[arg-type]
+
+
+def test_an_epoch_that_is_set_again_goes_on_where_it_is() -> None:
+    loader = loaders(20, 1, 4)[0]
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    again = loaders(20, 1, 4)[0]
+    again.load_state_dict(loader.state_dict())
+    again.sampler.set_epoch(0)
+    assert len(again) == 5
+    assert [*again] == [*iterator]
+
+
+def test_its_length_is_that_of_the_epoch() -> None:
+    """Of 20 samples on three ranks, two are left over, and come first in the next epoch."""
+    loader = loaders(20, 3, 2)[0]
+    for _ in range(3):
+        batches = len(loader)
+        assert len([*loader]) == batches

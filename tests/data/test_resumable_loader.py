@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -256,7 +257,10 @@ def test_data_of_another_length() -> None:
     loader = start(shuffled)
     next(iter(loader))
     other = ckptman.ResumableLoader(DataLoader(Noisy(), 5, shuffle=True))
-    with pytest.raises(ConfigError, match="within an epoch of 6 batches, and this loader has 5"):
+    with pytest.raises(ConfigError, match="within an epoch of a loader with batches 6, and this one has 5"):
+        other.load_state_dict(loader.state_dict())
+    other = ckptman.ResumableLoader(DataLoader(Noisy(), 4))
+    with pytest.raises(ConfigError, match="samplers RandomSampler, BatchSampler, and this one has SequentialSampler"):
         other.load_state_dict(loader.state_dict())
     with pytest.raises(ConfigError, match="another kind of loader"):
         start(elastic).load_state_dict(loader.state_dict())
@@ -268,3 +272,93 @@ def test_a_plain_loader_in_the_state(value: object) -> None:
         snapshot({"data": value}, 0)
     assert "ckptman.ResumableLoader" in str(error.value)
     assert len(str(error.value).splitlines()) <= 3
+
+
+def test_a_position_behind_the_last_batch_fits_any_data() -> None:
+    loader = start(shuffled)
+    for _ in zip(range(6), loader):
+        pass
+    assert (loader.batch, loader.epoch) == (6, 0)
+    other = ckptman.ResumableLoader(DataLoader(Noisy(), 5, shuffle=True))
+    other.load_state_dict(loader.state_dict())
+    assert list(other) == []
+    assert other.epoch == 1
+    assert len(list(other)) == 5
+
+
+def zipped(first: Any, second: Any, seen: list[Any], saves: list[Any], cut: int | None = None) -> None:
+    """Two loaders at once, by one of which nothing is drawn before the other has drawn; and noise of a loop."""
+    rng = ckptman.RNGState()
+    if saves:
+        for each, state in zip((first, second, rng), saves[-1]):
+            each.load_state_dict(state)
+    for _ in range(first.epoch, EPOCHS):
+        # The shorter one goes first: then both are over where it is.
+        for batch, other in zip(first, second):
+            noise = torch.rand((), generator=first.generator).item()
+            seen.append((batch.tolist(), other.tolist(), noise, torch.rand(()).item()))
+            saves.append([each.state_dict() for each in (first, second, rng)])
+            if len(saves) == cut:
+                raise Cut
+
+
+@pytest.mark.parametrize("kind", [shuffled, with_generator], ids=lambda kind: kind.__name__)
+def test_two_loaders_at_once(kind: Callable[..., DataLoader[Any]]) -> None:
+    def pair() -> list[ckptman.ResumableLoader[Any]]:
+        return [start(kind), ckptman.ResumableLoader(DataLoader(Noisy(), 3, shuffle=True))]
+
+    seed_all(0)
+    whole: list[Any] = []
+    all_saves: list[Any] = []
+    zipped(*pair(), whole, all_saves)
+    for cut in range(1, len(all_saves) + 1):
+        seed_all(0)
+        seen: list[Any] = []
+        saves: list[Any] = []
+        with pytest.raises(Cut):
+            zipped(*pair(), seen, saves, cut)
+        seed_all(99)
+        zipped(*pair(), seen, saves)
+        assert seen == whole, f"cut after step {cut}"
+
+
+class Broken(Noisy):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise OSError("sample 5 cannot be read")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_behind_a_sample_that_cannot_be_read_comes_the_next_batch(workers: int) -> None:
+    loader = ckptman.ResumableLoader(DataLoader(Broken(), 4, num_workers=workers))
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(OSError, match="sample 5 cannot be read"):
+        next(iterator)
+    again = ckptman.ResumableLoader(DataLoader(Broken(), 4, num_workers=workers))
+    again.load_state_dict(loader.state_dict())
+    for each in (iterator, iter(again)):
+        assert next(each)[:, 0].tolist() == [8, 9, 10, 11]
+
+
+def test_an_epoch_may_be_ended_early() -> None:
+    loader = start(shuffled)
+    next(iter(loader))
+    loader.end_epoch()
+    assert (loader.epoch, loader.batch, loader.state_dict()["begun"]) == (1, 0, False)
+
+
+def test_what_has_no_position() -> None:
+    with pytest.raises(ConfigError, match="out of order have no position"):
+        ckptman.ResumableLoader(DataLoader(Noisy(), 4, num_workers=1, in_order=False))
+    for state in (None, 3, {}, {"epoch": 1}):
+        with pytest.raises(ConfigError, match="another kind of loader under this name, or none"):
+            start(shuffled).load_state_dict(state)  # type: ignore[arg-type]
+
+
+def test_a_copy_of_a_loader_can_be_made() -> None:
+    loader = start(shuffled)
+    next(iter(loader))
+    copied = copy.deepcopy(loader)
+    assert copied.state_dict() == loader.state_dict()
