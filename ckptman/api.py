@@ -20,6 +20,7 @@ from ckptman.saving.write_plan import RankFile, plan_save, signature_of
 from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
 from ckptman.state.file_layout import pickled
 from ckptman.state.named_state import Snapshot, snapshot
+from ckptman.state.wrappers import UnwrappedState, unwrap
 
 TIMEOUT_SECONDS = 1800.0
 _COMPARED: set[int] = set()
@@ -50,11 +51,12 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
     info = SaveInfo.for_path(final, "saved by ckptman.save")
     draft = Draft(final, info, overwrite=overwrite)
     try:
+        state = {name: unwrap(value) for name, value in state_dict.items()}
         with AllRanks[bool](channel) as is_new:
-            shot = snapshot(state_dict, channel.rank, strict=False)
+            shot = snapshot(state, channel.rank, strict=False)
             is_new.mine = signature_of(shot) not in _COMPARED
         if any(is_new.all):
-            warning = compare_replicas(channel, shot, state_dict)
+            warning = compare_replicas(channel, shot, state)
             _COMPARED.add(signature_of(shot))
             if warning and channel.is_leader:
                 warn_only(warning)
@@ -101,6 +103,6 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
     channel = Channel(TIMEOUT_SECONDS)
     try:
         with reading(folder, what="load") if channel.is_leader else contextlib.nullcontext():
-            load_checkpoint(channel, state_dict, folder, strict=False, verify=verify)
+            load_checkpoint(channel, UnwrappedState(state_dict), folder, strict=False, verify=verify)
     finally:
         channel.close()

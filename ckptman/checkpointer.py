@@ -31,6 +31,7 @@ from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import Setting, make_watchdog
 from ckptman.state.step_record import OptimizerHooks, Recorded, StepRecorder
+from ckptman.state.wrappers import UnwrappedState
 
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)
 """Codes of a SystemExit with which a loop leaves its block in order."""
@@ -129,6 +130,7 @@ class Checkpointer:
         check_arguments(root, state, self._policy, retention, on_full, deadline, timeout_seconds, watchdog)
         await_ranks(timeout_seconds)
         self.root, self.state = Path(root), state
+        self._state = UnwrappedState(state)
         self._control = Channel(timeout_seconds)
         self._backend = backend_for(self.root.absolute(), tiers, DISK)  # the process may go to another folder
         with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
@@ -141,7 +143,7 @@ class Checkpointer:
             self._watchdog = make_watchdog(watchdog, self._control, self._session)
             undone.callback(self._watchdog.close)
             self._timeout_seconds = timeout_seconds
-            self._hooks = OptimizerHooks(state)
+            self._hooks = OptimizerHooks(self._state)
             undone.callback(self._hooks.close)
             self._saver = Saver(
                 self._backend,
@@ -156,7 +158,7 @@ class Checkpointer:
             )
             undone.callback(self._saver.close)
             self._timings = Timings(process_started(), end, durable_seconds=self._session.save_seconds)
-            self._recorder = StepRecorder(state, self._hooks)
+            self._recorder = StepRecorder(self._state, self._hooks)
             self._consensus = StepConsensus(
                 self._control, self._policy, self._timings, signals, self._saver, self._recorder
             )
@@ -213,9 +215,9 @@ class Checkpointer:
         restorer = Restorer(self._control, self._backend, self._session, self.beat)
         with failing_as_one():
             if path is None or self._session.finds_checkpoints:
-                found = restorer.best(self.state, step, allow_suspect=allow_suspect)
+                found = restorer.best(self._state, step, allow_suspect=allow_suspect)
             else:
-                found = restorer.at(self.state, Path(path))
+                found = restorer.at(self._state, Path(path))
         self._restored_from, self._ready = found, True
         self._last, self._stepped, self._rehearsed = None, False, False
         self._held.close()
@@ -475,7 +477,7 @@ class Checkpointer:
         self, step: int, metrics: Mapping[str, Any] | None, reason: str, state: Mapping[str, Any] | None = None
     ) -> None:
         """Save, stage by stage; `state`: as the last step saw it, where that is not what it is now."""
-        state = self.state if state is None else state
+        state = self._state if state is None else state
         self._watchdog.beat("save", step)
         found = self._preflight(state)
         if found.failed > self._saver.reported:
@@ -521,7 +523,7 @@ class Checkpointer:
     def _rehearse(self) -> None:
         """Plan at the first step: what cannot be saved is known now, and the first save finds its plan and memory."""
         self._rehearsed = True
-        self._plan(self._preflight(self.state))
+        self._plan(self._preflight(self._state))
 
     # ---- closing -----------------------------------------------------------------------------------------------
 
