@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
+import sys
+import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +24,7 @@ from ckptman.policies.retention import RetentionPolicy
 from ckptman.policies.save_policies import BeforeDeadline, InitTimeInterval, OnStop, SavePolicy
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.deadline import deadline_from_environment
+from ckptman.runtime.log import show_by_default, tell
 from ckptman.runtime.signals import SignalHandler
 from ckptman.saving.retention_runner import OnFull, RetentionRunner
 from ckptman.saving.saver import Preflight, Saver, SaveReport
@@ -53,6 +57,25 @@ def _copied(metric: Any) -> Any:
         return copy.copy(metric)
     except Exception:  # noqa: BLE001 what cannot be copied is no number, and a save says so
         return metric
+
+
+def _saves_on_stop(policy: SavePolicy) -> bool:
+    return any(isinstance(each, OnStop) for each in getattr(policy, "policies", (policy,)))
+
+
+def _tell_left_open(where: str, pid: int, signals: SignalHandler | None) -> None:
+    """Tell of a Checkpointer that was not closed, at exit or as soon as nobody has it any more."""
+    if os.getpid() != pid:
+        return
+    if signals is not None:
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signals.__exit__(None, None, None)
+    if getattr(sys, "last_value", None) is None:  # else the process ends by an error, and that has been printed
+        tell(
+            f"the run in {where} ends without close(): it leaves no outcome for a chain to go by, and its last step "
+            f"may not be saved. Use the Checkpointer in a `with` block, or call close()",
+            logging.WARNING,
+        )
 
 
 class Checkpointer:
@@ -118,7 +141,7 @@ class Checkpointer:
         retention: RetentionPolicy | None = None,
         on_full: OnFull = "fail",
         tiers: Sequence[Tier] = (),
-        signals: SignalHandler | None = None,
+        signals: SignalHandler | bool | None = None,
         deadline: float | Literal["auto"] | None = "auto",
         async_save: bool = True,
         overlap: bool = False,
@@ -127,8 +150,10 @@ class Checkpointer:
         run_id: str | None = None,
     ) -> None:
         self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
-        check_arguments(root, state, self._policy, retention, on_full, deadline, timeout_seconds, watchdog)
+        check_arguments(root, state, self._policy, retention, on_full, deadline, timeout_seconds, watchdog, signals)
+        show_by_default()
         await_ranks(timeout_seconds)
+        self._own_signals: SignalHandler | None = None
         self.root, self.state = Path(root), state
         self._state = UnwrappedState(state)
         self._control = Channel(timeout_seconds)
@@ -136,6 +161,9 @@ class Checkpointer:
         with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
             self._session = RunSession.open(self._control, self._backend, run_id)
             undone.callback(self._session.release)
+            handler = signals if isinstance(signals, SignalHandler) else None
+            if signals is True:
+                handler = self._own_signals = undone.enter_context(SignalHandler())
             with failing_as_one():
                 end = self._control.run_on_leader(
                     lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
@@ -160,7 +188,7 @@ class Checkpointer:
             self._timings = Timings(process_started(), end, durable_seconds=self._session.save_seconds)
             self._recorder = StepRecorder(self._state, self._hooks)
             self._consensus = StepConsensus(
-                self._control, self._policy, self._timings, signals, self._saver, self._recorder
+                self._control, self._policy, self._timings, handler, self._saver, self._recorder
             )
             self._held = contextlib.ExitStack()
             """Keeps the checkpoint that the run went on from, as long as the run lasts."""
@@ -172,6 +200,13 @@ class Checkpointer:
             self._pid = os.getpid()
             self._stop: str | None = None
             self._closed = False
+            who = f" on rank {self._control.rank}" if self._control.distributed else ""
+            self._left_open = weakref.finalize(self, _tell_left_open, f"{self.root}{who}", self._pid, self._own_signals)
+            if handler is not None and self._control.is_leader:
+                what = "saving" if _saves_on_stop(self._policy) else "stopping"
+                handler.announce(f"{what} after this step or the next, then exit code {EXIT_AGAIN}")
+            if end is not None:
+                self._session.tell_deadline(end)
             undone.pop_all()
 
     # ---- what a loop calls -------------------------------------------------------------------------------------
@@ -218,6 +253,8 @@ class Checkpointer:
                 found = restorer.best(self._state, step, allow_suspect=allow_suspect)
             else:
                 found = restorer.at(self._state, Path(path))
+        if found is None:
+            self._session.tell(f"fresh start: {self.root} holds no checkpoint yet")
         self._restored_from, self._ready = found, True
         self._last, self._stepped, self._rehearsed = None, False, False
         self._held.close()
@@ -363,6 +400,13 @@ class Checkpointer:
             self._save_the_end((agreed.stop if agreed is not None else None) or again)
         self.wait()
         self._closed = True
+        try:
+            self._write_the_end()
+        finally:
+            self._let_go()
+
+    def _write_the_end(self) -> None:
+        """Write the outcome, and stop all that works behind the training."""
         self._watchdog.beat("save", self._timings.previous_step)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
         self._session.end(state, self._timings.previous_step, self._stop or "the run ended", self.exit_code)
@@ -527,11 +571,23 @@ class Checkpointer:
 
     # ---- closing -----------------------------------------------------------------------------------------------
 
+    def _let_go(self) -> None:
+        """Be closed: nothing is told at exit, and signals that were taken here are given back."""
+        self._left_open.detach()
+        if self._own_signals is not None:
+            self._own_signals.__exit__(None, None, None)
+
     def _fail(self, error: BaseException) -> None:
         """End with an error: do nothing that needs the other ranks, who may be gone."""
         if self._closed:
             return
         self._closed = True
+        try:
+            self._write_the_failure(error)
+        finally:
+            self._let_go()
+
+    def _write_the_failure(self, error: BaseException) -> None:
         self._session.blame(error)
         # A save that runs may be a second from durable, and is bounded by its own timeout.
         self._watchdog.beat("save", self._timings.previous_step)

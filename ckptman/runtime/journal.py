@@ -39,12 +39,18 @@ class Journal:
     Each event is one `write` of one whole line to a file opened for appending: a kill leaves all of a line or none, a
     power cut or a full disk at worst a torn last line, and the next event starts on a line of its own.
     A journal that cannot be written warns once and never ends a run. Thread-safe. Written by the leader of a run;
-    nothing is opened before the first event.
+    nothing is opened before the first event. `tell` hears each event, and its fields as they were written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.time, disk: Disk = DISK) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        clock: Callable[[], float] = time.time,
+        disk: Disk = DISK,
+        tell: Callable[[str, Mapping[str, Any]], None] | None = None,
+    ) -> None:
         self.path = Path(path)
-        self._clock, self._disk = clock, disk
+        self._clock, self._disk, self._tell = clock, disk, tell
         self._lock = threading.Lock()
         self._fd: int | None = None
         self._torn = False
@@ -70,6 +76,8 @@ class Journal:
                 self._append(json.dumps(line).encode("ascii") + b"\n", sync)
             except OSError as error:
                 self._warn(error)
+        if self._tell is not None:
+            self._tell(event, line)
 
     def rotate(self) -> None:
         """Begin a new file if the one there is too large, and keep that beside it. Called before the first event, by

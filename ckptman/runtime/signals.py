@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptman.errors import ConfigError
+from ckptman.runtime.log import is_shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +72,12 @@ class SignalHandler:
         self._seen: dict[signal.Signals, float] = {}
         self._previous: dict[signal.Signals, Previous] = {}
         self._restore: contextlib.ExitStack | None = None
+        self._notice: tuple[int, str] | None = None
+
+    @property
+    def entered(self) -> bool:
+        """Whether it notes signals now: inside its block, in the process that entered it."""
+        return self._restore is not None
 
     @property
     def requested(self) -> bool:
@@ -107,20 +116,28 @@ class SignalHandler:
             _entered.remove(self)
             self._undo()
 
+    def announce(self, text: str) -> None:
+        """Have the first signal written to standard error as soon as it comes, with `text` about what happens now."""
+        if sys.__stderr__ is not None:
+            with contextlib.suppress(OSError, ValueError):  # it is closed
+                self._notice = sys.__stderr__.fileno(), text
+
     def _undo(self) -> None:
+        self._notice = None
         restore, self._restore = self._restore, None
         if restore is not None:
             restore.close()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        # Runs between any two bytecodes, perhaps inside a lock or a write: no logging, no I/O, nothing that can block.
+        # Runs between any two bytecodes, perhaps inside a lock or a write: no logging, nothing that can block.
         number = signal.Signals(signum)
         now = time.monotonic()
         again = number in self._seen and now - self._seen[number] >= self._repeat_seconds
         self._seen.setdefault(number, now)
+        previous = self._previous[number]
         if self.received is None:
             self.received = number
-        previous = self._previous[number]
+            self._write_notice(number, previous)
         if callable(previous) and isinstance(getattr(previous, "__self__", None), SignalHandler):
             previous(signum, frame)  # the enclosing block counts for itself
         elif again:
@@ -129,6 +146,19 @@ class SignalHandler:
                 previous(signum, frame)
             else:
                 signal.raise_signal(number)
+
+    def _write_notice(self, number: signal.Signals, previous: Previous) -> None:
+        """Say that a signal came: it may be long until the loop is where it can log that. Past all buffers and locks,
+        and only where there is room for it: a pipe that nobody reads would block."""
+        if self._notice is None or not is_shown():
+            return
+        file, text = self._notice
+        if previous in (signal.SIG_DFL, signal.default_int_handler):
+            later = f", {self._repeat_seconds:g} s later or more," if self._repeat_seconds else ""
+            text += f"; a second one{later} ends the process at once"
+        with contextlib.suppress(OSError, ValueError):
+            if select.select((), (file,), (), 0)[1]:
+                os.write(file, f"{os.linesep * os.isatty(file)}ckptman: {number.name} received: {text}\n".encode())
 
 
 _entered: list[SignalHandler] = []

@@ -221,7 +221,7 @@ class Saver:
     ) -> SaveReport:
         """Write, gather, commit; in the background thread, or in the training thread where that waits."""
         try:
-            buffered_because, stale = self._commit(content, info)
+            size_bytes, buffered_because, stale = self._commit(content, info)
         except RankFailed as error:
             self._give_up(number, CommitError(info.step, error.failure.rank, error.failure.text), error)
         except RankLostError as error:
@@ -232,8 +232,10 @@ class Saver:
             self.retention.save_ended()
             _release(content)
         seconds = time.monotonic() - begun
+        report = SaveReport(info.step, seconds if stall_seconds is None else stall_seconds, seconds)
+        facts = {"seconds": seconds, "stall_seconds": report.stall_seconds, "bytes": size_bytes}
         try:
-            self._note("save_durable", sync=True, step=info.step, seconds=seconds, reason=info.reason)
+            self._note("save_durable", sync=True, step=info.step, **facts, reason=info.reason)
             if buffered_because is not None and "buffered" not in self._warned:
                 self._warned.add("buffered")
                 self._note("direct_io_unavailable", reason=buffered_because)
@@ -242,11 +244,14 @@ class Saver:
             self._note("prune_failed", cause=f"{type(error).__name__}: {error}")
         if self.channel.is_leader and stale is not None:
             self._report_stale(stale)
-        return SaveReport(info.step, seconds if stall_seconds is None else stall_seconds, seconds)
+        return report
 
-    def _commit(self, content: Content | Exception, info: SaveInfo) -> tuple[str | None, Stale | None]:
-        """Write a draft and make it a checkpoint; where the disk is full, once more with more room. Raises: RankFailed,
-        RankLostError, and whatever else went wrong on this rank."""
+    def _commit(self, content: Content | Exception, info: SaveInfo) -> tuple[int, str | None, Stale | None]:
+        """Write a draft and make it a checkpoint; where the disk is full, once more with more room.
+
+        Returns its size in bytes, which the leader alone knows, and what the writer returns. Raises: RankFailed,
+        RankLostError, and whatever else went wrong on this rank.
+        """
         tries_left = _TRIES
         while True:
             tries_left -= 1
@@ -254,7 +259,8 @@ class Saver:
             draft = Draft.of_run(self._backend, info, self._claim)
             try:
                 with self._watchdog.saving(info.step):
-                    return self._writer.save(self.channel, draft, content)
+                    found = self._writer.save(self.channel, draft, content)
+                return draft.size_bytes, *found
             except RankFailed as error:
                 draft.abandon()  # what it wrote may be what fills the disk
                 if not tries_left or not self._make_room(error, info):

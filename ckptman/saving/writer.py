@@ -133,6 +133,8 @@ class Draft:
         self.final = final
         self._info, self._overwrite, self._claim = info, overwrite, claim
         self._backend = backend or LocalBackend(final.parent.absolute())
+        self.size_bytes = 0
+        """Of all files but the manifest, once it is committed."""
         self._folder: str | None = None
         self._held = contextlib.ExitStack()
 
@@ -174,8 +176,9 @@ class Draft:
         folder = str(self.folder)
         if self._claim is not None:
             self._claim.check()
-        self._backend.commit(folder, self._manifest(files, world_size))
-        self._folder = None
+        manifest = self._manifest(files, world_size)
+        self._backend.commit(folder, manifest)
+        self._folder, self.size_bytes = None, manifest.total_bytes
         self._held.close()
 
     def abandon(self) -> None:

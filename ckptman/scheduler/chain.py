@@ -44,7 +44,10 @@ def judge(returncode: int, outcome: Outcome | None) -> tuple[Ending, str]:
         return "crashed", f"{outcome.reason} ({code})"
     if returncode == EXIT_AGAIN:
         return "stopped", code
-    return "crashed", f"{code}, and the run did not say that it ended"
+    untold = f"{code}, and the run did not say that it ended"
+    if returncode == EXIT_OK:
+        untold += ": use the Checkpointer in a `with` block, or call close()"
+    return "crashed", untold
 
 
 def newest_sequence(root: str, since_seconds: float = 0.0) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from ckptman.errors import ConfigError, warn
 from ckptman.format.paths import MAX_STEP
 from ckptman.policies.retention import RetentionPolicy
 from ckptman.policies.save_policies import SavePolicy
+from ckptman.runtime.signals import SignalHandler
 from ckptman.session.watchdog_actions import Setting, patience_of
 from ckptman.state.named_state import is_stateful
 
@@ -28,6 +30,7 @@ def check_arguments(
     deadline: object,
     timeout_seconds: float,
     watchdog: Setting,
+    signals: object,
 ) -> None:
     """Check what a Checkpointer is made with. Raises: ConfigError."""
     if not isinstance(root, str | os.PathLike) or not str(root):
@@ -50,6 +53,18 @@ def check_arguments(
     if deadline is not None and deadline != "auto" and not isinstance(deadline, int | float):
         raise ConfigError(f"deadline is when the job ends, in unix seconds, or 'auto', or None, not {deadline!r}")
     patience_of(watchdog, 1, {})
+    if not (signals is None or isinstance(signals, bool | SignalHandler)):
+        raise ConfigError(f"signals is True, a SignalHandler, or None to listen to none, not {signals!r}")
+    if signals is True and threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            "signals=True sets signal handlers, and only the main thread can: make the Checkpointer there, or enter a "
+            "SignalHandler there and pass it"
+        )
+    if isinstance(signals, SignalHandler) and not signals.entered:
+        raise ConfigError(
+            "signals: this SignalHandler was never entered, or its block has ended, so it would note no signal. Say "
+            "signals=True, or make the Checkpointer inside `with SignalHandler() as signals:`"
+        )
 
 
 def _warn_of_detached(name: object, value: object) -> None:

@@ -26,7 +26,9 @@ from ckptman.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_
 from ckptman.io.durable_files import Disk, folder_mode
 from ckptman.io.failure_cause import FULL, cause_of, is_broken_device
 from ckptman.policies.crash_loop import crashes_of, suspects
+from ckptman.policies.intervals import seconds_text
 from ckptman.runtime.journal import Journal, read_journal
+from ckptman.runtime.log import tell, tell_event
 from ckptman.runtime.measurements import typical_save_seconds
 from ckptman.runtime.outcome import (
     OUTCOME_ENV,
@@ -82,6 +84,19 @@ class RunSession:
         """Write an event to the journal; nothing on ranks that are not the leader."""
         if self.journal is not None:
             self.journal.record(event, sync=sync, **fields)
+
+    def tell(self, line: str) -> None:
+        """Log a line that is no event; nothing on ranks that are not the leader."""
+        if self.journal is not None:
+            tell(line)
+
+    def tell_deadline(self, deadline: float) -> None:
+        """Log when the job ends (unix seconds), and whether that is too early for what a save was measured to take."""
+        left_seconds = deadline - time.time()
+        line = f"the job ends in {seconds_text(left_seconds)}"
+        if self.save_seconds is not None and left_seconds < self.save_seconds:
+            line += f", which is too short for a save of {seconds_text(self.save_seconds)}"
+        self.tell(line)
 
     def suspects(self) -> dict[int, str]:
         """Return the steps of the checkpoints that attempts crashed with, each with the reason not to load it again.
@@ -214,7 +229,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int) -> RunSes
         events = _events(backend.root)
         saves = typical_save_seconds(events)
         session = RunSession(backend.root, _number(events), run_id, job_id, finds, saves, held)
-        session.journal = Journal(journal_path(backend.root), disk=disk)
+        session.journal = Journal(journal_path(backend.root), disk=disk, tell=tell_event)
         session.journal.rotate()
         session.journal.bind(attempt=session.number)
         claim_tiers(backend.root, backend.tiers, run_id, backend.run_ids, disk)

@@ -61,14 +61,13 @@ def train(setup: Setup, signals: ckptman.SignalHandler, *, allow_suspect: bool =
             watchdog=None if run.watchdog_seconds == "off" else run.watchdog_seconds,
         ) as checkpointer:
             start = checkpointer.restore(allow_suspect=allow_suspect)
-            report.say(f"{setup.parameters:,} parameters on {world.size} ranks ({device.type}), from step {start}")
+            report.say(f"{setup.parameters:,} parameters on {world.size} ranks ({device.type})")
             report.begin(start)
             for step in range(start + 1, run.steps + 1):
                 loss_sum = accumulate_gradients(model, data.next_batch(), setup.batch_tokens, world)
                 grad_norm = update(model, optimizer, scheduler, config.optimizer.clip_norm)
                 report.add(step, data.position, loss_sum, grad_norm)
-                if reason := checkpointer.step(step, metrics=report.metrics):
-                    report.say(f"step {step}: saving ({reason})")
+                checkpointer.step(step, metrics=report.metrics)
                 if checkpointer.should_stop():
                     break
             report.flush()

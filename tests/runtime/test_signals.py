@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -329,3 +331,34 @@ def test_a_launcher_that_repeats_a_signal_at_once_asks_once() -> None:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
         assert signals.received is signal.SIGTERM
+
+
+def test_what_is_announced_is_said_at_once_and_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    logger = logging.getLogger("ckptman")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    with open(reader, "rb", buffering=0) as read, open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "__stderr__", stream)
+        with SignalHandler([signal.SIGTERM]) as signals:
+            signals.announce("saving")
+            send(signal.SIGTERM)
+            said = b"ckptman: SIGTERM received: saving; a second one, 3 s later or more, ends the process at once\n"
+            assert read.read(1000) == said
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 4096)
+        os.set_blocking(writer, True)
+        with SignalHandler([signal.SIGTERM]) as signals:
+            signals.announce("saving")
+            send(signal.SIGTERM)  # nobody reads the pipe, and it is full
+            assert signals.requested
+        os.set_blocking(reader, False)
+        left = b"".join(iter(lambda: read.read(65536) or b"", b""))
+        assert b"ckptman" not in left
+        monkeypatch.setattr(logger, "level", logging.WARNING)
+        with SignalHandler([signal.SIGTERM]) as signals:
+            signals.announce("saving")
+            send(signal.SIGTERM)
+            assert signals.requested
+        assert read.read(1000) is None, "whoever silences the logger silences this"

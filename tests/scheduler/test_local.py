@@ -107,7 +107,7 @@ def test_again_and_crashes_start_the_next(tmp_path: Path) -> None:
         (0, outcome("stopped", "SIGTERM on rank 2"), "attempt 1 stopped: SIGTERM on rank 2"),
         (0, outcome("failed", "CommitError: disk full"), "attempt 1 crashed: CommitError: disk full (exit code 0)"),
         (-9, outcome("running"), "attempt 1 crashed: killed by SIGKILL, and the run did not say that it ended"),
-        (0, outcome("running"), "attempt 1 crashed: exit code 0, and the run did not say that it ended"),
+        (0, outcome("running"), "attempt 1 crashed: exit code 0, and the run did not say that it ended: use the"),
         (75, outcome("running"), "attempt 1 stopped: exit code 75"),
         (-40, None, "attempt 1 crashed: killed by SIGRTMIN+6"),
         (137, None, "attempt 1 crashed: exit code 137"),
