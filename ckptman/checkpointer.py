@@ -81,16 +81,13 @@ def _tell_left_open(where: str, pid: int, signals: SignalHandler | None) -> None
 class Checkpointer:
     """Save and restore a training run, and say when to stop.
 
-        with (
-            ckptman.SignalHandler() as signals,
-            ckptman.Checkpointer(
-                "runs/italia-9b/checkpoints",
-                {"model": model, "optimizer": optimizer, "data": loader, "rng": ckptman.RNGState()},
-                save_policy=ckptman.InitTimeInterval(factor=4) | ckptman.OnStop() | ckptman.BeforeDeadline(),
-                retention=ckptman.KeepLast(3) | ckptman.KeepBest("loss", count=2),
-                signals=signals,
-            ) as checkpointer,
-        ):
+        with ckptman.Checkpointer(
+            "runs/italia-9b/checkpoints",
+            {"model": model, "optimizer": optimizer, "data": loader, "rng": ckptman.RNGState()},
+            save_policy=ckptman.InitTimeInterval(factor=4) | ckptman.OnStop() | ckptman.BeforeDeadline(),
+            retention=ckptman.KeepLast(3) | ckptman.KeepBest("loss", count=2),
+            signals=True,
+        ) as checkpointer:
             start = checkpointer.restore()
             for step in range(start + 1, total_steps + 1):
                 loss = train_step(next(batches))
@@ -110,7 +107,8 @@ class Checkpointer:
         on_full: what to do when the disk is full. "fail": the save fails; "prune": delete at once what `retention`
             would delete after the save, and save again.
         tiers: where else checkpoints are copied to in the background, nearest first (see `policies.tiers`).
-        signals: a SignalHandler that is entered, or None not to listen.
+        signals: True: note the signals that ask to stop, from here on until it is closed (see `SignalHandler`). Or a
+            SignalHandler that is entered, or None not to listen.
         deadline: when the job ends, in unix seconds; "auto" asks Slurm; None: never.
         async_save: copy to host memory, then write behind the training; False: training waits until it is durable.
             Where host memory is too small for the copy, a warning says so and saves block as with False.
@@ -126,6 +124,9 @@ class Checkpointer:
         BusyError: another run writes to the root.
         RootError: the root cannot be made or read.
         ConfigError: an argument that cannot be meant, or ranks that make no Checkpointer.
+
+    Use it in a `with` block, or call `close` at the end. What happens (restores, saves, stops) is told on rank 0 by the
+    logger "ckptman", which writes to standard error where nobody has configured logging.
 
     Every rank makes one and calls the same methods in the same order. A failed save, also one in the background, is
     raised by the next call of `step`, `save`, `wait` or the end of the `with` block, on every rank, as CommitError;
