@@ -22,6 +22,7 @@ _HOME = {
     "ElasticSampler": "ckptman.data.elastic_sampler",
     "FromRank0": "ckptman.state.rank_values",
     "PerRank": "ckptman.state.rank_values",
+    "Trainable": "ckptman.state.trainable",
     "ResumableLoader": "ckptman.data.resumable_loader",
     "save": "ckptman.api",
     "load": "ckptman.api",
@@ -154,3 +155,4 @@ if TYPE_CHECKING:
     from ckptman.state.generators import RNGState as RNGState
     from ckptman.state.rank_values import FromRank0 as FromRank0
     from ckptman.state.rank_values import PerRank as PerRank
+    from ckptman.state.trainable import Trainable as Trainable

@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptman.catalog.reader_lease import reading
 from ckptman.comm.control_group import AllRanks, Channel, RankFailed
+from ckptman.comm.frozen import agree_on_frozen
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, warn_only
 from ckptman.io.durable_files import DISK
@@ -52,6 +53,7 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
     draft = Draft(final, info, overwrite=overwrite)
     try:
         state = {name: unwrap(value) for name, value in state_dict.items()}
+        agree_on_frozen(channel, state)
         with AllRanks[bool](channel) as is_new:
             shot = snapshot(state, channel.rank, strict=False)
             is_new.mine = signature_of(shot) not in _COMPARED

@@ -19,6 +19,7 @@ from ckptman.errors import ConfigError
 from ckptman.state.file_layout import put, view_of
 from ckptman.state.local_shards import is_plain
 from ckptman.state.named_state import Snapshot
+from ckptman.state.trainable import module_of
 
 SMALL_BYTES = 64 * 1024
 """Larger tensors are not compared."""
@@ -68,7 +69,7 @@ def _digests(snapshot: Snapshot, state: Mapping[str, Any]) -> tuple[Digests, Dig
             continue
         if tensor.nbytes > SMALL_BYTES or (left := left - max(tensor.nbytes, LEAST_BYTES)) < 0:
             continue
-        is_buffer = name in snapshot.from_lowest and isinstance(state[str(snapshot.paths[name][0])], torch.nn.Module)
+        is_buffer = name in snapshot.from_lowest and module_of(state[str(snapshot.paths[name][0])]) is not None
         is_buffer = is_buffer or name.endswith(_OF_BATCH_NORM)  # also in a state dict that was handed over
         (buffers if is_buffer else strict)[name] = _digest(tensor)
     return strict, buffers

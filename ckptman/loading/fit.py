@@ -29,6 +29,7 @@ from ckptman.state.named_state import (
     snapshot_of,
 )
 from ckptman.state.optimizers import GROUPS, groups_by_name, model_of, parameter_of
+from ckptman.state.trainable import FROZEN, Trainable
 
 State = MutableMapping[str, Any]
 
@@ -141,6 +142,11 @@ class Fit:
         if isinstance(target, torch.optim.Optimizer):
             live = _without_unsaved_state(live, saved) | _settings_added_later(live, saved)
             self._report.mismatched += _conflicting_settings(self._state, name, saved)
+        if isinstance(target, Trainable) and saved.get(FROZEN, target.frozen) != target.frozen:
+            self._report.mismatched.append(
+                f"{name}: its frozen parameters are not those that it was trained with; load that base, in the same "
+                f"dtype, first: checkpoint {saved[FROZEN]}, this run {target.frozen}"
+            )
         self._report.wanted |= {f"{name}.{entry}" for entry in live}
         self.values[name] = values = {}
         for entry, value in live.items():

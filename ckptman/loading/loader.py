@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ckptman.comm.control_group import Channel, RankFailed
+from ckptman.comm.frozen import agree_on_frozen
 from ckptman.errors import CkptmanError, CorruptError, MismatchError
 from ckptman.io.failure_cause import Trouble, trouble_of_load
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
@@ -41,6 +42,7 @@ def load(channel: Channel, state: State, folder: Path, *, strict: bool = True, v
     Raises on every rank alike: MismatchError before anything is copied; CorruptError if a rank cannot read it, or
     reads other bytes than were saved: then what its text says is not usable.
     """
+    agree_on_frozen(channel, state)
     saved = _read_on_all(channel, state, folder)
     fit = Fit(state, saved, channel.rank, strict=strict, verify=verify)
     with as_before_on_error(state.values()):

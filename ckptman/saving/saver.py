@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.writer_lock import Claim
 from ckptman.comm.control_group import AllRanks, Call, Channel, RankFailed, failing_as_one, refuse_other_calls
+from ckptman.comm.frozen import agree_on_frozen
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, ConfigError, RankLostError, warn_only
 from ckptman.io.failure_cause import FULL
@@ -115,6 +116,7 @@ class Saver:
 
         Raises: ConfigError, on every rank alike.
         """
+        agree_on_frozen(control, state)
         with failing_as_one(), AllRanks[Call](control) as ranks:
             with self._hooks.ignored(), _no_collection():
                 shot = snapshot(state, control.rank)

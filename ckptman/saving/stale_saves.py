@@ -25,6 +25,7 @@ from ckptman.io.checksums import BLOCK_BYTES, DIGEST_BYTES
 from ckptman.saving.write_plan import RankFile
 from ckptman.state.file_layout import Image, Placed
 from ckptman.state.named_state import Snapshot
+from ckptman.state.trainable import module_of
 
 _NAMED = 3
 Range = tuple[int, int]
@@ -165,8 +166,8 @@ def _parameter_names(state: Mapping[str, Any], optimizers: Sequence[torch.optim.
     known = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     return {
         f"{key}.{each}"
-        for key, module in state.items()
-        if isinstance(module, torch.nn.Module)
+        for key, value in state.items()
+        if (module := module_of(value)) is not None
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if parameter.requires_grad and (not optimizers or id(parameter) in known)
         for each in full_names(module, name)

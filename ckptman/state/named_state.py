@@ -25,6 +25,7 @@ from ckptman.format.manifest import Mesh
 from ckptman.format.value_codec import TensorRef, encode, tensor_ref
 from ckptman.state.local_shards import is_dense
 from ckptman.state.optimizers import get_state, get_state_to_fill, model_of, set_state
+from ckptman.state.trainable import Trainable, module_of
 
 _SHOWN = 80
 """Characters of a value in a message."""
@@ -82,8 +83,8 @@ def snapshot(state: Mapping[str, Any], rank: int, *, strict: bool = True) -> Sna
     result = snapshot_of(values, strict=strict)
     alike = set()
     for name, value in state.items():
-        if isinstance(value, torch.nn.Module):
-            alike |= {f"{name}.{each}" for each in parameter_names(value)}
+        if (module := module_of(value)) is not None:
+            alike |= {f"{name}.{each}" for each in parameter_names(module)}
         elif isinstance(value, torch.optim.Optimizer):
             alike |= {each for each in result.tensors if each.startswith(f"{name}.")}
     if not strict:  # as DCP: whoever has a tensor writes it; small ones still come from one rank
@@ -146,7 +147,7 @@ def nested(state: Mapping[str, Any], rank: int, saved: Mapping[str, Any] | None 
 
 def is_named(value: object) -> bool:
     """Whether an object's state is tensors under fixed names, which a checkpoint must match: a module or optimizer."""
-    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer | Trainable)
 
 
 def differs_on_ranks(value: object) -> bool:

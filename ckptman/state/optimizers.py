@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ckptman._torch_compat import full_names
 from ckptman.errors import ConfigError
+from ckptman.state.trainable import module_of
 
 GROUPS = "param_groups."
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -30,8 +31,9 @@ def model_of(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> torc
     """The module in `state` whose parameters an optimizer updates. Raises: ConfigError if there is none."""
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for value in state.values():
-        if isinstance(value, torch.nn.Module) and wanted <= {id(each) for each in value.parameters()}:
-            return value
+        module = module_of(value)
+        if module is not None and wanted <= {id(each) for each in module.parameters()}:
+            return module
     raise ConfigError(
         "the state holds an optimizer but not the module whose parameters it updates: add the module beside it "
         "(one module that holds all of them), because an optimizer is saved by its parameters' names"

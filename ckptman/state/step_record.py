@@ -25,6 +25,7 @@ from ckptman._torch_compat import buffers_of, local_tensor, parameters_of, versi
 from ckptman.state.generators import RNGState
 from ckptman.state.local_shards import is_dense, local_parts
 from ckptman.state.named_state import Snapshot, is_stateful
+from ckptman.state.trainable import module_of
 
 SHARE = 0.02
 """How much of a step recording may take: an object that takes longer is not asked at each step."""
@@ -207,9 +208,9 @@ class StepRecorder:
         if then.names != tuple(self._state):
             return "the state has other entries by now"
         for name, value in self._state.items():
-            if isinstance(value, torch.nn.Module):
-                module, marks = then.modules.get(name, (None, Marks()))
-                if module is not value or not marks.same(_walk(value)()) or not marks.unchanged():
+            if (module := module_of(value)) is not None:
+                recorded, marks = then.modules.get(name, (None, Marks()))
+                if recorded is not module or not marks.same(_walk(module)()) or not marks.unchanged():
                     return f"{name!r} was changed since (a forward pass in training mode changes BatchNorm, for one)"
             elif isinstance(value, torch.optim.Optimizer):
                 settings = then.optimizers.get(name)
@@ -238,8 +239,8 @@ class StepRecorder:
     def _record(self, found: Recorded, step_seconds: float | None) -> None:
         spent: dict[str, float] = {}
         for name, value in self._state.items():
-            if isinstance(value, torch.nn.Module):
-                found.modules[name] = value, Marks(self._tensors(name, value))
+            if (module := module_of(value)) is not None:
+                found.modules[name] = module, Marks(self._tensors(name, module))
             elif isinstance(value, torch.optim.Optimizer):
                 found.optimizers[name] = Settings(value)
             elif self.given_up:

@@ -1,0 +1,186 @@
+"""Modules that are trained in part, such as adapters on a frozen base: only that part of them is saved.
+
+What is frozen is told by a digest. That of a tensor is the sum of a product for each of its elements, with factors that
+depend on where the element is: so those of its shards add up to it, however it is sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from xxhash import xxh3_128_hexdigest
+
+from ckptman._torch_compat import full_names, is_traceable_wrapper_subclass, versions_of
+from ckptman.errors import ConfigError
+from ckptman.state.local_shards import local_parts
+from ckptman.state.wrappers import unwrap
+
+FROZEN = "_frozen_parameters"
+"""The entry of a saved Trainable that tells which frozen parameters it was trained with."""
+_AT_ONCE = 1 << 18
+"""So many elements are digested at a time: as many as stay in the cache of a core."""
+
+
+class FrozenPart(NamedTuple):
+    """A part of a frozen parameter; `shape` is that of the whole."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class Trainable:
+    """Save and restore only what is trained of a module: the parameters that ask for gradients, and its buffers.
+
+        base = AutoModelForCausalLM.from_pretrained("a/base")
+        model = get_peft_model(base, LoraConfig())
+        optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+        state = {"model": ckptman.Trainable(model), "optimizer": optimizer}
+
+    They have the names that they have in a checkpoint of the whole module. The frozen parameters have to come from
+    where they came from. A checkpoint holds a digest of them, so that a restore over others is refused. It is computed
+    once, by the first `restore` or `step`, and again where torch counts a change of one.
+
+    Args:
+        module: A module, also one that a framework has wrapped.
+
+    Raises:
+        ConfigError: It is no module.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module: torch.nn.Module = unwrap(module)
+        if not isinstance(self.module, torch.nn.Module):
+            raise ConfigError(f"Trainable is for a module, not for a {type(module).__name__}")
+        self.frozen = ""
+        """What identifies the frozen parameters; the ranks agree on it before a save and a load."""
+        self._digested: dict[str, tuple[object, dict[FrozenPart, int]]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is saved: the live tensors that are trained, and what identifies the others."""
+        names = self._frozen_names()
+        values = {name: each for name, each in get_model_state_dict(self.module).items() if name not in names}
+        return {**values, FROZEN: self.frozen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what was saved. Whether the frozen parameters are the same is the caller's to check."""
+        values = {name: each for name, each in state.items() if name != FROZEN}
+        set_model_state_dict(self.module, values, options=StateDictOptions(strict=False))
+
+    def frozen_changed(self) -> bool:
+        """Return whether frozen parameters have been changed, or are others, since they were digested."""
+        frozen = self._frozen_tensors()
+        return not self.frozen or {name: _mark(each) for name, each in frozen.items()} != {
+            name: mark for name, (mark, _) in self._digested.items()
+        }
+
+    def digest_frozen(self) -> dict[FrozenPart, int]:
+        """Return the digests of the parts of the frozen parameters that this rank holds. It reads those that were
+        changed since the last time."""
+        before, self._digested = self._digested, {}
+        for name, tensor in self._frozen_tensors().items():
+            mark = _mark(tensor)
+            known = before.get(name)
+            self._digested[name] = known if known is not None and known[0] == mark else (mark, _digest(name, tensor))
+        return {part: total for _, parts in self._digested.values() for part, total in parts.items()}
+
+    def _frozen_names(self) -> set[str]:
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {full for name, each in named if not each.requires_grad for full in full_names(self.module, name)}
+
+    def _frozen_tensors(self) -> dict[str, torch.Tensor]:
+        values: dict[str, Any] = get_model_state_dict(self.module)
+        return {name: values[name] for name in sorted(self._frozen_names() & values.keys())}
+
+
+def module_of(value: object) -> torch.nn.Module | None:
+    """Return an entry of the state as a module, if it is one; of a Trainable, the whole module."""
+    if isinstance(value, Trainable):
+        return value.module
+    return value if isinstance(value, torch.nn.Module) else None
+
+
+def identity_of(digests: Iterable[Mapping[FrozenPart, int]]) -> str:
+    """Return a text that identifies the frozen parameters of which the ranks hold these parts, on any number of ranks.
+
+    Raises: ConfigError where two ranks have the same part, and it differs.
+    """
+    known: dict[FrozenPart, int] = {}
+    for each in digests:
+        for part, total in each.items():
+            if known.setdefault(part, total) != total:
+                raise ConfigError(
+                    f"{part.name} is frozen, and it differs between ranks: load the same base on each of them"
+                )
+    totals: dict[tuple[str, str, tuple[int, ...]], int] = {}
+    for part, total in known.items():
+        totals[part[:3]] = (totals.get(part[:3], 0) + total) % 2**64
+    elements = sum(math.prod(shape) for _, _, shape in totals)
+    dtypes = ", ".join(sorted({dtype for _, dtype, _ in totals})) or "nothing"
+    digest = xxh3_128_hexdigest(repr(sorted(totals.items())).encode())
+    return f"{len(totals)} parameters with {elements} elements of {dtypes}, digest {digest}"
+
+
+def _mark(tensor: torch.Tensor) -> object:
+    """Return what changes when a tensor is changed, as torch counts it, or takes other memory."""
+    parts = [_plain(piece) for _, part in local_parts(tensor) for piece in _pieces(part)]
+    try:
+        return [each.data_ptr() for each in parts], versions_of(parts)
+    except RuntimeError:  # made in inference mode, where nothing is counted
+        return object()
+
+
+def _digest(name: str, tensor: torch.Tensor) -> dict[FrozenPart, int]:
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    digests = {}
+    for box, part in local_parts(tensor, name):
+        totals = [_total(_plain(piece), box.offsets) for piece in _pieces(part)]
+        digests[FrozenPart(name, dtype, shape, box.offsets)] = (
+            sum((2 * number + 1) * total for number, total in enumerate(totals)) % 2**64
+        )
+    return digests
+
+
+def _pieces(part: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a tensor is made of, such as the numbers and scales of a quantized one."""
+    if not is_traceable_wrapper_subclass(part):
+        return [part]
+    names, _ = part.__tensor_flatten__()
+    return [piece for name in names for piece in _pieces(getattr(part, name))]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+def _total(part: torch.Tensor, offsets: Sequence[int]) -> int:
+    """Return the sum that stands for a part of a tensor, of 64 bits."""
+    if not part.numel():
+        return 0
+    offsets = [*[0] * (part.dim() - len(offsets)), *offsets][: part.dim()]
+    part, offsets = (part.reshape(1), [0]) if not part.dim() else (part, offsets)
+    bits = part.contiguous().view({1: torch.uint8, 2: torch.int16}.get(part.dtype.itemsize, torch.int32))
+    wider = bits.shape[-1] // part.shape[-1]
+    columns = _factors(bits.dim(), offsets[-1] * wider, bits.shape[-1], bits.device)
+    rows = torch.ones(1, dtype=torch.int64, device=bits.device)
+    for axis, (offset, size) in enumerate(zip(offsets[:-1], bits.shape[:-1])):
+        rows = (rows[:, None] * _factors(axis, offset, size, bits.device)).flatten()
+    table, total = bits.reshape(len(rows), -1), torch.zeros((), dtype=torch.int64, device=bits.device)
+    stride = max(1, _AT_ONCE // table.shape[1])
+    for first in range(0, len(rows), stride):
+        sums = (table[first : first + stride].to(torch.int64) * columns).sum(1)
+        total += (sums * rows[first : first + stride]).sum()
+    return int(total.item())
+
+
+def _factors(axis: int, offset: int, size: int, device: torch.device) -> torch.Tensor:
+    """Return odd numbers of 64 bits, which look random, for positions along an axis."""
+    numbers = torch.arange(offset + 1, offset + 1 + size, dtype=torch.int64, device=device) + (axis << 48)
+    for shift, factor in ((31, -0x61C8864680B583EB), (29, -0x40A7B892E31B1A47), (32, -0x6B2FB644ECCEEE15)):
+        numbers = (numbers ^ (numbers >> shift)) * factor
+    return numbers | 1

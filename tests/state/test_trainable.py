@@ -1,0 +1,188 @@
+"""Of a model on a frozen base, only what is trained is saved; another base under it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ckptman
+from ckptman.errors import ConfigError, MismatchError
+from ckptman.state.trainable import identity_of
+from tests.helpers.ranks import run_ranks
+
+TRAINED = {"adapter.weight", "adapter.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+
+
+class Adapted(nn.Module):
+    """A frozen base with tied weights, and an adapter."""
+
+    def __init__(self, base: int = 0, adapter: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(base)
+        self.embedding, self.head = nn.Embedding(6, 5), nn.Linear(5, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = nn.BatchNorm1d(5)
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        torch.manual_seed(adapter)
+        self.adapter = nn.Linear(5, 5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found = self.norm(self.embedding(inputs))
+        return self.head(found + self.adapter(found))  # type: ignore[no-any-return]
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    return {"model": ckptman.Trainable(model), "optimizer": optimizer, "epoch": 0}
+
+
+def train(root: Path, model: nn.Module, steps: int) -> list[float]:
+    """Train up to a step, from where the root is, and return the losses."""
+    state, losses = state_of(model), []
+    with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(1)) as checkpointer:
+        for step in range(checkpointer.restore() + 1, steps + 1):
+            loss = model(torch.arange(6)).logsumexp(-1).sum()
+            state["optimizer"].zero_grad()
+            loss.backward()
+            state["optimizer"].step()
+            losses.append(loss.item())
+            checkpointer.step(step)
+    return losses
+
+
+def test_a_run_goes_on_from_what_is_trained(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", Adapted(), 6)
+    first = train(tmp_path / "run", Adapted(), 3)
+    resumed = Adapted(adapter=1)
+    assert first + train(tmp_path / "run", torch.compile(resumed, backend="eager"), 6) == whole  # type: ignore[arg-type]
+    saved = ckptman.Trainable(resumed).state_dict()
+    assert {name for name, each in saved.items() if isinstance(each, torch.Tensor)} == TRAINED
+
+
+def test_another_base_is_refused_and_nothing_changed(tmp_path: Path) -> None:
+    train(tmp_path, Adapted(), 2)
+    for other in (Adapted(base=1, adapter=1), Adapted(adapter=1).to(torch.float64)):
+        before = {name: each.clone() for name, each in other.state_dict().items()}
+        state = state_of(other)
+        refused = pytest.raises(MismatchError, match=r"model: its frozen parameters are not those")
+        with ckptman.Checkpointer(tmp_path, state) as checkpointer, refused:
+            checkpointer.restore()
+        assert all(torch.equal(each, before[name]) for name, each in other.state_dict().items())
+        assert not state["optimizer"].state
+
+
+def test_ckptman_load_checks_the_base_too(tmp_path: Path) -> None:
+    model, resumed = Adapted(), Adapted(adapter=1)
+    ckptman.save({"model": ckptman.Trainable(model)}, tmp_path / "one")
+    with pytest.raises(MismatchError, match="frozen"):
+        ckptman.load({"model": ckptman.Trainable(Adapted(base=1))}, tmp_path / "one")
+    ckptman.load({"model": ckptman.Trainable(resumed)}, tmp_path / "one")
+    assert torch.equal(resumed.adapter.weight, model.adapter.weight)
+    with pytest.raises(MismatchError, match=r"missing .*\n.*model.embedding.weight"):
+        ckptman.load({"model": model}, tmp_path / "one")  # as a whole, it is not there
+
+
+def test_a_base_that_is_changed_while_the_run_goes_on(tmp_path: Path) -> None:
+    model = Adapted()
+    with ckptman.Checkpointer(tmp_path, state_of(model)) as checkpointer:
+        checkpointer.save(1)
+        model.embedding.weight.mul_(2)
+        checkpointer.save(2)
+    with ckptman.Checkpointer(tmp_path, state_of(Adapted())) as checkpointer:
+        with pytest.raises(MismatchError, match="frozen"):
+            checkpointer.restore()
+        assert checkpointer.restore(step=1) == 1
+
+
+def test_what_is_not_a_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Trainable is for a module"):
+        ckptman.Trainable({"weight": 1})  # type: ignore[arg-type]
+
+
+def identity(tensor: torch.Tensor) -> str:
+    holder = nn.Module()
+    holder.weight = nn.Parameter(tensor, requires_grad=False)
+    return identity_of([ckptman.Trainable(holder).digest_frozen()])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e5m2]
+)
+def test_any_change_of_an_element_is_seen(dtype: torch.dtype) -> None:
+    tensor = torch.arange(24).reshape(2, 3, 4).to(torch.float32).to(dtype)
+    seen = {identity(tensor), identity(tensor[:1]), identity(tensor.reshape(3, 2, 4))}
+    for number in range(tensor.numel()):
+        other = tensor.clone()
+        other.view(torch.uint8).reshape(24, -1)[number, -1] ^= 1
+        seen.add(identity(other))
+    if dtype is not torch.bool:
+        seen |= {identity(tensor.flip(axis)) for axis in range(3) if dtype is not torch.float8_e5m2}
+    assert len(seen) == 27 + 3 * (dtype not in (torch.bool, torch.float8_e5m2))
+    assert identity(tensor.transpose(0, 2).contiguous().transpose(0, 2)) == identity(tensor)
+    assert identity(tensor[0, 0, 0].clone()) != identity(tensor[0, 0, 1].clone())
+
+
+def _shard_and_train(root: str, steps: int) -> tuple[list[float], str]:
+    model = Adapted()
+    model.head.weight = nn.Parameter(model.head.weight.clone(), requires_grad=False)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in (model.embedding, model.head, model.adapter, model):
+        fully_shard(layer, mesh=mesh)
+    state, losses = state_of(model), []
+    with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(1)) as checkpointer:
+        for step in range(checkpointer.restore() + 1, steps + 1):
+            loss = model(torch.arange(6)).logsumexp(-1).sum()
+            state["optimizer"].zero_grad()
+            loss.backward()
+            state["optimizer"].step()
+            losses.append(loss.item())
+            checkpointer.step(step)
+    return losses, state["model"].frozen
+
+
+@pytest.mark.slow
+def test_a_sharded_base_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(3, _shard_and_train, str(tmp_path), 2), run_ranks(2, _shard_and_train, str(tmp_path), 4)
+    third = run_ranks(1, _shard_and_train, str(tmp_path), 6)
+    assert len(second[0][0]) == len(third[0][0]) == 2
+    assert len({frozen for _, frozen in first + second + third}) == 1
+
+
+def _differing_bases(root: str) -> str:
+    with ckptman.Checkpointer(root, state_of(Adapted(base=torch.distributed.get_rank()))) as checkpointer:
+        try:
+            checkpointer.save(1)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_bases_that_differ_between_ranks(tmp_path: Path) -> None:
+    for said in run_ranks(2, _differing_bases, str(tmp_path)):
+        assert "embedding.weight is frozen, and it differs between ranks" in said
+
+
+@pytest.mark.filterwarnings("ignore")  # what peft warns of while it is imported
+def test_an_adapter_of_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(seed: int) -> nn.Module:
+        torch.manual_seed(0)
+        base = nn.Sequential(nn.Embedding(6, 5), nn.Linear(5, 6))
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(target_modules=["1"], r=2, init_lora_weights=False)
+        return peft.get_peft_model(base, config)  # type: ignore[no-any-return]
+
+    model, resumed = adapted(1), adapted(2)
+    ckptman.save({"model": ckptman.Trainable(model)}, tmp_path / "one")
+    ckptman.load({"model": ckptman.Trainable(resumed)}, tmp_path / "one")
+    saved = ckptman.Trainable(model).state_dict()
+    assert sorted(saved)[1:] == [f"base_model.model.1.lora_{each}.default.weight" for each in "AB"]
+    assert all(torch.equal(each, resumed.state_dict()[name]) for name, each in model.state_dict().items())
