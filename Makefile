@@ -6,17 +6,20 @@ STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.installed-bench
 QUIET  := --quiet --disable-pip-version-check
 SOURCE := ckptman tests examples benchmarks
+# The torch of this environment: that of constraints.txt, but for `make test-torch`.
+TORCH  ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 # Tests wait for one another's processes more than they compute: three fill two cores.
 JOBS   ?= 3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-all check format campaign faults bench clean
+.PHONY: help setup demo test test-all test-torch check format campaign faults bench clean
 
 help:
 	@echo "make setup     a virtual environment in $(VENV) with ckptman and what it needs"
 	@echo "make demo      train, be killed, go on, be verified: in under 4 minutes"
 	@echo "make test      the quick tests, the demo and a few real ranks: in under 6 minutes"
 	@echo "make test-all  all tests, Slurm and the docs included, and short versions of the long ones"
+	@echo "make test-torch TORCH=2.11.0  the quick tests on another torch, in an environment of its own"
 	@echo "make check     ruff, formatting, mypy --strict, the layers"
 	@echo "make campaign  the long versions: 50 kills and more"
 	@echo "make faults    the fault campaign: thousands of faults, two at a time, and a table at the end"
@@ -27,7 +30,8 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("ckptman needs Python 3.10 or newer: make setup PYTHON=python3.11") if sys.version_info < (3, 10) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(QUIET) --constraint constraints.txt --editable '.[dev]'
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$(VENV)/constraints.txt
+	$(BIN)/python -m pip install $(QUIET) --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $@
 
 # nvidia-resiliency-ext depends on pynvml, whose presence alone makes torch warn; its writer does without.
@@ -47,6 +51,9 @@ test: setup
 
 test-all: setup
 	$(PYTEST) -m "not campaign"
+
+test-torch:
+	$(MAKE) test VENV=.venv-torch-$(TORCH)
 
 check: setup
 	$(BIN)/ruff check $(SOURCE)
@@ -72,4 +79,4 @@ bench: $(BENCH)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

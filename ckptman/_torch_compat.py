@@ -1,6 +1,6 @@
 """All private names of torch that ckptman uses, each with what it is for. No other module imports any.
 
-They are there from torch 2.11, the oldest version that ckptman runs on, to 2.13. Who adds support for another version
+They are there from torch 2.11, the oldest version that ckptman runs on, to 2.15. Who adds support for another version
 looks here first. What costs much to import is imported when it is called for.
 """
 
@@ -13,15 +13,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
 from torch.distributed.checkpoint import metadata as _dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as LocalShardsWrapper
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
-from torch.utils._python_dispatch import transform_subclass as transform_subclass
+
+from ckptman.errors import ConfigError
+
+try:
+    from torch._C import PyTorchFileReader as _PyTorchFileReader
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
+    from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as LocalShardsWrapper
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+    from torch.serialization import _get_layout
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import transform_subclass as transform_subclass
+except ImportError as error:
+    raise ConfigError(
+        f"torch {torch.__version__} lacks a part of it that ckptman uses ({error}): install a newer ckptman, or one of "
+        f"torch 2.11 to 2.15"
+    ) from error
 
 # `ShardedTensor`: what FSDP1 gives. `LocalShardsWrapper`: a DTensor of several local shards, as torchrec has them.
 # `is_traceable_wrapper_subclass`, `transform_subclass`: tensors that are made of others, such as torchao's.
@@ -30,10 +42,10 @@ StorageInfo = _StorageInfo
 """Where plain DCP says that a value lies: in the pickle of `.metadata`, so the class is part of the format."""
 StoragePrefix = _StoragePrefix
 """What plain DCP's writer tells each rank: DCP hands it from the leader's plan to the ranks."""
-MemoryFormatEncoding = _dcp_metadata._MEM_FORMAT_ENCODING
+MemoryFormatEncoding = _MEM_FORMAT_ENCODING
 """How `.metadata` says a memory format, and the name by which a pickle asks for it."""
 MEMORY_FORMAT_ENCODING = (_dcp_metadata.__name__, "_MEM_FORMAT_ENCODING")
-get_layout = torch.serialization._get_layout
+get_layout = _get_layout
 """What a pickle of torch asks for to make a `torch.layout`."""
 full_names: Callable[[torch.nn.Module, str], set[str]] = _get_fqns
 """The names of a parameter in a state dict of DCP: without those of wrappers (DDP, compile, activation checkpoints)."""
@@ -82,7 +94,7 @@ def is_overlapping(tensor: torch.Tensor) -> bool:
 
 def read_zip(stream: io.RawIOBase) -> Any:
     """Return torch's own reader of the archives that `torch.save` writes: what it finds in them is what a load does."""
-    return torch._C.PyTorchFileReader(io.BufferedReader(stream))
+    return _PyTorchFileReader(io.BufferedReader(stream))
 
 
 def fake_tensors() -> Any:

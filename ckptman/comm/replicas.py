@@ -17,7 +17,7 @@ from ckptman._torch_compat import ShardedTensor
 from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
 from ckptman.errors import ConfigError
 from ckptman.state.file_layout import put, view_of
-from ckptman.state.local_shards import is_plain
+from ckptman.state.local_shards import describes_shards, is_plain
 from ckptman.state.named_state import Snapshot
 from ckptman.state.trainable import module_of
 
@@ -62,6 +62,7 @@ def _digests(snapshot: Snapshot, state: Mapping[str, Any]) -> tuple[Digests, Dig
     for name, tensor in sorted(snapshot.tensors.items()):
         if (
             isinstance(tensor, DTensor | ShardedTensor)
+            or describes_shards(tensor)
             or not is_plain(tensor)
             or tensor.is_meta
             or snapshot.is_own(name)

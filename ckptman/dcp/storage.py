@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -195,9 +195,12 @@ class StorageReader(FileSystemReader):
 
     def read_metadata(self) -> Metadata:  # with `kwargs`, DCP would ask the ranks one by one
         self._saved = None  # by which each load begins: another checkpoint may have taken the place of the last one
-        with self._telling(""):
-            written = self.saved.written_metadata()
-        known = self.saved.described or self.saved.metadata  # of ours, the index counts
+        try:
+            with self._telling(""):
+                written = self.saved.written_metadata()
+            known = self.saved.described or self.saved.metadata  # of ours, the index counts
+        except Exception as error:  # noqa: BLE001 it is raised by whoever looks at the metadata
+            return cast(Metadata, _Unreadable(error))
         meta = replace(written.storage_meta or StorageMeta(), load_id=self.load_id)
         return replace(known, storage_meta=meta, version=written.version)
 
@@ -244,6 +247,17 @@ class StorageReader(FileSystemReader):
         torch.save(value, safe)
         safe.seek(0)
         return safe
+
+
+class _Unreadable:
+    """Stands for metadata that cannot be read, and raises why as soon as it is looked at: DCP of torch 2.11 drops what
+    `read_metadata` itself raises, and says no more than that there is none."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
 
 
 @dataclass

@@ -146,10 +146,14 @@ def _measure(before: torch.Tensor, after: torch.Tensor, dtypes: tuple[torch.dtyp
     return Difference(elements, changed, True, largest, distance, norm, unmeasured, (nan, nan_after), (inf, inf_after))
 
 
+_HALVES = {"torch.complex32": torch.float16, "torch.bcomplex32": torch.bfloat16}
+"""Complex dtypes in which torch does not compute, by that of their parts. `bcomplex32`: from torch 2.15 on."""
+
+
 def _values(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return flat bytes as 64-bit numbers. Raises: NotImplementedError, RuntimeError, TypeError if there are none."""
-    if dtype == torch.complex32:  # torch warns of it wherever it is touched
-        return torch.view_as_complex(data.view(torch.float16).to(torch.float64).view(-1, 2))
+    if half := _HALVES.get(str(dtype)):
+        return torch.view_as_complex(data.view(half).to(torch.float64).view(-1, 2))
     if dtype.is_complex:
         return data.view(dtype).to(torch.complex128)
     if not dtype.is_floating_point and dtype.itemsize > 1:

@@ -16,7 +16,16 @@ from ckptman.format.value_codec import TensorRef
 from ckptman.loading.checkpoint_reader import Lazy, SavedState, resolve
 from ckptman.loading.read_tensors import fills_for_box, read_fills
 from ckptman.state.file_layout import as_bytes
-from ckptman.state.local_shards import QUANTIZED, Box, is_plain, local_parts, refuse_unfillable
+from ckptman.state.local_shards import (
+    QUANTIZED,
+    Box,
+    describes_shards,
+    empty_like,
+    global_shape,
+    is_plain,
+    local_parts,
+    refuse_unfillable,
+)
 from ckptman.state.named_state import (
     is_leaf,
     is_named,
@@ -194,7 +203,7 @@ class Fit:
     def _fill(self, name: str, tensor: torch.Tensor) -> None:
         """Note that a tensor is to be filled where it is. Another shape or dtype is reported."""
         record = self._saved.tensor(name)
-        there, here = _form(record.shape, record.dtype), _form(tensor.size(), tensor.dtype)
+        there, here = _form(record.shape, record.dtype), _form(global_shape(tensor), tensor.dtype)
         if there != here:
             self._report.mismatched.append(f"{name}: checkpoint {there}, this run {here}")
         self.targets[name] = tensor
@@ -277,8 +286,9 @@ def _new_tensor(saved: SavedState, name: str, like: torch.Tensor | None = None) 
             f"{name} was saved quantized ({saved.tensor(name).dtype}), and a load makes no such tensor: put one of the "
             f"same scales into the state, to be filled"
         )
-    if isinstance(like, DTensor) and (like.size(), like.dtype) == (size, dtype):
-        return torch.empty_like(like)
+    is_sharded = isinstance(like, DTensor) or (like is not None and describes_shards(like))
+    if like is not None and is_sharded and (global_shape(like), like.dtype) == (size, dtype):
+        return empty_like(like)
     return torch.empty(size, dtype=dtype, device=like.device if like is not None else None)
 
 

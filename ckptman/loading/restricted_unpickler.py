@@ -12,10 +12,11 @@ import os
 import pickle
 import re
 import threading
+import warnings
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -60,6 +61,14 @@ class _MemoryFormat:
         return isinstance(other, MemoryFormatEncoding) and other.value == self.value
 
 
+class _TensorProperties(TensorProperties):
+    """The properties of a tensor as any torch wrote them: 2.15 added strides, of which older ones know nothing."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+        self.__setstate__(state[: len(fields(TensorProperties))])
+
+
 def _text_of_path(*parts: str) -> str:
     """Return where it was saved: kept as a text, never opened."""
     return str(PurePosixPath(*parts))
@@ -73,6 +82,7 @@ _CHANGEABLE = (
 _UNTIL_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(each.__module__, each.__name__): each for each in _CHANGEABLE},
+    (TensorProperties.__module__, TensorProperties.__name__): _TensorProperties,
     MEMORY_FORMAT_ENCODING: _MemoryFormat,
     # Until torch 2.2 those of ShardedTensor were used, which are alike.
     (_UNTIL_2_2, "TensorProperties"): TensorProperties,
@@ -150,8 +160,7 @@ def load_plain(data: io.BytesIO, what: str) -> Any:
     try:
         pickled = _pickle_in(data)
         check_pickle(pickled)
-        # Sparse tensors are checked as well: torch writes where their indices say.
-        with _stand_ins(), torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+        with _stand_ins(), _checked_sparse(pickled):
             value = torch.load(data, map_location="cpu", weights_only=True)
         return _settled(value) if b"numpy" in pickled or b"BytesIO" in pickled else value
     except MemoryError:
@@ -165,6 +174,16 @@ def load_plain(data: io.BytesIO, what: str) -> Any:
                 asked[1],
             ) from error
         raise CorruptError(f"{what} was refused: {_reason(error)}; {_REMEDY}") from error
+
+
+@contextlib.contextmanager
+def _checked_sparse(pickled: bytes) -> Iterator[None]:
+    """Have torch check sparse tensors: it writes where their indices say. From 2.15 on it says that this takes time."""
+    with torch.sparse.check_sparse_tensor_invariants(), contextlib.ExitStack() as stack:  # type: ignore[no-untyped-call]
+        if b"sparse" in pickled:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+        yield
 
 
 def _pickle_in(data: io.BytesIO) -> bytes:

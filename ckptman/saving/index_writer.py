@@ -204,7 +204,7 @@ def write_metadata(
     tables = {name: table.chunks(name) for name in tensors}
     folders = stream.remember_all(_text(name) for name in files)
     kinds = {record.dtype: record for record in tensors.values()}
-    properties = {dtype: stream.remember(_fragment(TensorProperties(getattr(torch, dtype)))) for dtype in kinds}
+    properties = {dtype: stream.remember(_properties(getattr(torch, dtype))) for dtype in kinds}
     names: dict[str, int] = {}
     places: dict[str, int] = {}
 
@@ -384,6 +384,12 @@ def _text(text: str) -> bytes:
 
 def _global(known: type) -> bytes:
     return pickle.GLOBAL + f"{known.__module__}\n{known.__qualname__}\n".encode()
+
+
+def _properties(dtype: torch.dtype) -> bytes:
+    """Return a `TensorProperties` that every torch reads: without the strides of 2.15, at which older ones stop."""
+    state = TensorProperties(dtype).__getstate__()[:5]  # type: ignore[no-untyped-call]
+    return _global(TensorProperties) + pickle.EMPTY_TUPLE + pickle.NEWOBJ + _fragment(state) + pickle.BUILD
 
 
 def _fragment(value: object) -> bytes:

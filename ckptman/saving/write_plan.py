@@ -21,7 +21,15 @@ from ckptman.errors import ConfigError
 from ckptman.forecast.checkpoint_size import LARGE_BYTES
 from ckptman.format.chunk_table import Rows
 from ckptman.state.file_layout import Layout, Placed, in_order
-from ckptman.state.local_shards import Box, first_of_mesh, is_plain, layout_of, local_parts
+from ckptman.state.local_shards import (
+    Box,
+    describes_shards,
+    first_of_mesh,
+    global_shape,
+    is_plain,
+    layout_of,
+    local_parts,
+)
 from ckptman.state.named_state import Snapshot
 
 Path = tuple[str | int, ...]
@@ -83,7 +91,7 @@ class _Table:
     meshes: tuple[int | None, ...]
     """Of each of these tensors, the lowest rank of its mesh."""
     loose: frozenset[str]
-    """Names of tensors that belong to no mesh, of plain values, and of units."""
+    """Names of tensors that belong to no mesh, of the shards that such a one describes, of plain values, of units."""
     paths: tuple[tuple[str, Path], ...]
 
 
@@ -102,9 +110,11 @@ def plan_save(snapshot: Snapshot, channel: Channel) -> RankFile:
 
     Raises: ConfigError, on every rank alike.
     """
-    table = _table_of(snapshot)
-    digest = xxh3_128_hexdigest(repr((table.tensors, table.meshes, sorted(table.loose), table.paths)).encode())
-    digests = channel.gather(digest)
+    with failing_as_one(), AllRanks[str](channel) as ranks:
+        table = _table_of(snapshot)
+        digest = xxh3_128_hexdigest(repr((table.tensors, table.meshes, sorted(table.loose), table.paths)).encode())
+        ranks.mine = digest
+    digests = ranks.all
     firsts = {each: rank for rank, each in reversed(list(enumerate(digests)))}
     if len(firsts) == 1:
         tables: list[_Table | None] = [table] * channel.world_size
@@ -127,7 +137,12 @@ def plan_for(snapshot: Snapshot, tables: Sequence[_Table], rank: int) -> WritePl
         if writers.get(name) != first_of_mesh(tensor) and not snapshot.is_own(name):
             continue
         for part, (box, memory) in enumerate(local_parts(tensor, name)):
-            ranks = (rank,) if snapshot.is_own(name) else holders.among(box.holders, name)
+            if snapshot.is_own(name):
+                ranks: tuple[int, ...] = (rank,)
+            elif describes_shards(tensor):
+                ranks = holders.of(_shard_name(name, box))
+            else:
+                ranks = holders.among(box.holders, name)
             whole = name in snapshot.from_lowest and box.holders is None
             cut = is_plain(memory) and not whole
             held.append(Held(name, Box(box.offsets, box.sizes, ranks or (rank,)), memory.dtype.itemsize, part, cut))
@@ -211,10 +226,16 @@ class _Holders:
 def _table_of(snapshot: Snapshot) -> _Table:
     shared = {name: each for name, each in sorted(snapshot.tensors.items()) if not snapshot.is_own(name)}
     units = (_unit_name(snapshot, each) for each in range(len(snapshot.units)))
+    shards = [
+        _shard_name(name, box)
+        for name, each in shared.items()
+        if describes_shards(each)
+        for box, _ in local_parts(each, name)
+    ]
     return _Table(
         tuple(_described(name, each) for name, each in shared.items()),
         tuple(map(first_of_mesh, shared.values())),
-        frozenset([*shared, *snapshot.objects, *units]),
+        frozenset([*shared, *snapshot.objects, *units, *shards]),
         tuple((name, snapshot.paths[name]) for name in sorted(snapshot.paths) if not snapshot.is_own(name)),
     )
 
@@ -243,7 +264,11 @@ def _meshes_that_write(tables: Sequence[_Table]) -> dict[str, int | None]:
 
 
 def _described(name: str, tensor: torch.Tensor) -> Described:
-    return name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    return name, str(tensor.dtype).removeprefix("torch."), global_shape(tensor)
+
+
+def _shard_name(name: str, box: Box) -> str:
+    return f"shard {name} {box.offsets} {box.sizes}"
 
 
 def _unit_name(snapshot: Snapshot, number: int) -> str:

@@ -6,9 +6,10 @@ placements, so that no rank has to ask another one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +27,10 @@ from ckptman.errors import ConfigError
 
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 """dtypes whose elements mean something only with the scales of their tensor."""
+
+
+_DESCRIPTION = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""What a tensor that describes its own shards says of them: the `CheckpointableTensor` of torch 2.15."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ def local_parts(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box,
             (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), ()), shard.tensor.detach())
             for shard in tensor.local_shards()
         ]
+    if describes_shards(tensor):
+        return _described_parts(tensor, name)
     return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
 
 
@@ -86,6 +93,53 @@ def _parts_in_wrapper(
     return found
 
 
+def describes_shards(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is the memory of shards of a larger one, and says which: plain tensors may, too."""
+    return all(hasattr(tensor, each) for each in _DESCRIPTION)
+
+
+def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor of which this rank may hold a part."""
+    described: Any = tensor
+    return tuple(described.global_shape if describes_shards(tensor) else tensor.shape)
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return new memory for a tensor, sharded alike. What of it is in no shard is as it was."""
+    if not describes_shards(tensor):
+        return torch.empty_like(tensor)
+    made = tensor.detach().clone()
+    for each in _DESCRIPTION:
+        setattr(made, each, getattr(tensor, each))
+    return made
+
+
+def _described_parts(tensor: Any, name: str) -> list[tuple[Box, torch.Tensor]]:
+    """The shards that a tensor describes. Which ranks hold the same, it does not say."""
+    memory, shape = tensor.detach(), tuple(tensor.global_shape)
+    found = []
+    parts = (tensor.global_offsets, tensor.local_offsets, tensor.local_sizes)
+    if len({*map(len, parts)}) > 1:
+        raise ConfigError(
+            f"{name} describes its shards by lists of {[*map(len, parts)]} entries: give each as many as it has shards"
+        )
+    for offsets, starts, sizes in zip(*parts):
+        if not (_is_inside(offsets, sizes, shape) and _is_inside(starts, sizes, tuple(memory.shape))):
+            raise ConfigError(
+                f"{name} describes a shard {list(sizes)} that lies at {list(starts)} of {list(memory.shape)} here, and "
+                f"at {list(offsets)} of {list(shape)}: that is outside. Correct its offsets and sizes"
+            )
+        part = memory[tuple(slice(start, start + size) for start, size in zip(starts, sizes))]
+        found.append((Box(tuple(offsets), tuple(sizes), ()), part))
+    return found
+
+
+def _is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    return len(offsets) == len(sizes) == len(shape) and all(
+        0 <= offset <= offset + size <= end for offset, size, end in zip(offsets, sizes, shape)
+    )
+
+
 def layout_of(tensor: torch.Tensor) -> Hashable:
     """Changes where this rank's parts of a tensor would be others, or of another class."""
     if isinstance(tensor, DTensor):
@@ -95,6 +149,8 @@ def layout_of(tensor: torch.Tensor) -> Hashable:
     if isinstance(tensor, ShardedTensor):
         shards = [each.metadata for each in tensor.local_shards()]
         return type(tensor), *((tuple(each.shard_offsets), tuple(each.shard_sizes)) for each in shards)
+    if describes_shards(tensor):
+        return type(tensor), repr([getattr(tensor, each) for each in _DESCRIPTION])
     return type(tensor)
 
 

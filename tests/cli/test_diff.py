@@ -29,7 +29,7 @@ from tests.dcp.test_values import DTYPES, QUANTIZED, WRITERS, bits, name_of, noi
 from tests.dcp.test_values import save as save_as
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 State = dict[str, Any]
 DATA = "__0_0.distcp"
 

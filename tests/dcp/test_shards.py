@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import ckptman
 from tests.dcp.test_values import MAIN_WAYS, READERS, WAYS, WRITERS, State, Way, bits, load, noise, save
 from tests.helpers.ranks import run_ranks
 
@@ -190,6 +192,106 @@ def legacy_shards_come_back(root: str) -> list[Way]:
 
 def test_a_rank_without_a_shard_of_a_legacy_tensor(tmp_path: Path) -> None:
     assert run_ranks(2, legacy_shards_come_back, str(tmp_path)) == [[], []]
+
+
+def described(blank: bool) -> dict[str, Any]:
+    """A tensor that is the padded memory of two shards of a larger one, and says so. The last of several ranks holds
+    what the first does."""
+    rank, holders = dist.get_rank(), max(1, dist.get_world_size() - 1)
+    whole, rows = noise(torch.int32, 12, 5), 6 // holders
+    firsts = [rank % holders * rows, 6 + rank % holders * rows]
+    memory: Any = torch.zeros(2 * rows + 1, 6, dtype=torch.int32)
+    memory.global_shape, memory.global_offsets = (12, 5), tuple((first, 0) for first in firsts)
+    memory.local_offsets, memory.local_sizes = ((0, 1), (rows + 1, 1)), ((rows, 5),) * 2
+    for (at, _), first in zip(memory.local_offsets, () if blank else firsts):
+        memory[at : at + rows, 1:] = whole[first : first + rows]
+    return {"described": memory}
+
+
+def save_described(root: str) -> None:
+    for writer in DESCRIBED_BY:
+        save(described(blank=False), f"{root}/{writer}", writer)
+
+
+def load_described(root: str) -> list[Way]:
+    """The ways in which a tensor that describes its shards does not come back, or more of it is filled."""
+    wrong, expected = [], described(blank=False)["described"]
+    for writer, reader in itertools.product(DESCRIBED_BY, DESCRIBED_TO):
+        fresh = described(blank=True)
+        load(fresh, f"{root}/{writer}", reader)
+        if not torch.equal(fresh["described"], expected):
+            wrong.append((writer, reader))
+    return wrong
+
+
+IS_KNOWN = hasattr(dcp, "CheckpointableTensor")
+"""Whether plain DCP knows tensors that describe their shards, as it does from torch 2.15 on."""
+DESCRIBED_BY, DESCRIBED_TO = (WRITERS, READERS) if IS_KNOWN else (["ckptman.save"], ["ckptman.load"])
+
+
+def test_tensors_that_describe_their_shards(tmp_path: Path) -> None:
+    run_ranks(3, save_described, str(tmp_path))
+    assert run_ranks(2, load_described, str(tmp_path)) == [[], []]
+    for writer, reader in itertools.product(DESCRIBED_BY, READERS):
+        fresh = {"described": torch.zeros(12, 5, dtype=torch.int32)}
+        load(fresh, tmp_path / writer, reader)
+        assert torch.equal(fresh["described"], noise(torch.int32, 12, 5)), (writer, reader)
+
+
+class Table:
+    """Loads itself, as a table of embeddings of a library may: what it is given has to be sharded as its own."""
+
+    def __init__(self, blank: bool) -> None:
+        self.held = described(blank)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["described"].global_offsets == self.held["described"].global_offsets
+        self.held = state
+
+
+def table_comes_back(root: str) -> bool:
+    with ckptman.Checkpointer(root, {"table": Table(blank=False)}) as checkpointer:
+        checkpointer.save(1)
+    fresh = Table(blank=True)
+    with ckptman.Checkpointer(root, {"table": fresh}) as checkpointer:
+        assert checkpointer.restore() == 1
+    return torch.equal(fresh.held["described"], described(blank=False)["described"])
+
+
+def test_an_object_whose_tensors_describe_their_shards(tmp_path: Path) -> None:
+    assert run_ranks(2, table_comes_back, str(tmp_path)) == [True, True]
+
+
+def save_with_one_that_lies(root: str, attribute: str, value: Any) -> str:
+    table = Table(blank=False)
+    if dist.get_rank() == 1:
+        setattr(table.held["described"], attribute, value)
+    with ckptman.Checkpointer(root, {"table": table}) as checkpointer:
+        try:
+            checkpointer.save(1)
+        except ckptman.errors.ConfigError as error:
+            return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "told"),
+    [
+        ("global_offsets", ((0, 0),), "lists of [1, 2, 2] entries"),
+        ("global_offsets", ((0, 0), (7, 0)), "at [7, 0] of [12, 5]: that is outside"),
+        ("local_offsets", ((0, 1), (0, 0, 1)), "at [0, 0, 1] of [13, 6]"),
+    ],
+)
+def test_a_tensor_that_describes_its_shards_wrongly_on_one_rank(
+    tmp_path: Path, attribute: str, value: Any, told: str
+) -> None:
+    first, second = run_ranks(2, save_with_one_that_lies, str(tmp_path), attribute, value)
+    assert first == second
+    assert "table.described" in first
+    assert told in first
 
 
 def on_rows(blank: bool) -> State:

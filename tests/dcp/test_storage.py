@@ -310,6 +310,42 @@ def test_what_torch_2_2_wrote_is_loaded() -> None:
     assert torch.equal(state["model"].weight, again["model.weight"])
 
 
+OF_TORCH_2_15 = OF_TORCH_2_2.with_name("torch_2_15")
+"""Written by torch 2.15.0: `dcp.save` of a tensor that describes two shards, a transposed one, and a number. Its
+metadata says strides, which is more than older versions unpickle."""
+
+
+def test_what_torch_2_15_wrote_is_loaded_on_older_versions_too() -> None:
+    rows = torch.arange(12.0).reshape(4, 3)
+    state: dict[str, Any] = {"table": torch.zeros(4, 3), "transposed": torch.zeros(3, 4), "step": 0}
+    fresh = {**state, "table": torch.ones(4, 3)}
+    ckptman.load(state, OF_TORCH_2_15)
+    dcp.load(fresh, storage_reader=ckptman.StorageReader(OF_TORCH_2_15), no_dist=True)
+    for each in (state, fresh):
+        assert torch.equal(each["table"], rows)
+        assert torch.equal(each["transposed"], 2 * rows.T)
+        assert each["step"] == 3
+
+
+class OfAnOlderTorch(pickle.Unpickler):
+    """Unpickles metadata as plain DCP does that knows nothing of strides."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return FiveProperties if name == "TensorProperties" else super().find_class(module, name)
+
+
+class FiveProperties:
+    def __setstate__(self, state: Any) -> None:
+        self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory = state
+
+
+def test_what_is_saved_on_any_torch_is_read_by_plain_dcp_of_an_older_one(tmp_path: Path) -> None:
+    ckptman.save({"x": torch.zeros(2, 3)}, tmp_path / "x")
+    with open(tmp_path / "x" / ".metadata", "rb") as file:
+        metadata = OfAnOlderTorch(file).load()
+    assert metadata.state_dict_metadata["x"].properties.dtype == torch.float32
+
+
 def save_plain(state: dict[str, Any], path: Path) -> Path:
     dcp.save(state, checkpoint_id=path, no_dist=True)
     return path

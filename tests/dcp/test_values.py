@@ -14,7 +14,7 @@ from torch import nn
 
 import ckptman
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 
 State = dict[str, Any]
 Way = tuple[str, str]

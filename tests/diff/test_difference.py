@@ -15,7 +15,7 @@ from ckptman.diff import difference
 from ckptman.diff.difference import Difference, comparable, has_values, measure, measuring_threads
 from tests.dcp.test_values import DTYPES, QUANTIZED, name_of, noise
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 
 BITS_ONLY = {"bits16", "bits1x8", "bits2x4", "bits4x2", "bits8", "float4_e2m1fn_x2"} | {
     f"{sign}int{count}" for sign in ("", "u") for count in range(1, 8)

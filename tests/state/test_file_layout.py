@@ -19,7 +19,7 @@ from ckptman.state.file_layout import Image, Layout, copy_range, frame_of, in_or
 from ckptman.state.local_shards import is_plain
 from tests.dcp.test_values import DTYPES, NOT_SAVED_BY_DCP, QUANTIZED, Named, bits, name_of, noise
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 
 SAVED = [dtype for dtype in DTYPES if name_of(dtype) not in NOT_SAVED_BY_DCP | QUANTIZED]
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5, 7), (2, 3, 4, 5, 6), (1, 1, 1), (100_003,)]
