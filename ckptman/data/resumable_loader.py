@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 from xxhash import xxh3_64_intdigest
 
 from ckptman.data.elastic_sampler import ElasticSampler
@@ -67,6 +67,8 @@ class ResumableLoader(Generic[T]):
         self.batch = 0
         """The number of batches consumed in this pass."""
         self._begun = self._restored = False
+        self._kind: dict[str, Any] | None = None
+        """What the position of this pass is about, found once: a position is taken at each step."""
         self._own_now: tuple[str, ...] = ()
         """Generators of the loader as they were when a position was saved that is to be gone on from."""
         self._elastic = _Elastic.of(loader)
@@ -116,7 +118,9 @@ class ResumableLoader(Generic[T]):
         start = self._start if self._indices is None else self._indices.start
         own = self._own_now if self._restored else _states_of(self.loader)
         state |= {"start": None if start is None else start.as_values(), "own": list(own)}
-        state |= {"world_size": _world_size(), "kind": _kind_of(self.loader)}
+        if self._kind is None:
+            self._kind = _kind_of(self.loader)
+        state |= {"world_size": _world_size(), "kind": self._kind}
         return {**state, "loader": self.loader.state_dict()} if self._stateful else state  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -192,6 +196,7 @@ class ResumableLoader(Generic[T]):
 
     def _make(self, consumed: int) -> Iterator[T]:
         """Make the iterator of a pass, behind the batches that were consumed."""
+        self._kind = None
         if self._elastic is not None:
             consumed = 0  # its sampler begins behind them
         else:
@@ -368,7 +373,9 @@ class _Indices:
             batches = {"batch_sampler": self}
         if given.num_workers:
             batches |= {"prefetch_factor": given.prefetch_factor, "persistent_workers": given.persistent_workers}
-        dataset: Any = _Seeded(given.dataset) if given.num_workers else given.dataset
+        dataset, worker_init_fn = given.dataset, given.worker_init_fn
+        if given.num_workers:
+            dataset, worker_init_fn = _Seeded(dataset), _WorkerInit(worker_init_fn)
         return DataLoader(
             dataset,
             **batches,
@@ -376,7 +383,7 @@ class _Indices:
             collate_fn=given.collate_fn,
             pin_memory=given.pin_memory,
             timeout=given.timeout,
-            worker_init_fn=given.worker_init_fn,
+            worker_init_fn=worker_init_fn,
             multiprocessing_context=given.multiprocessing_context,
             generator=given.generator,
         )
@@ -430,33 +437,35 @@ class _Seeded:
     worker fetches it and what that one has fetched before."""
 
     def __init__(self, dataset: Any) -> None:
-        self.__dict__["_dataset"] = dataset
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_dataset":  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._dataset, name, value)
-
-    def __reduce__(self) -> Any:
-        return _Seeded, (self._dataset,)
+        self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitem__(self, task: _Task) -> Any:
         seed, index = task
         _seed_all(seed)
-        return self._dataset[index]
+        return self.dataset[index]
 
     def __getitems__(self, task: _Task) -> Any:
         seed, indices = task
         _seed_all(seed)
-        if getattr(self._dataset, "__getitems__", None):
-            return self._dataset.__getitems__(indices)
-        return [self._dataset[each] for each in indices]
+        if getattr(self.dataset, "__getitems__", None):
+            return self.dataset.__getitems__(indices)
+        return [self.dataset[each] for each in indices]
+
+
+class _WorkerInit:
+    """Shows the user's own dataset to whoever asks for it in a worker, then calls the user's `worker_init_fn`."""
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+        if self._init is not None:
+            self._init(worker)
 
 
 def _seed(*numbers: int) -> int:

@@ -9,12 +9,14 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from ckptman.catalog.backends.backend import check_folder
+from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.errors import ConfigError, warn
 from ckptman.format.paths import MAX_STEP
 from ckptman.policies.retention import RetentionPolicy
 from ckptman.policies.save_policies import SavePolicy
 from ckptman.runtime.signals import SignalHandler
 from ckptman.session.watchdog_actions import Setting, patience_of
+from ckptman.state.generators import RNGState
 from ckptman.state.named_state import is_stateful
 
 _DETACHED = {"an optimizer": {"state", "param_groups"}, "a schedule": {"last_epoch", "_step_count"}}
@@ -40,6 +42,12 @@ def check_arguments(
         raise ConfigError("state is a dict of what to save by name, such as {'model': model, 'optimizer': optimizer}")
     for name, value in state.items():
         _warn_of_detached(name, value)
+    kinds = set(map(type, state.values()))
+    if ResumableLoader in kinds and RNGState not in kinds:
+        warn(
+            "the state has a ResumableLoader and no RNGState: after a restore, dropout and augmentation would draw "
+            "other numbers than the run that nobody stopped. Add ckptman.RNGState() to the state"
+        )
     if not isinstance(policy, SavePolicy):
         raise ConfigError(f"save_policy is a policy such as EverySteps(100) | OnStop(), not {policy!r}")
     if retention is not None and not isinstance(retention, RetentionPolicy):

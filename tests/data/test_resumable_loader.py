@@ -6,12 +6,13 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckptman
@@ -151,6 +152,32 @@ def test_cut_with_workers(kind: Callable[..., DataLoader[Any]], persistent: bool
         seed_all(99)
         train(start(kind, **more), seen, saves)
         assert seen == whole, f"cut after step {cut}"
+
+
+class Tagged(Dataset[int]):
+    """Its tag is set in each worker, as readers and connections are opened there."""
+
+    tag = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return self.tag + index
+
+
+def tag_in_worker(worker: int) -> None:
+    dataset = get_worker_info().dataset
+    assert isinstance(dataset, Tagged)
+    assert dataset[1] == 1
+    dataset.tag = 100
+
+
+def test_a_worker_is_shown_its_dataset() -> None:
+    plain = DataLoader(Tagged(), batch_size=4, num_workers=1, worker_init_fn=tag_in_worker)
+    batches = [batch.tolist() for batch in ckptman.ResumableLoader(plain)]
+    assert batches == [batch.tolist() for batch in plain]
+    assert batches[0] == [100, 101, 102, 103]
 
 
 def test_what_was_consumed_is_not_read_again() -> None:
@@ -362,3 +389,10 @@ def test_a_copy_of_a_loader_can_be_made() -> None:
     next(iter(loader))
     copied = copy.deepcopy(loader)
     assert copied.state_dict() == loader.state_dict()
+
+
+def test_a_state_with_a_loader_and_without_generators_is_warned_of(tmp_path: Path) -> None:
+    loader = ckptman.ResumableLoader(DataLoader(Noisy(), 4))
+    with pytest.warns(RuntimeWarning, match=r"Add ckptman.RNGState\(\)"):
+        ckptman.Checkpointer(tmp_path, {"data": loader}, deadline=None).close()
+    ckptman.Checkpointer(tmp_path, {"data": loader, "rng": ckptman.RNGState()}, deadline=None).close()

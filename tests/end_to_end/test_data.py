@@ -142,7 +142,8 @@ def elastic_part(root: str, batches: int) -> list[int]:
     """Go on, for so many batches, and return the samples that this rank saw."""
     loader = loader_of("elastic", 0)
     seen: list[int] = []
-    with ckptman.Checkpointer(root, {"data": loader}, save_policy=ckptman.OnStop(), deadline=None) as checkpointer:
+    state = {"data": loader, "rng": ckptman.RNGState()}
+    with ckptman.Checkpointer(root, state, save_policy=ckptman.OnStop(), deadline=None) as checkpointer:
         step = checkpointer.restore()
         while loader.epoch < 1:
             for batch in loader:
