@@ -17,7 +17,7 @@ import torch
 
 from ckptman.catalog.backends.tiered import backend_for
 from ckptman.comm.control_group import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
-from ckptman.errors import EXIT_AGAIN, EXIT_OK, CommitError, ConfigError, warn, warn_only
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, warn, warn_only
 from ckptman.format.paths import MAX_STEP
 from ckptman.io.durable_files import DISK
 from ckptman.policies.retention import RetentionPolicy
@@ -34,6 +34,7 @@ from ckptman.session.run_session import RunSession
 from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import Setting, make_watchdog
+from ckptman.state.named_state import is_settled
 from ckptman.state.step_record import OptimizerHooks, Recorded, StepRecorder
 from ckptman.state.wrappers import UnwrappedState
 
@@ -201,6 +202,7 @@ class Checkpointer:
             self._pid = os.getpid()
             self._stop: str | None = None
             self._closed = False
+            self._rehearse_early()
             who = f" on rank {self._control.rank}" if self._control.distributed else ""
             self._left_open = weakref.finalize(self, _tell_left_open, f"{self.root}{who}", self._pid, self._own_signals)
             if handler is not None and self._control.is_leader:
@@ -262,6 +264,7 @@ class Checkpointer:
         self._held = restorer.held
         self._saver.retention.damaged = restorer.damaged
         self._timings.start(found or 0, restored=found is not None)
+        self._rehearse_early()
         self._leave_if_asked()
         self._watchdog.beat("start", 0)
         return found or 0
@@ -569,6 +572,13 @@ class Checkpointer:
         """Plan at the first step: what cannot be saved is known now, and the first save finds its plan and memory."""
         self._rehearsed = True
         self._plan(self._preflight(self._state))
+
+    def _rehearse_early(self) -> None:
+        """The same before the first step, where the state holds all that it will: a loop may save before it steps."""
+        if all(self._control.gather(self._ready and is_settled(self._state))):
+            with contextlib.suppress(CkptmanError):  # the first step says so, when the state may be another one
+                self._rehearse()
+            self._rehearsed = False
 
     # ---- closing -----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No time limit for each example: the machine may be busy. `timeout` in pyproject.toml is that of a test.
+settings.register_profile("ckptman", deadline=None, print_blob=True)
+settings.load_profile("ckptman")
 
 TESTS = Path(__file__).parent
 LONG = ("docs", "slurm", "faults", "end_to_end")

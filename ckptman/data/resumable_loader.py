@@ -373,7 +373,8 @@ class _Indices:
             batches = {"batch_sampler": self}
         if given.num_workers:
             batches |= {"prefetch_factor": given.prefetch_factor, "persistent_workers": given.persistent_workers}
-        dataset, worker_init_fn = given.dataset, given.worker_init_fn
+        dataset: Any = given.dataset
+        worker_init_fn = given.worker_init_fn
         if given.num_workers:
             dataset, worker_init_fn = _Seeded(dataset), _WorkerInit(worker_init_fn)
         return DataLoader(

@@ -160,6 +160,14 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
+def is_settled(state: Mapping[str, Any]) -> bool:
+    """Whether a state already has all the tensors it will have: optimizers make theirs at their first step, and other
+    objects are not asked before there was one."""
+    optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
+    others = [each for each in state.values() if is_stateful(each) and not is_named(each)]
+    return not others and all(each.state for each in optimizers)
+
+
 def parameter_names(module: torch.nn.Module) -> set[str]:
     """The names of a module's parameters as its state dict has them; what else is in there are buffers."""
     return {each for name, _ in module.named_parameters(remove_duplicate=False) for each in full_names(module, name)}

@@ -23,6 +23,7 @@ import ckptman
 from ckptman.comm.control_group import Channel
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.runtime.journal import read_journal
+from ckptman.saving import staging
 from ckptman.saving.staging import RESERVE_BYTES, Slot, Staged, Stager
 from ckptman.saving.write_plan import RankFile, plan_save
 from ckptman.saving.writer import CheckpointWriter, Content
@@ -220,6 +221,23 @@ class HeldUp:
                 self.copied.set()
 
         monkeypatch.setattr(Slot, "copy", copy)
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_the_first_save_finds_its_memory_warm_also_in_a_loop_that_saves_without_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored: bool
+) -> None:
+    if restored:
+        with ckptman.Checkpointer(tmp_path, contents()) as checkpointer:
+            checkpointer.save(1)
+    allocated: list[int] = []
+    real = staging._allocate
+    monkeypatch.setattr(staging, "_allocate", lambda size, pinned: allocated.append(size) or real(size, pinned))
+    with ckptman.Checkpointer(tmp_path, contents()) as checkpointer:
+        checkpointer.restore()
+        assert len(allocated) == 1
+        checkpointer.save(2)
+        assert len(allocated) == 1
 
 
 def test_what_may_be_copied_later_is_waited_for_before_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,9 +452,10 @@ def test_without_a_thread_to_write_behind_no_save_is_written_later_with_what_ano
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     state = {"s": {"w": torch.zeros(1000)}}
-    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
-        with pytest.warns(RuntimeWarning, match="saves will block training .*can't start new thread"):
-            checkpointer.save(1)
+    with pytest.warns(RuntimeWarning, match="saves will block training .*can't start new thread"):
+        opened = ckptman.Checkpointer(tmp_path, state, deadline=None)
+    with opened as checkpointer:
+        checkpointer.save(1)
         few.clear()
         state["s"]["v"] = torch.zeros(3)  # planned anew
         for step in (2, 3):
