@@ -24,6 +24,7 @@ _HOME = {
     "PerRank": "ckptman.state.rank_values",
     "Trainable": "ckptman.state.trainable",
     "ResumableLoader": "ckptman.data.resumable_loader",
+    "Skipped": "ckptman.loading.accepted",
     "save": "ckptman.api",
     "load": "ckptman.api",
     "export": "ckptman.exporting.export",
@@ -131,6 +132,7 @@ if TYPE_CHECKING:
     from ckptman.errors import SuspectError as SuspectError
     from ckptman.errors import UnknownKeyError as UnknownKeyError
     from ckptman.exporting.export import export as export
+    from ckptman.loading.accepted import Skipped as Skipped
     from ckptman.policies.calendar import KeepDaily as KeepDaily
     from ckptman.policies.calendar import KeepHourly as KeepHourly
     from ckptman.policies.calendar import KeepMonthly as KeepMonthly

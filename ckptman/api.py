@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ckptman.comm.frozen import agree_on_frozen
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, warn_only
 from ckptman.io.durable_files import DISK
+from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped
 from ckptman.loading.loader import load as load_checkpoint
 from ckptman.saving.refused_values import warn_of_refused
 from ckptman.saving.write_plan import RankFile, plan_save, signature_of
@@ -81,21 +82,35 @@ def _warn_of_refused(shot: Snapshot, file: RankFile) -> None:
     warn_of_refused(file.special(shot), values)
 
 
-def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, verify: bool = True) -> None:
+def load(
+    state_dict: MutableMapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    missing: Sequence[str] = (),
+    unexpected: Sequence[str] = EVERYTHING,
+) -> Skipped:
     """Load the checkpoint `path` into a state dict, in place, on any number of ranks.
 
     Every rank calls it.
 
     Args:
         state_dict: what to fill. Tensors and DTensors are filled where they are, in any sharding; plain values are
-            replaced; modules, optimizers and other objects with `load_state_dict` are given their state. What else the
-            checkpoint holds is not loaded.
+            replaced; modules, optimizers and other objects with `load_state_dict` are given their state.
         path: a checkpoint of ckptman, of `dcp.save` or of torchtitan.
         verify: check every block that is read against its digest.
+        missing: patterns of what the checkpoint may lack, such as `["model.head", "*.lora_A.*"]`. A pattern names an
+            entry of the state and all that is under it. What is missing stays as it is.
+        unexpected: patterns of what the checkpoint may hold besides, which is not loaded. The default is all; `()` is
+            nothing.
+
+    Returns:
+        What was skipped: `.missing` and `.unexpected`, by flat names or whole keys. It is false where that is nothing.
 
     Raises:
         NotFoundError: there is no checkpoint at `path`.
         MismatchError: a name is missing in the checkpoint, or has another shape or dtype there. Nothing was filled.
+        ConfigError: a pattern of `missing` names nothing, or ranks differ in the patterns. Nothing was filled.
         CorruptError: the bytes are not what was saved. What was to be filled is not usable.
         FormatVersionError: a newer ckptman wrote it.
 
@@ -105,6 +120,7 @@ def load(state_dict: MutableMapping[str, Any], path: str | os.PathLike[str], *, 
     channel = Channel(TIMEOUT_SECONDS)
     try:
         with reading(folder, what="load") if channel.is_leader else contextlib.nullcontext():
-            load_checkpoint(channel, UnwrappedState(state_dict), folder, strict=False, verify=verify)
+            accepted = Accepted.agreed(channel, missing, unexpected)
+            return load_checkpoint(channel, UnwrappedState(state_dict), folder, accepted, strict=False, verify=verify)
     finally:
         channel.close()

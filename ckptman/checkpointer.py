@@ -20,6 +20,7 @@ from ckptman.comm.control_group import Call, Channel, await_ranks, failing_as_on
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, warn, warn_only
 from ckptman.format.paths import MAX_STEP
 from ckptman.io.durable_files import DISK
+from ckptman.loading.accepted import Accepted
 from ckptman.policies.retention import RetentionPolicy
 from ckptman.policies.save_policies import BeforeDeadline, InitTimeInterval, OnStop, SavePolicy
 from ckptman.policies.tiers import Tier
@@ -215,7 +216,13 @@ class Checkpointer:
     # ---- what a loop calls -------------------------------------------------------------------------------------
 
     def restore(
-        self, step: int | None = None, *, path: str | os.PathLike[str] | None = None, allow_suspect: bool = False
+        self,
+        step: int | None = None,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        allow_suspect: bool = False,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
     ) -> int:
         """Load the newest good checkpoint into `state`, on any number of ranks, and return its step; 0 on a fresh run.
 
@@ -229,6 +236,10 @@ class Checkpointer:
                 those, or raises: each attempt of a chain is given the same `path`, and must not start over.
             allow_suspect: load also a checkpoint after which the run crashed twice at the same step. Otherwise it is
                 skipped, unless `step` names it.
+            missing: patterns of what the state has and the checkpoint may lack, such as `["schedule", "model.head.*"]`.
+                A pattern names an entry of the state and all that is under it. What is missing stays as it is.
+            unexpected: patterns of what the checkpoint has and the state does not; it is left there.
+                Each attempt of a chain may give both lists alike: what is in state and checkpoint is restored.
 
         Returns:
             The step to go on from; training goes on with the next one.
@@ -237,20 +248,22 @@ class Checkpointer:
             NotFoundError: there is no such step or path.
             CorruptError: nothing good is left (SuspectError: nothing that did not crash the run twice).
             FormatVersionError: a newer ckptman wrote it.
-            MismatchError: names or shapes differ, found before a byte is copied.
+            MismatchError: names or shapes differ that are not accepted, found before a byte is copied.
             RootError: the root cannot be read.
-            ConfigError: a folder in the root is a checkpoint, but not one of a run; or ranks differ in the arguments.
+            ConfigError: a folder in the root is a checkpoint, but not one of a run; a pattern of `missing` names
+                nothing; or ranks differ in the arguments.
             SystemExit: with code 75, a signal asked to stop meanwhile: there is nothing to save yet.
         """
         self._check_usable()
         self._watchdog.beat("start", 0)
         self._check_alike(step, path, allow_suspect)
+        accepted = Accepted.agreed(self._control, missing, unexpected)
         self._leave_if_asked()
         try:
             self.wait()  # for a save that is still being written: it may be what is to be loaded
         except CommitError as error:
             warn(str(error))
-        restorer = Restorer(self._control, self._backend, self._session, self.beat)
+        restorer = Restorer(self._control, self._backend, self._session, self.beat, accepted)
         with failing_as_one():
             if path is None or self._session.finds_checkpoints:
                 found = restorer.best(self._state, step, allow_suspect=allow_suspect)

@@ -236,24 +236,33 @@ class CommitError(CkptmanError):
 class MismatchError(CkptmanError):
     """The checkpoint does not fit what it is to be loaded into. Raised before any byte is copied.
 
-    Build the model as it was saved, or restore another checkpoint; `ckptman show` lists its tensors.
+    Accept what is missing or unexpected by the call that the message ends with, bring the state in line with what was
+    saved, or restore another checkpoint; `ckptman show` lists its tensors.
 
     Args:
         where: The checkpoint.
         missing: Names that are wanted and were not saved.
         unexpected: Names that were saved and are not wanted.
-        mismatched: Lines with both shapes or types side by side.
+        mismatched: Lines with both shapes or types side by side. That cannot be accepted.
+        subject: What differs, such as "the model and the value 'epoch'".
+        call: The call that accepts what is missing and unexpected; "" where there is none.
 
     Attributes:
-        where, missing, unexpected, mismatched: As given.
+        where, missing, unexpected, mismatched, subject, call: As given.
     """
 
     exit_code = 7
 
     def __init__(
-        self, where: str, missing: Sequence[str] = (), unexpected: Sequence[str] = (), mismatched: Sequence[str] = ()
+        self,
+        where: str,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Sequence[str] = (),
+        subject: str = "the state",
+        call: str = "",
     ) -> None:
-        self.where = where
+        self.where, self.subject, self.call = where, subject, call
         self.missing, self.unexpected, self.mismatched = tuple(missing), tuple(unexpected), tuple(mismatched)
         lines = [f"{where} does not fit this run; nothing was loaded"]
         for title, names in (
@@ -264,13 +273,18 @@ class MismatchError(CkptmanError):
             if names:
                 lines.append(f"  {title} ({len(names)}):")
                 lines += [f"    {plain(name)}" for name in names]
+        if self.mismatched:
+            lines.append("  What is different cannot be accepted. Under a new name in this run, it would start afresh.")
+        elif call:
+            lines.append(f"  To keep what is missing as it is here, and leave out the unexpected: {plain(call)}")
         lines.append(
-            "  Build the model as it was saved, or restore another checkpoint (ckptman show lists its tensors)."
+            f"  Bring {plain(subject)} in line with what was saved, or restore another checkpoint "
+            f"(ckptman show lists its tensors)."
         )
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.where, self.missing, self.unexpected, self.mismatched)
+        return type(self), (self.where, self.missing, self.unexpected, self.mismatched, self.subject, self.call)
 
 
 class SchedulerError(CkptmanError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,10 +10,20 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckptman.errors import ConfigError, plain, warn
 from ckptman.format.value_codec import TensorRef
+from ckptman.loading.accepted import Accepted, matches, matches_any
 from ckptman.loading.checkpoint_reader import Lazy, SavedState, resolve
+from ckptman.loading.optimizer_fit import (
+    conflicting_settings,
+    flat_optimizer,
+    settings_added_later,
+    settings_of_newer_torch,
+    start_new_parameters,
+    without_unsaved_state,
+)
 from ckptman.loading.read_tensors import fills_for_box, read_fills
 from ckptman.state.file_layout import as_bytes
 from ckptman.state.local_shards import (
@@ -37,7 +47,11 @@ from ckptman.state.named_state import (
     replace_refs,
     snapshot_of,
 )
-from ckptman.state.optimizers import GROUPS, groups_by_name, model_of, parameter_of
+from ckptman.state.optimizers import (
+    groups_by_name,
+    model_of,
+    parameters_with_state,
+)
 from ckptman.state.trainable import FROZEN, Trainable
 
 State = MutableMapping[str, Any]
@@ -47,42 +61,66 @@ State = MutableMapping[str, Any]
 class FitReport:
     """Per-rank result of the fit, gathered on all ranks.
 
-    `wanted`: the keys of its state, and the names in its modules and optimizers.
+    `wanted`: what it looked for in the checkpoint. `missing`: what is not there; `kept`: what is not there, and may
+    stay as it is here. `left`: what may be left there, of dicts. `known`: the patterns that name something. `kinds`:
+    what to call the part of the state under each key.
     """
 
     wanted: set[str] = field(default_factory=set)
-    missing: list[str] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
+    missing: set[str] = field(default_factory=set)
+    kept: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+    known: set[str] = field(default_factory=set)
+    mismatched: set[str] = field(default_factory=set)
+    kinds: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_all(cls, reports: Iterable[FitReport]) -> FitReport:
+        """Return what all ranks found together."""
+        found = cls()
+        for each in reports:
+            for name, value in vars(each).items():
+                vars(found)[name] |= value
+        return found
 
 
 class Fit:
     """What of a checkpoint goes where on this rank.
 
     `targets`: the tensors to fill, by flat name. `values`: for each key of the state what it is given, with references
-    in place of tensors. `from_other_rank`: keys of which it is another rank's. `expected`: of what was saved, the names
-    that some rank has to want.
+    in place of tensors. `from_other_rank`: keys of which it is another rank's.
 
     Strict, as for a restore: a module or an optimizer needs exactly the names that were saved of it, and all other
-    state becomes what was saved. Otherwise, as for `ckptman.load`: what the state holds is looked for, and what the
-    checkpoint has besides is left there.
+    state becomes what was saved. Otherwise, as for `ckptman.load`: what the state holds is looked for.
+
+    What is missing in the checkpoint, and `accepted`, stays as it is.
     """
 
-    def __init__(self, state: State, saved: SavedState, rank: int, *, strict: bool, verify: bool) -> None:
+    def __init__(
+        self, state: State, saved: SavedState, rank: int, accepted: Accepted, *, strict: bool, verify: bool
+    ) -> None:
         self._state, self._saved, self._rank, self._strict, self._verify = state, saved, rank, strict, verify
+        self._accepted = accepted
         self.targets: dict[str, torch.Tensor] = {}
         self.values: dict[str, Any] = {}
         self.from_other_rank: set[str] = set()
-        self.expected: set[str] = set()
         self._report = FitReport()
         self._live: dict[str, Any] = {}
+        self._had_state: dict[str, set[str]] = {}
+        """Of each optimizer, the parameters that it had state of before it was asked."""
+        self._found: set[str] = set()
+        """Keys of the state of which the checkpoint has something."""
 
     def ask(self) -> None:
         """Ask each object for its state, which is to be filled. Optimizers make theirs first."""
         saved = self._saved
+        for name, target in self._state.items() if self._accepted.missing else ():
+            if isinstance(target, torch.optim.Optimizer):
+                self._had_state[name] = parameters_with_state(model_of(target, self._state), target)
         self._live = nested(self._state, self._rank, saved.values)
         for name, target in self._state.items():
             if isinstance(target, torch.optim.Optimizer) and name in saved.values:
-                kept = _settings_of_newer_torch(self._live[name], saved.values[name])
+                kept = settings_of_newer_torch(self._live[name], saved.values[name])
                 saved.values[name] |= kept
                 if kept:
                     settings = {entry.rpartition(".")[2]: value for entry, value in kept.items()}
@@ -97,8 +135,9 @@ class Fit:
         saved, report = self._saved, self._report
         for name, target in self._state.items():
             report.wanted.add(name)
+            report.kinds[name] = _kind_of(name, target)
             if self._strict and name not in saved.values:
-                report.missing.append(name)
+                self._keeps(name)
             elif is_named(target):
                 self._match_named(name, target)
             elif not self._strict:
@@ -112,18 +151,39 @@ class Fit:
                 self._take_and_fill(name)
         for name, tensor in self.targets.items():
             refuse_unfillable(name, tensor)
-        for name, values in saved.values.items() if self._strict else ():
-            self.expected |= {f"{name}.{entry}" for entry in values} if is_named(self._state.get(name)) else {name}
+        if not self._strict:
+            self._leave_alone_what_is_kept()
+        report.known = self._known_patterns()
         if not report.missing and not report.mismatched:
             plain_names = [
                 name
                 for name, target in self._state.items()
                 if not is_named(target) and (not self._strict or _is_filled_in_place(target))
             ]
-            report.mismatched += _wrongly_tied(saved, self.targets, plain_names, verify=self._verify)
+            report.mismatched.update(_wrongly_tied(saved, self.targets, plain_names, verify=self._verify))
             # Now: a plain value that others pickled may turn out to be damaged, and nothing has been filled yet.
             self.values = {name: resolve(value) for name, value in self.values.items()}
         return report
+
+    def expected(self, key: str) -> set[str]:
+        """Return the names of what was saved under a key that some rank has to want."""
+        target, value = self._state.get(key), self._saved.values[key]
+        if is_named(target):
+            return {f"{key}.{entry}" for entry in value}
+        return {str(key)} if self._strict or _is_per_rank(target) else {*_names_in(value, key)}
+
+    def unexpected(self, wanted: set[str]) -> list[str]:
+        """Return what was saved and no rank wants: where it wants nothing that is under a key, the key."""
+        found: list[str] = []
+        for key in self._saved.values:
+            names = self.expected(key)
+            left = names - wanted
+            found += [str(key)] if left == names and key not in wanted else left
+        return found
+
+    def saved_names(self) -> set[str]:
+        """Return the names of all that was saved."""
+        return {name for key, value in self._saved.values.items() for name in _names_in(value, key)}
 
     def names(self, *, in_place: bool) -> list[str]:
         """Return the keys of what a restore fills in place, or those of objects that load themselves."""
@@ -148,11 +208,14 @@ class Fit:
 
     def _match_named(self, name: str, target: object) -> None:
         live, saved = self._live[name], self._saved.values.get(name, {})
+        groups: dict[str, int] = {}
+        had_state = self._had_state.get(name, set())
         if isinstance(target, torch.optim.Optimizer):
-            live = _without_unsaved_state(live, saved) | _settings_added_later(live, saved)
-            self._report.mismatched += _conflicting_settings(self._state, name, saved)
+            groups = groups_by_name(model_of(target, self._state), target)
+            live = without_unsaved_state(live, saved, had_state) | settings_added_later(live, saved)
+            self._report.mismatched.update(conflicting_settings(name, groups, saved))
         if isinstance(target, Trainable) and saved.get(FROZEN, target.frozen) != target.frozen:
-            self._report.mismatched.append(
+            self._report.mismatched.add(
                 f"{name}: its frozen parameters are not those that it was trained with; load that base, in the same "
                 f"dtype, first: checkpoint {saved[FROZEN]}, this run {target.frozen}"
             )
@@ -161,38 +224,72 @@ class Fit:
         for entry, value in live.items():
             # What came from `get_extra_state` of a module: `set_extra_state` checks it.
             if entry.rpartition(".")[2] == "_extra_state" and entry in saved:
+                self._found.add(name)
                 self.targets |= _new_tensors(self._saved, f"{name}.{entry}", saved[entry], value)
                 values[entry] = saved[entry]
             else:
                 values[entry] = self._match(value, (name, entry))
+        if groups and self._report.kept:
+            kept = {entry for entry in values if f"{name}.{entry}" in self._report.kept}
+            start_new_parameters(values, kept, had_state, groups, saved)
+
+    def _keeps(self, name: str) -> bool:
+        """Note that the checkpoint lacks a name, and return whether that is accepted."""
+        accepted = matches_any(self._accepted.missing, name)
+        (self._report.kept if accepted else self._report.missing).add(name)
+        return accepted
+
+    def _leave_alone_what_is_kept(self) -> None:
+        """Take objects and values of which the checkpoint has nothing out of what is loaded."""
+        for name in [*self.values] if self._report.kept else ():
+            others = {each for each in self._report.kept if each != name and not each.startswith(f"{name}.")}
+            if name not in self._found and len(others) < len(self._report.kept):
+                del self.values[name]
+                self._report.kept = {*others, name}
+
+    def _known_patterns(self) -> set[str]:
+        """Return the patterns that name something in the state or in the checkpoint."""
+        sides = [*self._live.items(), *self._saved.values.items()]
+        return {
+            pattern
+            for pattern in {*self._accepted.missing, *self._accepted.unexpected}
+            if any(matches(pattern, name) for key, value in sides for name in _names_in(value, key))
+        }
 
     def _match(self, live: Any, path: tuple[Any, ...]) -> Any:
         """Return what takes the place of a value. What the checkpoint lacks, or has as something else, is reported."""
         name, objects = ".".join(map(str, path)), self._saved.index.objects
         there, known = _at(self._saved.values, path)
         if isinstance(live, torch.Tensor):
-            return self._match_tensor(name, live, there, known)
+            self._report.wanted.add(name)
+            matched = self._match_tensor(name, live, there, known)
+            self._found |= {path[0]} if isinstance(matched, TensorRef) else set()
+            return matched
         if not self._strict:
             if isinstance(live, MutableMapping) and live:
                 return {key: self._match(each, (*path, key)) for key, each in live.items()}
             if isinstance(live, list) and not is_leaf(live):
                 return [self._match(each, (*path, number)) for number, each in enumerate(live)]
-            if not known and name in objects:
-                return Lazy(partial(self._saved.plain_value, name, verify=self._verify))
             if there is None and isinstance(live, Mapping) and name not in objects:
                 return live  # DCP saves nothing of an empty mapping; in a list, None is in its place
+            self._report.wanted.add(name)
+            if not known and name in objects:
+                self._found.add(path[0])
+                return Lazy(partial(self._saved.plain_value, name, verify=self._verify))
         if not known:
-            self._report.missing.append(name)
-        elif any(refs_in(there)):
-            self._report.mismatched.append(f"{name}: checkpoint a tensor, this run a plain value")
+            return live if self._keeps(name) else None
+        self._found.add(path[0])
+        if any(refs_in(there)):
+            self._report.mismatched.add(f"{name}: checkpoint a tensor, this run a plain value")
         return there
 
-    def _match_tensor(self, name: str, live: torch.Tensor, there: Any, known: bool) -> TensorRef | None:
+    def _match_tensor(self, name: str, live: torch.Tensor, there: Any, known: bool) -> Any:
         if not isinstance(there, TensorRef) and name not in self._saved.index.tensors:
-            if not known or not self._strict:
-                self._report.missing.append(name)
-            if known:
-                self._report.mismatched.append(f"{name}: checkpoint a plain value, this run a tensor")
+            if not known:
+                return live if self._keeps(name) else None
+            if not self._strict:
+                self._report.missing.add(name)
+            self._report.mismatched.add(f"{name}: checkpoint a plain value, this run a tensor")
             return None
         ref = there if isinstance(there, TensorRef) else TensorRef(name)
         if ref.name in self.targets:
@@ -205,12 +302,12 @@ class Fit:
         record = self._saved.tensor(name)
         there, here = _form(record.shape, record.dtype), _form(global_shape(tensor), tensor.dtype)
         if there != here:
-            self._report.mismatched.append(f"{name}: checkpoint {there}, this run {here}")
+            self._report.mismatched.add(f"{name}: checkpoint {there}, this run {here}")
         self.targets[name] = tensor
 
     def _take_of_a_rank(self, name: str) -> None:
         saved, mine = self._saved.values[name], rank_key(self._rank)
-        if not isinstance(saved, dict) or not all(str(each).startswith("rank-") for each in saved):
+        if not isinstance(saved, dict) or not any(str(each).startswith("rank-") for each in saved):
             raise ConfigError(
                 f"{name} was saved once for all ranks, and this state has it for each rank (PerRank, a ResumableLoader "
                 f"without ElasticSampler, per_rank = True): put into the state what the checkpoint was saved with"
@@ -221,6 +318,31 @@ class Fit:
             (mine,) = list(saved)[:1] if is_ours else [rank_key(self._rank % len(saved))]
         self._take(name, saved[mine], {})
 
+    def _merged(self, name: str, live: Any, saved: Any) -> Any:
+        """Return what was saved of a dict or a list, with what may stay as it is here, and without what may be left
+        there. A dict or list in it that only one side has goes as a whole, where a pattern names anything in it."""
+        here, there = _entries(live), _entries(saved)
+        alike = any(isinstance(live, kind) and isinstance(saved, kind) for kind in (Mapping, list))
+        if not alike or (here is None and there is None):
+            return saved
+        here, there = here or {}, there or {}
+        of_this_run, merged = {str(key): each for key, each in here.items()}, {}
+        for key, value in there.items():
+            full = f"{name}.{key}"
+            if str(key) in of_this_run:
+                merged[key] = self._merged(full, of_this_run.pop(str(key)), value)
+            elif left := [each for each in _names_in(value, full) if matches_any(self._accepted.unexpected, each)]:
+                self._report.left.update(left)
+            else:
+                merged[key] = value
+        for key, value in here.items():
+            if str(key) in of_this_run:
+                full = f"{name}.{key}"
+                kept = [each for each in _names_in(value, full) if matches_any(self._accepted.missing, each)]
+                self._report.kept.update(kept)
+                merged |= {key: value} if kept else {}
+        return [*merged.values()] if isinstance(saved, list) else merged
+
     def _take(self, name: str, saved: Any, live: Any) -> None:
         """Take what was saved, with new tensors for those in it."""
         self.targets |= _new_tensors(self._saved, name, saved, live)
@@ -229,13 +351,30 @@ class Fit:
     def _take_and_fill(self, name: str) -> None:
         """Take what was saved. Tensors in dicts and lists are filled where they are: somebody else, such as a model,
         may have them too. What the checkpoint has besides is new."""
-        saved = self.values[name] = self._saved.values[name]
+        saved = self.values[name] = self._merged(name, self._live[name], self._saved.values[name])
         there = {ref.name for ref in refs_in(saved)}
         here = snapshot_of({name: self._live[name]}).tensors
-        self._report.missing += here.keys() - there
+        self._report.wanted |= {*_names_in(self._live[name], name)}
+        self._report.missing |= here.keys() - there - self._report.kept
         for full in there & here.keys():
             self._fill(full, here[full])
         self.targets |= {full: _new_tensor(self._saved, full) for full in there - here.keys()}
+
+
+def _entries(value: Any) -> Mapping[Any, Any] | None:
+    """Return what is in a dict, or in a list that holds more than plain values; None: it is one value."""
+    if isinstance(value, list) and not (is_leaf(value) and not any(refs_in(value))):
+        return dict(enumerate(value))
+    return value if isinstance(value, Mapping) else None
+
+
+def _names_in(value: Any, name: object) -> Iterator[str]:
+    """Yield the flat names in a value."""
+    entries = _entries(value)
+    for key, each in (entries or {}).items():
+        yield from _names_in(each, f"{name}.{key}")
+    if not entries:
+        yield str(name)
 
 
 def name_as(state: Mapping[str, Any], saved: SavedState) -> None:
@@ -244,7 +383,15 @@ def name_as(state: Mapping[str, Any], saved: SavedState) -> None:
         if not isinstance(saved.values[name], dict):
             saved.values[name] = {}  # another object had this name: all of this one is missing
         elif isinstance(state[name], torch.optim.Optimizer):
-            saved.values[name] = _flat_optimizer(saved.values[name])
+            saved.values[name] = flat_optimizer(saved.values[name])
+
+
+def _kind_of(name: str, target: object) -> str:
+    """Return what to call a part of the state in a message."""
+    kinds = {"optimizer": torch.optim.Optimizer, "schedule": LRScheduler, "model": torch.nn.Module | Trainable}
+    kind = next((kind for kind, each in kinds.items() if isinstance(target, each)), "")
+    kind = kind or ("" if is_stateful(target) else "value")
+    return f"the {name}" if name == kind else " ".join(filter(None, (kind and f"the {kind}", repr(name))))
 
 
 def _is_per_rank(target: object) -> bool:
@@ -326,64 +473,6 @@ def _saved_bytes(saved: SavedState, name: str, box: Box, like: torch.Tensor, ver
     read = torch.empty(like.shape, dtype=like.dtype, device="cpu")
     read_fills(saved, fills_for_box(saved, name, box.offsets, read), verify=verify)
     return as_bytes(read)
-
-
-def _without_unsaved_state(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state without that of parameters which had none yet when it was saved."""
-    known = {parameter_of(entry) for entry in saved}
-    return {entry: value for entry, value in live.items() if not (each := parameter_of(entry)) or each in known}
-
-
-def _settings_added_later(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved settings that an optimizer, or its schedule, adds to its groups in the first steps."""
-    known = {entry.rpartition(".")[0] for entry in live if entry.startswith(GROUPS)}
-    return {
-        entry: value
-        for entry, value in saved.items()
-        if entry not in live and entry.rpartition(".")[0] in known and not any(refs_in(value))
-    }
-
-
-def _conflicting_settings(state: Mapping[str, Any], name: str, saved: Mapping[str, Any]) -> list[str]:
-    """Return the saved settings of parameters that are in one group of the optimizer `name` now and differ: a group has
-    one of each. Those that are tensors, or that plain DCP pickled, are not looked at."""
-    groups = groups_by_name(model_of(state[name], state), state[name])
-    first: dict[tuple[int, str], tuple[str, Any]] = {}
-    found = []
-    for entry, value in saved.items():
-        parameter, _, key = entry.removeprefix(GROUPS).rpartition(".")
-        if not entry.startswith(GROUPS) or parameter not in groups or isinstance(value, TensorRef | Lazy):
-            continue
-        other, there = first.setdefault((groups[parameter], key), (parameter, value))
-        if repr(value) != repr(there):
-            found.append(f"{name}.{entry}: checkpoint {value!r}, this run {there!r} as of {other}, of its group")
-    return found
-
-
-def _settings_of_newer_torch(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of parameter groups that a checkpoint of an older torch lacks: they stay as they are.
-
-    Where the checkpoint has what this one lacks, it is of another kind of optimizer."""
-    known = {entry.rpartition(".")[0] for entry in saved if entry.startswith(GROUPS)}
-    kept = {
-        entry: value
-        for entry, value in live.items()
-        if entry not in saved and entry.rpartition(".")[0] in known and not isinstance(value, torch.Tensor)
-    }
-    return {} if _settings_added_later(live, saved) else kept
-
-
-def _flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's saved state under flat names, also where plain DCP was given a nested one."""
-    if not isinstance(values.get("state", {}), dict) or "param_groups" not in values:
-        return values
-    flat: dict[str, Any] = {}
-    for parameter, entries in values.get("state", {}).items():
-        flat |= {f"state.{parameter}.{key}": each for key, each in entries.items()}
-    for group in resolve(values["param_groups"]):
-        for parameter in group["params"]:
-            flat |= {f"param_groups.{parameter}.{key}": each for key, each in group.items() if key != "params"}
-    return flat
 
 
 def _nest_bare_model(state: Mapping[str, Any], live: Mapping[str, Any], saved: SavedState) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,10 @@ from ckptman.comm.control_group import Channel, RankFailed
 from ckptman.comm.frozen import agree_on_frozen
 from ckptman.errors import CkptmanError, CorruptError, MismatchError
 from ckptman.io.failure_cause import Trouble, trouble_of_load
+from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped, matches_any, names_nothing, patterns_of
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.loading.exchange import read_together
-from ckptman.loading.fit import Fit, State, name_as
+from ckptman.loading.fit import Fit, FitReport, State, name_as
 from ckptman.loading.read_tensors import NOT_USABLE
 from ckptman.state.optimizers import as_before_on_error
 
@@ -31,22 +32,29 @@ _TROUBLES: dict[Trouble, str] = {
 """What to say where a rank could not load, and that says nothing about the checkpoint."""
 
 
-def load(channel: Channel, state: State, folder: Path, *, strict: bool = True, verify: bool = True) -> None:
+def load(
+    channel: Channel, state: State, folder: Path, accepted: Accepted, *, strict: bool = True, verify: bool = True
+) -> Skipped:
     """Load a checkpoint into an application's state, in place. Every rank calls it.
 
     Args:
+        accepted: what may be missing in the checkpoint and stays as it is, and what may be unexpected in it and is left
+            there; alike on every rank.
         strict: modules and optimizers must have exactly the names that were saved, and all other state becomes what was
-            saved, as for a restore. False: what the state holds is loaded, and what the checkpoint has besides is not.
+            saved, as for a restore. False: what the state holds is looked for.
         verify: check every block that is read.
 
-    Raises on every rank alike: MismatchError before anything is copied; CorruptError if a rank cannot read it, or
-    reads other bytes than were saved: then what its text says is not usable.
+    Returns what was skipped.
+
+    Raises on every rank alike: MismatchError, or ConfigError for a pattern that names nothing, before anything is
+    copied; CorruptError if a rank cannot read it, or reads other bytes than were saved: then what its text says is not
+    usable.
     """
     agree_on_frozen(channel, state)
     saved = _read_on_all(channel, state, folder)
-    fit = Fit(state, saved, channel.rank, strict=strict, verify=verify)
+    fit = Fit(state, saved, channel.rank, accepted, strict=strict, verify=verify)
     with as_before_on_error(state.values()):
-        _match_on_all(channel, fit, folder)
+        skipped = _match_on_all(channel, fit, folder, accepted, strict)
         # Objects that may refuse what they are given come first: then the model is as it was when one does.
         for in_place in (False, True):
             names = fit.names(in_place=in_place)
@@ -55,6 +63,7 @@ def load(channel: Channel, state: State, folder: Path, *, strict: bool = True, v
                 channel.run_on_all(partial(fit.apply, names))
             except RankFailed as failed:  # an object refused its state: no older checkpoint would help
                 raise failed.as_ckptman_error(NOT_USABLE if in_place or not strict else "") from failed
+    return skipped
 
 
 def _read_on_all(channel: Channel, state: State, folder: Path) -> SavedState:
@@ -76,20 +85,42 @@ def _read_on_all(channel: Channel, state: State, folder: Path) -> SavedState:
     return saved[0]
 
 
-def _match_on_all(channel: Channel, fit: Fit, folder: Path) -> None:
-    """See on all ranks whether a checkpoint fits. Raises on every rank alike: MismatchError, CorruptError."""
+def _match_on_all(channel: Channel, fit: Fit, folder: Path, accepted: Accepted, strict: bool) -> Skipped:
+    """See on all ranks whether a checkpoint fits, but for what is accepted, which is returned.
+
+    Raises on every rank alike: MismatchError; ConfigError, a pattern names nothing; CorruptError.
+    """
     try:
         channel.run_on_all(fit.ask)
     except RankFailed as failed:  # the state_dict of an object failed: that says nothing about the checkpoint
         raise failed.as_ckptman_error() from failed
     with _corrupt_on_all(folder):
-        reports = channel.run_on_all(fit.match)
-    wanted = {name for report in reports for name in report.wanted}
-    missing = sorted({name for report in reports for name in report.missing})
-    mismatched = sorted({line for report in reports for line in report.mismatched})
-    unexpected = sorted(fit.expected - wanted)
-    if missing or mismatched or unexpected:
-        raise MismatchError(str(folder), missing, unexpected, mismatched)
+        found = FitReport.of_all(channel.run_on_all(fit.match))
+    besides = set[str]().union(*channel.gather(fit.unexpected(found.wanted)))
+    unexpected = sorted(name for name in besides if not matches_any(accepted.unexpected, name))
+    for pattern in accepted.missing:  # not of `unexpected`: after the next save, nothing has what they name
+        if pattern not in found.known:
+            raise names_nothing(pattern, found.kinds)
+    if found.missing or found.mismatched or unexpected:
+        missing, mismatched = sorted(found.missing), sorted(found.mismatched)
+        differing = [*missing, *unexpected, *(line.partition(": ")[0] for line in mismatched)]
+        given = accepted.unexpected if strict or accepted.unexpected != EVERYTHING else ()
+        call = channel.run_on_leader(
+            lambda: Accepted(
+                (*accepted.missing, *patterns_of(missing, found.wanted)),
+                (*(each for each in given if each in found.known), *patterns_of(unexpected, fit.saved_names())),
+            )
+        )
+        told = "" if mismatched else f"{'restore' if strict else 'load'}({call})"
+        raise MismatchError(str(folder), missing, unexpected, mismatched, _subject(found.kinds, differing), told)
+    return Skipped(tuple(sorted(found.kept)), tuple(sorted(besides | found.left)))
+
+
+def _subject(kinds: Mapping[str, str], names: Iterable[str]) -> str:
+    """Return what to call all that these names belong to."""
+    keys = (next((key for key in kinds if name == key or name.startswith(f"{key}.")), name) for name in names)
+    *others, last = dict.fromkeys(kinds.get(key, repr(key)) for key in keys)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _fill(channel: Channel, saved: SavedState, targets: Mapping[str, torch.Tensor], folder: Path, verify: bool) -> None:

@@ -57,6 +57,15 @@ def tell_event(event: str, fields: Mapping[str, Any]) -> None:
             tell(line(fields), level)
 
 
+def _restored(fields: Mapping[str, Any]) -> str:
+    line = f"restored step {fields['step']} from {fields['path']} in {seconds_text(fields['seconds'])}"
+    if missing := fields.get("missing"):
+        line += f"; missing in it, and as before: {', '.join(missing)}"
+    if unexpected := fields.get("unexpected"):
+        line += f"; left in it: {', '.join(unexpected)}"
+    return line
+
+
 def _saved(fields: Mapping[str, Any]) -> str:
     waited = f"training waited {seconds_text(fields['stall_seconds'])}"
     size, seconds = size_text(fields["bytes"]), seconds_text(fields["seconds"])
@@ -88,10 +97,7 @@ def _in_chain() -> bool:
 
 
 _LINES: dict[str, tuple[int, Callable[[Mapping[str, Any]], str]]] = {
-    "restored": (
-        logging.INFO,
-        lambda fields: f"restored step {fields['step']} from {fields['path']} in {seconds_text(fields['seconds'])}",
-    ),
+    "restored": (logging.INFO, _restored),
     "save_durable": (logging.INFO, _saved),
     "save_failed": (logging.WARNING, _save_failed),
     "drained": (

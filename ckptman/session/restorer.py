@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.catalog import Entry
@@ -19,6 +20,7 @@ from ckptman.errors import CkptmanError, CorruptError, NotFoundError, RootError,
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import MANIFEST
 from ckptman.io.threads import Worker
+from ckptman.loading.accepted import Accepted, Skipped, told
 from ckptman.loading.fit import State
 from ckptman.loading.loader import load
 from ckptman.session.run_session import RunSession, refuse_other_checkpoints
@@ -60,7 +62,15 @@ def choose(entries: list[Entry], step: int | None) -> list[Entry]:
 class Restorer:
     """Finds the checkpoint to start from and loads it. Every rank has one and calls it alike."""
 
-    def __init__(self, control: Channel, place: LocalBackend, attempt: RunSession, beat: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        control: Channel,
+        place: LocalBackend,
+        attempt: RunSession,
+        beat: Callable[[], None],
+        accepted: Accepted,
+    ) -> None:
+        self._accepted = accepted
         self._control, self._place, self._attempt, self._beat = control, place, attempt, beat
         self.damaged: set[int] = set()
         """Commit sequences of the checkpoints that were skipped although they look complete."""
@@ -81,7 +91,7 @@ class Restorer:
                 self._skip(entry, trouble)
                 continue
             try:
-                self._load(state, entry.path)
+                skipped = self._load(state, entry.path)
             except (CorruptError, NotFoundError) as error:
                 if looks < _LOOKS and not self._control.run_on_leader(partial(os.path.lexists, entry.path)):
                     # Pruned since it was listed. Whoever did that left the newest: what there is now is looked at anew.
@@ -97,7 +107,7 @@ class Restorer:
                     self.damaged.add(entry.sequence)
                 self._skip(entry, error)
                 continue
-            self._attempt.note("restored", step=entry.step, path=str(entry.path), seconds=time.monotonic() - begun)
+            self._note_restored(entry.step, entry.path, time.monotonic() - begun, skipped)
             return entry.step
         if refused:
             raise CorruptError(f"{self._place.root}: no checkpoint is good. " + " ".join(refused))
@@ -117,9 +127,9 @@ class Restorer:
 
         begun = time.monotonic()
         entry = self._control.run_on_leader(look)
-        self._load(state, folder)
+        skipped = self._load(state, folder)
         step = entry.require_manifest().step if entry is not None else 0
-        self._attempt.note("restored", step=step, path=str(folder), seconds=time.monotonic() - begun)
+        self._note_restored(step, folder, time.monotonic() - begun, skipped)
         return step
 
     def _fetch(self, entry: Entry) -> CkptmanError | None:
@@ -152,13 +162,18 @@ class Restorer:
                 return error
         return None
 
-    def _load(self, state: State, folder: Path) -> None:
+    def _load(self, state: State, folder: Path) -> Skipped:
         """Load a checkpoint that no prune may take meanwhile: what the leader holds is held for all ranks."""
         with contextlib.ExitStack() as held:
             if self._control.is_leader:
                 held.enter_context(reading(folder, what="a run that goes on from it"))
-            load(self._control, state, folder)
+            skipped = load(self._control, state, folder, self._accepted)
             self.held = held.pop_all()
+            return skipped
+
+    def _note_restored(self, step: int, folder: Path, seconds: float, skipped: Skipped) -> None:
+        differences: dict[str, Any] = {name: told(names) for name, names in skipped._asdict().items() if names}
+        self._attempt.note("restored", step=step, path=str(folder), seconds=seconds, **differences)
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
         entries = self._place.list(abandoned=step is not None)

@@ -81,6 +81,11 @@ def groups_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     return {name: numbers[id(each)] for name, each in _parameters_of(model, optimizer).items()}
 
 
+def parameters_with_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """The names of the parameters that an optimizer has state of."""
+    return {name for name, each in _parameters_of(model, optimizer).items() if optimizer.state.get(each)}
+
+
 @contextmanager
 def as_before_on_error(values: Iterable[object]) -> Iterator[None]:
     """Whatever fails inside, the optimizers among `values` have the state and settings of before, and no others."""
