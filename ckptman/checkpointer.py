@@ -65,13 +65,12 @@ def _saves_on_stop(policy: SavePolicy) -> bool:
     return any(isinstance(each, OnStop) for each in getattr(policy, "policies", (policy,)))
 
 
-def _tell_left_open(where: str, pid: int, signals: SignalHandler | None) -> None:
+def _tell_left_open(where: str, pid: int, listening: contextlib.ExitStack) -> None:
     """Tell of a Checkpointer that was not closed, at exit or as soon as nobody has it any more."""
     if os.getpid() != pid:
         return
-    if signals is not None:
-        with contextlib.suppress(ValueError):  # not in the main thread
-            signals.__exit__(None, None, None)
+    with contextlib.suppress(ValueError):  # not in the main thread
+        listening.close()
     if getattr(sys, "last_value", None) is None:  # else the process ends by an error, and that has been printed
         tell(
             f"the run in {where} ends without close(): it leaves no outcome for a chain to go by, and its last step "
@@ -156,7 +155,6 @@ class Checkpointer:
         check_arguments(root, state, self._policy, retention, on_full, deadline, timeout_seconds, watchdog, signals)
         show_by_default()
         await_ranks(timeout_seconds)
-        self._own_signals: SignalHandler | None = None
         self.root, self.state = Path(root), state
         self._state = UnwrappedState(state)
         self._control = Channel(timeout_seconds)
@@ -164,9 +162,10 @@ class Checkpointer:
         with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
             self._session = RunSession.open(self._control, self._backend, run_id)
             undone.callback(self._session.release)
+            self._listening = undone.enter_context(contextlib.ExitStack())
             handler = signals if isinstance(signals, SignalHandler) else None
             if signals is True:
-                handler = self._own_signals = undone.enter_context(SignalHandler())
+                handler = self._listening.enter_context(SignalHandler())
             with failing_as_one():
                 end = self._control.run_on_leader(
                     lambda: deadline_from_environment(os.environ) if deadline == "auto" else deadline
@@ -205,10 +204,11 @@ class Checkpointer:
             self._closed = False
             self._rehearse_early()
             who = f" on rank {self._control.rank}" if self._control.distributed else ""
-            self._left_open = weakref.finalize(self, _tell_left_open, f"{self.root}{who}", self._pid, self._own_signals)
+            self._left_open = weakref.finalize(self, _tell_left_open, f"{self.root}{who}", self._pid, self._listening)
             if handler is not None and self._control.is_leader:
                 what = "saving" if _saves_on_stop(self._policy) else "stopping"
-                handler.announce(f"{what} after this step or the next, then exit code {EXIT_AGAIN}")
+                text = f"{what} after this step or the next, then exit code {EXIT_AGAIN}"
+                self._listening.enter_context(handler.announcing(text))
             if end is not None:
                 self._session.tell_deadline(end)
             undone.pop_all()
@@ -598,8 +598,8 @@ class Checkpointer:
     def _let_go(self) -> None:
         """Be closed: nothing is told at exit, and signals that were taken here are given back."""
         self._left_open.detach()
-        if self._own_signals is not None:
-            self._own_signals.__exit__(None, None, None)
+        with contextlib.suppress(ValueError):  # not in the main thread
+            self._listening.close()
 
     def _fail(self, error: BaseException) -> None:
         """End with an error: do nothing that needs the other ranks, who may be gone."""

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -116,14 +116,18 @@ class SignalHandler:
             _entered.remove(self)
             self._undo()
 
-    def announce(self, text: str) -> None:
-        """Have the first signal written to standard error as soon as it comes, with `text` about what happens now."""
+    @contextlib.contextmanager
+    def announcing(self, text: str) -> Iterator[None]:
+        """Write the first signal to standard error as soon as it comes, with `text` about what happens then."""
         if sys.__stderr__ is not None:
             with contextlib.suppress(OSError, ValueError):  # it is closed
                 self._notice = sys.__stderr__.fileno(), text
+        try:
+            yield
+        finally:
+            self._notice = None
 
     def _undo(self) -> None:
-        self._notice = None
         restore, self._restore = self._restore, None
         if restore is not None:
             restore.close()

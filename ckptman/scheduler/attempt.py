@@ -206,6 +206,8 @@ class Supervisor:
         else:
             self._ensure_successor(attempt.number)  # somebody may have cancelled it
             following_job = job_number_after(chain, self._job_number)
+            if following_job is not None:
+                self._say(f"the chain goes on with job {following_job.job_id}")
             if decision.delay_seconds > 0 and following_job is not None:
                 with self._refusal("the next attempt starts without a delay: {}"):
                     self._slurm.update(following_job.job_id, StartTime=f"now+{decision.delay_seconds:.0f}")
@@ -237,6 +239,7 @@ class Supervisor:
     def _requeue(self) -> None:
         with self._refusal("{}. Submit again: the run goes on from its newest checkpoint"):
             self._slurm.requeue(self._job_id)
+            self._say("the chain goes on with this job, which is requeued")
 
     @contextmanager
     def _refusal(self, message: str) -> Iterator[None]:

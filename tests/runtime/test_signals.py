@@ -339,8 +339,7 @@ def test_what_is_announced_is_said_at_once_and_never_blocks(monkeypatch: pytest.
     monkeypatch.setattr(logger, "level", logging.INFO)
     with open(reader, "rb", buffering=0) as read, open(writer, "w") as stream:
         monkeypatch.setattr(sys, "__stderr__", stream)
-        with SignalHandler([signal.SIGTERM]) as signals:
-            signals.announce("saving")
+        with SignalHandler([signal.SIGTERM]) as signals, signals.announcing("saving"):
             send(signal.SIGTERM)
             said = b"ckptman: SIGTERM received: saving; a second one, 3 s later or more, ends the process at once\n"
             assert read.read(1000) == said
@@ -349,16 +348,21 @@ def test_what_is_announced_is_said_at_once_and_never_blocks(monkeypatch: pytest.
             while True:
                 os.write(writer, b"x" * 4096)
         os.set_blocking(writer, True)
-        with SignalHandler([signal.SIGTERM]) as signals:
-            signals.announce("saving")
+        with SignalHandler([signal.SIGTERM]) as signals, signals.announcing("saving"):
             send(signal.SIGTERM)  # nobody reads the pipe, and it is full
             assert signals.requested
         os.set_blocking(reader, False)
         left = b"".join(iter(lambda: read.read(65536) or b"", b""))
         assert b"ckptman" not in left
         monkeypatch.setattr(logger, "level", logging.WARNING)
-        with SignalHandler([signal.SIGTERM]) as signals:
-            signals.announce("saving")
+        with SignalHandler([signal.SIGTERM]) as signals, signals.announcing("saving"):
             send(signal.SIGTERM)
             assert signals.requested
         assert read.read(1000) is None, "whoever silences the logger silences this"
+        monkeypatch.setattr(logger, "level", logging.INFO)
+        with SignalHandler([signal.SIGTERM]) as signals:
+            with signals.announcing("saving"):
+                pass
+            send(signal.SIGTERM)
+            assert signals.requested
+        assert read.read(1000) is None, "nobody saves any more"

@@ -161,7 +161,7 @@ def test_an_attempt_submits_the_next_before_the_script_runs(tmp_path: Path, fake
     assert fake.argv("sbatch")[1][3:] == ["--dependency=afterany:101", str(chain.batch_file), "2"]
     assert not [name for name in fake.calls[1]["environ"] if name.startswith(("SLURM_JOB", "CKPTMAN"))]
     assert [job.job_id for job in chain.jobs()] == ["101", "102"]
-    assert said[-1] == "attempt 1 stopped: exit code 75"
+    assert said[-2:] == ["attempt 1 stopped: exit code 75", "the chain goes on with job 102"]
     assert not fake.argv("scancel")
 
 
