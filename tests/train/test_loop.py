@@ -92,8 +92,13 @@ def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stopped_twice_it_repeats_the_uninterrupted_run(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tokens: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO", "ckptman")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(tokens, whole) == 0
     assert f"step {STEPS}/{STEPS}  loss " in capsys.readouterr().out
@@ -103,7 +108,7 @@ def test_stopped_twice_it_repeats_the_uninterrupted_run(
     with monkeypatch.context() as patch:
         stop_at(5, patch)
         assert run(tokens, parts) == 75
-    assert "SIGTERM on rank 0" in capsys.readouterr().out
+    assert "stopping after step 5: SIGTERM on rank 0" in caplog.messages
     assert run(tokens, parts) == 0
     assert losses(parts) == losses(whole)
     assert [step for step, *_ in losses(whole)] == list(range(1, STEPS + 1))
