@@ -27,6 +27,8 @@ _HOME = {
     "Skipped": "ckptman.loading.accepted",
     "save": "ckptman.api",
     "load": "ckptman.api",
+    "read": "ckptman.loading.read",
+    "Run": "ckptman.run",
     "export": "ckptman.exporting.export",
     "adopt": "ckptman.dcp.adopt",
     "StorageReader": "ckptman.dcp.storage",
@@ -133,6 +135,7 @@ if TYPE_CHECKING:
     from ckptman.errors import UnknownKeyError as UnknownKeyError
     from ckptman.exporting.export import export as export
     from ckptman.loading.accepted import Skipped as Skipped
+    from ckptman.loading.read import read as read
     from ckptman.policies.calendar import KeepDaily as KeepDaily
     from ckptman.policies.calendar import KeepHourly as KeepHourly
     from ckptman.policies.calendar import KeepMonthly as KeepMonthly
@@ -153,6 +156,7 @@ if TYPE_CHECKING:
     from ckptman.policies.save_policies import OnStop as OnStop
     from ckptman.policies.save_policies import SavePolicy as SavePolicy
     from ckptman.policies.tiers import Tier as Tier
+    from ckptman.run import Run as Run
     from ckptman.runtime.signals import SignalHandler as SignalHandler
     from ckptman.state.generators import RNGState as RNGState
     from ckptman.state.rank_values import FromRank0 as FromRank0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.catalog.reader_lease import reading
-from ckptman.comm.control_group import AllRanks, Channel, RankFailed
+from ckptman.comm.control_group import AllRanks, Channel, RankFailed, failing_as_one
 from ckptman.comm.frozen import agree_on_frozen
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, warn_only
@@ -20,6 +20,7 @@ from ckptman.loading.loader import load as load_checkpoint
 from ckptman.saving.refused_values import warn_of_refused
 from ckptman.saving.write_plan import RankFile, plan_save, signature_of
 from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
+from ckptman.session.arguments import step_number
 from ckptman.state.file_layout import pickled
 from ckptman.state.named_state import Snapshot, snapshot
 from ckptman.state.wrappers import UnwrappedState, unwrap
@@ -29,7 +30,9 @@ _COMPARED: set[int] = set()
 """Signatures of the states whose replicas were compared: the first save of each does that."""
 
 
-def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def save(
+    state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, step: int | None = None, overwrite: bool = False
+) -> None:
     """Save a state dict as the checkpoint `path`, and return when it is durable.
 
     Every rank calls it. A RuntimeWarning names the values that `load` will refuse.
@@ -38,11 +41,14 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
         state_dict: tensors, DTensors, nested dicts and plain values by name, as for `dcp.save`; of modules, optimizers
             and other objects with `state_dict`, what that returns is saved.
         path: the folder, which appears when the save is complete, and not before.
+        step: optimizer steps completed, for `ckptman list`, `restore(path=)` and whoever else asks; rank 0's counts.
+            None: that of a name such as step-0000000100, or 0.
         overwrite: replace an existing checkpoint at `path`; it stays until the new one takes its place.
 
     Raises:
         ExistsError: `path` exists, and `overwrite` is False or it is not a checkpoint.
-        ConfigError: a value cannot be saved, or a small tensor differs between ranks.
+        ConfigError: a value cannot be saved, a small tensor differs between ranks, or `path` is the name of another
+            step.
         CommitError: disk full, quota or an I/O error on any rank. Nothing is left of the save, and older checkpoints
             are untouched.
 
@@ -50,9 +56,11 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
     """
     final = Path(path)
     channel = Channel(TIMEOUT_SECONDS)
-    info = SaveInfo.for_path(final, "saved by ckptman.save")
-    draft = Draft(final, info, overwrite=overwrite)
+    draft: Draft | None = None
     try:
+        with failing_as_one():
+            info = channel.run_on_leader(partial(_save_info, final, step))
+        draft = Draft(final, info, overwrite=overwrite)
         state = {name: unwrap(value) for name, value in state_dict.items()}
         agree_on_frozen(channel, state)
         with AllRanks[bool](channel) as is_new:
@@ -71,8 +79,13 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, overwri
             raise failed.failure.error from failed
         raise CommitError(info.step, failed.failure.rank, failed.failure.text) from failed
     finally:
-        draft.abandon()
+        if draft is not None:
+            draft.abandon()
         channel.close()
+
+
+def _save_info(final: Path, step: int | None) -> SaveInfo:
+    return SaveInfo.for_path(final, "saved by ckptman.save", None if step is None else step_number(step))
 
 
 def _warn_of_refused(shot: Snapshot, file: RankFile) -> None:

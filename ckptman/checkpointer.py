@@ -375,6 +375,30 @@ class Checkpointer:
         """The code to exit with: 0, the run is finished; 75, it saved and wants to be started again."""
         return EXIT_OK if self._stop is None else EXIT_AGAIN
 
+    @property
+    def run_id(self) -> str:
+        """The name of the run, as in its manifests and its journal; the same in all its attempts."""
+        return self._session.run_id
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt of the run this is, counted from 1, as in its manifests and its journal."""
+        return self._session.number
+
+    @property
+    def restored_from(self) -> int | None:
+        """The step of the checkpoint that `restore` loaded; None where there was none, or before it is called."""
+        return self._restored_from
+
+    @property
+    def last_saved(self) -> int | None:
+        """The step of the last save of this attempt that is known to be durable; None before there is one.
+
+        What is still being saved in the background does not count, and a rank may learn a step later than another
+        that a save is durable: after `wait` all ranks have the same.
+        """
+        return self._timings.durable_step
+
     # ---- the block ---------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Checkpointer:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptman
+from ckptman.format.manifest import read_manifest
 from ckptman.io.durable_files import Disk
 from tests.helpers.faulty_disk import saving_to
 from tests.helpers.ranks import run_ranks
@@ -549,3 +551,34 @@ def test_what_is_in_the_state_twice_stays_one(tmp_path: Path) -> None:
     ckptman.load(fresh, tmp_path / "x")
     assert fresh["a"] is fresh["b"]["m"]
     assert fresh["a"] == {"lr": 1.0, "steps": [1.0]}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("way", ["save", "StorageWriter"])
+def test_a_step_that_is_named_is_in_the_manifest(tmp_path: Path, way: str) -> None:
+    def save(path: Path, step: Any = None) -> None:
+        if way == "save":
+            ckptman.save(state(), path, step=step)
+        else:
+            dcp.save(state(), storage_writer=ckptman.StorageWriter(path, step=step))
+
+    save(tmp_path / "final", 5)
+    save(tmp_path / "step-0000000007", np.int64(7))
+    save(tmp_path / "step-0000000008")
+    assert [each.step for each in ckptman.Run(tmp_path).checkpoints] == [7, 8]
+    assert read_manifest(tmp_path / "final").step == 5
+    with ckptman.Checkpointer(tmp_path / "run", state(0.0)) as run:
+        assert run.restore(path=tmp_path / "final") == 5
+        assert run.restored_from == 5
+    for step, why in ((9, "is the name of step 10, not of step=9"), (-1, "a number from 0"), ("9", "a whole number")):
+        with pytest.raises(ckptman.ConfigError, match=why):
+            save(tmp_path / "step-0000000010", step)
+    assert not (tmp_path / "step-0000000010").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_step_of_a_writer_is_that_of_its_own_path_only(tmp_path: Path) -> None:
+    writer = ckptman.StorageWriter(tmp_path / "one", step=5)
+    dcp.save(state(), storage_writer=writer)
+    dcp.save(state(), storage_writer=writer, checkpoint_id=tmp_path / "two")
+    assert [read_manifest(tmp_path / name).step for name in ("one", "two")] == [5, 0]

@@ -21,6 +21,7 @@ PACKAGE = Path(ckptman.__file__).parent
 ORDER = (
     *("errors", "policies", "forecast", "io", "format", "catalog", "integrity", "transfer", "runtime", "scheduler"),
     *(
+        "run",
         "doctor",
         "_torch_compat",
         "state",

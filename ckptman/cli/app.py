@@ -23,6 +23,7 @@ EXIT_BUG = 70
 
 _VERBS = {
     "list": "list:list_checkpoints",
+    "path": "path:path",
     "show": "show:show",
     "verify": "verify:verify",
     "diff": "diff:diff",

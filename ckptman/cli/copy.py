@@ -12,7 +12,7 @@ import typer
 from ckptman.cli import console
 from ckptman.cli.options import AsJson, check_threads, option, parse_rate, path_argument
 from ckptman.cli.progress import copy_progress
-from ckptman.cli.select import Step, choose, choose_objects, is_checkpoint, is_foreign
+from ckptman.cli.select import Step, choose, choose_objects, is_foreign
 from ckptman.errors import (
     BusyError,
     CkptmanError,
@@ -23,6 +23,7 @@ from ckptman.errors import (
     NotFoundError,
     RootError,
 )
+from ckptman.format.paths import is_checkpoint
 
 if TYPE_CHECKING:
     from ckptman.catalog.backends.backend import Backend

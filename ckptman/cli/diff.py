@@ -15,8 +15,9 @@ from ckptman.cli import console
 from ckptman.cli.diff_report import Findings, Side, as_dict, lines, weight
 from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.progress import progress
-from ckptman.cli.select import choose, is_checkpoint, is_foreign
+from ckptman.cli.select import choose, is_foreign
 from ckptman.errors import ConfigError, NotFoundError
+from ckptman.format.paths import is_checkpoint
 from ckptman.policies.parameters import check_count
 
 DIFFERENT = 1

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptman.cli import console
 from ckptman.cli.options import AsJson, path_argument
-from ckptman.cli.select import check_is_no_checkpoint, is_foreign
+from ckptman.cli.select import is_foreign
+from ckptman.format.paths import check_is_no_checkpoint
 
 if TYPE_CHECKING:
     from ckptman.catalog.catalog import Entry

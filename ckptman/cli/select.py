@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ import typer
 
 from ckptman.cli.options import option, path_argument
 from ckptman.errors import ConfigError, NotFoundError
+from ckptman.format.paths import MANIFEST, METADATA, check_is_no_checkpoint, is_checkpoint, parse_step, run_folder
 
 if TYPE_CHECKING:
     from ckptman.catalog.backends.backend import Backend
@@ -51,25 +51,9 @@ def check_is_folder(path: Path | str) -> None:
 
 def is_foreign(path: Path) -> bool:
     """Whether plain DCP, or what builds on it, wrote this folder: torch's metadata, no manifest, no name of ours."""
-    from ckptman.format.paths import MANIFEST, METADATA, parse_step
-
     if parse_step(path.name) is not None or os.path.lexists(path / MANIFEST):  # False where it may not be looked at
         return False
     return os.path.lexists(path / METADATA)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a path is one checkpoint of ckptman, complete or not, and not a root."""
-    from ckptman.format.paths import MANIFEST, parse_step
-
-    return path.is_dir() and (parse_step(path.resolve().name) is not None or (path / MANIFEST).exists())
-
-
-def check_is_no_checkpoint(root: Path) -> None:
-    """Refuse a single checkpoint where a root is expected: it would look like an empty root. Raises: ConfigError."""
-    with suppress(PermissionError):  # whoever reads the root says more
-        if is_checkpoint(root):
-            raise ConfigError(f"{root} is one checkpoint, not a root: name the folder that contains it")
 
 
 def check_is_root(root: Path) -> None:
@@ -78,7 +62,6 @@ def check_is_root(root: Path) -> None:
     Raises: NotFoundError, RootError (it cannot be read, or is not a folder), ConfigError.
     """
     from ckptman.catalog.catalog import Catalog
-    from ckptman.format.paths import MANIFEST, METADATA, parse_step, run_folder
 
     check_is_no_checkpoint(root)
     catalogue = Catalog(root)
@@ -164,7 +147,6 @@ def _look(path: Path) -> Entry:
     """One folder, judged as the catalog judges those of a root."""
     from ckptman.catalog.catalog import look_at, mark
     from ckptman.catalog.rollback_records import read_abandoned
-    from ckptman.format.paths import parse_step
 
     named = parse_step(path.resolve().name)
     entry = look_at(path, named.step if named else None)
@@ -180,7 +162,6 @@ def choose_objects(url: str, step: int | None, every: bool) -> tuple[Backend, li
     Raises: ConfigError, NotFoundError, RootError.
     """
     from ckptman.catalog.backends.object_store import ObjectBackend
-    from ckptman.format.paths import parse_step
 
     if step is not None and every:
         raise ConfigError("--step and --all exclude each other: name one of them")

@@ -45,6 +45,7 @@ from ckptman.saving.index_writer import IndexWriter, RankResult, write_small
 from ckptman.saving.refused_values import warn_of_refused
 from ckptman.saving.write_plan import Described, lay_out, make_rows, refuse_meta
 from ckptman.saving.writer import Draft, SaveInfo, write_rank_files
+from ckptman.session.arguments import step_number
 from ckptman.state.file_layout import Image, Layout, Placed, pickled
 from ckptman.state.local_shards import is_plain
 from ckptman.state.named_state import Snapshot, snapshot_of
@@ -58,7 +59,12 @@ class StorageWriter(FileSystemWriter):
 
     Args:
         path: the folder, which appears when the save is complete, and not before.
+        step: optimizer steps completed, of what is saved at `path`; rank 0's counts. None, and where `dcp.save` is
+            given another `checkpoint_id`: that of a name such as step-0000000100, or 0.
         overwrite: replace an existing checkpoint at `path`; it stays until the new one takes its place.
+
+    Raises:
+        ConfigError: `step` is no step, or `path` is the name of another one.
 
     Raises, through DCP on every rank:
         OSError: the disk is full, or over quota.
@@ -70,10 +76,12 @@ class StorageWriter(FileSystemWriter):
         self,
         path: str | os.PathLike[str],
         *,
+        step: int | None = None,
         overwrite: bool = False,
     ) -> None:
         super().__init__(path, sync_files=False, overwrite=True)
         self._overwriting, self._disk = overwrite, DISK
+        self._step_of_path = Path(path), None if step is None else step_number(step)
         self._begin_draft(Path(path))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -82,7 +90,8 @@ class StorageWriter(FileSystemWriter):
         self._begin_draft(Path(checkpoint_id or self._draft.final))
 
     def _begin_draft(self, final: Path) -> None:
-        info = SaveInfo.for_path(final, "saved by dcp.save")
+        path, step = self._step_of_path
+        info = SaveInfo.for_path(final, "saved by dcp.save", step if final == path else None)
         backend = LocalBackend(final.parent.absolute(), self._disk)
         self._draft = Draft(final, info, overwrite=self._overwriting, backend=backend)
         # DCP tells nobody that another rank has failed: the draft goes when the leader's writer is used again, or goes.

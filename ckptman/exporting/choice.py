@@ -5,24 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
-from ckptman.errors import ConfigError, CorruptError, plain
+from ckptman.errors import ConfigError, plain
 from ckptman.exporting.target import Format
-from ckptman.format.value_codec import TensorRef, is_leaf, leaves_in
-from ckptman.loading.checkpoint_reader import Lazy, SavedState, resolve
+from ckptman.format.value_codec import Keys, TensorRef, leaves_in, without
+from ckptman.loading.checkpoint_reader import SavedState, resolve
 
 MODEL = "model"
 """The entry of a state that is exported where nothing else is asked for."""
 CASTS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What tensors can be cast to, by name."""
-_NOTHING = object()
-Keys = tuple[str | int, ...]
-"""From the top of a state down to a value, as torch's DCP has it: keys as texts, and numbers of list entries."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +70,14 @@ def choose(
 
     Raises: ConfigError (no such entry, two tensors of one name, a dtype that cannot be exported), CorruptError.
     """
-    state = _state_of(saved)
+    state = saved.tree()
     tree, prefix = _part(saved, state, only, everything)
 
     def named(path: Keys) -> str:
         return ".".join(map(str, (*prefix, *path) if format == "dcp" or not path else path))
 
     if exclude:
-        tree = _without(tree, (), lambda path: any(pattern.search(named(path)) for pattern in exclude))
-        tree = {} if tree is _NOTHING else tree
+        tree = without(tree, lambda path: any(pattern.search(named(path)) for pattern in exclude))
     if format != "safetensors":  # which has no place for plain values: then it does not matter if they can be read
         tree = resolve(tree)
     items: list[Item] = []
@@ -150,45 +145,6 @@ def leaves(tree: Any) -> Iterator[tuple[Keys, Any]]:
     return ((path, leaf) for path, leaf in leaves_in(tree) if not isinstance(leaf, dict))
 
 
-def _without(value: Any, path: Keys, is_excluded: Callable[[Keys], bool]) -> Any:
-    """Return the tree without some of its leaves, and without what holds nothing else.
-
-    In a list that keeps other entries, None takes their place, so that what follows keeps its name.
-    """
-    if isinstance(value, dict):
-        each = {key: _without(below, (*path, str(key)), is_excluded) for key, below in value.items()}
-        kept = {key: below for key, below in each.items() if below is not _NOTHING}
-        return kept if kept or not each else _NOTHING
-    if isinstance(value, list) and not is_leaf(value):
-        entries = [_without(below, (*path, number), is_excluded) for number, below in enumerate(value)]
-        left = [None if below is _NOTHING else below for below in entries]
-        return left if any(below is not _NOTHING for below in entries) else _NOTHING
-    return _NOTHING if is_excluded(path) else value
-
-
-def _state_of(saved: SavedState) -> dict[str, Any]:
-    """Return the state by key.
-
-    What was saved but is in no value of the index, because something beside it has no form in JSON, is found by its
-    flat name.
-    """
-    state = {key: dict(value) if type(value) is dict else value for key, value in saved.values.items()}
-    if saved.manifest is None:
-        return state
-    known = {leaf.name if isinstance(leaf, TensorRef) else ".".join(map(str, path)) for path, leaf in leaves(state)}
-    for name in (*saved.index.tensors, *saved.index.objects):
-        if name in known:
-            continue
-        top, _, rest = name.partition(".")
-        entry = state.setdefault(top, {}) if rest else None
-        leaf = TensorRef(name) if name in saved.index.tensors else Lazy(partial(saved.plain_value, name))
-        if isinstance(entry, dict):
-            entry[rest] = leaf
-        else:
-            state[name] = leaf
-    return state
-
-
 def _part(saved: SavedState, state: dict[str, Any], only: str | None, everything: bool) -> tuple[Any, Keys]:
     if everything:
         return state, ()
@@ -228,13 +184,7 @@ def _item(saved: SavedState, source: str, name: str, dtype: torch.dtype | None) 
     record, own = saved.tensor(source), saved.dtype(source)
     if str(own).startswith(("torch.qint", "torch.quint")):
         raise ConfigError(f"{source} is quantized ({record.dtype}), and is not exported: dequantize it before a save")
-    saved.check((source,))
-    size_bytes, there = prod(record.shape) * own.itemsize, int(saved.table.chunks(source).bytes.sum())
-    if size_bytes > there:
-        raise CorruptError(
-            f"{saved.folder}: {source} {list(record.shape)} has {size_bytes} bytes by its shape, but {there} were "
-            f"saved: export an older checkpoint"
-        )
+    saved.check_size(source)
     # Numbers of 8 bits and less mean nothing without their scales: they stay what they are.
     is_cast = dtype is not None and own.is_floating_point and own.itemsize > 1
     return Item(source, name, record.shape, own, dtype if is_cast and dtype is not None else own)

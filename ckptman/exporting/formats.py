@@ -13,14 +13,14 @@ import torch
 
 from ckptman._torch_compat import fake_tensors
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
-from ckptman.exporting.choice import Choice, Item, Keys, leaves
+from ckptman.exporting.choice import Choice, Item, leaves
 from ckptman.exporting.target import CONFIG, commented, save_id
 from ckptman.exporting.write import FilePlan, parts_of
 from ckptman.format import safetensors
 from ckptman.format.chunk_table import ChunkTable, assemble
 from ckptman.format.index import Location
 from ckptman.format.paths import METADATA, data_name
-from ckptman.format.value_codec import TensorRef
+from ckptman.format.value_codec import Keys, TensorRef
 from ckptman.io.safe_open import read_regular
 from ckptman.loading.box_reader import boxes
 from ckptman.loading.restricted_unpickler import load_plain

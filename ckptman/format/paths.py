@@ -13,6 +13,7 @@ step-0000000100.trash-X      deleted, being removed
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from functools import lru_cache
@@ -80,6 +81,18 @@ def like_step(name: str) -> int | None:
     """Return the step in a name that looks like one of ours and is none, so that somebody gave it by hand; or None."""
     match = _LIKE_STEP.fullmatch(name)
     return int(match[1]) if match and parse_step(name) is None else None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path is one checkpoint of ckptman, complete or not, and not a root."""
+    return path.is_dir() and (parse_step(path.resolve().name) is not None or (path / MANIFEST).exists())
+
+
+def check_is_no_checkpoint(root: Path) -> None:
+    """Refuse a single checkpoint where a root is expected: it would look like an empty root. Raises: ConfigError."""
+    with contextlib.suppress(PermissionError):  # whoever reads the root says more
+        if is_checkpoint(root):
+            raise ConfigError(f"{root} is one checkpoint, not a root: name the folder that contains it")
 
 
 def new_nonce() -> str:

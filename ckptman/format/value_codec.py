@@ -24,6 +24,7 @@ _JSON_INT = 2**63
 """Integers beyond 64 bits go as hexadecimal text: other readers of JSON have no more, Python's refuses 4,300 digits."""
 _NUMBERS = "biufc"
 """Kinds of numpy dtype: bool, signed and unsigned integer, float, complex."""
+_NOTHING = object()
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class TensorRef:
 
 
 Keys = tuple[str | int, ...]
+"""From the top of a state down to a value, as torch's DCP has it: keys as texts, and numbers of list entries."""
 Hook = Callable[[Any, str], Any]
 """Encodes what this module does not know (tensors): given value and path, returns a TensorRef, dict or None."""
 
@@ -113,11 +115,31 @@ def paths_in(value: Any, leaves: tuple[type, ...] = (TensorRef,)) -> Iterator[tu
             yield ".".join(map(str, path)), path
 
 
+def without(value: Any, is_excluded: Callable[[Keys], bool]) -> Any:
+    """Return a decoded state without the leaves whose paths are excluded, and without what holds nothing else.
+
+    In a list that keeps other entries, None takes their place, so that what follows keeps its name.
+    """
+    kept = _without(value, (), is_excluded)
+    return {} if kept is _NOTHING else kept
+
+
 def is_leaf(value: list[Any], leaves: tuple[type, ...] = (TensorRef,)) -> bool:
     """Return whether DCP keeps a list as one value."""
     return not any(
         isinstance(each, (dict, *leaves)) or (isinstance(each, list) and not is_leaf(each, leaves)) for each in value
     )
+
+
+def _without(value: Any, path: Keys, is_excluded: Callable[[Keys], bool]) -> Any:
+    if isinstance(value, dict) and value:
+        each = {key: _without(below, (*path, str(key)), is_excluded) for key, below in value.items()}
+        return {key: below for key, below in each.items() if below is not _NOTHING} or _NOTHING
+    if isinstance(value, list) and not is_leaf(value):
+        entries = [_without(below, (*path, number), is_excluded) for number, below in enumerate(value)]
+        left = [None if below is _NOTHING else below for below in entries]
+        return left if any(below is not _NOTHING for below in entries) else _NOTHING
+    return _NOTHING if is_excluded(path) else value
 
 
 def _pairs(value: Any, path: str, hook: Hook | None, depth: int) -> list[Any]:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from ckptman.format.index import (
 from ckptman.format.manifest import Manifest, missing_file, read_manifest
 from ckptman.format.paths import INDEX, MANIFEST, METADATA, parse_step
 from ckptman.format.torch_zip import PartOfFile
-from ckptman.format.value_codec import TensorRef, decode, paths_in
+from ckptman.format.value_codec import TensorRef, decode, leaves_in, paths_in
 from ckptman.io.checked_reader import Wanted, read_wanted
 from ckptman.io.checksums import Digests, digest_file, digest_of_blocks
 from ckptman.io.safe_open import open_regular
@@ -119,6 +120,28 @@ class SavedState:
     def identity(self) -> str:
         """Return what tells it from another checkpoint of the same name; "" for a foreign one."""
         return self.manifest.identity if self.manifest is not None else ""
+
+    def tree(self, *, verify: bool = True) -> dict[str, Any]:
+        """Return the state as it was saved, by key, with each tensor as a `TensorRef`, and what is read late as `Lazy`.
+
+        What is in no value of the index, because something beside it has no form in JSON, is found by its flat name.
+        """
+        tree = {key: dict(value) if type(value) is dict else value for key, value in self.values.items()}
+        if self.manifest is None:
+            return tree
+        known = {leaf.name if isinstance(leaf, TensorRef) else ".".join(map(str, at)) for at, leaf in leaves_in(tree)}
+        for name in (*self.index.tensors, *self.index.objects):
+            if name in known:
+                continue
+            top, _, rest = name.partition(".")
+            entry = tree.setdefault(top, {}) if rest else None
+            is_tensor = name in self.index.tensors
+            leaf = TensorRef(name) if is_tensor else Lazy(partial(self.plain_value, name, verify=verify))
+            if isinstance(entry, dict):
+                entry[rest] = leaf
+            else:
+                tree[name] = leaf
+        return tree
 
     def tensor(self, name: str) -> TensorRecord:
         """Return shape and dtype of a tensor. Raises: CorruptError."""
@@ -271,6 +294,17 @@ class SavedState:
                 self.tensor(name)
             self.table.check(self._files, new)
             self._checked.update(new)
+
+    def check_size(self, name: str) -> None:
+        """Check that as many bytes of a tensor were saved as its shape says. Raises: CorruptError."""
+        record = self.tensor(name)
+        self.check((name,))
+        size, there = prod(record.shape) * self.dtype(name).itemsize, int(self.table.chunks(name).bytes.sum())
+        if size > there:
+            raise CorruptError(
+                f"{self.folder}: {name} {list(record.shape)} has {size} bytes by its shape, but {there} were saved: "
+                f"restore an older checkpoint"
+            )
 
     def _place(self, chunks: Any, row: int) -> ChunkPlace:
         return ChunkPlace(

@@ -25,7 +25,7 @@ from ckptman.catalog.overwrite import may_be_replaced
 from ckptman.catalog.reader_lease import lease
 from ckptman.catalog.writer_lock import Claim
 from ckptman.comm.control_group import Channel
-from ckptman.errors import ExistsError
+from ckptman.errors import ConfigError, ExistsError
 from ckptman.format.chunk_table import pack
 from ckptman.format.index import values_json
 from ckptman.format.manifest import FileRecord, Manifest, Mesh
@@ -56,10 +56,15 @@ class SaveInfo:
     metrics: Mapping[str, float] | None = None
 
     @classmethod
-    def for_path(cls, final: Path, reason: str) -> SaveInfo:
-        """Return what is known of a save that no run makes: its step, where its name is a step's."""
+    def for_path(cls, final: Path, reason: str, step: int | None = None) -> SaveInfo:
+        """Return what is known of a save that no run makes; `step` None: that of its name, or 0 where it tells none.
+
+        Raises: ConfigError where its name is that of another step.
+        """
         name = parse_step(final.name)
-        return cls(name.step if name else 0, reason)
+        if step is not None and name is not None and name.step != step:
+            raise ConfigError(f"{final} is the name of step {name.step}, not of step={step}: save under another name")
+        return cls(step if step is not None else name.step if name else 0, reason)
 
 
 @dataclass

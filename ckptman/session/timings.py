@@ -38,6 +38,8 @@ class Timings:
         self._durable_seconds = durable_seconds
         self._start_step = 0
         self._made = self._step_began = monotonic()
+        self.durable_step: int | None = None
+        """The step of the last save of this attempt that is durable."""
         # What a crash now would fall back to: (step or None, when its save began), and the same for what is durable.
         self._saved: tuple[int | None, float] = (None, monotonic())
         self._committed: tuple[int | None, float] = self._saved
@@ -87,6 +89,7 @@ class Timings:
     def save_ended(self, report: SaveReport) -> None:
         """Note that a save is durable."""
         self._stall_seconds, self._durable_seconds = report.stall_seconds, report.durable_seconds
+        self.durable_step = report.step
         while self._begun:
             begun = self._begun.popleft()
             if begun[0] == report.step:

@@ -15,6 +15,7 @@ from tests.helpers.checkpoints import commit
 
 VERBS = {
     "list": ["ROOT", "--json"],
+    "path": ["ROOT", "--latest", "--best", "--step", "--max"],
     "show": ["PATH", "--step", "--json"],
     "verify": [
         *("PATH", "--step", "--all", "--world-size", "--mesh", "--plan-only"),
@@ -69,6 +70,7 @@ root = sys.argv[1]
 light = (
     ["--version"],
     ["list", root],
+    ["path", root, "--best", "loss"],
     ["prune", root, "--keep-last", "1", "--dry-run"],
     ["submit", "--scheduler", "local", "--chain-dir", root + "/chain", "--", "true"],
 )
@@ -128,9 +130,9 @@ def test_wrong_usage_is_2_and_says_what_is_wrong(arguments: list[str], capsys: p
 
 def test_looking_needs_no_torch_and_no_rich(tmp_path: Path) -> None:
     commit(tmp_path, 1)
-    commit(tmp_path, 2)
+    commit(tmp_path, 2, metrics={"loss": 1.0})
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
     )
     # The chunk table, which tells where tensors lie, is an array; what looks at no tensors needs no NumPy either.
-    assert ran.stderr == "[0, 0, 0, 0] []\n[0, 0, 0] ['numpy']\n"
+    assert ran.stderr == "[0, 0, 0, 0, 0] []\n[0, 0, 0] ['numpy']\n"

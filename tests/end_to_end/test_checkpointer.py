@@ -684,3 +684,44 @@ def test_a_retention_policy_that_raises_costs_no_save(tmp_path: Path) -> None:
         for step in (1, 2):
             checkpointer.step(step)
     assert [each.step for each in Catalog(tmp_path).complete()] == [1, 2]
+
+
+def test_a_run_says_which_attempt_it_is_where_it_came_from_and_what_is_durable(tmp_path: Path) -> None:
+    said = []
+    for _ in range(2):
+        state = {"weight": torch.zeros(3)}
+        with open_run(tmp_path, state, save_policy=ckptman.EverySteps(2), run_id="italia") as checkpointer:
+            said.append(
+                (checkpointer.run_id, checkpointer.attempt, checkpointer.restored_from, checkpointer.last_saved)
+            )
+            start = checkpointer.restore()
+            for step in range(start + 1, start + 4):
+                checkpointer.step(step)
+            checkpointer.wait()
+            said.append((checkpointer.restored_from, checkpointer.last_saved))
+        said.append(checkpointer.last_saved)  # the end of the block saved the last step
+    assert said == [("italia", 1, None, None), (None, 2), 3, ("italia", 2, None, None), (3, 6), 6]
+    assert ckptman.Run(tmp_path).run_id == "italia"
+
+
+def test_a_save_that_failed_is_not_the_last_saved(tmp_path: Path) -> None:
+    disk = SometimesFull()
+    with open_run(tmp_path, {"weight": torch.zeros(3)}, disk, async_save=False) as checkpointer:
+        checkpointer.step(1)
+        disk.full = True
+        with pytest.raises(ckptman.CommitError):
+            checkpointer.step(2)
+        assert checkpointer.last_saved == 1
+        disk.full = False
+    assert checkpointer.last_saved == 2
+
+
+class SometimesFull(Disk):
+    """A disk that is full while it is told to be."""
+
+    full = False
+
+    def sync_folder(self, path: Path) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        super().sync_folder(path)

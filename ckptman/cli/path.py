@@ -1,0 +1,60 @@
+"""`ckptman path ROOT`: the path of one checkpoint, for scripts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptman.cli import console
+from ckptman.cli.options import option
+from ckptman.cli.select import Root
+from ckptman.errors import ConfigError, NotFoundError, plain
+
+if TYPE_CHECKING:
+    from ckptman.run import Checkpoint, Run
+
+
+def path(
+    root: Root,
+    latest: Annotated[bool, typer.Option("--latest", help="The newest one that counts: the default.")] = False,
+    best: Annotated[
+        str | None, option("--best", "METRIC", "The one with the lowest value of a metric, such as loss.")
+    ] = None,
+    step: Annotated[int | None, option("--step", "N", "The one of this step.")] = None,
+    highest: Annotated[bool, typer.Option("--max", help="With --best: the one with the highest value.")] = False,
+) -> None:
+    """Print the path of one checkpoint: python eval.py "$(ckptman path ROOT --best loss)".
+
+    Only one that counts: it is complete, not known to be damaged, and no rollback left it behind. Exit code 3: there is
+    none.
+    """
+    from ckptman.run import Run
+
+    if latest + (best is not None) + (step is not None) > 1:
+        raise ConfigError("--latest, --best and --step exclude each other: name one of them")
+    if highest and best is None:
+        raise ConfigError("--max says how --best compares: name the metric, as in --best accuracy --max")
+    run = Run(root)
+    if best is not None:
+        found = run.best(best, "max" if highest else "min")
+    else:
+        found = run.latest if step is None else _of_step(run, step)
+    if found is None:
+        raise NotFoundError(f"{root}: {_what_is_there(run, best, step)}: ckptman list {root} shows what is there")
+    console.say(str(found.path))
+
+
+def _of_step(run: Run, step: int) -> Checkpoint | None:
+    return next((each for each in reversed(run.checkpoints) if each.step == step and each.counts), None)
+
+
+def _what_is_there(run: Run, metric: str | None, step: int | None) -> str:
+    """Return what is missing, in words."""
+    counting = [each for each in run.checkpoints if each.counts]
+    if not counting:
+        return "there is no checkpoint that counts"
+    if metric is None:
+        return f"there is no checkpoint of step {step} that counts"
+    known = sorted({plain(name) for each in counting for name in each.metrics})
+    return f"no checkpoint has a finite {plain(metric)}, of the metrics {', '.join(known) or '(none)'}"

@@ -1,0 +1,94 @@
+"""`ckptman.Run`: what a program learns of a run, without torch, and without leaving a trace."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckptman
+from ckptman.catalog.pins import pin
+from ckptman.catalog.verified import remember_damage
+from ckptman.format.paths import journal_path
+from ckptman.io.durable_files import DISK
+from ckptman.runtime.journal import Journal
+from tests.helpers.checkpoints import commit
+
+
+def test_checkpoints_come_in_order_of_commit_each_with_what_is_known_of_it(tmp_path: Path) -> None:
+    commit(tmp_path, 30, metrics={"loss": 0.5}, ranks=4)
+    pin(commit(tmp_path, 20).path, "the paper", by="me", time_seconds=1.0, disk=DISK)
+    (commit(tmp_path, 10).path / "index.json").unlink()
+    first, second, third = ckptman.Run(str(tmp_path)).checkpoints
+    assert [each.step for each in (first, second, third)] == [30, 20, 10]
+    assert (first.path, first.sequence, first.world_size) == (tmp_path / "step-0000000030", 1, 4)
+    assert (first.metrics, first.time_seconds, first.verified) == ({"loss": 0.5}, 1_790_000_000.0, False)
+    assert first.bytes == sum(each.stat().st_size for each in first.path.iterdir() if each.name != "manifest.json")
+    assert (second.pinned, second.counts) == ("the paper", True)
+    assert (third.problem, third.counts) == ("index.json is missing", False)
+
+
+def test_latest_and_best_are_among_those_that_count(tmp_path: Path) -> None:
+    run = ckptman.Run(tmp_path)
+    assert (run.latest, run.best("loss")) == (None, None)
+    for step, loss in ((1, 0.5), (2, 0.25), (3, 0.25), (4, float("nan")), (5, float("-inf")), (6, 0.0)):
+        entry = commit(tmp_path, step, metrics={"loss": loss})
+    remember_damage(entry.path, entry.require_manifest(), "a block is not what was saved")
+    commit(tmp_path, 7)
+    (tmp_path / "step-0000000008").mkdir()
+    found = (run.latest, run.best("loss"), run.best("loss", "max"))
+    assert [each.step for each in found if each is not None] == [7, 3, 1]
+    assert run.best("accuracy") is None
+    assert run.checkpoints[-2].problem == "a block is not what was saved"
+    with pytest.raises(ckptman.ConfigError, match='"min" or "max"'):
+        run.best("loss", "lowest")  # type: ignore[arg-type]
+
+
+def test_what_a_newer_ckptman_wrote_may_be_the_latest_so_none_before_it_is(tmp_path: Path) -> None:
+    commit(tmp_path, 1, metrics={"loss": 1.0})
+    manifest = commit(tmp_path, 2).path / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": 99}))
+    run = ckptman.Run(tmp_path)
+    assert "newer" in run.checkpoints[0].problem
+    for ask in (lambda: run.latest, lambda: run.best("loss")):
+        with pytest.raises(ckptman.FormatVersionError):
+            ask()
+
+
+def test_events_are_those_of_the_journal_and_tell_the_run_id_before_the_first_checkpoint(tmp_path: Path) -> None:
+    run = ckptman.Run(tmp_path)
+    assert (run.events(), run.run_id) == ([], None)
+    journal = Journal(journal_path(tmp_path))
+    journal.record("attempt_started", run_id="italia")
+    journal.close()
+    assert [each["event"] for each in run.events()] == ["attempt_started"]
+    assert run.run_id == "italia"
+
+
+def test_a_root_that_is_none_is_never_an_empty_run(tmp_path: Path) -> None:
+    folder = commit(tmp_path, 1).path
+    away = ckptman.Run(tmp_path / "away")
+    for ask in (lambda: away.checkpoints, lambda: away.latest, away.events, lambda: away.run_id):
+        with pytest.raises(ckptman.NotFoundError, match="there is no checkpoint root"):
+            ask()
+    with pytest.raises(ckptman.ConfigError, match="one checkpoint, not a root"):
+        _ = ckptman.Run(folder).checkpoints
+
+
+ASK = """
+import sys, ckptman
+run = ckptman.Run(sys.argv[1])
+run.checkpoints, run.latest, run.best("loss"), run.events(), run.run_id
+print(sorted({"torch", "numpy", "rich"} & set(sys.modules)))
+"""
+
+
+def test_asking_needs_no_torch_and_no_numpy_and_writes_nothing(tmp_path: Path) -> None:
+    commit(tmp_path, 1, metrics={"loss": 1.0})
+    before = sorted((each, each.stat().st_mtime_ns) for each in tmp_path.rglob("*"))
+    ran = subprocess.run([sys.executable, "-c", ASK, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("[]\n", "")
+    assert sorted((each, each.stat().st_mtime_ns) for each in tmp_path.rglob("*")) == before
