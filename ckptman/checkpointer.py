@@ -27,6 +27,7 @@ from ckptman.policies.tiers import Tier
 from ckptman.runtime.deadline import deadline_from_environment
 from ckptman.runtime.log import show_by_default, tell
 from ckptman.runtime.signals import SignalHandler
+from ckptman.saving.finite_check import OnNonfinite
 from ckptman.saving.retention_runner import OnFull, RetentionRunner
 from ckptman.saving.saver import Preflight, Saver, SaveReport
 from ckptman.session.arguments import check_arguments, step_number
@@ -115,6 +116,9 @@ class Checkpointer:
             Where host memory is too small for the copy, a warning says so and saves block as with False.
         overlap: let that copy run on under the next forward and backward, and wait for it only before the next
             `optimizer.step`. Only for what the optimizers in `state` update, and if nothing else writes to it.
+        nonfinite: what to do about NaN and infinity in metrics, in parameters of modules and in what optimizers keep.
+            "keep": mark the checkpoint; the newest finite one is never deleted, and `restore` prefers it. "refuse": the
+            save fails. "ignore": do not look, and restore the newest all the same.
         timeout_seconds: for how long a rank waits for the others before it gives up.
         watchdog: seconds after which a step that does not end counts as stuck and the process is ended (see
             `policies.hang_timeout`); "auto": 600 where there are several ranks, or a chain; None: no watchdog.
@@ -147,12 +151,15 @@ class Checkpointer:
         deadline: float | Literal["auto"] | None = "auto",
         async_save: bool = True,
         overlap: bool = False,
+        nonfinite: OnNonfinite = "keep",
         timeout_seconds: float = 1800.0,
         watchdog: Setting = "auto",
         run_id: str | None = None,
     ) -> None:
         self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
-        check_arguments(root, state, self._policy, retention, on_full, deadline, timeout_seconds, watchdog, signals)
+        check_arguments(
+            root, state, self._policy, retention, on_full, nonfinite, deadline, timeout_seconds, watchdog, signals
+        )
         show_by_default()
         await_ranks(timeout_seconds)
         self.root, self.state = Path(root), state
@@ -172,7 +179,7 @@ class Checkpointer:
                 )
             self._watchdog = make_watchdog(watchdog, self._control, self._session)
             undone.callback(self._watchdog.close)
-            self._timeout_seconds = timeout_seconds
+            self._timeout_seconds, self._nonfinite = timeout_seconds, nonfinite
             self._hooks = OptimizerHooks(self._state)
             undone.callback(self._hooks.close)
             self._saver = Saver(
@@ -185,6 +192,7 @@ class Checkpointer:
                 self._hooks,
                 background=async_save,
                 overlap=overlap,
+                nonfinite=nonfinite,
             )
             undone.callback(self._saver.close)
             self._timings = Timings(process_started(), end, durable_seconds=self._session.save_seconds)
@@ -226,8 +234,9 @@ class Checkpointer:
     ) -> int:
         """Load the newest good checkpoint into `state`, on any number of ranks, and return its step; 0 on a fresh run.
 
-        Damaged and incomplete checkpoints are skipped with a warning; there is no way from damaged checkpoints to a
-        fresh start. Every rank calls it, once, before the first step.
+        Damaged and incomplete checkpoints are skipped with a warning, and so are those that hold NaN or infinity (see
+        `nonfinite`) while there is a finite one; there is no way from damaged checkpoints to a fresh start. Every rank
+        calls it, once, before the first step.
 
         Args:
             step: load the checkpoint of this step; None: the newest good one.
@@ -263,7 +272,8 @@ class Checkpointer:
             self.wait()  # for a save that is still being written: it may be what is to be loaded
         except CommitError as error:
             warn(str(error))
-        restorer = Restorer(self._control, self._backend, self._session, self.beat, accepted)
+        prefer_finite = self._nonfinite != "ignore"
+        restorer = Restorer(self._control, self._backend, self._session, self.beat, accepted, prefer_finite)
         with failing_as_one():
             if path is None or self._session.finds_checkpoints:
                 found = restorer.best(self._state, step, allow_suspect=allow_suspect)

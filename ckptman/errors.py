@@ -218,12 +218,11 @@ class CommitError(CkptmanError):
         self.step, self.rank, self.cause = step, rank, cause
         who = f"rank {rank}" if rank >= 0 else "a rank that cannot be named"
         found = re.match(r"(?:\w+\.)*(\w+): ", cause)
-        of_the_state = found is not None and found[1] in _OF_THE_STATE
-        remedy = (
-            "take it out of the state, or make plain values of it,"
-            if of_the_state
-            else ("remove the cause (disk full? quota? a dead node?)")
-        )
+        remedy = "remove the cause (disk full? quota? a dead node?)"
+        if found is not None and found[1] in _OF_THE_STATE:
+            remedy = "take it out of the state, or make plain values of it,"
+        elif found is not None and found[1] == FloatingPointError.__name__:
+            remedy = 'go back to one of them with restore(), or say nonfinite="keep" to save such a state with a mark,'
         super().__init__(
             f"the save of step {step} failed on {who}: {cause}. Earlier checkpoints are untouched; {remedy} and the "
             f"next save starts afresh."

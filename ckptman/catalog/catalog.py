@@ -23,7 +23,7 @@ from ckptman.catalog.verified import VERIFIED, read_verified
 from ckptman.errors import CkptmanError, CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.format.manifest import Manifest, compare_names, read_manifest
 from ckptman.format.paths import MANIFEST, StepName, like_step, parse_step
-from ckptman.policies.retention_rules import Record
+from ckptman.policies.retention_rules import Record, nonfinite_text
 
 _LONG_AGO = "by an earlier rollback"
 _LOOKS = 10
@@ -107,20 +107,35 @@ class Entry:
         note = read_pin(self.path) if PINNED in self.beside else None
         return note.why if note is not None else ""
 
+    @property
+    def nonfinite(self) -> str:
+        """What in it is NaN or infinite; "" where nothing is, or nobody looked."""
+        found = self.manifest.nonfinite if self.manifest is not None else None
+        return nonfinite_text(found.metrics, found.tensors) if found is not None else ""
+
     def record(self) -> Record:
         """The facts that retention rules look at. Only for complete entries."""
         manifest = self.require_manifest()
         note = read_verified(self.path, manifest) if VERIFIED in self.beside else None
+        return replace(
+            self._facts(manifest),
+            verified=note is not None and note.every_byte,
+            damaged=note.damaged if note is not None else "",
+            pinned=self.pinned,
+            abandoned=f"abandoned {self.abandoned}" if self.abandoned else "",
+        )
+
+    def _facts(self, manifest: Manifest) -> Record:
+        """What the manifest alone says."""
+        found = manifest.nonfinite
         return Record(
             self.step,
             manifest.sequence,
             manifest.time_seconds,
             manifest.total_bytes,
             manifest.metrics,
-            verified=note is not None and note.every_byte,
-            damaged=note.damaged if note is not None else "",
-            pinned=self.pinned,
-            abandoned=f"abandoned {self.abandoned}" if self.abandoned else "",
+            nonfinite_metrics=found.metrics if found is not None else (),
+            nonfinite_tensors=found.tensors if found is not None else (),
         )
 
     def require_manifest(self) -> Manifest:
@@ -150,9 +165,7 @@ class Remembered(Entry):
     @classmethod
     def of(cls, entry: Entry, stamp: _Stamp) -> Remembered:
         """What to keep of a complete entry, whose folder has a stamp."""
-        manifest = entry.require_manifest()
-        metrics = dict(manifest.metrics)
-        facts = Record(entry.step, manifest.sequence, manifest.time_seconds, manifest.total_bytes, metrics)
+        facts = entry._facts(entry.require_manifest())
         return cls(entry.step, entry.path, None, beside=entry.beside, facts=facts, stamp=stamp)
 
     @property
@@ -162,6 +175,10 @@ class Remembered(Entry):
     @property
     def time_seconds(self) -> float:
         return self.facts.time_seconds
+
+    @property
+    def nonfinite(self) -> str:
+        return self.facts.nonfinite
 
     @cached_property
     def identity(self) -> str:

@@ -33,7 +33,8 @@ from ckptman.policies.retention import Record, RetentionPolicy, Verdict, over_li
 LOCK_SECONDS = 300.0
 _TAKEN_AT_ONCE = 50
 _CONFIRMED = 3
-"""So many of the newest that stay are looked at in full, where what is known of them was remembered."""
+"""So many of the newest that stay, and the newest finite one, are looked at in full, where what is known of them was
+remembered."""
 Progress = Callable[[int], None]
 """Told the bytes that were freed."""
 
@@ -131,7 +132,9 @@ def plan_prune(
             records[place] = replace(each, sequence=numbers[place], in_use=in_use)
     verdicts = plan(records, policy, now_seconds=now_seconds, coming=coming)
     staying = [entries[each.record.sequence] for each in verdicts if each.keep]
-    if len(staying) < len(verdicts) and not catalogue.confirm(staying[-_CONFIRMED:]):
+    newest = staying[-_CONFIRMED:]
+    newest += [each for each in staying if not each.nonfinite][-1:] if all(each.nonfinite for each in newest) else []
+    if len(staying) < len(verdicts) and not catalogue.confirm(newest):
         return plan_prune(root, policy, damaged, now_seconds=now_seconds, wait=wait, coming=coming, catalogue=catalogue)
     return PrunePlan(
         verdicts,

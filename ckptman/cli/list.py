@@ -25,7 +25,7 @@ RootOrAddress = Annotated[str, path_argument("ROOT", "The folder that holds chec
 def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
     """List the checkpoints under ROOT.
 
-    Oldest commit first: the last complete one is what a run restores.
+    Oldest commit first: the last that is complete and finite is what a run restores.
     """
     from ckptman.catalog.backends.backend import find_url
     from ckptman.catalog.catalog import Catalog
@@ -124,6 +124,8 @@ def _state(entry: Entry, note: Verified | None) -> str:
         return console.paint(f"damaged: {console.plain(short_problem(entry, note.damaged))}", "red")
     if entry.problem is None:
         state = f"abandoned {console.plain(entry.abandoned)}" if entry.abandoned else "complete"
+        if entry.nonfinite:
+            state += console.paint(f", not finite: {console.plain(entry.nonfinite)}", "yellow")
         return f"{state}, pinned: {console.plain(entry.pinned)}" if entry.pinned else state
     return console.paint(f"does not count: {console.plain(short_problem(entry, entry.problem))}", "red")
 
@@ -131,12 +133,16 @@ def _state(entry: Entry, note: Verified | None) -> str:
 def _summary(root: str, entries: Sequence[Entry], damaged: set[Path], leftovers: int) -> str:
     left = sum(entry.complete and bool(entry.abandoned) for entry in entries)
     counting = [entry for entry in entries if not (entry.complete and entry.abandoned)]
-    complete = [entry.require_manifest() for entry in counting if entry.complete and entry.path not in damaged]
+    complete = [entry for entry in counting if entry.complete and entry.path not in damaged]
     sentences = [f"{console.plain(root)}: no complete checkpoint."]
     if complete:
-        total = console.size(sum(manifest.total_bytes for manifest in complete))
+        total = console.size(sum(entry.require_manifest().total_bytes for entry in complete))
         number = console.count(len(complete), "complete checkpoint")
         sentences = [f"{number}, {total}; the newest is of step {complete[-1].step}."]
+        finite = [entry for entry in complete if not entry.nonfinite]
+        if complete[-1].nonfinite:
+            taken = f"a restore goes back to step {finite[-1].step}" if finite else "none is"
+            sentences.append(f"The newest is not finite: {taken}.")
     if broken := len(counting) - len(complete):
         sentences.append(f"{broken:,} {'does' if broken == 1 else 'do'} not count.")
     if left:

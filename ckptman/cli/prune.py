@@ -89,8 +89,8 @@ def prune(
     """Delete by plan, and clear leftovers.
 
     What no --keep rule keeps is deleted, with its reason; what crashes left over is cleared. Without rules, those count
-    that the run stored with its checkpoints. The newest checkpoint, the newest that was verified, what is pinned and
-    what is being read stay whatever the rules say.
+    that the run stored with its checkpoints. The newest checkpoint, the newest that was verified, the newest that is
+    finite, what is pinned and what is being read stay whatever the rules say.
 
     Of several roots each is pruned for itself, also where another one cannot be; the exit code is that of the first
     that could not. Exit code 2: no rules, or a folder that holds no checkpoints. 10: something cannot be removed.

@@ -119,6 +119,7 @@ def _origin(entry: Entry, note: Verified | None, now: float) -> list[str]:
         *([("abandoned", console.plain(entry.abandoned))] if entry.abandoned else []),
         ("ranks", f"{manifest.world_size}, mesh {console.mesh(manifest.mesh)}"),
         ("metrics", console.metrics(manifest.metrics) or "-"),
+        *([("not finite", console.paint(console.plain(entry.nonfinite), "yellow"))] if entry.nonfinite else []),
         ("run", run + (f", job {console.plain(manifest.job_id)}" if manifest.job_id else "")),
         ("restored from", came_from),
         (

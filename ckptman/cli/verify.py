@@ -109,7 +109,7 @@ def verify(
         for entry in entries:
             with reading(entry.path, what="verify"):
                 report = checks.check_bytes(entry, wishes)
-                checks.check_freshness(report, entry, known)
+                checks.check_worth(report, entry, known)
                 judge(report)
                 checks.remember(report, entry)
                 say(remark_lines(report))

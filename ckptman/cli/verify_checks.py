@@ -141,10 +141,12 @@ def _plan(report: VerifyReport, wishes: Wishes) -> Iterator[list[str]]:
         yield plan_lines(report, plan)
 
 
-def check_freshness(report: VerifyReport, entry: Entry, known: Sequence[Entry]) -> None:
-    """Remark on a checkpoint whose parameters are all those of the commit before it."""
+def check_worth(report: VerifyReport, entry: Entry, known: Sequence[Entry]) -> None:
+    """Remark on a checkpoint that is not finite, or whose parameters are all those of the commit before it."""
     from ckptman.integrity.repeated_content import stale_parameters
 
+    if entry.nonfinite and report.is_checked:
+        report.remarks.append(f"NaN or infinity in {entry.nonfinite}, as it was saved")
     earlier = [each for each in known if each.complete and each.sequence < entry.sequence]
     if not earlier or not report.is_checked:
         return

@@ -93,6 +93,7 @@ class VerifyReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the same, for JSON."""
         problems = [*map(str, self.damage), *self.problems]
+        found = self.manifest.nonfinite if self.manifest is not None else None
         return {
             "step": self.step,
             "path": str(self.path),
@@ -112,6 +113,7 @@ class VerifyReport:
             "refused": self.refused,
             "plans": [asdict(plan) for plan in self.plans],
             "remarks": self.remarks,
+            "nonfinite": found.model_dump(mode="json") if found is not None else None,
         }
 
 

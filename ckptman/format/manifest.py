@@ -50,12 +50,22 @@ class Mesh(BaseModel):
     shape: tuple[Count, ...]
 
 
+class Nonfinite(BaseModel):
+    """What a save found to be NaN or infinite: the names of metrics, and of the first of the parameters and optimizer
+    tensors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    metrics: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+
 class Manifest(BaseModel):
     """What a checkpoint is and what it consists of.
 
     `sequence` counts commits of a root, starting at 1: the newest checkpoint is the one with the highest sequence,
     not the highest step. `time_seconds` is unix time, or the end of its range that was exceeded, where the clock was
-    broken (see `is_known_time`). `files` maps names inside the folder, without the manifest.
+    broken (see `is_known_time`). `nonfinite`: None where nobody looked, and then left out of the file. `files` maps
+    names inside the folder, without the manifest.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -73,6 +83,7 @@ class Manifest(BaseModel):
     attempt: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 1
     restored_from: Step | None = None
     metrics: dict[str, float] = {}
+    nonfinite: Nonfinite | None = None
     block_bytes: Annotated[int, Field(gt=0, le=2**30)]
     files: dict[str, FileRecord]
 
@@ -88,7 +99,8 @@ class Manifest(BaseModel):
 
     def to_json(self) -> bytes:
         """Return the bytes of `manifest.json`. NaN and infinite metrics are kept, as a common extension writes them."""
-        return seal(json.dumps(self.model_dump(mode="python"), indent=1).encode())
+        unsaid = {"nonfinite"} if self.nonfinite is None else None
+        return seal(json.dumps(self.model_dump(mode="python", exclude=unsaid), indent=1).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -46,8 +47,17 @@ class Written:
     buffered_because: str | None
 
 
-def write_source(path: Path, source: Source, *, disk: Disk, threads: int | None = None) -> Written:
+def write_source(
+    path: Path,
+    source: Source,
+    *,
+    disk: Disk,
+    threads: int | None = None,
+    look: Callable[[int, memoryview], None] | None = None,
+) -> Written:
     """Write a file that nobody has made yet and flush it to storage. The folder is not flushed.
+
+    `look` is shown each piece with its offset, from several threads at a time.
 
     Raises: OSError with the name of the file; whatever the source raises. What was written stays for the caller to
     remove.
@@ -63,6 +73,8 @@ def write_source(path: Path, source: Source, *, disk: Disk, threads: int | None 
             scratch = scratch[: min(stride, size - offset)]
             data = _flat(source.view(offset, scratch), len(scratch))
             data, of_blocks, of_groups = _digest(data, scratch, file.is_direct, group)
+            if look is not None:
+                look(offset, data)
             _place(blocks, offset // BLOCK_BYTES, of_blocks)
             _place(groups, offset // group, of_groups)
             return data

@@ -3,8 +3,9 @@
     plan(records, (KeepLast(3) | KeepBest("loss", count=2)) & AtMost(bytes=2_000_000_000_000))
 
 The rules are in `retention_rules` and `calendar`. Whatever they say, these stay: the newest checkpoint, the newest that
-was verified, one that is pinned, and one that somebody reads or went on from. A rule that cannot be meant, by a slip in
-a step or in the name of a metric, is found (`slip`) before it deletes what it was to keep.
+was verified, the newest that is finite, one that is pinned, and one that somebody reads or went on from. A rule that
+cannot be meant, by a slip in a step or in the name of a metric, is found before it deletes what it was to keep
+(`slip`).
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ def plan(
 ) -> list[Verdict]:
     """A verdict on every checkpoint, in the order of their commits.
 
-    The newest is always kept, and so are the newest that was verified, what is pinned and what is in use, whatever the
-    policy says. Without a policy everything is kept. For rules by age, what was committed later than now (unix time;
-    None: as the newest says) is as young as can be. `coming` has no verdict and counts as committed: what would go once
-    it is there.
+    The newest is always kept, and so are the newest that was verified, the newest that is finite, what is pinned and
+    what is in use, whatever the policy says. Without a policy everything is kept. For rules by age, what was
+    committed later than now (unix time; None: as the newest says) is as young as can be. `coming` has no verdict and
+    counts as committed: what would go once it is there.
 
     Raises: ConfigError for a limit in percent (see `limit.in_bytes`). Called after a commit, by the leader only, and by
     `ckptman prune`.
@@ -103,7 +104,10 @@ def untouchables(records: Sequence[Record]) -> dict[int, list[str]]:
     reasons: dict[int, list[str]] = {}
     # Where a rollback left all of them behind (nobody should), the newest of them is still the only way on.
     counted = [record for record in records if not record.abandoned] or records
-    for name, group in (("newest", counted), ("newest verified", [each for each in counted if each.verified])):
+    groups = {"newest": counted, "newest verified": [each for each in counted if each.verified]}
+    if counted and max(counted, key=sequence_of).nonfinite:
+        groups["newest finite"] = [each for each in counted if not each.nonfinite]
+    for name, group in groups.items():
         if group:
             reasons.setdefault(max(map(sequence_of, group)), []).append(name)
     for record in records:

@@ -22,6 +22,8 @@ from ckptman.policies.parameters import check_count, check_positive
 
 LATEST_SECONDS = 253_402_300_799
 """The end of the year 9999, in unix seconds. Only a broken clock is later, or earlier than 1970."""
+_NAMED = 3
+"""So many names of what is not finite are in a message."""
 ZERO_HINT = "0 never means all; to keep all, give no retention policy"
 
 
@@ -46,6 +48,25 @@ class Record:
     """Who reads it, or went on from it and still runs."""
     abandoned: str = ""
     """The rollback that left it behind: no rule counts it, and only a pin or a reader keeps it."""
+    nonfinite_metrics: tuple[str, ...] = ()
+    """Names of metrics that are NaN or infinite."""
+    nonfinite_tensors: tuple[str, ...] = ()
+    """Names of some parameters and optimizer tensors in it that hold NaN or infinity."""
+
+    @property
+    def nonfinite(self) -> str:
+        """What in it is NaN or infinite; "" where nothing is, or nobody looked."""
+        return nonfinite_text(self.nonfinite_metrics, self.nonfinite_tensors)
+
+
+def nonfinite_text(metrics: Sequence[str], tensors: Sequence[str]) -> str:
+    """Return what is NaN or infinite in a checkpoint, in words: `metric loss; tensors model.weight, model.bias`."""
+    parts = []
+    for kind, names in (("metric", metrics), ("tensor", tensors)):
+        more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
+        if names:
+            parts.append(f"{kind}{'s' * (len(names) > 1)} {', '.join(names[:_NAMED])}{more}")
+    return "; ".join(parts)
 
 
 class RetentionPolicy(ABC):
@@ -247,8 +268,8 @@ class KeepSteps(RetentionPolicy):
 class KeepBest(RetentionPolicy):
     """Keep the `count` checkpoints with the lowest or highest value of a metric.
 
-    A checkpoint without the metric, or whose value is NaN or infinite, is never among the best. Of equals, the one
-    committed later is better.
+    A checkpoint without the metric, or whose value is NaN or infinite, is never among the best, nor is one whose
+    parameters are not finite. Of equals, the one committed later is better.
 
     Args:
         metric: its name, as given to `Checkpointer.step(metrics=...)`.
@@ -273,7 +294,8 @@ class KeepBest(RetentionPolicy):
 
     def keeps(self, records: Sequence[Record]) -> dict[int, str]:
         sign = 1 if self.mode == "min" else -1
-        measured = [record for record in records if math.isfinite(record.metrics.get(self.metric, math.nan))]
+        sound = [record for record in records if not record.nonfinite_tensors]
+        measured = [record for record in sound if math.isfinite(record.metrics.get(self.metric, math.nan))]
         best_first = sorted(measured, key=lambda record: (sign * record.metrics[self.metric], -record.sequence))
         return {
             record.sequence: f"keep best {place} by {self.metric} ({self.mode}): {record.metrics[self.metric]:.6g}"
@@ -286,6 +308,8 @@ class KeepBest(RetentionPolicy):
             return f"it has no {self.metric}"
         if not math.isfinite(value):
             return f"its {self.metric} is {value}"
+        if record.nonfinite_tensors:
+            return f"it is not finite ({nonfinite_text((), record.nonfinite_tensors)})"
         return f"{self.metric} {value:.6g} is not among the best {self.count}"
 
 

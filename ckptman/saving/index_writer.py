@@ -66,7 +66,7 @@ class RankResult:
 
     `rows`: packed rows of the chunk table; None: as in the save before. Their tensors are numbered through those that
     the ranks share and then `own_tensors`. `objects`: where the pickles of plain values lie. `seen`: whether the
-    parameters are those of the save before.
+    parameters are those of the save before. `nonfinite`: names of tensors that hold NaN or infinity.
     """
 
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -77,6 +77,7 @@ class RankResult:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     buffered_because: str | None = None
     seen: Seen | None = None
+    nonfinite: tuple[str, ...] = ()
 
 
 class IndexWriter:

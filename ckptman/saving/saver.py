@@ -22,16 +22,19 @@ from ckptman.comm.control_group import AllRanks, Call, Channel, RankFailed, fail
 from ckptman.comm.frozen import agree_on_frozen
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, ConfigError, RankLostError, warn_only
+from ckptman.format.manifest import Nonfinite
 from ckptman.io.failure_cause import FULL
 from ckptman.io.threads import Task, Worker
+from ckptman.policies.retention_rules import nonfinite_text
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.watchdog import Watchdog
+from ckptman.saving.finite_check import OnNonfinite
 from ckptman.saving.refused_values import refused_tensors
 from ckptman.saving.retention_runner import RetentionRunner
 from ckptman.saving.staging import Staged, Stager, refusal
 from ckptman.saving.stale_saves import Stale
 from ckptman.saving.write_plan import RankFile, plan_save, signature_of
-from ckptman.saving.writer import CheckpointWriter, Content, Draft, SaveInfo
+from ckptman.saving.writer import CheckpointWriter, Committed, Content, Draft, SaveInfo
 from ckptman.state.local_shards import refuse_unfillable
 from ckptman.state.named_state import (
     Snapshot,
@@ -77,6 +80,7 @@ class Saver:
         hooks: of the optimizers in the state; their next step waits for what is still being copied.
         background: copy to host memory, and write from there in a thread.
         overlap: what optimizer steps alone change may still be copied when `save` returns.
+        nonfinite: whether a save that holds NaN or infinity is marked, or fails, or nobody looks.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Saver:
         *,
         background: bool,
         overlap: bool = False,
+        nonfinite: OnNonfinite = "ignore",
     ) -> None:
         self._backend, self._journal, self._claim, self._watchdog = backend, journal, claim, watchdog
         self.channel, self.retention, self._hooks, self._overlap = channel, retention, hooks, overlap
@@ -99,7 +104,7 @@ class Saver:
         self._asynchronous = background
         self._running: deque[Task[SaveReport]] = deque()
         self._staged: list[Staged] = []
-        self._writer = CheckpointWriter(backend.disk)
+        self._writer = CheckpointWriter(backend.disk, nonfinite)
         self._file: RankFile | None = None
         self._number = 0
         self._warned: set[str] = set()
@@ -201,13 +206,14 @@ class Saver:
         assert file is not None
         try:
             watch = self._writer.watch(step, file, snapshot, state, self._hooks.count)
+            finite = self._writer.finite_check(file, snapshot, state)
             memory = file.memory(snapshot)
             if stager is None:
-                return Content.of(snapshot, file, memory, watch)
+                return Content.of(snapshot, file, memory, watch, finite)
             names: Collection[str] = updated_tensors(state, snapshot) if self._overlap else ()
             later = {number for number, piece in enumerate(file.pieces) if piece.name in names}
             staged = stager.stage(file, memory, later)
-            content = Content.of(snapshot, file, staged, watch)
+            content = Content.of(snapshot, file, staged, watch, finite)
         except BaseException as error:
             if staged is not None:
                 staged.release()
@@ -223,7 +229,7 @@ class Saver:
     ) -> SaveReport:
         """Write, gather, commit; in the background thread, or in the training thread where that waits."""
         try:
-            size_bytes, buffered_because, stale = self._commit(content, info)
+            committed = self._commit(content, info)
         except RankFailed as error:
             self._give_up(number, CommitError(info.step, error.failure.rank, error.failure.text), error)
         except RankLostError as error:
@@ -235,25 +241,22 @@ class Saver:
             _release(content)
         seconds = time.monotonic() - begun
         report = SaveReport(info.step, seconds if stall_seconds is None else stall_seconds, seconds)
-        facts = {"seconds": seconds, "stall_seconds": report.stall_seconds, "bytes": size_bytes}
         try:
+            facts = {"seconds": seconds, "stall_seconds": report.stall_seconds, "bytes": committed.size_bytes}
             self._note("save_durable", sync=True, step=info.step, **facts, reason=info.reason)
-            if buffered_because is not None and "buffered" not in self._warned:
+            if committed.buffered_because is not None and "buffered" not in self._warned:
                 self._warned.add("buffered")
-                self._note("direct_io_unavailable", reason=buffered_because)
+                self._note("direct_io_unavailable", reason=committed.buffered_because)
             self.retention.prune()
         except Exception as error:  # noqa: BLE001 the save is durable: a warning that is an error must not undo it
             self._note("prune_failed", cause=f"{type(error).__name__}: {error}")
-        if self.channel.is_leader and stale is not None:
-            self._report_stale(stale)
+        if self.channel.is_leader:
+            self._report(info.step, committed)
         return report
 
-    def _commit(self, content: Content | Exception, info: SaveInfo) -> tuple[int, str | None, Stale | None]:
-        """Write a draft and make it a checkpoint; where the disk is full, once more with more room.
-
-        Returns its size in bytes, which the leader alone knows, and what the writer returns. Raises: RankFailed,
-        RankLostError, and whatever else went wrong on this rank.
-        """
+    def _commit(self, content: Content | Exception, info: SaveInfo) -> Committed:
+        """Write a draft and make it a checkpoint; where the disk is full, once more with more room. Raises: RankFailed,
+        RankLostError, and whatever else went wrong on this rank."""
         tries_left = _TRIES
         while True:
             tries_left -= 1
@@ -261,8 +264,7 @@ class Saver:
             draft = Draft.of_run(self._backend, info, self._claim)
             try:
                 with self._watchdog.saving(info.step):
-                    found = self._writer.save(self.channel, draft, content)
-                return draft.size_bytes, *found
+                    return self._writer.save(self.channel, draft, content)
             except RankFailed as error:
                 draft.abandon()  # what it wrote may be what fills the disk
                 if not tries_left or not self._make_room(error, info):
@@ -332,6 +334,19 @@ class Saver:
         )
         if stale.first:
             warn_only(stale.text)
+
+    def _report(self, step: int, committed: Committed) -> None:
+        found = committed.nonfinite or Nonfinite()
+        if committed.stale is not None and not found.tensors:  # NaN stays NaN, which is no news besides
+            self._report_stale(committed.stale)
+        if what := nonfinite_text(found.metrics, found.tensors):
+            self._note("nonfinite", step=step, metrics=found.metrics, tensors=found.tensors)
+            self._warn_once(
+                "nonfinite",
+                f"the checkpoint of step {step} is not finite (NaN or infinity in {what}), and those that follow may "
+                f"not be either: the newest finite one is kept, and a restore goes back to it. See where it begins: "
+                f"ckptman list {self._backend.root}",
+            )
 
     def _block_from_now_on(self, reason: str) -> None:
         """Save in the training thread from now on: there is no memory to stage in."""

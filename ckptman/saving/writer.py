@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,12 +29,13 @@ from ckptman.comm.control_group import Channel
 from ckptman.errors import ConfigError, ExistsError
 from ckptman.format.chunk_table import pack
 from ckptman.format.index import values_json
-from ckptman.format.manifest import FileRecord, Manifest, Mesh
+from ckptman.format.manifest import FileRecord, Manifest, Mesh, Nonfinite
 from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, parse_step, step_folder, values_name
 from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.io.durable_files import Disk, holding
 from ckptman.io.file_writer import write_source
-from ckptman.policies.retention_rules import time_to_store
+from ckptman.policies.retention_rules import nonfinite_text, time_to_store
+from ckptman.saving.finite_check import MOST_NAMES, FiniteCheck, FiniteScan, OnNonfinite
 from ckptman.saving.index_writer import IndexWriter, RankResult, write_small
 from ckptman.saving.staging import Staged
 from ckptman.saving.stale_saves import Stale, StaleSaves, Watch
@@ -55,6 +57,11 @@ class SaveInfo:
     restored_from: int | None = None
     metrics: Mapping[str, float] | None = None
 
+    @property
+    def nonfinite_metrics(self) -> tuple[str, ...]:
+        """The first of the metrics that are NaN or infinite."""
+        return tuple(name for name, value in (self.metrics or {}).items() if not math.isfinite(value))[:MOST_NAMES]
+
     @classmethod
     def for_path(cls, final: Path, reason: str, step: int | None = None) -> SaveInfo:
         """Return what is known of a save that no run makes; `step` None: that of its name, or 0 where it tells none.
@@ -70,7 +77,7 @@ class SaveInfo:
 @dataclass
 class Content:
     """What one rank writes in one save: its tensors, staged or live, and what has to be pickled. `watch`: what is known
-    of its parameters, where a run saves."""
+    of its parameters, where a run saves; `finite`: looks whether they are finite, where that is asked for."""
 
     file: RankFile
     tensors: Staged | Sequence[torch.Tensor]
@@ -79,6 +86,7 @@ class Content:
     units: list[dict[str, Any]] = field(default_factory=list)
     own_units: list[dict[str, Any]] = field(default_factory=list)
     watch: Watch | None = None
+    finite: FiniteCheck | None = None
 
     @classmethod
     def of(
@@ -87,6 +95,7 @@ class Content:
         file: RankFile,
         tensors: Staged | Sequence[torch.Tensor],
         watch: Watch | None = None,
+        finite: FiniteCheck | None = None,
     ) -> Content:
         """Return the content of a snapshot. Nothing in it but `tensors` changes with the state, if they are staged."""
         private = isinstance(tensors, Staged)
@@ -100,6 +109,7 @@ class Content:
             [snapshot.units[number].as_unit() for number in file.plan.units],
             [snapshot.units[number].as_unit() for number in file.plan.own_units],
             watch,
+            finite,
         )
 
     def image(self) -> tuple[Image, list[Placed], dict[str, tuple[int, int]]]:
@@ -135,8 +145,8 @@ class Draft:
         backend: LocalBackend | None = None,
         claim: Claim | None = None,
     ) -> None:
-        self.final = final
-        self._info, self._overwrite, self._claim = info, overwrite, claim
+        self.final, self.info = final, info
+        self._overwrite, self._claim = overwrite, claim
         self._backend = backend or LocalBackend(final.parent.absolute())
         self.size_bytes = 0
         """Of all files but the manifest, once it is committed."""
@@ -176,12 +186,12 @@ class Draft:
         assert self._folder is not None
         return Path(self._folder)
 
-    def commit(self, files: dict[str, FileRecord], world_size: int) -> None:
+    def commit(self, files: dict[str, FileRecord], world_size: int, nonfinite: Nonfinite | None = None) -> None:
         """Make it a checkpoint. Raises: OSError, BusyError."""
         folder = str(self.folder)
         if self._claim is not None:
             self._claim.check()
-        manifest = self._manifest(files, world_size)
+        manifest = self._manifest(files, world_size, nonfinite)
         self._backend.commit(folder, manifest)
         self._folder, self.size_bytes = None, manifest.total_bytes
         self._held.close()
@@ -193,8 +203,8 @@ class Draft:
             self._backend.abandon(folder)
         self._held.close()
 
-    def _manifest(self, files: dict[str, FileRecord], world_size: int) -> Manifest:
-        info = self._info
+    def _manifest(self, files: dict[str, FileRecord], world_size: int, nonfinite: Nonfinite | None) -> Manifest:
+        info = self.info
         return Manifest(
             step=info.step,
             # Outside a root, under a name that is not a step's, there are no others to come after.
@@ -210,16 +220,29 @@ class Draft:
             attempt=info.attempt,
             restored_from=info.restored_from,
             metrics=dict(info.metrics or {}),
+            nonfinite=nonfinite,
             block_bytes=BLOCK_BYTES,
             files=files,
         )
 
 
+class Committed(NamedTuple):
+    """What is known of a save that was committed: the size of all its files but the manifest; why some bytes did not go
+    by direct I/O; whether it is a stale one; what in it is not finite, None where nobody looked."""
+
+    size_bytes: int
+    buffered_because: str | None
+    stale: Stale | None
+    nonfinite: Nonfinite | None
+
+
 class CheckpointWriter:
     """Takes contents to storage, one after the other. Every rank has one."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: Disk, nonfinite: OnNonfinite = "ignore") -> None:
         self._disk = disk
+        self._nonfinite = nonfinite
+        self._finite_check: FiniteCheck | None = None
         self._index = IndexWriter(disk)
         self._stale_saves = StaleSaves()
         self._rows = b""
@@ -231,13 +254,20 @@ class CheckpointWriter:
         anything new. `updates`: optimizer steps so far."""
         return self._stale_saves.watch(step, file, snapshot, state, updates)
 
-    def save(self, channel: Channel, draft: Draft, content: Content | Exception) -> tuple[str | None, Stale | None]:
+    def finite_check(self, file: RankFile, snapshot: Snapshot, state: Mapping[str, Any]) -> FiniteCheck | None:
+        """Return what will look whether what a save holds is finite, in the training thread; None: nobody looks."""
+        if self._nonfinite == "ignore":
+            return None
+        if self._finite_check is None or self._finite_check.file is not file:
+            self._finite_check = FiniteCheck(file, snapshot, state)
+        return self._finite_check
+
+    def save(self, channel: Channel, draft: Draft, content: Content | Exception) -> Committed:
         """Write one checkpoint. `content` may be the reason why this rank has nothing to write. Every rank calls it.
 
-        Returns why some bytes did not go by direct I/O, or None; and, of a stale save, what is known of it.
         Raises: RankFailed on every rank, RankLostError where a peer is gone or silent for longer than the timeout.
         """
-        folder = channel.gather_on_leader(partial(_check, content), lambda _: draft.begin())
+        folder = channel.gather_on_leader(partial(_check, content), lambda _: self._begin(draft))
         assert isinstance(content, Content)
         write = partial(self._write, Path(folder), channel.rank, content)
         commit = partial(self._commit, draft, content)
@@ -250,9 +280,17 @@ class CheckpointWriter:
         self._stale_saves.committed()
         return found
 
+    def _begin(self, draft: Draft) -> str:
+        self._refuse_nonfinite(draft.info.nonfinite_metrics, ())
+        return draft.begin()
+
     def _write(self, folder: Path, rank: int, content: Content) -> RankResult:
         image, places, objects = content.image()
-        result, blocks = write_rank_files(folder, rank, image, content.own_units, self._disk)
+        scan = content.finite.begin() if content.finite is not None else None
+        result, blocks = write_rank_files(folder, rank, image, content.own_units, self._disk, scan)
+        if scan is not None:
+            self._refuse_nonfinite((), scan.names)
+            result.nonfinite = scan.names
         result.seen = self._stale_saves.compare(content.watch, image, places, blocks)
         before, self._rows = self._rows, pack(content.file.rows(places))
         result.rows = None if self._leader_has_rows and self._rows == before else self._rows
@@ -261,19 +299,35 @@ class CheckpointWriter:
         result.objects, result.units = objects, content.units
         return result
 
-    def _commit(self, draft: Draft, content: Content, results: list[RankResult]) -> tuple[str | None, Stale | None]:
+    def _refuse_nonfinite(self, metrics: Sequence[str], tensors: Sequence[str]) -> None:
+        """Let a save fail that holds what is not finite, where the run wants that. Raises: FloatingPointError."""
+        if self._nonfinite == "refuse" and (found := nonfinite_text(metrics, tensors)):
+            raise FloatingPointError(f"NaN or infinite: {found}")
+
+    def _commit(self, draft: Draft, content: Content, results: list[RankResult]) -> Committed:
         plan = content.file.plan
         files = self._index.write_index(draft.folder, plan.tensors, results)
         files[METADATA] = self._index.write_metadata(draft.folder, results, plan.paths, draft.final)
-        draft.commit(files, len(results))
+        nonfinite = None
+        if content.finite is not None:
+            tensors = sorted({name for each in results for name in each.nonfinite})
+            nonfinite = Nonfinite(metrics=draft.info.nonfinite_metrics, tensors=tuple(tensors[:MOST_NAMES]))
+        draft.commit(files, len(results), nonfinite)
         buffered_because = next((each.buffered_because for each in results if each.buffered_because), None)
-        return buffered_because, self._stale_saves.judge(content.watch, [each.seen for each in results])
+        stale = self._stale_saves.judge(content.watch, [each.seen for each in results])
+        return Committed(draft.size_bytes, buffered_because, stale, nonfinite)
 
 
 def write_rank_files(
-    folder: Path, rank: int, image: Image, own_units: Sequence[Mapping[str, Any]], disk: Disk
+    folder: Path,
+    rank: int,
+    image: Image,
+    own_units: Sequence[Mapping[str, Any]],
+    disk: Disk,
+    scan: FiniteScan | None = None,
 ) -> tuple[RankResult, bytes]:
-    """Write the files of one rank, durably. Returns what they are, and the digests of the data file's blocks.
+    """Write the files of one rank, durably, shown to `scan` meanwhile. Returns what they are, and the digests of the
+    data file's blocks.
 
     Raises: OSError.
     """
@@ -281,7 +335,7 @@ def write_rank_files(
     small: dict[str, bytes] = {}
     with holding(folder):
         if image.size_bytes:
-            written = write_source(folder / data_name(rank), image, disk=disk)
+            written = write_source(folder / data_name(rank), image, disk=disk, look=scan)
             digests, blocks = written.digests, written.digests.blocks
             result.files[data_name(rank)] = FileRecord(bytes=digests.size_bytes, digest=written.digest)
             result.buffered_because = written.buffered_because

@@ -29,6 +29,7 @@ def check_arguments(
     policy: object,
     retention: object,
     on_full: object,
+    nonfinite: object,
     deadline: object,
     timeout_seconds: float,
     watchdog: Setting,
@@ -56,6 +57,8 @@ def check_arguments(
         raise ConfigError(f'on_full is "fail" or "prune", not {on_full!r}')
     if on_full == "prune" and retention is None:
         raise ConfigError('on_full="prune" needs a retention policy: without one, nothing may be deleted')
+    if nonfinite not in ("keep", "refuse", "ignore"):
+        raise ConfigError(f'nonfinite is "keep", "refuse" or "ignore", not {nonfinite!r}')
     if not timeout_seconds > 0:
         raise ConfigError(f"timeout_seconds is a positive number of seconds, not {timeout_seconds!r}")
     if deadline is not None and deadline != "auto" and not isinstance(deadline, int | float):

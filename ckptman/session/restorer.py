@@ -69,8 +69,9 @@ class Restorer:
         attempt: RunSession,
         beat: Callable[[], None],
         accepted: Accepted,
+        prefer_finite: bool,
     ) -> None:
-        self._accepted = accepted
+        self._accepted, self._prefer_finite = accepted, prefer_finite
         self._control, self._place, self._attempt, self._beat = control, place, attempt, beat
         self.damaged: set[int] = set()
         """Commit sequences of the checkpoints that were skipped although they look complete."""
@@ -192,7 +193,37 @@ class Restorer:
             if not entry.complete and entry.newer_format is None and step is None:
                 self._skip(entry, CorruptError(entry.problem))
         chosen = choose(entries, step)
-        return chosen if step is not None or allow_suspect else self._without_suspects(chosen)
+        if step is not None:
+            return chosen
+        if self._prefer_finite:
+            chosen = self._without_nonfinite(chosen)
+        return chosen if allow_suspect else self._without_suspects(chosen)
+
+    def _without_nonfinite(self, chosen: list[Entry]) -> list[Entry]:
+        """Leave out those that hold NaN or infinity, as long as there is another one."""
+        left = [entry for entry in chosen if not entry.nonfinite]
+        if not chosen or not chosen[0].nonfinite:
+            return left
+        newest = chosen[0]
+        if not left:
+            warn(
+                f"{self._place.root}: no checkpoint is finite (step {newest.step}: NaN or infinity in "
+                f"{newest.nonfinite}). The run goes on from the newest; give it another root to begin afresh"
+            )
+            return chosen
+        skipped = {each.sequence: each for each in chosen if each.nonfinite and each.sequence > left[0].sequence}
+        for entry in skipped.values():
+            self._attempt.note("restore_refused", step=entry.step, reason=f"not finite: {entry.nonfinite}")
+        more = f" and {len(skipped) - 1} before it" if len(skipped) > 1 else ""
+        again = ""
+        if newest.require_manifest().restored_from == left[0].step:
+            again = f" It had gone on from step {left[0].step} before: expect the same unless something is changed."
+        warn(
+            f"skipping the checkpoint of step {newest.step}{more}: NaN or infinity in {newest.nonfinite}. The run goes "
+            f"back to step {left[0].step}, the newest that is finite.{again} restore(step={newest.step}) loads the "
+            f'newest all the same, and nonfinite="ignore" always does'
+        )
+        return left
 
     def _without_suspects(self, chosen: list[Entry]) -> list[Entry]:
         """Leave out those that a run crashed with.

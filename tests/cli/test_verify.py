@@ -161,6 +161,7 @@ def test_json_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "refused": [],
         "plans": [],
         "remarks": [],
+        "nonfinite": None,
     }
     flip_byte(entry.path / "__1_0.distcp")
     assert main(["verify", str(tmp_path), "--json"]) == 4

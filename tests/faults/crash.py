@@ -7,11 +7,12 @@ system call that changes a file. What is left is judged by what had been told to
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,13 +107,15 @@ def _judge_store(tally: Tally, root: Path, allowed: list[dict[int, tuple[int, st
 
 @dataclass
 class Story:
-    """What a run saves, as (step, version), over what was `there`; `keep` of KeepLast. A `Scene`."""
+    """What a run saves, as (step, version), over what was `there`; `keep` of KeepLast. At `spoilt` steps
+    the loss is NaN. A `Scene`."""
 
     there: dict[int, int]
     saves: list[tuple[int, int]]
     keep: int = 2
     options: dict[str, object] = field(default_factory=dict)
     prunes_only: bool = False
+    spoilt: frozenset[int] = frozenset()
 
     def before(self, world: Path) -> None:
         if self.there:
@@ -130,7 +133,7 @@ class Story:
             run.restore()
             for step, version in self.saves:
                 state.update(content(version))
-                run.save(step)
+                run.save(step, {"loss": math.nan} if step in self.spoilt else None)
                 if self.options.get("async_save") is False:
                     tell(f"{step} {version}")
             run.wait()
@@ -151,7 +154,7 @@ class Story:
         for step, _ in self.saves:
             if step in held and step not in last:
                 last.append(step)  # committed, and not yet told
-        must = last[-self.keep :]
+        must = last[-self.keep :] + [step for step in last if step not in self.spoilt][-1:]
         if not tally.check(all(step in held for step in must), "lost", f"{steps} are there, {must} have to be"):
             return
         versions = self._versions(durable)
@@ -159,7 +162,7 @@ class Story:
             found = loaded(tally, root, step)
             if not tally.check(found in versions[step], "wrong", f"step {step} is {found}, not of {versions[step]}"):
                 return
-        if goes_on_as_a_run(tally, root, steps, versions):
+        if goes_on_as_a_run(tally, root, steps, versions, spoilt=self.spoilt):
             tally.survive()
 
     def _versions(self, told: list[tuple[int, ...]]) -> dict[int, set[int]]:
@@ -177,6 +180,7 @@ RUNS: dict[str, Story] = {
     "save and prune": Story({1: 1, 2: 2}, [(3, 13)], options={"async_save": False}),
     "async saves and prunes": Story({1: 1, 2: 2}, [(3, 13), (4, 14)]),
     "the same step again": Story({1: 1, 2: 2}, [(2, 12)], options={"async_save": False}),
+    "saves that are not finite": Story({1: 1}, [(2, 12), (3, 13), (4, 14)], keep=1, spoilt=frozenset({3, 4})),
     "prune": Story({1: 1, 2: 2, 3: 3, 4: 4}, [], keep=1, prunes_only=True),
 }
 
@@ -192,16 +196,23 @@ def loaded(tally: Tally, root: Path, step: int) -> int | None:
 
 
 def goes_on_as_a_run(
-    tally: Tally, root: Path, steps: list[int], versions: dict[int, set[int]], stay: tuple[int, ...] = ()
+    tally: Tally,
+    root: Path,
+    steps: list[int],
+    versions: dict[int, set[int]],
+    stay: tuple[int, ...] = (),
+    spoilt: Collection[int] = (),
 ) -> bool:
-    """A run restores the newest, saves, prunes, and leaves nothing behind but the steps that `stay`."""
+    """A run restores the newest that is not `spoilt`, saves, prunes, and leaves nothing behind but the steps that
+    `stay`."""
     state = blank()
     try:
         with warnings.catch_warnings(), impatient():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "skipping the checkpoint of step .*: NaN or infinity in metric loss")
             with open_run(root, state, async_save=False, retention=ckptman.KeepLast(1)) as run:
                 start = run.restore()
-                expected = steps[-1] if steps else 0
+                expected = next((step for step in reversed(steps) if step not in spoilt), 0)
                 if not tally.check(start == expected, "lost", f"restored {start} instead of {expected}"):
                     return False
                 if start and not tally.check(version_of(state) in versions[start], "wrong", f"step {start} is another"):

@@ -12,6 +12,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ from ckptman.loading import checkpoint_reader as saved
 from ckptman.loading import exchange as sharing
 from ckptman.loading import read_tensors as reading
 from ckptman.loading import restricted_unpickler as foreign
+from ckptman.policies import retention
+from ckptman.session import restorer
 from ckptman.state import step_record as recorded
 from ckptman.transfer import drain
 
@@ -150,6 +153,19 @@ def _tiers_are_not_awaited() -> None:
     prune.awaited = lambda *arguments, **options: {}
 
 
+def _finite_ones_may_go() -> None:
+    real = retention.untouchables
+
+    def untouchables(records: Any) -> Any:
+        return real([replace(each, nonfinite_metrics=(), nonfinite_tensors=()) for each in records])
+
+    retention.untouchables = untouchables
+
+
+def _spoilt_ones_are_restored() -> None:
+    restorer.Restorer._without_nonfinite = lambda self, chosen: chosen  # type: ignore[method-assign]
+
+
 def _errors_swallowed() -> None:
     real = blockio.FileWriter.write
 
@@ -258,6 +274,8 @@ MUTANTS: dict[str, Mutant] = {
     "a copy is made visible before its files are flushed": Mutant(_copies_not_flushed, "copy", ("lost",), 0.03),
     "what a tier is to get is noted before it is there": Mutant(_copies_noted_too_early, "copy", ("lost",), 0.1),
     "what a tier is to get may be deleted": Mutant(_tiers_are_not_awaited, "copy", ("lost",), 0.03),
+    "the newest finite one may be deleted": Mutant(_finite_ones_may_go, "crash", ("lost",), 0.1),
+    "what is not finite is restored": Mutant(_spoilt_ones_are_restored, "crash", ("lost",), 0.1),
     "older ones are deleted before the new one is durable": Mutant(_pruned_before_the_commit, "kill", ("lost",), 0.1),
     "a failed write is taken for a good one": Mutant(_errors_swallowed, "io", ("lost", "wrong", "other"), 1.0),
     "a save that failed is not told": Mutant(_failed_saves_are_not_told, "disk", ("lost",), 0.5),

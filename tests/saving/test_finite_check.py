@@ -1,0 +1,294 @@
+"""NaN and infinity in a save: it is marked, or refused; the newest finite checkpoint outlives it, and is restored."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ckptman
+from ckptman.catalog.catalog import Catalog
+from ckptman.cli.app import main
+from ckptman.errors import CommitError, ConfigError
+from ckptman.format.paths import journal_path
+from ckptman.runtime.journal import read_journal
+from ckptman.saving.finite_check import is_finite
+from tests.helpers.apps import App
+from tests.helpers.ranks import run_ranks
+
+NAN, INF = math.nan, math.inf
+FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
+LARGE = 5 * 1024 * 1024 // 4
+"""Elements of float32: more than is written at a time."""
+
+
+class Run:
+    """A model with a mask of -inf among its buffers, and optimizer state. Training sets its weight to the step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(5, 3)
+        self.model.register_buffer("mask", torch.full((4, 4), -INF).triu(1))
+        self.model.large = nn.Parameter(torch.zeros(LARGE))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        history = [torch.tensor([NAN, 1.0])]
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "history": history}
+
+    @property
+    def step(self) -> float:
+        return self.model.weight[0, 0].item()
+
+    def moment(self, name: str) -> torch.Tensor:
+        parameter = dict(self.model.named_parameters())[name]
+        return self.optimizer.state[parameter]["exp_avg_sq"].view(-1)
+
+
+def train(root: Path, *losses: float, bad: str = "", **options: Any) -> tuple[int, list[str]]:
+    """Restore, and save a step for each of the losses. `bad`: spoil `model.large` ("parameter") or what the optimizer
+    keeps of the bias ("optimizer") before the saves. Returns the step that was restored, and the warnings."""
+    run = Run()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ckptman.Checkpointer(
+            root, run.state, save_policy=ckptman.EverySteps(1), deadline=None, **options
+        ) as checkpointer:
+            start = checkpointer.restore()
+            assert run.step == start or not start
+            if bad:
+                tensor = run.model.large.data if bad == "parameter" else run.moment("bias")
+                tensor[-1] = NAN if bad == "parameter" else INF
+            for step, loss in enumerate(losses, start + 1):
+                run.model.weight.data.fill_(step)
+                checkpointer.step(step, {"loss": torch.tensor(loss), "lr": 0.1})
+    return start, [str(each.message) for each in caught if "bit for bit" not in str(each.message)]
+
+
+def marks(root: Path) -> dict[int, str]:
+    """What is not finite in each checkpoint, by step."""
+    return {entry.step: entry.nonfinite for entry in Catalog(root).complete()}
+
+
+def events(root: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_journal(journal_path(root))[0] if event["event"] == name]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_number_that_is_not_finite_is_found(dtype: str) -> None:
+    kind: torch.dtype = getattr(torch, dtype)
+    extremes = [torch.finfo(kind).max, torch.finfo(kind).min, torch.finfo(kind).tiny, 0.0, -0.0]
+    good = torch.tensor(extremes * 9, dtype=torch.float64).to(kind)
+    assert is_finite(_bytes(good), dtype)
+    for value in (NAN, -NAN) if dtype == "float8_e4m3fn" else (NAN, -NAN, INF, -INF):
+        for place in (0, 22, 44):
+            spoilt = good.clone()
+            spoilt[place] = torch.tensor(value, dtype=torch.float64).to(kind)
+            assert not is_finite(_bytes(spoilt), dtype), (value, place)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("dtype", [each for each in FLOATS if each not in ("float64", "float32")])
+def test_it_agrees_with_torch_on_all_numbers_there_are(dtype: str, bits: int) -> None:
+    kind: torch.dtype = getattr(torch, dtype)
+    if kind.itemsize * 8 != bits:
+        pytest.skip("of the other size")
+    numbers = torch.from_numpy(np.arange(2**bits, dtype=f"u{bits // 8}").view(f"i{bits // 8}")).view(kind)
+    finite = numbers.to(torch.float64).isfinite().tolist()
+    assert [is_finite(_bytes(numbers[i : i + 1]), dtype) for i in range(2**bits)] == finite
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+
+
+def test_complex_numbers_are_looked_at_in_both_parts() -> None:
+    for value in (complex(1, NAN), complex(INF, 0)):
+        assert not is_finite(_bytes(torch.tensor([0j, value], dtype=torch.complex64)), "complex64")
+    assert is_finite(_bytes(torch.tensor([1 + 2j], dtype=torch.complex128)), "complex128")
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": False}, {"overlap": True}])
+@pytest.mark.parametrize(
+    ("losses", "bad", "found"),
+    [
+        ((NAN,), "", "metric loss"),
+        ((-INF,), "", "metric loss"),
+        ((0.5,), "parameter", "tensor model.large"),
+        ((0.5,), "optimizer", "tensor optimizer.state.bias.exp_avg_sq"),
+        ((NAN,), "parameter", "metric loss; tensor model.large"),
+    ],
+)
+def test_a_save_that_is_not_finite_is_marked(
+    tmp_path: Path, options: dict[str, Any], losses: tuple[float, ...], bad: str, found: str
+) -> None:
+    train(tmp_path, 0.5, **options)
+    _, told = train(tmp_path, *losses, bad=bad, **options)
+    assert marks(tmp_path) == {1: "", 2: found}, "neither the mask nor the history marks the first"
+    assert len(told) == 1
+    assert told[0].startswith(f"the checkpoint of step 2 is not finite (NaN or infinity in {found})")
+    assert [event["step"] for event in events(tmp_path, "nonfinite")] == [2]
+
+
+@pytest.mark.parametrize(
+    "retention", [ckptman.KeepLast(2), ckptman.KeepBest("lr"), ckptman.KeepLast(1) & ckptman.policies.AtMost(bytes=1)]
+)
+def test_no_rule_deletes_the_newest_finite_one_and_a_restore_goes_back_to_it(
+    tmp_path: Path, retention: ckptman.RetentionPolicy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, 0.5, 0.4, 0.3, NAN, NAN, NAN, NAN, retention=retention)
+    assert {3, 7} <= marks(tmp_path).keys()
+    assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
+    assert "newest finite" in capsys.readouterr().out
+    assert marks(tmp_path).keys() == {3, 7}
+    start, told = train(tmp_path)
+    assert start == 3
+    assert told == [
+        "skipping the checkpoint of step 7: NaN or infinity in metric loss. The run goes back to step 3, the newest "
+        'that is finite. restore(step=7) loads the newest all the same, and nonfinite="ignore" always does'
+    ]
+    refused = events(tmp_path, "restore_refused")
+    assert [(event["step"], event["reason"]) for event in refused] == [(7, "not finite: metric loss")]
+    train(tmp_path, 0.2, retention=ckptman.KeepLast(1))
+    assert marks(tmp_path) == {4: ""}, "once there is a newer finite one, the rules decide again"
+
+
+def test_one_that_diverges_from_the_same_step_again_says_so(tmp_path: Path) -> None:
+    train(tmp_path, 0.5, NAN)
+    _, told = train(tmp_path, NAN, NAN)
+    assert "It had gone on" not in told[0]
+    start, told = train(tmp_path)
+    assert start == 1
+    assert "skipping the checkpoint of step 3 and 1 before it" in told[0]
+    assert "It had gone on from step 1 before: expect the same unless something is changed" in told[0]
+
+
+def test_the_best_is_none_whose_parameters_are_not_finite(tmp_path: Path) -> None:
+    train(tmp_path, 0.5, 0.4)
+    train(tmp_path, 0.1, bad="parameter")
+    assert marks(tmp_path)[3] == "tensor model.large"
+    plan = ckptman.policies.retention.plan(
+        [each.record() for each in Catalog(tmp_path).complete()], ckptman.KeepBest("loss")
+    )
+    assert [(each.record.step, each.keep) for each in plan] == [(1, False), (2, True), (3, True)]
+    assert plan[1].reasons == ("newest finite", "keep best 1 by loss (min): 0.4")
+    assert plan[2].reasons == ("newest",)
+
+
+def test_where_none_is_finite_the_newest_is_restored_with_a_warning(tmp_path: Path) -> None:
+    train(tmp_path, NAN, NAN)
+    start, told = train(tmp_path)
+    assert start == 2
+    assert told[0].startswith(f"{tmp_path}: no checkpoint is finite (step 2: NaN or infinity in metric loss)")
+
+
+def test_one_that_is_named_is_loaded_and_a_damaged_finite_one_leads_to_the_one_before(tmp_path: Path) -> None:
+    train(tmp_path, 0.5, 0.4, NAN)
+    run = Run()
+    with ckptman.Checkpointer(tmp_path, run.state, deadline=None) as checkpointer:
+        assert checkpointer.restore(step=3) == 3
+    data = Catalog(tmp_path).entry(2).path / "__0_0.distcp"
+    data.write_bytes(bytes(data.stat().st_size))
+    assert train(tmp_path)[0] == 1, "not the newest one, which is not finite"
+    shutil.rmtree(Catalog(tmp_path).entry(1).path)
+    with pytest.raises(ckptman.errors.CorruptError):
+        train(tmp_path)
+
+
+def test_nobody_looks_where_that_is_not_wanted(tmp_path: Path) -> None:
+    options = {"nonfinite": "ignore", "retention": ckptman.KeepLast(1)}
+    train(tmp_path, 0.5, NAN, bad="parameter", **options)
+    assert marks(tmp_path) == {2: ""}
+    manifest = json.loads((Catalog(tmp_path).entry(2).path / "manifest.json").read_text())
+    assert "nonfinite" not in manifest, "as in checkpoints of before"
+    train(tmp_path, NAN)
+    assert train(tmp_path, nonfinite="ignore") == (3, []), "nor does a restore pass over what others have marked"
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": False}])
+@pytest.mark.parametrize(("loss", "bad", "named"), [(NAN, "", "metric loss"), (0.5, "parameter", "tensor model.large")])
+def test_a_save_that_is_refused_leaves_nothing_and_the_run_may_go_on(
+    tmp_path: Path, options: dict[str, Any], loss: float, bad: str, named: str
+) -> None:
+    run = Run()
+    policy = ckptman.EverySteps(1)
+    with ckptman.Checkpointer(
+        tmp_path, run.state, save_policy=policy, deadline=None, nonfinite="refuse", **options
+    ) as checkpointer:
+        checkpointer.step(1, {"loss": 0.5})
+        checkpointer.wait()
+        if bad:
+            run.model.large.data[-1] = NAN
+        with pytest.raises(CommitError, match=f"NaN or infinite: {named}") as caught:
+            checkpointer.step(2, {"loss": loss})
+            checkpointer.wait()
+        assert (
+            'Earlier checkpoints are untouched; go back to one of them with restore(), or say nonfinite="keep"'
+            in str(caught.value)
+        )
+        assert marks(tmp_path) == {1: ""}
+        assert not [each for each in tmp_path.iterdir() if "tmp" in each.name]
+        run.model.large.data[-1] = 1.0
+        checkpointer.step(3, {"loss": 0.4})
+    assert marks(tmp_path) == {1: "", 3: ""}
+
+
+def test_an_argument_that_is_none_of_the_three(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='nonfinite is "keep", "refuse" or "ignore", not \'warn\''):
+        ckptman.Checkpointer(tmp_path, Run().state, nonfinite="warn")  # type: ignore[arg-type]
+
+
+def test_it_is_shown_wherever_checkpoints_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, 0.5, 0.4)
+    train(tmp_path, NAN, bad="parameter")
+    assert main(["list", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "complete, not finite: metric loss; tensor model.large" in out
+    assert "The newest is not finite: a restore goes back to step 2." in out
+    assert main(["list", str(tmp_path), "--json"]) == 0
+    found = [each["nonfinite"] for each in json.loads(capsys.readouterr().out)["checkpoints"]]
+    assert found == [*[{"metrics": [], "tensors": []}] * 2, {"metrics": ["loss"], "tensors": ["model.large"]}]
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "remark: NaN or infinity in metric loss; tensor model.large, as it was saved" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert report["nonfinite"] == {"metrics": ["loss"], "tensors": ["model.large"]}
+    assert main(["show", str(tmp_path)]) == 0
+    assert "not finite     metric loss; tensor model.large" in capsys.readouterr().out
+
+
+def sharded(root: Path, nonfinite: Any) -> tuple[list[str], int]:
+    """Save twice, with a NaN in the shard of the last rank; what was raised, and what is restored afterwards."""
+    app = App(mesh=(dist.get_world_size(),))
+    raised = []
+    warnings.simplefilter("ignore")
+    try:
+        with ckptman.Checkpointer(root, app.state, deadline=None, nonfinite=nonfinite) as checkpointer:
+            app.train_step()
+            checkpointer.save(1)
+            checkpointer.wait()
+            if dist.get_rank() == dist.get_world_size() - 1:
+                app.model[0].weight.detach().to_local().fill_(NAN)  # type: ignore[union-attr, operator]
+            checkpointer.save(2)
+    except CommitError as error:
+        raised.append(f"{error.rank}: {error.cause}")
+    with ckptman.Checkpointer(root, app.state, deadline=None) as checkpointer:
+        restored = checkpointer.restore()
+    return raised, restored
+
+
+@pytest.mark.parametrize("nonfinite", ["keep", "refuse"])
+def test_a_shard_of_one_rank_counts_for_all_ranks(tmp_path: Path, nonfinite: str) -> None:
+    told = ["1: FloatingPointError: NaN or infinite: tensor model.0.weight"] if nonfinite == "refuse" else []
+    assert run_ranks(2, sharded, tmp_path, nonfinite) == [(told, 1)] * 2
+    assert marks(tmp_path) == ({1: ""} if told else {1: "", 2: "tensor model.0.weight"})
