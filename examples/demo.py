@@ -127,7 +127,7 @@ def attempt(part: Part, folder: Path, steps: int) -> None:
             end_all(launcher)
     part.ended = time.time()
     for line in log.read_text(errors="replace").splitlines():
-        if "saving" in line or "parameters on" in line:
+        if "ckptman: " in line or "parameters on" in line:
             say(f"   {line}")
     if part.event == "finish" and launcher.returncode != 0:
         fail(f"the last attempt ended with {launcher.returncode}:\n{log.read_text(errors='replace')[-3000:]}")

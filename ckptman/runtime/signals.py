@@ -51,6 +51,7 @@ class SignalHandler:
 
     Attributes:
         signals: those it listens to.
+        entered: whether it notes them now.
         received: the first signal that came, or None; readable after the block too.
 
     Raises:
