@@ -36,7 +36,7 @@ ORDER = (
         "dcp",
         "api",
     ),
-    *("checkpointer", "train", "cli"),
+    *("checkpointer", "integrations", "train", "cli"),
 )
 """The rooms. Imports go only to the left."""
 ABOVE_ALL = ("__init__", "__main__", "_moved")

@@ -147,7 +147,7 @@ def _measure(before: torch.Tensor, after: torch.Tensor, dtypes: tuple[torch.dtyp
 
 
 _HALVES = {"torch.complex32": torch.float16, "torch.bcomplex32": torch.bfloat16}
-"""Complex dtypes in which torch does not compute, by that of their parts. `bcomplex32`: from torch 2.15 on."""
+"""Complex dtypes in which torch does not compute, by that of their parts. `bcomplex32`: from torch 2.14 on."""
 
 
 def _values(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

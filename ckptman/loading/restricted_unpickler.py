@@ -178,7 +178,7 @@ def load_plain(data: io.BytesIO, what: str) -> Any:
 
 @contextlib.contextmanager
 def _checked_sparse(pickled: bytes) -> Iterator[None]:
-    """Have torch check sparse tensors: it writes where their indices say. From 2.15 on it says that this takes time."""
+    """Have torch check sparse tensors: it writes where their indices say. From 2.14 on it says that this takes time."""
     with torch.sparse.check_sparse_tensor_invariants(), contextlib.ExitStack() as stack:  # type: ignore[no-untyped-call]
         if b"sparse" in pickled:
             stack.enter_context(warnings.catch_warnings())

@@ -30,7 +30,7 @@ QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, 
 
 
 _DESCRIPTION = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""What a tensor that describes its own shards says of them: the `CheckpointableTensor` of torch 2.15."""
+"""What a tensor that describes its own shards says of them: DCP's `CheckpointableTensor`, from torch 2.14 on."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def nested(state: Mapping[str, Any], rank: int, saved: Mapping[str, Any] | None 
     result: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, torch.nn.Module):
-            result[name] = get_model_state_dict(value)
+            result[name] = _module_state(value)
         elif isinstance(value, torch.optim.Optimizer):
             model = model_of(value, state)
             entries = saved.get(name, ()) if saved is not None else None
@@ -143,6 +143,16 @@ def nested(state: Mapping[str, Any], rank: int, saved: Mapping[str, Any] | None 
         else:
             result[name] = value
     return result
+
+
+def _module_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the tensors of a module by the names that it gives them, without those of wrappers."""
+    try:
+        return get_model_state_dict(module)
+    except AttributeError:
+        # A hook of the module gives names of which it has no parameters, such as the parts of a fused weight, and puts
+        # them together again in `load_state_dict`: torch looks for such a parameter.
+        return module.state_dict()
 
 
 def is_named(value: object) -> bool:

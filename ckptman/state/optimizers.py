@@ -24,6 +24,8 @@ from ckptman.errors import ConfigError
 from ckptman.state.trainable import module_of
 
 GROUPS = "param_groups."
+_NAMES = "param_names"
+"""What a group of an optimizer has besides that was made of named parameters."""
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -220,7 +222,9 @@ def _training_only(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.
 
 @contextmanager
 def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, an optimizer has no empty groups, and no `param_names`: torch would take them for a setting."""
     groups = optimizer.param_groups
+    names = [group.pop(_NAMES, None) for group in groups]
     optimizer.param_groups = [group for group in groups if group["params"]]
     try:
         yield
@@ -228,3 +232,6 @@ def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         # Loading puts new groups in place of those it was given.
         others = iter(optimizer.param_groups)
         optimizer.param_groups = [next(others) if group["params"] else group for group in groups]
+        for group, named in zip(optimizer.param_groups, names):
+            if named is not None:
+                group[_NAMES] = named

@@ -225,7 +225,7 @@ def load_described(root: str) -> list[Way]:
 
 
 IS_KNOWN = hasattr(dcp, "CheckpointableTensor")
-"""Whether plain DCP knows tensors that describe their shards, as it does from torch 2.15 on."""
+"""Whether plain DCP knows tensors that describe their shards, as it does from torch 2.14 on."""
 DESCRIBED_BY, DESCRIBED_TO = (WRITERS, READERS) if IS_KNOWN else (["ckptman.save"], ["ckptman.load"])
 
 

@@ -1,0 +1,1 @@
+"""ckptman in the training loops of others. Each module imports its framework, and is imported by whom it serves."""
