@@ -1,0 +1,469 @@
+"""Runs of Lightning's Trainer, ended anywhere: they end as the run that nobody ended, loss by loss."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from xxhash import xxh3_128_hexdigest
+
+import ckptman
+from tests.helpers.ranks import run_ranks, start_ranks
+
+SAMPLES, EPOCHS, ACCUMULATED = 45, 3, 2
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pl = pytest.importorskip("lightning.pytorch")
+    from ckptman.integrations.lightning import CkptmanCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Draws for each sample, and tells which one it is in the first number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), random.random(), float(torch.rand(())), index / SAMPLES])
+
+
+@dataclass
+class Plan:
+    """What happens to a run: at a batch (counted in this process) it kills itself, gets a signal, or raises."""
+
+    at: int | None = None
+    how: signal.Signals | type[Exception] = signal.SIGTERM
+    computed: dict[str, str] = field(default_factory=dict)
+    """What was computed for each batch."""
+    batches: int = 0
+
+    def batch(self, key: str, told: str) -> None:
+        self.computed[key] = told
+        self.batches += 1
+        if self.batches == self.at:
+            if isinstance(self.how, signal.Signals):
+                os.kill(os.getpid(), self.how)
+            else:
+                raise self.how(key)
+
+
+class Model(pl.LightningModule):  # type: ignore[misc,name-defined]
+    """Dropout, a schedule by step and one that looks at what validation found."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        samples = torch.cat(list(batch.values())) if isinstance(batch, dict) else batch
+        loss: torch.Tensor = self.layers(samples).square().mean()
+        told = f"{loss.item().hex()} {samples[:, 0].int().tolist()} {self.trainer.global_step}"
+        self.plan.batch(f"{self.current_epoch}/{batch_idx}", told)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.layers(batch).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": by_step, "interval": "step"}, {"scheduler": plateau, "monitor": "val_loss"}]
+
+
+class Adversarial(Model):
+    """Two optimizers by hand, one of them at every second batch."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for number, optimizer in enumerate(self.optimizers()):
+            if number and batch_idx % 2:
+                continue
+            loss = self.layers(batch).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.plan.batch(f"{self.current_epoch}/{batch_idx}", f"{loss.item().hex()} {self.trainer.global_step}")
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(self.layers[0].parameters(), 0.01), torch.optim.SGD(self.layers[3].parameters(), 0.1)]
+
+
+class Counting(pl.LightningDataModule):  # type: ignore[misc,name-defined]
+    """Counts what it transferred, and saves that."""
+
+    seen = 0
+
+    def train_dataloader(self) -> Any:
+        return {"a": DataLoader(Noisy(), 3, shuffle=True), "b": DataLoader(Noisy(), 8, shuffle=True)}
+
+    def val_dataloader(self) -> Any:
+        return validation()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.seen += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Hooked(Model):
+    """Saves something by hooks."""
+
+    losses: float = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses += loss.item()
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["losses"] = torch.tensor(self.losses, dtype=torch.float64)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.losses = checkpoint["losses"].item()
+
+
+def validation() -> DataLoader[Any]:
+    return DataLoader(torch.rand(8, 4, generator=torch.Generator().manual_seed(3)), 4)
+
+
+def plain_loader() -> Any:
+    return DataLoader(Noisy(), 3, shuffle=True)
+
+
+def fit(
+    root: Path | str,
+    plan: Plan | None = None,
+    model: type[Model] = Model,
+    data: Any = None,
+    callback: dict[str, Any] | None = None,
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> tuple[Any, CkptmanCallback]:
+    """One attempt of a run; returns the trainer, and the callback."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(0)
+    module = model(plan or Plan())
+    torch.manual_seed(100 + rank)
+    random.seed(rank)
+    saves = CkptmanCallback(root, **{"save_policy": ckptman.EverySteps(2) | ckptman.OnStop(), **(callback or {})})
+    defaults: dict[str, Any] = {
+        "max_epochs": EPOCHS,
+        "val_check_interval": 0.5,
+        "accumulate_grad_batches": ACCUMULATED,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "accelerator": "cpu",
+        "devices": world_size,
+        "strategy": "ddp" if world_size > 1 else "auto",
+    }
+    options = {**defaults, **options}
+    trainer = pl.Trainer(**{**options, "callbacks": [*options.get("callbacks", ()), saves]})
+    if isinstance(data, pl.LightningDataModule):
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    else:
+        trainer.fit(module, data if data is not None else plain_loader(), validation(), ckpt_path=ckpt_path)
+    return trainer, saves
+
+
+def digest(trainer: Any) -> str:
+    """Of all tensors of the model and its optimizers, and the learning rates."""
+    tensors = [*trainer.lightning_module.state_dict().values()]
+    for optimizer in trainer.optimizers:
+        tensors += [each for state in optimizer.state_dict()["state"].values() for each in state.values()]
+    tensors = [each for each in tensors if isinstance(each, torch.Tensor)]
+    rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return xxh3_128_hexdigest(b"".join(each.numpy().tobytes() for each in tensors) + repr(rates).encode())
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+# ---- in one process: signals and errors ------------------------------------------------------------------------------
+
+
+def ends_alike(tmp_path: Path, ends: list[Plan], **how: Any) -> tuple[Any, Any]:
+    """Check that a run with these ends computes what the whole one does; returns both trainers."""
+    make = how.pop("make", dict)
+    whole = Plan()
+    trainer, saves = fit(tmp_path / "whole", whole, **how, **make())
+    assert saves.exit_code == 0
+    computed: dict[str, str] = {}
+    for end in [*ends, Plan()]:
+        with contextlib.suppress(ArithmeticError):
+            again, saves = fit(tmp_path / "cut", end, **how, **make())
+            assert saves.exit_code == (75 if end.at is not None and end.batches >= end.at else 0)
+        computed |= end.computed
+    assert computed == whole.computed
+    assert digest(again) == digest(trainer)
+    return trainer, again
+
+
+def test_stopped_and_failed_anywhere(tmp_path: Path, rng: random.Random) -> None:
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    ends = [Plan(rng.randint(3, 12)), Plan(rng.randint(1, 12), ArithmeticError), Plan(rng.randint(1, 12))]
+    ends_alike(tmp_path, ends)
+    assert handlers == {each: signal.getsignal(each) for each in handlers}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [14, 15, 16])
+def test_stopped_about_the_end_of_an_epoch(tmp_path: Path, batch: int) -> None:
+    ends_alike(tmp_path, [Plan(batch), Plan(1), Plan(14)])
+
+
+@pytest.mark.slow
+def test_two_optimizers_by_hand(tmp_path: Path, rng: random.Random) -> None:
+    ends = [Plan(rng.randint(1, 20)), Plan(rng.randint(1, 20), ArithmeticError)]
+    ends_alike(tmp_path, ends, model=Adversarial, accumulate_grad_batches=1)
+
+
+@pytest.mark.slow
+def test_a_datamodule_and_two_loaders(tmp_path: Path, rng: random.Random) -> None:
+    ends = [Plan(rng.randint(1, 20)), Plan(rng.randint(1, 20))]
+    whole, cut = ends_alike(tmp_path, ends, make=lambda: {"data": Counting()})
+    assert cut.datamodule.seen == whole.datamodule.seen
+
+
+@pytest.mark.slow
+def test_hooks_and_averaged_weights(tmp_path: Path, rng: random.Random) -> None:
+    from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
+
+    def make() -> dict[str, Any]:
+        return {"callbacks": [EarlyStopping("val_loss", patience=9), WeightAveraging()]}
+
+    ends = [Plan(rng.randint(1, 20)), Plan(rng.randint(1, 20))]
+    whole, cut = ends_alike(tmp_path, ends, model=Hooked, make=make)
+    assert cut.lightning_module.losses == whole.lightning_module.losses
+    assert cut.callbacks[1].best_score == whole.callbacks[1].best_score
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shorter", "longer"),
+    [({"max_steps": 5}, {"max_steps": 13}), ({"max_epochs": 1}, {"max_epochs": 2})],
+)
+def test_a_run_that_is_finished_trains_no_more_unless_it_is_made_longer(
+    tmp_path: Path, shorter: dict[str, Any], longer: dict[str, Any]
+) -> None:
+    whole, first, none, rest = (Plan() for _ in range(4))
+    trainer, _ = fit(tmp_path / "whole", whole, **longer)
+    fit(tmp_path / "run", first, **shorter)
+    fit(tmp_path / "run", none, **shorter)
+    assert not none.computed
+    again, _ = fit(tmp_path / "run", rest, **longer)
+    assert not first.computed.keys() & rest.computed.keys()
+    assert first.computed | rest.computed == whole.computed
+    assert digest(again) == digest(trainer)
+
+
+@pytest.mark.slow
+def test_epochs_that_are_cut_short_and_loaders_that_are_made_anew(tmp_path: Path, rng: random.Random) -> None:
+    ends = [Plan(rng.randint(3, 12)), Plan(rng.randint(1, 12))]
+    ends_alike(tmp_path, ends, limit_train_batches=10, reload_dataloaders_every_n_epochs=1)
+
+
+@pytest.mark.slow
+def test_a_metric_of_validation_belongs_to_one_step(tmp_path: Path) -> None:
+    for plan in (Plan(17), Plan()):
+        policy = {"save_policy": ckptman.EverySteps(5)}
+        fit(tmp_path, plan, callback=policy, accumulate_grad_batches=1, val_check_interval=1.0)
+    saved = {
+        path.parent.name: json.loads(path.read_text())["metrics"] for path in tmp_path.glob("step-*/manifest.json")
+    }
+    assert all("loss" in metrics for metrics in saved.values())
+    assert {int(name[5:]) for name, metrics in saved.items() if "val_loss" in metrics} == {15, 30, 45}
+
+
+@pytest.mark.slow
+def test_the_best_by_a_metric_are_kept(tmp_path: Path) -> None:
+    fit(tmp_path / "run", callback={"monitor": "val_loss", "save_top_k": 2})
+    found = {int(each.name[5:]) for each in (tmp_path / "run").glob("step-*")}
+    assert 2 <= len(found) <= 3
+    assert max(found) == 24
+    with pytest.raises(ckptman.ConfigError, match="validation has logged no such metric, but loss, val_loss"):
+        fit(tmp_path / "other", callback={"monitor": "val_los"})
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_other_programs_load_the_model_by_its_bare_names(tmp_path: Path) -> None:
+    trainer, _ = fit(tmp_path / "run", max_steps=4)
+    other = Model(Plan())
+    ckptman.load({"model": other}, tmp_path / "run/step-0000000004")
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), trainer.lightning_module.parameters()))
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.ones(4)
+
+
+def test_bad_input_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    saved = str(tmp_path / "some.ckpt")
+    fit(tmp_path / "other", max_steps=1)[0].save_checkpoint(saved)
+    with pytest.raises(ckptman.ConfigError, match=r"fit\(ckpt_path='.*some.ckpt'\): with a CkptmanCallback"):
+        fit(tmp_path / "run", ckpt_path=saved)
+    with pytest.raises(ckptman.ConfigError, match="does not know how many batches it has"):
+        fit(tmp_path / "run", data=DataLoader(Endless(), 3))
+    with pytest.raises(ckptman.ConfigError, match="monitor= and retention= say the same thing"):
+        CkptmanCallback(tmp_path / "run", monitor="loss", retention=ckptman.KeepLast(1))
+    with pytest.raises(ckptman.ConfigError, match="unexpected keyword argument 'tier'"):
+        CkptmanCallback(tmp_path / "run", tier=())
+    with pytest.raises(ckptman.ConfigError, match=r"fit\(\) did not run in this process"):
+        print(CkptmanCallback(tmp_path / "run").exit_code)
+    assert not (tmp_path / "run").exists()
+
+
+class Foreign:
+    """A trainer of another framework."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"global_step": 5}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.global_step = state["global_step"]
+
+
+def test_a_root_of_another_program_is_refused(tmp_path: Path) -> None:
+    loader = ckptman.ResumableLoader(plain_loader())
+    state: dict[str, Any] = {"model": Model(Plan()), "data": loader, "rng": ckptman.RNGState()}
+    state["optimizer"] = torch.optim.AdamW(state["model"].parameters())
+    others = {f"lr_scheduler_{number}": Foreign() for number in range(2)}
+    for name, more in (("bare", {}), ("hf", {**others, "trainer": Foreign()})):
+        with ckptman.Checkpointer(tmp_path / name, {**state, **more}) as checkpointer:
+            checkpointer.save(2)
+    before = sorted(tmp_path.rglob("step-*"))
+    with pytest.raises(ckptman.ConfigError, match="was not saved by a Trainer of Lightning, but by another program"):
+        fit(tmp_path / "bare")
+    with pytest.raises(ckptman.CkptmanError, match="trainer of another framework"):
+        fit(tmp_path / "hf")
+    assert sorted(tmp_path.rglob("step-*")) == before
+    fit(tmp_path / "lightning", max_steps=2)
+    with (
+        pytest.raises(ckptman.MismatchError, match="trainer"),
+        ckptman.Checkpointer(tmp_path / "lightning", state) as checkpointer,
+    ):
+        checkpointer.restore()
+
+
+# ---- in processes that are killed ------------------------------------------------------------------------------------
+
+
+def train(root: str, kind: str, workers: int, plan: Plan | None) -> tuple[str, dict[str, str]]:
+    """A run that is killed by its plan. What it computes is noted in a file, too, for those that are killed."""
+    warnings.simplefilter("ignore")
+    loader: Any = DataLoader(Noisy(), 3, shuffle=True, num_workers=workers)
+    if kind == "elastic":
+        sampler = ckptman.ElasticSampler(SAMPLES, seed=5)
+        loader = ckptman.ResumableLoader(DataLoader(Noisy(), 3, sampler=sampler, num_workers=workers))
+    with open(Path(root, f"log-{dist.get_rank()}"), "a") as log:
+
+        class Noted(Plan):
+            def batch(self, key: str, told: str) -> None:
+                print(f"{key}: {told}", file=log, flush=True)
+                super().batch(key, told)
+
+        noted = Noted() if plan is None else Noted(plan.at, signal.SIGKILL)
+        callback = {"monitor": "val_loss"} if kind == "elastic" else {}
+        trainer, _ = fit(root, noted, data=loader, callback=callback)
+    return digest(trainer), noted.computed
+
+
+def computed(root: Path, rank: int) -> dict[str, str]:
+    """What the run computed for each batch; of one that was computed again after a kill, the last time."""
+    lines = (root / f"log-{rank}").read_text().splitlines()
+    return dict(line.split(": ", 1) for line in lines)
+
+
+def killed(root: Path, world_size: int, kind: str, workers: int, kills: list[int]) -> list[Any]:
+    """Run until it is finished, with kills on the way, each so many batches after its start."""
+    for at in kills:
+        with start_ranks(world_size, train, str(root), kind, workers, Plan(at)) as world:
+            if world.join() == [0] * world_size:
+                return world.results()
+    return run_ranks(world_size, train, str(root), kind, workers, None)
+
+
+def check(tmp_path: Path, world_size: int, kind: str, workers: int, kills: list[int]) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    expected = run_ranks(world_size, train, str(whole), kind, workers, None)
+    found = killed(cut, world_size, kind, workers, kills)
+    assert [each for each, _ in found] == [each for each, _ in expected]
+    for rank in range(world_size):
+        assert computed(cut, rank) == computed(whole, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "elastic"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_killed_twice(tmp_path: Path, world_size: int, kind: str, workers: int, rng: random.Random) -> None:
+    check(tmp_path, world_size, kind, workers, [rng.randint(4, 12) for _ in range(2)])
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["plain", "elastic"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_killed_twenty_times(tmp_path: Path, world_size: int, kind: str, workers: int, rng: random.Random) -> None:
+    check(tmp_path, world_size, kind, workers, [rng.randint(3, 8) for _ in range(20)])
+
+
+def one_epoch(root: str, at: int | None) -> list[int]:
+    """Go on with an epoch, up to a batch, and return the samples that this rank saw."""
+    warnings.simplefilter("ignore")
+    loader = ckptman.ResumableLoader(DataLoader(Noisy(), 2, sampler=ckptman.ElasticSampler(SAMPLES, seed=5)))
+    plan = Plan(at)
+    fit(root, plan, data=loader, max_epochs=1, accumulate_grad_batches=1)
+    return [int(each) for told in plan.computed.values() for each in told.split("[")[1].split("]")[0].split(", ")]
+
+
+@pytest.mark.slow
+def test_each_sample_once_on_two_ranks_one_and_two(tmp_path: Path) -> None:
+    parts = [run_ranks(2, one_epoch, str(tmp_path), 3), run_ranks(1, one_epoch, str(tmp_path), 4)]
+    parts.append(run_ranks(2, one_epoch, str(tmp_path), None))
+    seen = [sample for ranks in parts for rank in ranks for sample in rank]
+    assert len(seen) == len(set(seen))
+    assert len(seen) in (SAMPLES, SAMPLES - 1)  # what two ranks cannot share begins the next epoch
