@@ -280,6 +280,7 @@ class Checkpointer:
             else:
                 found = restorer.at(self._state, Path(path))
         if found is None:
+            accepted.check_keys(self._control, self._state)
             self._session.tell(f"fresh start: {self.root} holds no checkpoint yet")
         self._restored_from, self._ready = found, True
         self._last, self._stepped, self._rehearsed = None, False, False

@@ -275,7 +275,9 @@ class MismatchError(CkptmanError):
         if self.mismatched:
             lines.append("  What is different cannot be accepted. Under a new name in this run, it would start afresh.")
         elif call:
-            lines.append(f"  To keep what is missing as it is here, and leave out the unexpected: {plain(call)}")
+            kept = "keep what is missing as it is here" if self.missing else ""
+            left = "leave what is unexpected there" if self.unexpected else ""
+            lines.append(f"  To {' and '.join(filter(None, (kept, left)))}: {plain(call)}")
         lines.append(
             f"  Bring {plain(subject)} in line with what was saved, or restore another checkpoint "
             f"(ckptman show lists its tensors)."

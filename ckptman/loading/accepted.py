@@ -58,6 +58,14 @@ class Accepted:
                 )
         return given[0]
 
+    def check_keys(self, channel: Channel, keys: Iterable[str]) -> None:
+        """Check the patterns of `missing` where there is no checkpoint yet, by the keys of the state: an attempt that
+        finds one should not be the first to meet a typing error. Raises on every rank: ConfigError."""
+        known = sorted({key for each in channel.gather([*keys]) for key in each})
+        for pattern in self.missing:
+            if not any(fnmatchcase(key.partition(".")[0], pattern.partition(".")[0]) for key in known):
+                raise names_nothing(pattern, known)
+
     def __str__(self) -> str:
         lists = {"missing": self.missing, "unexpected": self.unexpected}
         return ", ".join(f"{name}={json.dumps(patterns)}" for name, patterns in lists.items() if patterns)

@@ -262,6 +262,14 @@ def test_patterns_that_cannot_be_meant(path: Path) -> None:
         assert state == {"schedule": 1, "epoch": 2}
 
 
+def test_a_typing_error_is_told_on_a_fresh_start(tmp_path: Path) -> None:
+    state = {"model": Net(), "progress": {"epoch": 0}}
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        with pytest.raises(ckptman.ConfigError, match=r'missing=\["prgress.best"\] names nothing .* mean progress\?'):
+            checkpointer.restore(missing=["prgress.best"])
+        assert checkpointer.restore(missing=["*.lora_A", "progress.best"], unexpected=["old"]) == 0
+
+
 def test_what_has_another_shape_cannot_be_accepted(path: Path) -> None:
     ckptman.save(run(1), path)
     for way in restore, load:
