@@ -18,7 +18,7 @@ EVERYTHING = ("*",)
 _FEW = 4
 """So many patterns are not shortened further."""
 _SHOWN = 8
-"""Names that are told one by one."""
+"""So many names are told one by one."""
 
 
 class Skipped(NamedTuple):
@@ -112,10 +112,12 @@ def patterns_of(names: Collection[str], known: Iterable[str]) -> tuple[str, ...]
     return tuple(dict.fromkeys(found))
 
 
-def told(names: Collection[str]) -> list[str]:
-    """Return names to be told: not thousands."""
-    more = len(names) - _SHOWN
-    return [*names][:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+def told(names: Iterable[str]) -> list[str]:
+    """Return names to be told; where there are many, what they are under."""
+    shown = dict.fromkeys(names)
+    while len(shown) > _SHOWN and (deepest := max(name.count(".") for name in shown)):
+        shown = dict.fromkeys(name.rpartition(".")[0] if name.count(".") == deepest else name for name in shown)
+    return [*shown]
 
 
 def _prefixes(name: str) -> Iterator[str]:

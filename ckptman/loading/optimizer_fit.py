@@ -78,11 +78,12 @@ def start_new_parameters(
     for entry in values.keys() & kept:
         if (parameter := parameter_of(entry)) and parameter not in with_state:
             del values[entry]
-    new = {_setting(entry)[0] for entry in kept if entry.startswith(GROUPS)}
-    for _, other, key, value in _settings(groups, saved):
-        for parameter in new:
-            entry = f"{GROUPS}{parameter}.{key}"
-            if groups.get(parameter) == groups[other] and entry not in saved:
+    of_group: dict[int, dict[str, Any]] = {}
+    for _, parameter, key, value in _settings(groups, saved):
+        of_group.setdefault(groups[parameter], {})[key] = value
+    for parameter in {_setting(entry)[0] for entry in kept if entry.startswith(GROUPS)}:
+        for key, value in of_group.get(groups.get(parameter, -1), {}).items():
+            if (entry := f"{GROUPS}{parameter}.{key}") not in saved:
                 values[entry] = value
 
 
