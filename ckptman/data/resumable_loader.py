@@ -480,9 +480,10 @@ def _seed_all(seed: int) -> None:
 
 
 def _samplers(loader: object) -> list[object]:
-    """Return the samplers of a loader, each once."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    """Return the samplers of a loader, each once; Accelerate puts a batch sampler into another."""
+    found, holder = [getattr(loader, "sampler", None)], loader
+    while (holder := getattr(holder, "batch_sampler", None)) is not None:
+        found += [holder, getattr(holder, "sampler", None)]
     return list({id(each): each for each in found if each is not None}.values())
 
 
