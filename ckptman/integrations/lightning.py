@@ -7,6 +7,7 @@ batch before is over (validation, schedules, hooks, the end of an epoch), and no
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import operator
 import os
@@ -31,10 +32,12 @@ else:
         from pytorch_lightning import Callback
 
 _REFUSED = {
+    "BatchSizeFinder": "search with another Trainer",
+    "LearningRateFinder": "search with another Trainer",
     "FSDPStrategy": "use ModelParallelStrategy, with fully_shard in configure_model()",
     "DeepSpeedStrategy": "use DDPStrategy or ModelParallelStrategy",
 }
-"""Strategies whose state has no names of parameters, and what to use in their place."""
+"""Callbacks that train on the way to the run, strategies whose state has no names of parameters, and what to do."""
 _HOOKS_OF_LIGHTNING = ("Callback.on_save_checkpoint", "CheckpointHooks.on_save_checkpoint")
 """They do nothing."""
 
@@ -118,9 +121,9 @@ class CkptmanCallback(Callback):
         """Refuse what cannot be resumed."""
         if stage != "fit" or trainer.fast_dev_run or not trainer.limit_train_batches:  # type: ignore[attr-defined]
             return
-        for each in type(trainer.strategy).__mro__:
-            if each.__name__ in _REFUSED:
-                raise ConfigError(f"CkptmanCallback cannot save a {each.__name__}: {_REFUSED[each.__name__]}")
+        kinds = [kind for each in (trainer.strategy, *trainer.callbacks) for kind in type(each).__mro__]  # type: ignore[attr-defined]
+        for name in [kind.__name__ for kind in kinds if kind.__name__ in _REFUSED]:
+            raise ConfigError(f"CkptmanCallback cannot save a run with {name}: {_REFUSED[name]}")
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]  # type: ignore[attr-defined]
         self._block = contextlib.ExitStack()
         if threading.current_thread() is threading.main_thread():
@@ -212,7 +215,7 @@ class CkptmanCallback(Callback):
         self._close(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End a run that had nothing left to do."""
+        """End a run that was stopped, or had nothing left to do."""
         self._close(None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -225,8 +228,8 @@ class CkptmanCallback(Callback):
 
     # ---- the run -----------------------------------------------------------------------------------------------
 
-    def _between_batches(self) -> bool:
-        """Save if it is time, before a batch is fetched. Return whether training goes on."""
+    def _between_batches(self) -> None:
+        """Save if it is time, and end `fit()` if it has to, before a batch is fetched."""
         trainer = self._trainer
         if self._put_back is not None:
             RNGState().load_state_dict(self._put_back)
@@ -238,8 +241,10 @@ class CkptmanCallback(Callback):
         self._end_step()
         if self.checkpointer.should_stop():
             trainer.should_stop = True
-            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None  # of them, others will see to it
-        return not self.checkpointer.should_stop()
+            # With this one alone fit() returns at once: not by way of a validation and the hooks of the end of an
+            # epoch, which is not over. EarlyStopping, for one, fails where nothing was measured yet.
+            package = type(trainer.fit_loop).__module__.rpartition(".loops")[0]
+            raise importlib.import_module(f"{package}.utilities.exceptions")._TunerExitException
 
     def _end_step(self) -> None:
         step = self._trainer.global_step
@@ -379,7 +384,7 @@ class _TrainLoaders:
     """The training loaders that the Trainer has made: each is wrapped, and the position of all is one entry of the
     state, which for a single one is that of a ResumableLoader."""
 
-    def __init__(self, trainer: Any, between_batches: Callable[[], bool]) -> None:
+    def __init__(self, trainer: Any, between_batches: Callable[[], None]) -> None:
         self._trainer, self._between_batches = trainer, between_batches
         self.epoch = 0
         """The number of epochs begun when batches were fetched last."""
@@ -469,11 +474,11 @@ class _TrainLoaders:
 
 
 class _TrainLoader:
-    """A ResumableLoader that asks before each batch whether to go on. Its pass begins when the first is wanted: until
-    then the Trainer may make as many iterators as it likes."""
+    """A ResumableLoader that calls back before each batch. Its pass begins when the first is wanted: until then the
+    Trainer may make as many iterators as it likes."""
 
-    def __init__(self, loader: ResumableLoader[Any], goes_on: Callable[[], bool]) -> None:
-        self.loader, self._goes_on = loader, goes_on
+    def __init__(self, loader: ResumableLoader[Any], between_batches: Callable[[], None]) -> None:
+        self.loader, self._between_batches = loader, between_batches
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -484,15 +489,13 @@ class _TrainLoader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._goes_on():
-            return
+        self._between_batches()
         batches, length = iter(self.loader), operator.length_hint(self.loader, -1)
         for batch in batches:
             if self.loader.batch == length:
                 next(batches, None)  # the Trainer does not ask whether there is another: by its next epoch it is over
             yield batch
-            if not self._goes_on():
-                return
+            self._between_batches()
 
 
 def _numbered(name: str, found: list[Any]) -> dict[str, Any]:

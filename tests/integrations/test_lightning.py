@@ -23,7 +23,7 @@ from xxhash import xxh3_128_hexdigest
 import ckptman
 from tests.helpers.ranks import run_ranks, start_ranks
 
-SAMPLES, EPOCHS, ACCUMULATED = 45, 3, 2
+SAMPLES, EPOCHS, ACCUMULATED = 47, 3, 2
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -87,6 +87,14 @@ class Model(pl.LightningModule):  # type: ignore[misc,name-defined]
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
         by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return [optimizer], [{"scheduler": by_step, "interval": "step"}, {"scheduler": plateau, "monitor": "val_loss"}]
+
+
+class Unnormed(Model):
+    """Takes batches of one sample, too."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.layers[1] = nn.Identity()
 
 
 class Adversarial(Model):
@@ -240,9 +248,9 @@ def test_stopped_and_failed_anywhere(tmp_path: Path, rng: random.Random) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [14, 15, 16])
+@pytest.mark.parametrize("batch", [15, 16, 17])
 def test_stopped_about_the_end_of_an_epoch(tmp_path: Path, batch: int) -> None:
-    ends_alike(tmp_path, [Plan(batch), Plan(1), Plan(14)])
+    ends_alike(tmp_path, [Plan(batch), Plan(1), Plan(15)])
 
 
 @pytest.mark.slow
@@ -266,7 +274,7 @@ def test_hooks_and_averaged_weights(tmp_path: Path, rng: random.Random) -> None:
         return {"callbacks": [EarlyStopping("val_loss", patience=9), WeightAveraging()]}
 
     ends = [Plan(rng.randint(1, 20)), Plan(rng.randint(1, 20))]
-    whole, cut = ends_alike(tmp_path, ends, model=Hooked, make=make)
+    whole, cut = ends_alike(tmp_path, [Plan(3), *ends], model=Hooked, make=make, val_check_interval=1.0)
     assert cut.lightning_module.losses == whole.lightning_module.losses
     assert cut.callbacks[1].best_score == whole.callbacks[1].best_score
 
@@ -299,13 +307,13 @@ def test_epochs_that_are_cut_short_and_loaders_that_are_made_anew(tmp_path: Path
 @pytest.mark.slow
 def test_a_metric_of_validation_belongs_to_one_step(tmp_path: Path) -> None:
     for plan in (Plan(17), Plan()):
-        policy = {"save_policy": ckptman.EverySteps(5)}
+        policy = {"save_policy": ckptman.EverySteps(4)}
         fit(tmp_path, plan, callback=policy, accumulate_grad_batches=1, val_check_interval=1.0)
     saved = {
         path.parent.name: json.loads(path.read_text())["metrics"] for path in tmp_path.glob("step-*/manifest.json")
     }
     assert all("loss" in metrics for metrics in saved.values())
-    assert {int(name[5:]) for name, metrics in saved.items() if "val_loss" in metrics} == {15, 30, 45}
+    assert {int(name[5:]) for name, metrics in saved.items() if "val_loss" in metrics} == {16, 32, 48}
 
 
 @pytest.mark.slow
@@ -338,10 +346,14 @@ class Endless(IterableDataset[torch.Tensor]):
 
 
 def test_bad_input_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import LearningRateFinder
+
     saved = str(tmp_path / "some.ckpt")
     fit(tmp_path / "other", max_steps=1)[0].save_checkpoint(saved)
     with pytest.raises(ckptman.ConfigError, match=r"fit\(ckpt_path='.*some.ckpt'\): with a CkptmanCallback"):
         fit(tmp_path / "run", ckpt_path=saved)
+    with pytest.raises(ckptman.ConfigError, match="CkptmanCallback cannot save a run with LearningRateFinder"):
+        fit(tmp_path / "run", callbacks=[LearningRateFinder()])
     with pytest.raises(ckptman.ConfigError, match="does not know how many batches it has"):
         fit(tmp_path / "run", data=DataLoader(Endless(), 3))
     with pytest.raises(ckptman.ConfigError, match="monitor= and retention= say the same thing"):
@@ -456,7 +468,7 @@ def one_epoch(root: str, at: int | None) -> list[int]:
     warnings.simplefilter("ignore")
     loader = ckptman.ResumableLoader(DataLoader(Noisy(), 2, sampler=ckptman.ElasticSampler(SAMPLES, seed=5)))
     plan = Plan(at)
-    fit(root, plan, data=loader, max_epochs=1, accumulate_grad_batches=1)
+    fit(root, plan, Unnormed, loader, max_epochs=1, accumulate_grad_batches=1)
     return [int(each) for told in plan.computed.values() for each in told.split("[")[1].split("]")[0].split(", ")]
 
 
