@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 from xxhash import xxh3_64_intdigest
 
 from ckptman.data.elastic_sampler import ElasticSampler
+from ckptman.data.prepared_loader import PreparedLoader
 from ckptman.errors import ConfigError
 from ckptman.state.generators import RNGState
 from ckptman.state.named_state import is_stateful
@@ -46,8 +47,9 @@ class ResumableLoader(Generic[T]):
     `ElasticSampler` it belongs to all of them, and can be restored on any number.
 
     Args:
-        loader: A DataLoader; a StatefulDataLoader of torchdata, whose own state is used where its dataset or sampler
-            has one; or another iterable that gives the same batches when it is iterated anew.
+        loader: A DataLoader, also one that Accelerate has prepared; a StatefulDataLoader of torchdata, whose own state
+            is used where its dataset or sampler has one; or another iterable that gives the same batches when it is
+            iterated anew.
 
     Raises:
         ConfigError: It is an iterator, its batches come out of order, or its ElasticSampler is within a batch sampler
@@ -72,7 +74,13 @@ class ResumableLoader(Generic[T]):
         self._own_now: tuple[str, ...] = ()
         """Generators of the loader as they were when a position was saved that is to be gone on from."""
         self._elastic = _Elastic.of(loader)
-        self._indices = _Indices.of(loader)
+        self._prepared = PreparedLoader.of(loader)
+        self._indices = _Indices.of(loader if self._prepared is None else self._prepared.inside)
+        if self._indices is None and self._prepared is not None:
+            raise ConfigError(
+                "ResumableLoader: Accelerate has prepared a loader whose batches are not told by indices (an "
+                "IterableDataset, or a sampler with a state of its own): leave that loader out of accelerator.prepare()"
+            )
         self._stateful = self._indices is None and self._elastic is None and is_stateful(loader)
         self._source = loader if self._indices is None else self._indices.loader()
         self._start: _Start | None = None
@@ -167,7 +175,7 @@ class ResumableLoader(Generic[T]):
                 f"train with DataLoader(..., sampler=ckptman.ElasticSampler(len(dataset)))"
             )
         for name, value in mine.items():
-            if saved[name] != value:
+            if saved.get(name, value) != value:
                 raise ConfigError(
                     f"the checkpoint is from within an epoch of a loader with {name.replace('_', ' ')} {saved[name]}, "
                     f"and this one has {value}: use the dataset, batch size and sampler that it was saved with"
@@ -175,6 +183,8 @@ class ResumableLoader(Generic[T]):
 
     def _begin(self) -> Iterator[T]:
         self._begun, self.batch = True, 0
+        if self._prepared is not None:
+            self._prepared.begin()
         if self._elastic is not None:
             self._elastic.begin(self.epoch)
         if self._indices is not None:
@@ -213,7 +223,7 @@ class ResumableLoader(Generic[T]):
                 self._indices.skip()
         elif not self._stateful:
             deque(islice(iterator, consumed), maxlen=0)
-        return iterator
+        return iterator if self._prepared is None else self._prepared.around(iterator, len(self) - self.batch)
 
     def _end(self, *, early: bool = False) -> None:
         self.epoch, self.batch, self._begun, self._restored, self._start = self.epoch + 1, 0, False, False, None
@@ -295,7 +305,8 @@ class _Elastic:
         if found and batches is not None and type(batches) is not BatchSampler:
             raise ConfigError(
                 f"ResumableLoader: an ElasticSampler within a {type(batches).__name__} says nothing about how many "
-                f"samples a batch has: use DataLoader(..., batch_size=..., sampler=...)"
+                f"samples a batch has: use DataLoader(..., batch_size=..., sampler=...), and leave it out of "
+                f"Accelerate's prepare(): the sampler itself shares out the samples among ranks"
             )
         return cls(found[0], batches) if found else None
 
@@ -480,11 +491,15 @@ def _seed_all(seed: int) -> None:
 
 
 def _samplers(loader: object) -> list[object]:
-    """Return the samplers of a loader, each once; Accelerate puts a batch sampler into another."""
-    found, holder = [getattr(loader, "sampler", None)], loader
-    while (holder := getattr(holder, "batch_sampler", None)) is not None:
-        found += [holder, getattr(holder, "sampler", None)]
-    return list({id(each): each for each in found if each is not None}.values())
+    """Return the samplers of a loader, and those within them, each once: Accelerate puts one into another."""
+    found: dict[int, object] = {}
+    holders: list[object] = [loader]
+    for holder in holders:
+        for each in (getattr(holder, "sampler", None), getattr(holder, "batch_sampler", None)):
+            if each is not None and id(each) not in found:
+                found[id(each)] = each
+                holders.append(each)
+    return list(found.values())
 
 
 def _own(loader: object) -> list[torch.Generator]:
@@ -511,7 +526,13 @@ def _kind_of(loader: object) -> dict[str, Any]:
         "samples": _length(getattr(loader, "dataset", None)),
         "samplers": samplers,
         "generators": len(_own(loader)),
+        "seeds": [each for each in map(_seed_of, _samplers(loader)) if isinstance(each, int)],
     }
+
+
+def _seed_of(sampler: object) -> object:
+    """Return what a sampler makes its order of, beside its generator; None: nothing."""
+    return getattr(sampler, "initial_seed", getattr(sampler, "seed", None))
 
 
 def _length(sized: object) -> int | None:

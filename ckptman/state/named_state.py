@@ -26,6 +26,7 @@ from ckptman.format.value_codec import TensorRef, encode, tensor_ref
 from ckptman.state.local_shards import is_dense
 from ckptman.state.optimizers import get_state, get_state_to_fill, model_of, set_state
 from ckptman.state.trainable import Trainable, module_of
+from ckptman.state.wrappers import is_prepared_loader
 
 _SHOWN = 80
 """Characters of a value in a message."""
@@ -133,7 +134,7 @@ def nested(state: Mapping[str, Any], rank: int, saved: Mapping[str, Any] | None 
             result[name] = get_state(model, value) if entries is None else get_state_to_fill(model, value, entries)
         elif getattr(value, "per_rank", False):
             result[name] = {rank_key(rank): value.state_dict()}
-        elif is_stateful(value):
+        elif is_stateful(value) and not is_prepared_loader(value):
             result[name] = value.state_dict()
         elif isinstance(value, DataLoader | Iterator):
             raise ConfigError(

@@ -13,6 +13,8 @@ _INSIDE = {
     "lightning.fabric.wrappers._FabricOptimizer": "optimizer",
     "lightning_fabric.wrappers._FabricModule": "_forward_module",
     "lightning_fabric.wrappers._FabricOptimizer": "optimizer",
+    "lightning.fabric.wrappers._FabricDataLoader": "_dataloader",
+    "lightning_fabric.wrappers._FabricDataLoader": "_dataloader",
     "lightning.pytorch.core.optimizer.LightningOptimizer": "optimizer",
     "pytorch_lightning.core.optimizer.LightningOptimizer": "optimizer",
     "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
@@ -29,6 +31,11 @@ def unwrap(value: object) -> Any:
     while (name := _inside(type(value))) is not None:  # type: ignore[arg-type]  # mypy: a class has no hash
         value = getattr(value, name)
     return value
+
+
+def is_prepared_loader(value: object) -> bool:
+    """Return whether Accelerate has prepared this loader. It passes for a DataLoader that has a state dict."""
+    return any(_class_name(base) == "accelerate.data_loader.DataLoaderAdapter" for base in type(value).__mro__)
 
 
 class UnwrappedState(MutableMapping[str, Any]):
@@ -56,5 +63,8 @@ class UnwrappedState(MutableMapping[str, Any]):
 @lru_cache(maxsize=256)
 def _inside(kind: type) -> str | None:
     """Return the attribute under which objects of a class have what they are put around; None: it is no wrapper."""
-    names = (_INSIDE.get(f"{base.__module__}.{base.__qualname__}") for base in kind.__mro__)
-    return next(filter(None, names), None)
+    return next(filter(None, (_INSIDE.get(_class_name(base)) for base in kind.__mro__)), None)
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -78,8 +78,23 @@ def stateful(**more: Any) -> DataLoader[Any]:
     return loader
 
 
+def prepared(**more: Any) -> DataLoader[Any]:
+    return _prepare(shuffled(**more))
+
+
+def seedable(**more: Any) -> DataLoader[Any]:
+    return _prepare(shuffled(**more), use_seedable_sampler=True, data_seed=3)
+
+
+def _prepare(loader: DataLoader[Any], **config: Any) -> DataLoader[Any]:
+    accelerate = pytest.importorskip("accelerate")
+    settings = accelerate.DataLoaderConfiguration(**config)
+    return accelerate.Accelerator(cpu=True, dataloader_config=settings).prepare(loader)  # type: ignore[no-any-return]
+
+
 KINDS: list[Callable[..., DataLoader[Any]]] = [
-    *(shuffled, with_generator, replaced, weighted, elastic, single, dropping, elastic_dropping, stateful)
+    *(shuffled, with_generator, replaced, weighted, elastic, single, dropping, elastic_dropping, stateful),
+    *(prepared, seedable),
 ]
 
 

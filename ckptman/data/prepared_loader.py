@@ -1,0 +1,67 @@
+"""Loaders that Accelerate has prepared: what it does around the DataLoader within, without looking a batch ahead.
+
+Looking ahead shifts what a dataset draws from the generators of the process against what the training draws from them.
+What Accelerate wants to know by it, whether a batch is the last one, is known from the number of batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from ckptman.errors import ConfigError
+from ckptman.state.wrappers import is_prepared_loader
+
+T = TypeVar("T")
+
+
+class PreparedLoader:
+    """A loader that Accelerate has prepared for this rank.
+
+    Args:
+        loader: What `Accelerator.prepare` has returned.
+
+    Raises:
+        ConfigError: Rank 0 reads for all ranks (`dispatch_batches`).
+    """
+
+    def __init__(self, loader: Any) -> None:
+        if hasattr(loader, "slice_fn"):
+            raise ConfigError(
+                "ResumableLoader: rank 0 reads the batches of this loader for all ranks, which have no position then: "
+                "leave it out of accelerator.prepare(), or say DataLoaderConfiguration(dispatch_batches=False)"
+            )
+        sampler = loader.get_sampler()
+        if hasattr(sampler, "initial_seed") and sampler.generator is None:
+            sampler.generator = torch.Generator()  # as it would itself: what the loader has is known from now on
+        self._loader = loader
+        self.inside: Any = loader.base_dataloader
+        """The DataLoader that gives the batches of this rank."""
+
+    @classmethod
+    def of(cls, loader: object) -> PreparedLoader | None:
+        """Return a loader as one that Accelerate has prepared; None: it has not."""
+        return cls(loader) if is_prepared_loader(loader) else None
+
+    def begin(self) -> None:
+        """Begin a pass on all ranks: they draw the same order."""
+        from accelerate.utils import synchronize_rng_states
+
+        synchronize_rng_states(self._loader.rng_types or [], self._loader.synchronized_generator)
+
+    def around(self, batches: Iterator[T], left: int) -> Iterator[T]:
+        """Give these batches, of which there are `left`, on the device of this rank, and tell Accelerate about them."""
+        from accelerate.utils import send_to_device
+
+        loader = self._loader
+        loader.begin()
+        try:
+            for number, batch in enumerate(batches, 1):
+                loader.end_of_dataloader = number == left
+                if loader.device is not None:
+                    batch = send_to_device(batch, loader.device, non_blocking=loader._non_blocking)
+                yield batch
+        finally:
+            loader.end()

@@ -1,0 +1,175 @@
+"""One model has the same names in a checkpoint, whatever a framework wraps it in: each loads what the others saved."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ckptman
+from tests.helpers.ranks import run_ranks
+
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+class Parts:
+    """What the model is made of, as a plain module and as one of transformers."""
+
+    def build(self: Any) -> None:
+        self.embed = nn.Embedding(8, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.norm = nn.BatchNorm1d(6)
+        self.module = nn.Linear(6, 1)  # the name that DDP has for what it wraps
+
+    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+        found = self.embed(inputs)
+        for layer in self.layers:
+            found = torch.tanh(layer(found))
+        return self.module(self.norm(found))  # type: ignore[no-any-return]
+
+
+class Plain(Parts, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.build()
+
+
+def plain() -> Made:
+    return optimized(Plain())
+
+
+def optimized(model: nn.Module) -> Made:
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def pretrained() -> Made:
+    transformers = pytest.importorskip("transformers")
+
+    class Pretrained(Parts, transformers.PreTrainedModel):  # type: ignore[misc,name-defined]
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.build()
+            self.post_init()
+
+    return optimized(Pretrained(transformers.PretrainedConfig()))
+
+
+def compiled() -> Made:
+    return optimized(torch.compile(Plain(), backend="eager"))  # type: ignore[arg-type]
+
+
+def layer_compiled() -> Made:
+    model = Plain()
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")  # type: ignore[assignment]
+    return optimized(model)
+
+
+def ddp() -> Made:
+    return optimized(DistributedDataParallel(Plain()))
+
+
+def ddp_of_compiled() -> Made:
+    return optimized(DistributedDataParallel(torch.compile(Plain(), backend="eager")))  # type: ignore[arg-type]
+
+
+def fsdp2() -> Made:
+    model = Plain()
+    for each in (*model.layers, model):
+        fully_shard(each)
+    return optimized(model)
+
+
+def fabric() -> Made:
+    lightning = pytest.importorskip("lightning.fabric")
+    many: dict[str, Any] = {}
+    if dist.is_initialized():
+        many = {"strategy": "ddp", "plugins": [lightning.plugins.environments.TorchElasticEnvironment()]}
+    made = lightning.Fabric(accelerator="cpu", devices=dist.get_world_size() if many else 1, **many)
+    made.launch()
+    model, optimizer = made.setup(*optimized(torch.compile(Plain(), backend="eager")))  # type: ignore[arg-type]
+    return model, optimizer
+
+
+def accelerated() -> Made:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.Accelerator(cpu=True).prepare(*plain())  # type: ignore[no-any-return]
+
+
+ALONE: list[Callable[[], Made]] = [plain, compiled, layer_compiled, pretrained, fabric, accelerated]
+RANKS = [plain, compiled, pretrained, fabric, accelerated, ddp, ddp_of_compiled, fsdp2]
+
+
+def state_of(kind: Callable[[], Made], seed: int) -> dict[str, Any]:
+    """Return a model and its optimizer after a step."""
+    torch.manual_seed(seed)
+    model, optimizer = kind()
+    model(torch.arange(8)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def restored(root: Path, kind: Callable[[], Made], path: Path) -> None:
+    """Restore what another kind has saved, strictly, and save it again beside it."""
+    state = state_of(kind, seed=9)
+    with ckptman.Checkpointer(root / "run", state) as checkpointer:
+        checkpointer.restore(path=path)
+    ckptman.save(state, root / "again")
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint, by their names."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: each for name, each in entries.items() if hasattr(each, "size")}
+    found = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in tensors.items()}
+    ckptman.load(found, path)
+    return found
+
+
+def refuse_difference(saver: Any, loader: Any, path: Path, again: Path) -> None:
+    first, second = tensors_of(path), tensors_of(again)
+    assert first.keys() == second.keys(), (saver.__name__, loader.__name__)
+    assert all(torch.equal(each, second[name]) for name, each in first.items()), (saver.__name__, loader.__name__)
+    assert {"model.module.weight", "model.norm.running_mean", "optimizer.state.module.weight.exp_avg"} <= first.keys()
+
+
+def exchange_all(kinds: list[Callable[[], Made]], pairs: list[tuple[int, int]], root: Path) -> None:
+    for number, kind in enumerate(kinds):
+        ckptman.save(state_of(kind, seed=number), root / f"{number}")
+    for saver, loader in pairs:
+        folder = root / f"{saver}-{loader}"
+        restored(folder, kinds[loader], root / f"{saver}")
+        refuse_difference(kinds[saver], kinds[loader], root / f"{saver}", folder / "again")
+
+
+@pytest.mark.filterwarnings("ignore")  # what the frameworks warn of
+def test_each_loads_what_the_one_before_it_saved(tmp_path: Path) -> None:
+    pairs = [(number, (number + 1) % len(ALONE)) for number in range(len(ALONE))]
+    exchange_all(ALONE, pairs, tmp_path)
+
+
+def _exchange_on_ranks(savers: list[int], root: str) -> None:
+    warnings.simplefilter("ignore")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # asked for, and not used
+    exchange_all(RANKS, list(itertools.product(savers, range(len(RANKS)))), Path(root))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("savers", [[0, 1, 2, 3], [4, 5, 6, 7]], ids=["first", "second"])
+def test_each_loads_what_any_other_saved(savers: list[int], tmp_path: Path) -> None:
+    run_ranks(2, _exchange_on_ranks, savers, str(tmp_path), limit=500)
