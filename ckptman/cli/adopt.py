@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,13 +32,16 @@ def adopt(
     No byte of its files changes. Its folder is renamed to what ckptman calls that step. What is damaged or incomplete
     is refused.
     """
+    from ckptman.format.foreign import foreign_in, recognize
     from ckptman.format.paths import METADATA
 
     wanted = [path]
-    if is_root := path.is_dir() and not (path / METADATA).exists():
+    if is_root := path.is_dir() and recognize(path) is None and not (path / METADATA).exists():
         from ckptman.dcp.adopt import candidates
 
-        if not (wanted := candidates(path)):
+        # Those that cannot be adopted are refused one by one, each with what to do instead.
+        others = [each.path for each in foreign_in(path, os.listdir(path)) if not each.is_dcp]  # noqa: PTH208
+        if not (wanted := [*candidates(path), *others]):
             raise NotFoundError(f"{path} holds nothing to adopt: no folder in it has a {METADATA} and no manifest.json")
         if step is not None:
             which = str(wanted[0]) if len(wanted) == 1 else f"one of the {len(wanted)} in it"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptman.cli import console
 from ckptman.cli.options import AsJson, path_argument
-from ckptman.cli.select import is_foreign
+from ckptman.format.foreign import ForeignCheckpoint, foreign_in
 from ckptman.format.paths import check_is_no_checkpoint
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
     entries: Sequence[Entry]
     notes: dict[Path, Verified | None] = {}
     leftovers: list[tuple[Path, StepName]] = []
-    foreign: list[str] = []
+    others: list[ForeignCheckpoint] = []
     if (url := find_url(root)) is not None:  # where there are no notes and no leftovers
         from ckptman.catalog.backends.object_store import ObjectBackend
 
@@ -44,13 +44,13 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
         catalogue = Catalog(folder)
         entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
         notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
-        if not as_json:
-            foreign = [name for name in catalogue.names() if is_foreign(folder / name)]
+        others = foreign_in(folder, catalogue.names())
     where = url or str(Path(root))
     if as_json:
         unfinished = [{"path": str(path), "step": parsed.step, "kind": parsed.kind} for path, parsed in leftovers]
         checkpoints = [describe(entry, notes.get(entry.path)) for entry in entries]
-        console.say_json({"root": where, "checkpoints": checkpoints, "leftovers": unfinished})
+        foreign = list(map(_describe_foreign, others))
+        console.say_json({"root": where, "checkpoints": checkpoints, "leftovers": unfinished, "foreign": foreign})
         return
     if entries:
         now = time.time()
@@ -64,11 +64,34 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
         console.say(*console.table(headers, rows, right="step age size ranks"), "")
     damaged = {path for path, note in notes.items() if note is not None and note.damaged}
     console.say(_summary(where, entries, damaged, len(leftovers)))
-    if foreign:
-        folders = console.count(len(foreign), "folder")
-        console.say(
-            f"{folders} of plain DCP besides, such as {console.plain(foreign[-1])}: ckptman adopt makes them count."
-        )
+    if others:
+        console.say("", *_foreign_lines(others))
+
+
+def _describe_foreign(found: ForeignCheckpoint) -> dict[str, Any]:
+    """A checkpoint of another program, for programs; sizes and times are those of its files."""
+    facts: dict[str, Any] = {"path": str(found.path), "writer": found.writer, "step": found.step}
+    try:
+        size, written = found.size_and_time()
+    except OSError:  # gone since, or not for us to see
+        return {**facts, "bytes": None, "time_seconds": None}
+    return {**facts, "bytes": size, "time_seconds": written}
+
+
+def _foreign_lines(others: Sequence[ForeignCheckpoint]) -> list[str]:
+    """The checkpoints of other programs, and how far ckptman goes with them."""
+    now, rows = time.time(), []
+    for found in others:
+        facts = _describe_foreign(found)
+        step = "-" if found.step is None else str(found.step)
+        size = "-" if facts["bytes"] is None else console.size(facts["bytes"])
+        age = "-" if facts["time_seconds"] is None else console.age_of(facts["time_seconds"], now)
+        rows.append((step, age, size, console.plain(found.path.name), f"{found.writer}, no digests"))
+    number = console.count(len(others), "checkpoint")
+    told = [f"{number} of other programs, which no restore takes from here and no prune deletes."]
+    if any(each.is_dcp for each in others):
+        told.append("ckptman adopt makes those of plain DCP count.")
+    return [*console.table(("step", "age", "size", "name", "written by"), rows, right="step age size"), " ".join(told)]
 
 
 def describe(entry: Entry, note: Verified | None) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from ckptman.cli.progress import progress
 from ckptman.cli.prune_report import as_dict, lines, summary
 from ckptman.cli.select import check_is_root, roots_of
 from ckptman.errors import CkptmanError, ConfigError, RootError
+from ckptman.format.foreign import foreign_in
 
 if TYPE_CHECKING:
     from ckptman.catalog.prune import Pruned, PrunePlan
@@ -183,9 +184,10 @@ def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError |
             console.say(*said)
         pruned = None if wishes.dry_run else Pruned()
         failed = _carry_out(root, plan, wishes, pruned) if pruned is not None else None
+    others = foreign_in(root, os.listdir(root))  # noqa: PTH208 names alone are wanted
     if not wishes.as_json:
-        console.say(*summary(plan, pruned))
-    return as_dict(root, plan, pruned), failed
+        console.say(*summary(plan, pruned, others))
+    return as_dict(root, plan, pruned, others), failed
 
 
 def _policy_for(root: Path, wishes: _Wishes) -> RetentionPolicy | None:

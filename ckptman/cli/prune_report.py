@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from ckptman.catalog.catalog import Entry
     from ckptman.catalog.orphans import Leftover
     from ckptman.catalog.prune import Pruned, PrunePlan
+    from ckptman.format.foreign import ForeignCheckpoint
     from ckptman.policies.retention import Verdict
 
 
@@ -47,8 +49,8 @@ def _leftover_row(action: str, leftover: Leftover) -> tuple[str, ...]:
     return (action, console.plain(leftover.path.name), console.size(leftover.bytes), leftover.reason)
 
 
-def summary(plan: PrunePlan, pruned: Pruned | None) -> list[str]:
-    """What it came to, or (`pruned` is None) would."""
+def summary(plan: PrunePlan, pruned: Pruned | None, others: Sequence[ForeignCheckpoint]) -> list[str]:
+    """What it came to, or (`pruned` is None) would; and that checkpoints of other programs stay."""
     said = [_outcome(plan, pruned)]
     steps = {verdict.record.sequence: verdict.record.step for verdict in plan.verdicts}
     for sequence, reason in sorted(pruned.spared.items() if pruned is not None else ()):
@@ -57,6 +59,13 @@ def summary(plan: PrunePlan, pruned: Pruned | None) -> list[str]:
         said.append(
             f"Still {console.size(plan.over_bytes)} over the limit: what is left is the newest, verified, pinned or in "
             f"use, and no limit removes that."
+        )
+    if others:
+        number, one = console.count(len(others), "checkpoint"), others[-1]
+        adopt = "; ckptman adopt hands those of plain DCP to the rules" if any(each.is_dcp for each in others) else ""
+        said.append(
+            f"{number} of other programs, such as {console.plain(one.path.name)} of {one.writer}: no rule deletes "
+            f"{'it' if len(others) == 1 else 'them'}{adopt}."
         )
     return said
 
@@ -75,7 +84,7 @@ def _outcome(plan: PrunePlan, pruned: Pruned | None) -> str:
     return f"Deleted {' and '.join(what)}: {console.size(pruned.freed_bytes)} freed."
 
 
-def as_dict(root: Path, plan: PrunePlan, pruned: Pruned | None) -> dict[str, Any]:
+def as_dict(root: Path, plan: PrunePlan, pruned: Pruned | None, others: Sequence[ForeignCheckpoint]) -> dict[str, Any]:
     """The same for programs."""
     spared = pruned.spared if pruned is not None else {}
     return {
@@ -92,6 +101,7 @@ def as_dict(root: Path, plan: PrunePlan, pruned: Pruned | None) -> dict[str, Any
             for verdict in plan.verdicts
         ],
         "ignored": [{"step": entry.step, "path": str(entry.path), "why": why} for entry, why in plan.ignored],
+        "foreign": [{"path": str(each.path), "writer": each.writer, "step": each.step} for each in others],
         "leftovers": [
             {"path": str(each.path), "step": each.step, "reason": each.reason, "bytes": each.bytes}
             for each in plan.leftovers

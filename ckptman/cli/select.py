@@ -12,7 +12,8 @@ import typer
 
 from ckptman.cli.options import option, path_argument
 from ckptman.errors import ConfigError, NotFoundError
-from ckptman.format.paths import MANIFEST, METADATA, check_is_no_checkpoint, is_checkpoint, parse_step, run_folder
+from ckptman.format.foreign import foreign_in, recognize
+from ckptman.format.paths import MANIFEST, check_is_no_checkpoint, is_checkpoint, parse_step, run_folder
 
 if TYPE_CHECKING:
     from ckptman.catalog.backends.backend import Backend
@@ -51,9 +52,8 @@ def check_is_folder(path: Path | str) -> None:
 
 def is_foreign(path: Path) -> bool:
     """Whether plain DCP, or what builds on it, wrote this folder: torch's metadata, no manifest, no name of ours."""
-    if parse_step(path.name) is not None or os.path.lexists(path / MANIFEST):  # False where it may not be looked at
-        return False
-    return os.path.lexists(path / METADATA)
+    found = recognize(path)
+    return found is not None and found.is_dcp
 
 
 def check_is_root(root: Path) -> None:
@@ -68,7 +68,7 @@ def check_is_root(root: Path) -> None:
     names = catalogue.names()
     if any(parse_step(name) is not None for name in names) or run_folder(root).is_dir():
         return
-    if not any((root / name / mark).exists() for name in names for mark in (MANIFEST, METADATA)):
+    if not foreign_in(root, names) and not any((root / name / MANIFEST).exists() for name in names):
         raise ConfigError(
             f"{root} is not a root of checkpoints: it contains none, neither of ckptman nor of plain DCP. Nothing is "
             f"deleted there: check the path"
@@ -120,10 +120,10 @@ def choose(path: Path, step: int | None = None, every: bool = False, passed_over
         return [catalogue.entry(step)]
     entries = catalogue.look() if every or passed_over else catalogue.scan()
     if not entries:
-        others = next((name for name in reversed(catalogue.names()) if is_foreign(path / name)), "")
+        others = [each for each in foreign_in(path, catalogue.names()) if each.is_dcp]
         raise NotFoundError(
             f"{path} holds no checkpoint (a folder such as step-0000000100, or one with a manifest.json or .metadata)"
-            + (f", but {path / others} is a checkpoint of plain DCP: name that folder" if others else "")
+            + (f", but {others[-1].path} is a checkpoint of {others[-1].writer}: name that folder" if others else "")
         )
     if every:
         return entries

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import re
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,10 +15,15 @@ from ckptman.catalog.reader_lease import reading
 from ckptman.cli import console
 from ckptman.cli import verify_checks as checks
 from ckptman.cli.options import AsJson, check_threads, option, parse_rate
-from ckptman.cli.select import PathOrRoot, Step, choose, is_foreign
+from ckptman.cli.select import PathOrRoot, Step, choose
 from ckptman.cli.verify_checks import Wishes
 from ckptman.cli.verify_report import VerifyReport, byte_lines, remark_lines, summary_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
+from ckptman.format.foreign import ForeignCheckpoint, foreign_in, recognize
+from ckptman.format.paths import is_checkpoint
+
+if TYPE_CHECKING:
+    from ckptman.catalog.catalog import Entry
 
 MOST_RANKS = 2**20
 MOST_LOADED = 2**13
@@ -100,23 +107,47 @@ def verify(
         reports.append(report)
 
     reports: list[VerifyReport] = []
-    if step is None and not every and is_foreign(path):
-        judge(checks.check_foreign(path, wishes))
-        say(remark_lines(reports[0]))
-    else:
-        entries = choose(path, step, every, passed_over=True)
-        known = () if plan_only else checks.neighbours(entries, every)
-        for entry in entries:
-            with reading(entry.path, what="verify"):
-                report = checks.check_bytes(entry, wishes)
-                checks.check_worth(report, entry, known)
-                judge(report)
-                checks.remember(report, entry)
-                say(remark_lines(report))
+    entries, others = _wanted(path, step, every)
+    for other in others:
+        if not other.is_dcp and (sizes or shape is not None):
+            raise ConfigError(
+                f"{other.path} is a checkpoint of {other.writer}, which ckptman does not load: leave out --world-size "
+                f"and --mesh to check its files"
+            )
+    known = () if plan_only else checks.neighbours(entries, every)
+    for entry in entries:
+        with reading(entry.path, what="verify"):
+            report = checks.check_bytes(entry, wishes)
+            checks.check_worth(report, entry, known)
+            judge(report)
+            checks.remember(report, entry)
+            say(remark_lines(report))
+    for other in others:
+        judge(report := checks.check_foreign(other, wishes))
+        say(remark_lines(report))
     if as_json:
         console.say_json({"checkpoints": [report.as_dict() for report in reports]})
     say(summary_lines(reports))
     _raise_for(reports)
+
+
+def _wanted(path: Path, step: int | None, every: bool) -> tuple[list[Entry], list[ForeignCheckpoint]]:
+    """Return the checkpoints that are meant, and those of other programs: where there are none of ckptman's, or all.
+
+    Raises: ConfigError, NotFoundError, RootError.
+    """
+    if step is None and not every and (found := recognize(path)) is not None:
+        return [], [found]
+    is_root = path.is_dir() and not is_checkpoint(path)
+    others = foreign_in(path, os.listdir(path)) if is_root else []  # noqa: PTH208 names alone are wanted
+    try:
+        return choose(path, step, every, passed_over=True), others if every else []
+    except NotFoundError:
+        if step is not None:
+            others = [each for each in others if each.step == step]
+        if not others:
+            raise
+        return [], others if every else others[-1:]
 
 
 def parse_world_sizes(written: str | None) -> list[int]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptman.cli import console, verify_process
@@ -16,6 +15,7 @@ from ckptman.errors import CkptmanError, ConfigError, CorruptError
 
 if TYPE_CHECKING:
     from ckptman.catalog.catalog import Entry
+    from ckptman.format.foreign import ForeignCheckpoint
     from ckptman.format.manifest import Manifest
 
 NAMES_TOLD = 3
@@ -61,24 +61,25 @@ def check_bytes(entry: Entry, wishes: Wishes) -> VerifyReport:
     return report
 
 
-def check_foreign(path: Path, wishes: Wishes) -> VerifyReport:
-    """Check what plain DCP or torchtitan wrote, as far as it describes itself. Needs torch."""
+def check_foreign(found: ForeignCheckpoint, wishes: Wishes) -> VerifyReport:
+    """Check what another program wrote, as far as it describes itself. Needs torch."""
     from ckptman.io.file_scan import default_threads
-    from ckptman.verify import foreign_check
+    from ckptman.verify import foreign_check, foreign_files
 
-    report = VerifyReport(None, path, digests=False, mesh=wishes.mesh)
-    begun = time.perf_counter()
+    report = VerifyReport(None, found.path, written_by=found.writer, mesh=wishes.mesh)
+    begun, threads = time.perf_counter(), wishes.threads or default_threads()
     with _noted_in(report):
-        total = sum(each.stat().st_size for each in path.iterdir() if each.is_file())
-        with progress(str(path), total) as done:
-            found = foreign_check.check_foreign(
-                path, wishes.threads or default_threads(), done, open_containers=not wishes.plan_only
-            )
+        total, _ = found.size_and_time()
+        with progress(str(found.path), total) as done:
+            if found.is_dcp:
+                told = foreign_check.check_foreign(found.path, threads, done, open_containers=not wishes.plan_only)
+            else:
+                told = foreign_files.check_files(found, threads, done)
         report.seconds = time.perf_counter() - begun
-        report.files, report.bytes, report.tensors = found.files, found.bytes, found.tensors
-        report.problems, report.unread, report.checked_bytes = found.problems, found.unread, found.checked_bytes
-        report.remarks = [f"not proved: {remark}" for remark in found.remarks]
-        if report.is_checked:
+        report.files, report.bytes, report.tensors = told.files, told.bytes, told.tensors
+        report.problems, report.unread, report.checked_bytes = told.problems, told.unread, told.checked_bytes
+        report.remarks = [f"not proved: {remark}" for remark in told.remarks]
+        if report.is_checked and found.is_dcp:
             report.levels.append("coverage")
             if not wishes.plan_only:
                 _check_pickles(report, wishes)

@@ -26,7 +26,7 @@ class VerifyReport:
     """What was found about one checkpoint.
 
     levels: what was proved of its bytes.
-    digests: whether it has any; plain DCP writes none.
+    written_by: the program that wrote it, without digests; "" is ckptman.
     seconds: the duration of reading it.
     damage, problems: what is not as it was saved.
     unread: what could not be read, so that nothing is proved.
@@ -41,7 +41,7 @@ class VerifyReport:
 
     step: int | None
     path: Path
-    digests: bool = True
+    written_by: str = ""
     files: int = 0
     bytes: int = 0
     tensors: int = 0
@@ -65,6 +65,11 @@ class VerifyReport:
     @property
     def name(self) -> str:
         return f"step {self.step}" if self.step is not None else str(self.path)
+
+    @property
+    def digests(self) -> bool:
+        """Whether it has any: what others write has none."""
+        return not self.written_by
 
     @property
     def is_damaged(self) -> bool:
@@ -139,7 +144,8 @@ def _verdict(report: VerifyReport) -> list[str]:
     if not report.digests:
         compared = f"{console.size(report.checked_bytes)} match their checksums"
         what = compared if report.checked_bytes else "changed bytes cannot be found"
-        return [f"{name}: written by plain DCP, without digests: {what}; {held}; {tensors}, all complete"]
+        complete = f"; {tensors}, all complete" if "coverage" in report.levels else ""
+        return [f"{name}: written by {report.written_by}, without digests: {what}; {held}{complete}"]
     if "digests" in report.levels:
         good = console.paint("good", "green")
         return [f"{name}: {good}, {held}: every byte matches its digest; {tensors}, all complete"]
@@ -189,9 +195,11 @@ def summary_lines(reports: Sequence[VerifyReport]) -> list[str]:
         proved.append("digests   every byte of every file is the byte that was saved")
     elif ours:
         open_.append("digests   the bytes of the tensors were not read: leave out --plan-only")
-    if len(ours) < len(good):
-        open_.append("digests   plain DCP keeps none; only what has a checksum of torch.save was compared")
-    proved.append("coverage  each element of each tensor was saved exactly once")
+    if others := list(dict.fromkeys(report.written_by for report in good if report.written_by)):
+        keep = f"{' and '.join(others)} {'keeps' if len(others) == 1 else 'keep'} none"
+        open_.append(f"digests   {keep}; only what has a checksum of torch.save was compared")
+    if covered := any("coverage" in report.levels for report in good):
+        proved.append("coverage  each element of each tensor was saved exactly once")
     loads = {(size, _layout(report, size)) for report in good for size, each in report.loads.items() if each.is_proof}
     if loads:
         what = "was saved" if len(ours) == len(good) else "is on disk"
@@ -199,10 +207,11 @@ def summary_lines(reports: Sequence[VerifyReport]) -> list[str]:
     plans = {(plan.world_size, _layout(report, plan.world_size)) for report in good for plan in report.plans}
     if plans:
         proved.append(f"planning  onto {_listed(plans)}: what each rank reads lies in the files, and covers it once")
-    if not loads:
+    if covered and not loads:
         open_.append("loading   on other numbers of processes: --world-size 1,2,8")
     open_.append("meaning   that what was saved was worth saving")
-    return [f"Proved{those}", *(f"  {line}" for line in proved), "Not proved", *(f"  {line}" for line in open_)]
+    proved = [f"Proved{those}", *(f"  {line}" for line in proved)] if proved else []
+    return [*proved, "Not proved", *(f"  {line}" for line in open_)]
 
 
 def _layout(report: VerifyReport, world_size: int) -> str:

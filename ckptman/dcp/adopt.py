@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ckptman.dcp.adopt_describe import describe, placed
 from ckptman.errors import ConfigError, CorruptError, ExistsError, NotFoundError, RootError, plain
+from ckptman.format.foreign import recognize, step_in
 from ckptman.format.manifest import Manifest, read_manifest
 from ckptman.format.paths import MANIFEST, METADATA, parse_data, parse_half_written, parse_step, step_folder
 from ckptman.io.durable_files import DISK
@@ -31,9 +32,6 @@ from ckptman.verify.foreign_check import ForeignReport, check_foreign
 REASON = "adopted: plain DCP wrote it"
 _SHOWN = 5
 _OURS = re.compile(r"(?:blocks-[0-9]{5,}(?:-[0-9]+)?\.bin|chunks\.bin|index\.json|manifest\.json)", re.ASCII)
-_STEP_AT_END = re.compile(
-    r"(?:.*[^a-z])?(?:(?:global_?)?step|iter|iteration|checkpoint|ckpt)[-_]?([0-9]{1,10})", re.ASCII
-)
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def adopt(
         NotFoundError: There is no checkpoint.
         ExistsError: It is one of ckptman already, another has its step, or a file is in the way.
         CorruptError: It is damaged or incomplete, holds a link, or a pickle of something else.
-        ConfigError: The step is not known.
+        ConfigError: The step is not known, or it is a checkpoint of the HF Trainer or a file of Lightning.
         OSError: Reading or writing failed. After any error the folder is as it was; if only the rename failed, it
             is as `keep_name` leaves it.
     """
@@ -83,6 +81,12 @@ def adopt(
         raise ConfigError(f"{folder} is a link: name the folder that it leads to, which is the one that is changed")
     if not folder.exists():
         raise NotFoundError(f"there is no {folder}: check the path, and the mount")
+    other = recognize(folder)
+    if other is not None and not other.is_dcp:
+        raise ConfigError(
+            f"{folder} is a checkpoint of {other.writer}, and only those of plain DCP are adopted: it stays as it is. "
+            f"Load it by {other.writer}, and save what you loaded: ckptman.save(state, {_final_name(other.step)!r})"
+        )
     step = _step_of(folder, step)
     final = folder if keep_name else folder.with_name(step_folder(step))
     if not (folder / METADATA).exists():
@@ -157,16 +161,6 @@ def _is_theirs(folder: Path) -> bool:
         return step_in(folder.name) is not None
 
 
-def step_in(name: str) -> int | None:
-    """Return the step that a folder name tells, as `step-1000`, `iter_0001000`, `checkpoint-500` or `global_step7`
-    do; or None."""
-    ours = parse_step(name)
-    if ours is not None:
-        return ours.step if ours.kind == "step" else None
-    match = _STEP_AT_END.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def _step_of(folder: Path, step: int | None) -> int:
     named = step_in(folder.name)
     ours = parse_step(folder.name)
@@ -183,6 +177,10 @@ def _step_of(folder: Path, step: int | None) -> int:
     assert found is not None
     step_folder(found)  # refuses what is none
     return found
+
+
+def _final_name(step: int | None) -> str:
+    return step_folder(step) if step is not None else "step-<10 digits>"
 
 
 def _manifest_in(folder: Path, step: int, final: Path) -> Manifest | None:

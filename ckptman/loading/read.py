@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ from ckptman.catalog.reader_lease import reading
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, plain
 from ckptman.format.paths import METADATA, is_checkpoint
 from ckptman.format.value_codec import Keys, leaves_in, without
+from ckptman.loading.accepted import matches, matches_any, told
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load, resolve
 from ckptman.loading.read_tensors import check_container, fills_for_all, read_fills
 from ckptman.loading.restricted_unpickler import load_plain
 from ckptman.run import Run
 from ckptman.state.local_shards import QUANTIZED
 from ckptman.state.named_state import refs_in, replace_refs
-
-_NAMES_SHOWN = 10
 
 
 def read(
@@ -37,8 +35,8 @@ def read(
 
     Args:
         path: a checkpoint of ckptman, of `dcp.save` or of torchtitan; or a root, and then its newest checkpoint.
-        only: a pattern of flat names as `fnmatch` has them, or several: "model.*", "optimizer.state.*.exp_avg". One
-            that is the name of a part, such as "model", stands for all that is below it. None: everything.
+        only: a pattern of flat names as `fnmatch` has them, or several: "model", "optimizer.state.*.exp_avg". It names
+            an entry and all that is under it, as in `restore(missing=)`. None: everything.
         verify: check every block that is read against its digest. What others wrote has no digests.
 
     Returns:
@@ -76,20 +74,15 @@ def _chosen(tree: dict[str, Any], patterns: Sequence[str], folder: Path) -> dict
     """Return the part of a state that the patterns name. Raises: ConfigError where one of them names nothing."""
     names = [".".join(map(str, path)) for path, _ in leaves_in(tree)]
     for pattern in patterns:
-        if not any(map(_matcher([pattern]), names)):
-            there = ", ".join(map(plain, names[:_NAMES_SHOWN])) + (", ..." if len(names) > _NAMES_SHOWN else "")
-            raise ConfigError(f"only={pattern!r} matches nothing in {folder}, which holds {there or 'nothing'}")
-    is_wanted = _matcher(patterns)
+        if not any(matches(pattern, name) for name in names):
+            there = ", ".join(map(plain, told(names))) or "nothing"
+            raise ConfigError(f"only={pattern!r} matches nothing in {folder}, which holds {there}")
 
     def is_excluded(path: Keys) -> bool:
-        return not is_wanted(".".join(map(str, path)))
+        return not matches_any(patterns, ".".join(map(str, path)))
 
     chosen: dict[str, Any] = without(tree, is_excluded)
     return chosen
-
-
-def _matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    return lambda name: any(fnmatchcase(name, each) or fnmatchcase(name, f"{each}.*") for each in patterns)
 
 
 def _read_tensors(saved: SavedState, names: Sequence[str], verify: bool) -> dict[str, torch.Tensor]:

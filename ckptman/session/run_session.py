@@ -22,6 +22,7 @@ from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.catalog.writer_lock import Claim, claim
 from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
 from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, masked, warn, warn_only
+from ckptman.format.foreign import foreign_in
 from ckptman.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
 from ckptman.io.durable_files import Disk, folder_mode
 from ckptman.io.failure_cause import FULL, cause_of, is_broken_device
@@ -248,7 +249,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int) -> RunSes
 def refuse_other_checkpoints(root: Path, *, below: bool = False) -> None:
     """Refuse to start in a root without checkpoints of a run over or beside what lies there under other names.
 
-    `below`: look into its folders too. Raises: ConfigError where the root, or one of them, is a checkpoint.
+    `below`: look at what is in it too. Raises: ConfigError where the root, or something in it, is a checkpoint.
     """
     folders = [root]
     if below:
@@ -262,6 +263,11 @@ def refuse_other_checkpoints(root: Path, *, below: bool = False) -> None:
         raise ConfigError(
             f"{root} holds no checkpoints of a run, but {where} a checkpoint itself (there is a {found.name}): nothing "
             f"is started at 0 there. Name another root, or start from a checkpoint: restore(path={str(found.parent)!r})"
+        )
+    if below and (others := foreign_in(root, os.listdir(root))):  # noqa: PTH208 names alone are wanted
+        raise ConfigError(
+            f"{root} holds no checkpoints of ckptman, but {others[-1].path} is one of {others[-1].writer}: nothing is "
+            f"started at 0 there. Name another root, or resume by {others[-1].writer}"
         )
 
 

@@ -12,7 +12,7 @@ import io
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +126,12 @@ def _open_all(state: SavedState, report: ForeignReport, threads: int, done: Call
             f"{closed} of {len(found)} containers were transformed, such as compressed: nobody looked inside"
         )
     report.problems += problems
-    report.unread = sorted({each.unread for each in found if each.unread})
+    account_for(report, found)
+
+
+def account_for(report: ForeignReport, found: Sequence[Opened]) -> None:
+    """Add to a report what of containers could not be read, and which of their bytes have a checksum."""
+    report.unread += sorted({each.unread for each in found if each.unread})
     good = [each for each in found if not each.problem and not each.unread]
     for payload, kind in ((True, "the elements of tensors"), (False, "descriptions and plain values")):
         right, bare = (sum(getattr(each, which)[payload] for each in good) for which in ("right", "bare"))

@@ -120,12 +120,3 @@ def test_plain_leaves_text_of_all_languages_as_it_is() -> None:
 
 def test_tables_align_and_end_without_blanks() -> None:
     assert table(("n", "what"), [("1", "x"), ("200", "longer")], right="n") == ["  n  what", "  1  x", "200  longer"]
-
-
-def test_folders_of_plain_dcp_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("iter_1000", "step-7"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / ".metadata").write_bytes(b"")
-    assert main(["list", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "2 folders of plain DCP besides, such as step-7: ckptman adopt makes them count." in told

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckptman
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
-from ckptman.dcp.adopt import adopt, candidates, step_in
+from ckptman.dcp.adopt import adopt, candidates
 from ckptman.io.durable_files import Disk
 from ckptman.loading.checkpoint_reader import SavedState
 from tests.dcp.test_values import blank, differing
@@ -182,19 +182,6 @@ def test_shards_of_many_ranks_in_many_files(tmp_path: Path) -> None:
 
 
 # ---- names, steps, order -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        *(("step-1000", 1000), ("step_7", 7), ("global_step7", 7), ("iter_0001000", 1000), ("iteration-3", 3)),
-        *(("checkpoint-500", 500), ("ckpt5", 5), ("run2-step-9", 9), ("step-0000000004", 4)),
-        *(("epoch-3", None), ("final", None), ("7", None), ("footstep-3", None), ("step-3.old", None)),
-        *(("step-0000000004.tmp-x", None), ("step-", None), ("step-٣", None)),
-    ],
-)
-def test_the_step_that_a_name_tells(name: str, step: int | None) -> None:
-    assert step_in(name) == step
 
 
 def test_the_step_can_be_said_and_the_name_kept(folder: Path, plain: Path, tmp_path: Path) -> None:

@@ -1,0 +1,169 @@
+"""Roots that others wrote: the verbs say what is there and how far they go with it, and change nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckptman
+from ckptman.cli.app import main
+from ckptman.format import safetensors
+from tests.helpers.checkpoints import commit
+
+LIGHTNING = "epoch=0-step=5.ckpt"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("written")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is saved by one process
+        dcp.save({"w": torch.ones(300), "train": {"step": 3}}, checkpoint_id=root / "step-3", no_dist=True)
+    torch.save({"state_dict": {"w": torch.ones(300)}, "global_step": 5}, root / LIGHTNING)
+    trainer = root / "checkpoint-500"
+    trainer.mkdir()
+    head, _ = safetensors.lay_out([safetensors.Tensor("w", "float32", (300,))])
+    (trainer / "model.safetensors").write_bytes(head + bytes(1200))
+    torch.save({"state": {0: torch.ones(300)}}, trainer / "optimizer.pt")
+    (trainer / "merges.txt").write_text("a b")
+    (trainer / "trainer_state.json").write_text(json.dumps({"global_step": 500}))
+    return root
+
+
+@pytest.fixture
+def root(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "root"))
+
+
+def _files(root: Path) -> dict[str, int]:
+    return {str(each): each.stat().st_mtime_ns for each in root.rglob("*")}
+
+
+def test_list_shows_them_apart_from_what_counts(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commit(root, 7)
+    assert main(["list", str(root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "1 complete checkpoint, " in lines[3]
+    assert [line.split()[0] for line in lines[6:9]] == ["3", "5", "500"]
+    ends = ("step-3               torchtitan, no digests", f"{LIGHTNING}  Lightning, no digests")
+    assert [line.endswith(end) for line, end in zip(lines[6:8], ends)] == [True, True]
+    assert lines[8].endswith("checkpoint-500       the HF Trainer, no digests")
+    assert lines[9].startswith(
+        "3 checkpoints of other programs, which no restore takes from here and no prune deletes."
+    )
+    assert main(["list", str(root), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["foreign"]
+    assert [(each["step"], each["writer"]) for each in told] == [
+        *((3, "torchtitan"), (5, "Lightning"), (500, "the HF Trainer"))
+    ]
+    assert told[1]["bytes"] == (root / LIGHTNING).stat().st_size
+
+
+def test_verify_says_for_each_what_was_compared_and_what_not(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = _files(root)
+    assert main(["verify", str(root), "--all"]) == 0
+    out = capsys.readouterr().out
+    assert f"{root}/step-3: written by torchtitan, without digests: " in out
+    assert "; 2 files, " in out
+    assert f"{root}/{LIGHTNING}: written by Lightning, without digests: 1." in out
+    assert f"{root}/checkpoint-500: written by the HF Trainer, without digests: 1." in out
+    assert "checkpoint-500/model.safetensors: its elements have no checksum" in out
+    assert "nobody looked into checkpoint-500/merges.txt" in out
+    assert "digests   torchtitan and Lightning and the HF Trainer keep none" in out
+    assert main(["verify", str(root)]) == 0
+    assert capsys.readouterr().out.startswith(f"{root}/checkpoint-500: ")
+    assert main(["verify", str(root), "--step", "5"]) == 0
+    assert "coverage" not in capsys.readouterr().out
+    assert main(["verify", str(root), "--world-size", "1"]) == 2
+    assert "is a checkpoint of the HF Trainer, which ckptman does not load" in capsys.readouterr().err
+    assert _files(root) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "break_", "why"),
+    [
+        (
+            LIGHTNING,
+            lambda path: path.write_bytes(path.read_bytes()[:-100]),
+            "is not a container that torch.load reads",
+        ),
+        (LIGHTNING, lambda path: _flip(path, torch.ones(9)), "does not match its checksum"),
+        ("checkpoint-500/optimizer.pt", lambda path: _flip(path, torch.ones(9)), "does not match its checksum"),
+        (
+            "checkpoint-500/model.safetensors",
+            lambda path: path.write_bytes(path.read_bytes()[:-4]),
+            "it has 1196 bytes of elements, and its header tells of 1200",
+        ),
+        ("checkpoint-500/model.safetensors", lambda path: path.write_bytes(b""), "and no header of safetensors"),
+        ("checkpoint-500/trainer_state.json", lambda path: path.write_text('{"glob'), "it cannot be read"),
+        ("checkpoint-500/trainer_state.json", Path.unlink, "trainer_state.json is missing"),
+        (
+            "checkpoint-500/trainer_state.json",
+            lambda path: path.write_text('{"global_step": 400}'),
+            "is of step 400, and its name of step 500",
+        ),
+        (
+            "checkpoint-500/model.safetensors.index.json",
+            lambda path: path.write_text('{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'),
+            "it names files that are missing: model-00001-of-00002.safetensors",
+        ),
+    ],
+)
+def test_damage_is_found(root: Path, capsys: pytest.CaptureFixture[str], name: str, break_: object, why: str) -> None:
+    assert callable(break_)
+    break_(root / name)
+    assert main(["verify", str(root / name.partition("/")[0])]) == 4
+    assert why in capsys.readouterr().out
+
+
+def _flip(path: Path, elements: torch.Tensor) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(elements.numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+
+
+def test_prune_deletes_none_of_them_and_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = _files(root)
+    assert main(["prune", str(root), "--keep-last", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "3 checkpoints of other programs, such as checkpoint-500 of the HF Trainer: no rule deletes them; "
+        "ckptman adopt hands those of plain DCP to the rules."
+    )
+    assert main(["prune", str(root), "--keep-last", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["writer"] for each in told["foreign"]] == ["torchtitan", "Lightning", "the HF Trainer"]
+    assert _files(root) == before
+
+
+def test_adopt_takes_plain_dcp_and_says_of_the_others_what_to_do(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["adopt", str(root)]) == 2
+    told = capsys.readouterr()
+    assert f"{root}/step-3 -> {root}/step-0000000003: step 3; " in told.out
+    for name, writer in ((LIGHTNING, "Lightning"), ("checkpoint-500", "the HF Trainer")):
+        assert f"{root}/{name} is a checkpoint of {writer}, and only those of plain DCP are adopted" in told.err
+    assert "ckptman.save(state, 'step-0000000500')" in told.err
+    assert main(["adopt", str(root / "checkpoint-500")]) == 2
+    assert "Load it by the HF Trainer" in capsys.readouterr().err
+    assert [each.step for each in ckptman.Run(root).checkpoints] == [3]
+
+
+@pytest.mark.parametrize("name", [LIGHTNING, "checkpoint-500"])
+def test_a_run_does_not_start_at_0_beside_them(root: Path, name: str) -> None:
+    for each in root.iterdir():
+        if each.name != name:
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+    before = _files(root / name)
+    with (
+        pytest.raises(ckptman.ConfigError, match=r"nothing is started at 0 there\. Name another root, or resume by"),
+        ckptman.Checkpointer(root, {"w": torch.zeros(3)}) as checkpointer,
+    ):
+        checkpointer.restore()
+    assert _files(root / name) == before
