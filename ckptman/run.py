@@ -27,6 +27,7 @@ class Checkpoint:
         world_size: ranks that saved it; 0 where it has no manifest.
         bytes: size of all its files; 0 where it has no manifest.
         verified: whether every byte was read back and found to be what was saved.
+        nonfinite: what in it is NaN or infinite; "" where nothing is, or nobody looked.
         pinned: why it is pinned; "" where it is not.
         abandoned: which rollback left it behind; "" where none did.
         problem: why it is no good: incomplete, damaged, of a newer format; "" where nothing is known to be wrong.
@@ -40,6 +41,7 @@ class Checkpoint:
     world_size: int
     bytes: int
     verified: bool
+    nonfinite: str
     pinned: str
     abandoned: str
     problem: str
@@ -84,17 +86,21 @@ class Run:
 
     @property
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that counts, which a restore takes; None where there is none.
+        """The checkpoint that a restore takes: the newest that counts and is finite; None where none counts.
+
+        Where none is finite, the newest.
 
         Raises: FormatVersionError, RootError (one cannot be read that may be the newest).
         """
         found = self._counting()
-        return _checkpoint(found[-1]) if found else None
+        finite = [entry for entry in found if not entry.nonfinite] or found
+        return _checkpoint(finite[-1]) if finite else None
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> Checkpoint | None:
         """Return the checkpoint that counts with the lowest value of a metric, or the highest.
 
-        Those without the metric, or whose value is NaN or infinite, are left out. Of equals the newest is best.
+        Those without the metric, or in which it or a parameter is NaN or infinite, are left out. Of equals the newest
+        is best.
 
         Args:
             metric: its name, as given to `Checkpointer.step(metrics=)`.
@@ -152,6 +158,7 @@ def _checkpoint(entry: Entry) -> Checkpoint:
         world_size=manifest.world_size if manifest is not None else 0,
         bytes=manifest.total_bytes if manifest is not None else 0,
         verified=record is not None and record.verified,
+        nonfinite=entry.nonfinite,
         pinned=entry.pinned,
         abandoned=entry.abandoned,
         problem=record.damaged if record is not None else entry.problem or "",

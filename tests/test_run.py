@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckptman
 from ckptman.catalog.pins import pin
@@ -45,6 +46,17 @@ def test_latest_and_best_are_among_those_that_count(tmp_path: Path) -> None:
     assert run.checkpoints[-2].problem == "a block is not what was saved"
     with pytest.raises(ckptman.ConfigError, match='"min" or "max"'):
         run.best("loss", "lowest")  # type: ignore[arg-type]
+
+
+def test_latest_is_what_a_restore_takes_so_it_is_finite_where_one_is(tmp_path: Path) -> None:
+    state, policy = {"w": torch.zeros(3)}, ckptman.EverySteps(1)
+    with ckptman.Checkpointer(tmp_path, state, save_policy=policy, async_save=False) as checkpointer:
+        for step, value in ((1, 1.0), (2, float("nan"))):
+            state["w"].fill_(value)
+            checkpointer.step(step, metrics={"loss": 1.0 / step})
+    run = ckptman.Run(tmp_path)
+    assert ["w" in each.nonfinite for each in run.checkpoints] == [False, True]
+    assert [each.step for each in (run.latest, run.best("loss")) if each is not None] == [1, 1]
 
 
 def test_what_a_newer_ckptman_wrote_may_be_the_latest_so_none_before_it_is(tmp_path: Path) -> None:
