@@ -49,10 +49,10 @@ def test_latest_and_best_are_among_those_that_count(tmp_path: Path) -> None:
 
 
 def test_latest_is_what_a_restore_takes_so_it_is_finite_where_one_is(tmp_path: Path) -> None:
-    state, policy = {"w": torch.zeros(3)}, ckptman.EverySteps(1)
-    with ckptman.Checkpointer(tmp_path, state, save_policy=policy, async_save=False) as checkpointer:
+    model, policy = torch.nn.Linear(2, 2), ckptman.EverySteps(1)
+    with ckptman.Checkpointer(tmp_path, {"w": model}, save_policy=policy, async_save=False) as checkpointer:
         for step, value in ((1, 1.0), (2, float("nan"))):
-            state["w"].fill_(value)
+            torch.nn.init.constant_(model.weight, value)
             checkpointer.step(step, metrics={"loss": 1.0 / step})
     run = ckptman.Run(tmp_path)
     assert ["w" in each.nonfinite for each in run.checkpoints] == [False, True]
