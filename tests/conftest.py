@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,21 @@ settings.register_profile("ckptman", deadline=None, print_blob=True)
 settings.load_profile("ckptman")
 
 TESTS = Path(__file__).parent
-LONG = ("docs", "slurm", "faults", "end_to_end")
+LONG = ("docs", "slurm", "faults", "end_to_end", "integrations")
 """Folders whose tests take longest: they begin first, so that no worker is left with one of them at the end."""
 
 # A shell that starts a command in the background has it ignore Ctrl-C, which its children would inherit: a test of an
 # interrupt would then wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _handlers_stay() -> Iterator[None]:
+    """A handler that a test leaves behind would be found by those after it."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    assert {each: signal.getsignal(each) for each in before} == before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -72,6 +72,8 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
             raise ConfigError(
                 f"transformers {_installed} is too old for CkptmanTrainerMixin: install transformers>=5.4"
             )
+        if getattr(kwargs.get("args", args[1] if len(args) > 1 else None), "enable_jit_checkpoint", False):
+            raise _refusal("enable_jit_checkpoint and ckptman would both act on a signal", "leave it out")
         super().__init__(*args, **kwargs)
         _refuse_unsupported(self)
         self.callback_handler.callbacks.insert(0, _Watch(self))
@@ -412,14 +414,13 @@ def _refuse_unsupported(trainer: Any) -> None:
         (args.n_gpu > 1, "one process for several GPUs has no generators of its own", "start with torchrun"),
         (args.auto_find_batch_size, "auto_find_batch_size changes what a position means", "set the batch size"),
         (args.save_only_model, "save_only_model saves what no run can go on from", "leave it out"),
-        (
-            getattr(args, "enable_jit_checkpoint", False),
-            "enable_jit_checkpoint and ckptman would both act on a signal",
-            "leave it out",
-        ),
     ):
         if is_so:
-            raise ConfigError(f"CkptmanTrainerMixin cannot train this: {what}. Remedy: {remedy}")
+            raise _refusal(what, remedy)
+
+
+def _refusal(what: str, remedy: str) -> ConfigError:
+    return ConfigError(f"CkptmanTrainerMixin cannot train this: {what}. Remedy: {remedy}")
 
 
 def _retention(args: TrainingArguments) -> RetentionPolicy | None:

@@ -258,4 +258,4 @@ def test_where_a_root_holds_checkpoints_of_others_one_is_named(root: Path, capsy
         Path("titan", name).mkdir(parents=True)
         Path("titan", name, ".metadata").touch()
     assert main(["copy", "titan", "backup"]) == 3
-    assert "but titan/step-500 is a checkpoint of plain DCP: name that folder" in capsys.readouterr().err
+    assert "but titan/step-1000 is a checkpoint of torchtitan: name that folder" in capsys.readouterr().err
