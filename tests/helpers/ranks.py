@@ -138,6 +138,9 @@ def _main(
     _say = lambda text: pipe.send(("said", text))  # noqa: E731
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+    # As in a training script. A loader's worker from a forkserver would not see that its rank was killed, and stay.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         store = dist.FileStore(f"{folder}/store", world_size)

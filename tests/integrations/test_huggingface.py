@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -81,7 +80,6 @@ def train(root: str, workers: int, die_after: int | None, signum: int) -> tuple[
     """Train, and return a digest of the parameters and the log."""
     warnings.simplefilter("default")
     os.environ["MASTER_ADDR"] = "localhost"  # Accelerate asks for it, and the ranks have met already
-    multiprocessing.set_start_method("fork", force=True)  # otherwise each worker imports torch anew
     callbacks = [Dies(die_after, signum)] if die_after is not None else []
     trainer = trainer_of(root, callbacks=callbacks, dataloader_num_workers=workers, gradient_accumulation_steps=2)
     trainer.train()
