@@ -1,23 +1,25 @@
-"""Loaders that Accelerate has prepared: what it does around the DataLoader within, without looking a batch ahead.
+"""Loaders that a framework has prepared: what it does around the DataLoader within, without looking a batch ahead.
 
 Looking ahead shifts what a dataset draws from the generators of the process against what the training draws from them.
 What Accelerate wants to know by it, whether a batch is the last one, is known from the number of batches.
+Fabric would begin to count epochs anew after a restore.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 
 from ckptman.errors import ConfigError
-from ckptman.state.wrappers import is_prepared_loader
+from ckptman.state.wrappers import is_prepared_loader, unwrap
 
 T = TypeVar("T")
 
 
-class PreparedLoader:
+class AccelerateLoader:
     """A loader that Accelerate has prepared for this rank.
 
     Args:
@@ -40,11 +42,6 @@ class PreparedLoader:
         self.inside: Any = loader.base_dataloader
         """The DataLoader that gives the batches of this rank."""
 
-    @classmethod
-    def of(cls, loader: object) -> PreparedLoader | None:
-        """Return a loader as one that Accelerate has prepared; None: it has not."""
-        return cls(loader) if is_prepared_loader(loader) else None
-
     def begin(self) -> None:
         """Begin a pass on all ranks: they draw the same order."""
         from accelerate.utils import synchronize_rng_states
@@ -65,3 +62,27 @@ class PreparedLoader:
                 yield batch
         finally:
             loader.end()
+
+
+class FabricLoader:
+    """A loader that `Fabric.setup_dataloaders` has returned."""
+
+    def __init__(self, loader: Any) -> None:
+        self.inside: Any = unwrap(loader)
+        """The DataLoader that gives the batches of this rank."""
+        self._device = loader.device
+        self._move = sys.modules[type(loader).__module__].move_data_to_device  # of lightning or of lightning_fabric
+
+    def begin(self) -> None:
+        """Begin a pass: its order is that of the samplers."""
+
+    def around(self, batches: Iterator[T], left: int) -> Iterator[T]:
+        """Give these batches on the device of this rank."""
+        return batches if self._device is None else (self._move(batch, self._device) for batch in batches)
+
+
+def prepared(loader: object) -> AccelerateLoader | FabricLoader | None:
+    """Return a loader as one that Accelerate or Fabric has prepared; None: neither has."""
+    if is_prepared_loader(loader):
+        return AccelerateLoader(loader)
+    return FabricLoader(loader) if unwrap(loader) is not loader else None

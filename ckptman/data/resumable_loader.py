@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 from xxhash import xxh3_64_intdigest
 
 from ckptman.data.elastic_sampler import ElasticSampler
-from ckptman.data.prepared_loader import PreparedLoader
+from ckptman.data.prepared_loader import prepared
 from ckptman.errors import ConfigError
 from ckptman.state.generators import RNGState
 from ckptman.state.named_state import is_stateful
@@ -47,9 +47,9 @@ class ResumableLoader(Generic[T]):
     `ElasticSampler` it belongs to all of them, and can be restored on any number.
 
     Args:
-        loader: A DataLoader, also one that Accelerate has prepared; a StatefulDataLoader of torchdata, whose own state
-            is used where its dataset or sampler has one; or another iterable that gives the same batches when it is
-            iterated anew.
+        loader: A DataLoader, also one that Accelerate or Fabric has prepared; a StatefulDataLoader of torchdata, whose
+            own state is used where its dataset or sampler has one; or another iterable that gives the same batches when
+            it is iterated anew.
 
     Raises:
         ConfigError: It is an iterator, its batches come out of order, or its ElasticSampler is within a batch sampler
@@ -74,12 +74,13 @@ class ResumableLoader(Generic[T]):
         self._own_now: tuple[str, ...] = ()
         """Generators of the loader as they were when a position was saved that is to be gone on from."""
         self._elastic = _Elastic.of(loader)
-        self._prepared = PreparedLoader.of(loader)
+        self._prepared = prepared(loader)
         self._indices = _Indices.of(loader if self._prepared is None else self._prepared.inside)
         if self._indices is None and self._prepared is not None:
             raise ConfigError(
-                "ResumableLoader: Accelerate has prepared a loader whose batches are not told by indices (an "
-                "IterableDataset, or a sampler with a state of its own): leave that loader out of accelerator.prepare()"
+                "ResumableLoader: Accelerate or Fabric has prepared a loader whose batches are not told by indices (an "
+                "IterableDataset, or a sampler with a state of its own): leave that loader out of prepare() and "
+                "setup_dataloaders()"
             )
         self._stateful = self._indices is None and self._elastic is None and is_stateful(loader)
         self._source = loader if self._indices is None else self._indices.loader()
@@ -301,6 +302,12 @@ class _Elastic:
     @classmethod
     def of(cls, loader: object) -> _Elastic | None:
         found = [each for each in _samplers(loader) if isinstance(each, ElasticSampler)]
+        shared_out = getattr(getattr(loader, "sampler", None), "dataset", None)
+        if isinstance(getattr(shared_out, "_sampler", None), ElasticSampler):
+            raise ConfigError(
+                "Lightning shares out what an ElasticSampler has shared out already: set use_distributed_sampler=False "
+                "in Trainer(...) or setup_dataloaders(...)"
+            )
         batches = getattr(loader, "batch_sampler", None)
         if found and batches is not None and type(batches) is not BatchSampler:
             raise ConfigError(

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptman.checkpointer import Checkpointer
-from ckptman.data.elastic_sampler import ElasticSampler
 from ckptman.data.resumable_loader import ResumableLoader
 from ckptman.errors import ConfigError, MismatchError
 from ckptman.policies.retention import KeepBest, KeepLast
@@ -452,12 +451,6 @@ class _TrainLoaders:
         loader = type(trainer.strategy).process_dataloader(trainer.strategy, loader)
         if not trainer.training:
             return loader
-        sampler = getattr(getattr(loader, "sampler", None), "dataset", None)
-        if isinstance(getattr(sampler, "_sampler", None), ElasticSampler):
-            raise ConfigError(
-                "Lightning shares out what an ElasticSampler has shared out already: "
-                "set Trainer(use_distributed_sampler=False)"
-            )
         if isinstance(loader, ResumableLoader):
             resumable = loader
             if not loader.batch:  # Lightning has made an iterator, to see whether there is one: no pass has begun

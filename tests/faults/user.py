@@ -1,8 +1,9 @@
 """User code as a source of faults: a loop that breaks, raises, exits, forks or nests blocks at any point of a step.
 
 Each case runs in a process of its own. Afterwards every checkpoint of its root is compared with a run that nobody
-disturbed, by its step: model with BatchNorm, optimizer, schedule, position in the data, generators. Then the run goes
-on from the newest one, to the very end of that run. What a forked child does must leave no trace.
+disturbed, by its step: model with a frozen layer and BatchNorm, optimizer, schedule, position in the data, generators,
+values of ranks. Then the run goes on from the newest one, to the very end of that run. What a forked child does must
+leave no trace.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from xxhash import xxh3_128_hexdigest
 
 import ckptman
@@ -50,24 +52,6 @@ class Fault(Exception):
     """Raised by the user's code."""
 
 
-class Data:
-    """Batches by position."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while True:
-            self.position += 1
-            yield torch.randn(6, 5, generator=torch.Generator().manual_seed(self.position))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-
-
 class Loop:
     """A small training loop of its user, with everything that a state can have."""
 
@@ -76,15 +60,19 @@ class Loop:
         random.seed(4)
         np.random.seed(5)
         self.model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
+        self.model[0].requires_grad_(False)
+        self.optimizer = torch.optim.AdamW([each for each in self.model.parameters() if each.requires_grad], 1e-2)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.data, self.counts = Data(), {"tokens": 0}
+        samples = torch.randn(5 * 6, 5, generator=torch.Generator().manual_seed(6))
+        self.data = ckptman.ResumableLoader(DataLoader(TensorDataset(samples), 6, shuffle=True))
+        self.counts, self.seen = ckptman.PerRank({"tokens": 0}), ckptman.FromRank0([0])
         self.hidden = hidden
 
     @property
     def state(self) -> dict[str, Any]:
-        inner = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
-        outer = {"data": self.data, "counts": self.counts, "rng": ckptman.RNGState()}
+        model = ckptman.Trainable(self.model)
+        inner = {"model": model, "optimizer": self.optimizer, "schedule": self.schedule}
+        outer = {"data": self.data, "counts": self.counts, "seen": self.seen, "rng": ckptman.RNGState()}
         return {"trainer": self, **outer} if self.hidden else {**inner, **outer}
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,6 +81,12 @@ class Loop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, values in state.items():
             getattr(self, name).load_state_dict(values)
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """Batches of one epoch after the other."""
+        while True:
+            for (batch,) in self.data:
+                yield batch
 
     def step(self, batch: torch.Tensor, at: Callable[[str], bool]) -> bool:
         """Train on a batch. Returns whether to break, as soon as `at` says so of a point."""
@@ -107,7 +101,8 @@ class Loop:
             return True
         self.optimizer.step()
         self.schedule.step()
-        self.counts["tokens"] += 30
+        self.counts.value["tokens"] += 30
+        self.seen.value[0] += 1
         return at("updated")
 
     def digest(self) -> str:
@@ -119,14 +114,15 @@ class Loop:
         for moments in self.optimizer.state_dict()["state"].values():
             tensors += [each.numpy().tobytes() for each in moments.values()]
         rates = [group["lr"] for group in self.optimizer.param_groups], self.schedule.state_dict()
-        return xxh3_128_hexdigest(repr((rng, tensors, rates, self.data.position, self.counts)).encode())
+        told = self.data.epoch, self.data.batch, self.counts.value, self.seen.value
+        return xxh3_128_hexdigest(repr((rng, tensors, rates, told)).encode())
 
 
 @functools.cache
 def reference() -> tuple[str, ...]:
     """Digests of a run that nobody disturbed, before its first step and after each."""
     loop = Loop(hidden=False)
-    found, batches = [loop.digest()], iter(loop.data)
+    found, batches = [loop.digest()], loop.batches()
     for _ in range(STEPS):
         loop.step(next(batches), lambda point: False)
         found.append(loop.digest())
@@ -190,7 +186,7 @@ def disturbed(root: Path, plan: dict[str, Any], mutant: str) -> None:
         ) as made:
             checkpointer.append(made)
             step = made.restore()
-            for batch in loop.data:
+            for batch in loop.batches():
                 if step >= STEPS:
                     break
                 step += 1
@@ -275,7 +271,7 @@ def judge(root: Path, plan: dict[str, Any]) -> str:
         return f"step {due[-1]} was saved, and the newest there is {max(steps, default=None)}"
     loop = Loop(plan["hidden"])
     with ckptman.Checkpointer(root, loop.state, save_policy=ckptman.OnStop(), watchdog=None) as run:
-        step, batches = run.restore(), iter(loop.data)
+        step, batches = run.restore(), loop.batches()
         while step < STEPS:
             loop.step(next(batches), lambda point: False)
             step += 1

@@ -1,14 +1,7 @@
-"""The example with Accelerate is killed at random steps, and computes what the run computed that nobody killed."""
+"""Loaders that Accelerate has prepared."""
 
 from __future__ import annotations
 
-import os
-import random
-import re
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,67 +12,6 @@ import ckptman
 from ckptman.errors import ConfigError
 
 accelerate = pytest.importorskip("accelerate")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
-LAST = {1: 45, 2: 24}
-"""The last step of the example, by ranks."""
-
-
-def run(root: Path, ranks: int, stop_after: int | None, how: signal.Signals) -> tuple[dict[int, str], int]:
-    """Run the example, and send its ranks a signal after a step. Return the losses by step, and the exit code."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        variables = {
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": port,
-            "WORLD_SIZE": ranks,
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-        }
-        environment = os.environ | {name: str(each) for name, each in variables.items() if ranks > 1}
-        command = [sys.executable, str(EXAMPLE), str(root)]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    losses = {}
-    assert processes[0].stdout
-    try:
-        for line in processes[0].stdout:
-            if found := re.match(r"step (\d+): loss (\S+)", line):
-                losses[int(found[1])] = found[2]
-                if int(found[1]) == stop_after:
-                    for each in processes:
-                        each.send_signal(how)
-        codes = {each.wait(60) for each in processes}
-    finally:
-        for each in processes:
-            each.kill()
-            each.communicate()
-    assert codes <= {0, 75, -signal.SIGKILL}
-    return losses, max(codes, key=abs)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_at_random_steps(ranks: int, tmp_path: Path) -> None:
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
-    whole, code = run(tmp_path / "whole", ranks, None, signal.SIGTERM)
-    assert (max(whole), code) == (LAST[ranks], 0)
-    losses: dict[int, str] = {}
-    for attempt in range(100):
-        stop_after = max(losses, default=0) + draw.randrange(1, 8)
-        found, code = run(tmp_path / "run", ranks, stop_after, draw.choice([signal.SIGKILL, signal.SIGTERM]))
-        assert all(losses.get(step, loss) == loss for step, loss in found.items()), f"attempt {attempt}"
-        losses |= found
-        if code == 0:
-            break
-    assert attempt
-    assert losses == whole
-    last = [sorted((tmp_path / each).glob("step-*"))[-1] for each in ("whole", "run")]
-    compared = subprocess.run([sys.executable, "-m", "ckptman", "diff", *last], capture_output=True, text=True)
-    assert compared.returncode == 0, compared.stdout + compared.stderr
 
 
 def test_the_last_batch_is_told_apart(tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""Each example is killed at random steps, and computes what the run computed that nobody killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LAST = {
+    ("accelerate_loop", 1): 45,
+    ("accelerate_loop", 2): 24,
+    ("fabric_loop", 1): 87,
+    ("fabric_loop", 2): 45,
+    ("fsdp2", 1): 40,
+    ("fsdp2", 2): 40,
+    ("gan", 1): 60,
+    ("lightning_trainer", 1): 87,
+    ("lightning_trainer", 2): 45,
+    ("nanogpt", 1): 60,
+    ("nanogpt", 2): 60,
+}
+"""The last step of an example on so many ranks."""
+QUICK = {("nanogpt", 1), ("gan", 1)}
+
+Losses = dict[int, str]
+
+
+def run(example: str, root: Path, ranks: int, stop_after: int | None, how: signal.Signals) -> tuple[Losses, int]:
+    """Run an example, and send its ranks a signal after a step. Return the losses by step, and the exit code."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        variables: dict[str, object] = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        variables |= {"WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": rank}
+        is_alone = ranks == 1 and example != "fsdp2"
+        environment = os.environ | {name: str(each) for name, each in variables.items() if not is_alone}
+        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+        command = [sys.executable, str(EXAMPLES / f"{example}.py"), str(root)]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    losses: Losses = {}
+    assert processes[0].stdout
+    try:
+        for line in processes[0].stdout:
+            if found := re.match(r"step (\d+): (loss .+)", line):
+                losses[int(found[1])] = found[2]
+                if int(found[1]) == stop_after:
+                    for each in processes:
+                        each.send_signal(how)
+        codes = {each.wait(60) for each in processes}
+    finally:
+        for each in processes:
+            each.kill()
+            each.communicate()
+    assert codes <= {0, 75, -signal.SIGKILL}
+    return losses, max(codes, key=abs)
+
+
+def check_killed(example: str, ranks: int, folder: Path, longest: int) -> None:
+    """Kill and stop an example until it is over, each time after `longest` steps or fewer, and compare it."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    whole, code = run(example, folder / "whole", ranks, None, signal.SIGTERM)
+    assert (max(whole), code) == (LAST[example, ranks], 0)
+    losses: Losses = {}
+    for attempt in range(200):
+        stop_after = max(losses, default=0) + draw.randint(1, longest)
+        how = draw.choice([signal.SIGKILL, signal.SIGTERM])
+        found, code = run(example, folder / "run", ranks, stop_after, how)
+        assert all(losses.get(step, loss) == loss for step, loss in found.items()), f"attempt {attempt}"
+        losses |= found
+        if code == 0:
+            break
+    assert attempt
+    assert losses == whole
+    last = [sorted((folder / each).glob("step-*"))[-1] for each in ("whole", "run")]
+    compared = subprocess.run([sys.executable, "-m", "ckptman", "diff", *last], capture_output=True, text=True)
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("example", "ranks"), [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in LAST]
+)
+def test_killed_and_stopped(example: str, ranks: int, tmp_path: Path) -> None:
+    check_killed(example, ranks, tmp_path, longest=LAST[example, ranks])
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("example", "ranks"), LAST)
+def test_killed_about_twenty_times(example: str, ranks: int, tmp_path: Path) -> None:
+    check_killed(example, ranks, tmp_path, longest=LAST[example, ranks] // 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sharded_on_two_ranks_one_and_two(tmp_path: Path) -> None:
+    whole, _ = run("fsdp2", tmp_path / "whole", 2, None, signal.SIGTERM)
+    losses: Losses = {}
+    for ranks, stop_after in ((2, 12), (1, 25), (2, None)):
+        found, _ = run("fsdp2", tmp_path / "run", ranks, stop_after, signal.SIGTERM)
+        losses |= found
+    values = [{step: float(loss.split()[1]) for step, loss in each.items()} for each in (losses, whole)]
+    assert values[0] == pytest.approx(values[1], rel=1e-4)  # sums are taken in another order
+    manifest = sorted((tmp_path / "run").glob("step-*"))[-1] / "manifest.json"
+    assert json.loads(manifest.read_text())["step"] == LAST["fsdp2", 2]
+
+
+def test_a_whole_example_is_short() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        if path.name != "demo.py":
+            text = path.read_text()
+            assert text.count("\n") <= 80, path
+            assert not re.search(r"ckptman\.\w*\b_|import _", text), path
