@@ -34,7 +34,8 @@ def main(root: str) -> int:
         "data": loader,
         "rng": ckptman.RNGState(),
     }
-    with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(10), signals=True) as checkpointer:
+    policy = ckptman.EverySteps(10) | ckptman.OnStop()
+    with ckptman.Checkpointer(root, state, save_policy=policy, signals=True) as checkpointer:
         step = checkpointer.restore()
         for _ in range(loader.epoch, EPOCHS):
             for (samples,) in loader:

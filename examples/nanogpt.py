@@ -34,8 +34,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
-        logits: torch.Tensor = self.head(self.blocks(self.embedding(tokens) + self.position, mask, is_causal=True))
-        return logits
+        return self.head(self.blocks(self.embedding(tokens) + self.position, mask, is_causal=True))
 
 
 def learning_rate(step: int) -> float:
@@ -56,7 +55,8 @@ def main(root: str) -> int:
     optimizer = torch.optim.AdamW(model.parameters())
     # The batches follow from the generators, which are in the state; the learning rate follows from the step.
     state = {"model": model, "optimizer": optimizer, "rng": ckptman.RNGState()}
-    with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(10), signals=True) as checkpointer:
+    policy = ckptman.EverySteps(10) | ckptman.OnStop()
+    with ckptman.Checkpointer(root, state, save_policy=policy, signals=True) as checkpointer:
         for step in range(checkpointer.restore() + 1, STEPS + 1):
             starts = torch.randint(len(text) - CONTEXT, (BATCH,))
             tokens = torch.stack([text[start : start + CONTEXT + 1] for start in starts])

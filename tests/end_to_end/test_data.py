@@ -123,8 +123,7 @@ def test_killed_twice(tmp_path: Path, kind: str, workers: int, rng: random.Rando
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "elastic"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "workers"), [("plain", 2), ("elastic", 0)])
 def test_two_ranks_killed_twice(tmp_path: Path, kind: str, workers: int, rng: random.Random) -> None:
     check(tmp_path, 2, kind, workers, 2, rng)
 
