@@ -100,7 +100,10 @@ def check_killed(example: str, ranks: int, folder: Path, longest: int) -> None:
             break
     assert attempt
     assert losses == whole
-    last = [ckptman.read(sorted((folder / each).glob("step-*"))[-1]) for each in ("whole", "run")]
+    both = {each.name for each in (folder / "whole").glob("step-*")} & {
+        each.name for each in (folder / "run").iterdir()
+    }
+    last = [ckptman.read(folder / each / max(both)) for each in ("whole", "run")]
     assert last[0].keys() == last[1].keys()
     for name, value in last[0].items():
         assert same(value, last[1][name]), name

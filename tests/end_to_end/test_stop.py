@@ -22,9 +22,15 @@ from tests.helpers.ranks import run_ranks
 POLICY = ckptman.EverySteps(100) | ckptman.OnStop() | ckptman.BeforeDeadline(margin_seconds=1, assumed_save_seconds=1)
 
 
-def run(root: str, when: str, until: int, deadline: float | None = None) -> dict[str, Any]:
-    """Train until told to stop; rank 1 gets SIGTERM `when`: "step 4", "before", "restore" or "never"."""
+def run(root: str, when: str, until: int, seconds: float | None = None) -> dict[str, Any]:
+    """Train until told to stop; rank 1 gets SIGTERM `when`: "step 4", "before", "restore" or "never".
+
+    `seconds`: the job has so many left when all ranks are there.
+    """
     mine = dist.get_rank() == 1
+    told = [None if seconds is None else time.time() + seconds]
+    dist.broadcast_object_list(told)
+    deadline = told[0]
 
     def ask(moment: str) -> None:
         if mine and moment == when:
@@ -48,7 +54,8 @@ def run(root: str, when: str, until: int, deadline: float | None = None) -> dict
                 if checkpointer.should_stop():
                     stopped = (step, reason)
                     break
-        return {"losses": losses, "stopped": stopped, "exit_code": checkpointer.exit_code}
+        left = None if deadline is None else deadline - time.time()
+        return {"losses": losses, "stopped": stopped, "exit_code": checkpointer.exit_code, "seconds left": left}
 
 
 def test_all_ranks_stop_at_the_same_step_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
@@ -88,9 +95,8 @@ def test_a_signal_before_the_first_step_ends_is_acted_on_in_that_step(tmp_path: 
 
 
 def test_the_deadline_stops_in_time_without_a_signal(tmp_path: Path) -> None:
-    deadline = time.time() + 6
-    results = run_ranks(2, run, str(tmp_path), "never", 10_000, deadline)
-    assert time.time() < deadline
+    results = run_ranks(2, run, str(tmp_path), "never", 10_000, 6.0)
+    assert all(each["seconds left"] > 0 for each in results)
     assert results[0]["stopped"] == results[1]["stopped"]
     assert results[0]["exit_code"] == 75
     step = results[0]["stopped"][0]

@@ -30,7 +30,12 @@ with warnings.catch_warnings():
     pl = pytest.importorskip("lightning.pytorch")
     from ckptman.integrations.lightning import CkptmanCallback
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning",
+    "ignore::FutureWarning",
+    "ignore::DeprecationWarning",
+    "ignore:it takes too long to note:RuntimeWarning",  # true of a busy machine
+)
 
 
 class Noisy(Dataset[torch.Tensor]):
