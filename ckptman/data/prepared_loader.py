@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -78,7 +79,9 @@ class FabricLoader:
 
     def around(self, batches: Iterator[T], left: int) -> Iterator[T]:
         """Give these batches on the device of this rank."""
-        return batches if self._device is None else (self._move(batch, self._device) for batch in batches)
+        if self._device is None:
+            return batches
+        return map(self._move, batches, repeat(self._device))  # goes on behind a batch that cannot be read
 
 
 def prepared(loader: object) -> AccelerateLoader | FabricLoader | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ckptman
 from ckptman.errors import ConfigError
@@ -33,6 +35,7 @@ def seen(loader: Any, batches: int = 99) -> list[int]:
 
 def orders() -> tuple[list[list[int]], list[list[int]]]:
     """Return the orders of three epochs, and those of a loader that is made anew in the second of them."""
+    _be_quiet()
     settings: dict[str, Any] = {"devices": 2, "strategy": "ddp"}
     torch.manual_seed(0)
     whole = ckptman.ResumableLoader(prepared(**settings))
@@ -46,20 +49,46 @@ def orders() -> tuple[list[list[int]], list[list[int]]]:
 
 
 def test_the_order_of_each_epoch_is_its_own_after_a_restore() -> None:
-    ranks = run_ranks(2, _quietly)
+    ranks = run_ranks(2, orders)
     for expected, found in ranks:
         assert found == expected
         assert expected[0] != expected[1] != expected[2]
     assert {sample for expected, _ in ranks for sample in expected[0]} == set(range(20))
 
 
-def _quietly() -> tuple[list[list[int]], list[list[int]]]:
-    import os
-    import warnings
-
+def _be_quiet() -> None:
     warnings.simplefilter("ignore")
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # the ranks have met already
-    return orders()
+
+
+def twice_shared_out() -> str:
+    _be_quiet()
+    loader = prepared(ckptman.ElasticSampler(20, seed=0), devices=2, strategy="ddp")
+    with pytest.raises(ConfigError) as refused:
+        ckptman.ResumableLoader(loader)
+    return str(refused.value)
+
+
+def test_samples_are_shared_out_once() -> None:
+    assert all("use_distributed_sampler=False" in told for told in run_ranks(2, twice_shared_out))
+
+
+def test_a_batch_that_cannot_be_read_does_not_end_the_epoch() -> None:
+    class Bad(Dataset[int]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> int:
+            if index == 2:
+                raise OSError("cannot be read")
+            return index
+
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    batches = iter(ckptman.ResumableLoader(fabric.setup_dataloaders(DataLoader(Bad(), 2))))
+    assert next(batches).tolist() == [0, 1]
+    with pytest.raises(OSError, match="cannot be read"):
+        next(batches)
+    assert [each.tolist() for each in batches] == [[4, 5]]
 
 
 def test_a_loader_is_wrapped_to_be_in_the_state(tmp_path: Path) -> None:
