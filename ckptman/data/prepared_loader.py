@@ -49,20 +49,49 @@ class AccelerateLoader:
 
         synchronize_rng_states(self._loader.rng_types or [], self._loader.synchronized_generator)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset, too, as Accelerate does."""
+        if callable(set_epoch := getattr(self.inside.dataset, "set_epoch", None)):
+            set_epoch(epoch)
+
     def around(self, batches: Iterator[T], left: int) -> Iterator[T]:
         """Give these batches, of which there are `left`, on the device of this rank, and tell Accelerate about them."""
+        return _AccelerateBatches(self._loader, batches, left)
+
+
+class _AccelerateBatches(Iterator[T]):
+    """Batches on the device of this rank. It goes on behind a batch that cannot be read."""
+
+    def __init__(self, loader: Any, batches: Iterator[T], left: int) -> None:
+        self._loader, self._batches, self._left = loader, batches, left
+        self._is_open = False
+
+    def __next__(self) -> T:
         from accelerate.utils import send_to_device
 
         loader = self._loader
-        loader.begin()
+        if not self._is_open:
+            loader.begin()
+            self._is_open = True
+        self._left -= 1
+        loader.end_of_dataloader = self._left == 0
         try:
-            for number, batch in enumerate(batches, 1):
-                loader.end_of_dataloader = number == left
-                if loader.device is not None:
-                    batch = send_to_device(batch, loader.device, non_blocking=loader._non_blocking)
-                yield batch
-        finally:
-            loader.end()
+            batch = next(self._batches)
+        except StopIteration:
+            self._end()
+            raise
+        if loader.device is None:
+            return batch
+        moved: T = send_to_device(batch, loader.device, non_blocking=loader._non_blocking)
+        return moved
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._loader.end()
 
 
 class FabricLoader:
@@ -76,6 +105,9 @@ class FabricLoader:
 
     def begin(self) -> None:
         """Begin a pass: its order is that of the samplers."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: Fabric tells the samplers alone, and they are told anyway."""
 
     def around(self, batches: Iterator[T], left: int) -> Iterator[T]:
         """Give these batches on the device of this rank."""

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from ckptman.data.elastic_sampler import ElasticSampler
 from ckptman.data.prepared_loader import prepared
-from ckptman.errors import ConfigError
+from ckptman.errors import ConfigError, warn_only
 from ckptman.state.generators import RNGState
 from ckptman.state.named_state import is_stateful
 
@@ -137,7 +137,7 @@ class ResumableLoader(Generic[T]):
 
         Raises: ConfigError: another kind of loader or number of ranks, or, within an epoch, other data.
         """
-        is_position = isinstance(state, Mapping) and "begun" in state
+        is_position = isinstance(state, Mapping) and "begun" in state and ("position" in state or "kind" in state)
         if not is_position or ("position" in state, "loader" in state) != (self._elastic is not None, self._stateful):
             raise ConfigError(
                 "the checkpoint has another kind of loader under this name, or none: wrap the kind that it was saved "
@@ -158,6 +158,8 @@ class ResumableLoader(Generic[T]):
             if not state["begun"]:
                 _put_back(self.loader, self._own_now)
         self.epoch, self.batch, self._begun = state["epoch"], state["batch"], state["begun"]
+        if _is_over(state) and (batches := _length(self.loader)) is not None:
+            self.batch = batches  # which is another number with other data, and on other ranks
         self._restored, self._pass = True, None
 
     def load_from_other_rank(self, state: Mapping[str, Any], rank: int) -> None:
@@ -166,8 +168,7 @@ class ResumableLoader(Generic[T]):
 
     def _check(self, state: Mapping[str, Any]) -> None:
         saved, mine = state["kind"], _kind_of(self.loader)
-        is_over = not state["begun"] or state["batch"] == saved["batches"]
-        if is_over and "loader" not in state:
+        if not state["begun"] or (_is_over(state) and mine["batches"] is not None):
             return
         if state["world_size"] != _world_size():
             raise ConfigError(
@@ -189,7 +190,7 @@ class ResumableLoader(Generic[T]):
         if self._elastic is not None:
             self._elastic.begin(self.epoch)
         if self._indices is not None:
-            self._indices.start = None
+            self._indices.begin()
         else:
             self._start = _Start.now(self.loader)
         return self._make(0)
@@ -214,6 +215,8 @@ class ResumableLoader(Generic[T]):
             for sampler in _samplers(self.loader):
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(self.epoch)
+        if self._prepared is not None:
+            self._prepared.set_epoch(self.epoch)
         if self._indices is not None:
             self._indices.restart(consumed, self._elastic)
         elif self._start is not None:
@@ -327,6 +330,10 @@ class _Elastic:
         whole = self._step() if drops else self.sampler.world_size
         return self.sampler.position + min(self.batches * self._step(), max(0, left) // whole * whole)
 
+    def seed(self) -> int:
+        """Return what the workers of this pass are seeded with."""
+        return _seed(self.sampler.seed, self.sampler.rank, self.sampler.epoch)
+
     def seeds(self) -> Iterator[int]:
         """Return a seed for each batch to come, the same however often the run was cut before it."""
         sampler = self.sampler
@@ -367,7 +374,12 @@ class _Indices:
         self._loader = loader
         self._given: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self.start: _Start | None = None
-        """What this pass began with; None before the samplers were asked first, and where they draw nothing."""
+        """What this pass began with; None before the samplers were asked first, and with an ElasticSampler."""
+        self._seed = 0
+        """What the workers of this pass are seeded with."""
+        self._generator = torch.Generator()
+        """Where the loader draws that from. It would draw from those of the process each time that it starts workers,
+        which a run does more often when it is cut."""
         self._rest: Iterator[Any] | None = None
         self._seeds: Iterator[int] = iter(())
         self._consumed, self._elastic = 0, False
@@ -404,14 +416,22 @@ class _Indices:
             timeout=given.timeout,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=given.multiprocessing_context,
-            generator=given.generator,
+            generator=self._generator,
         )
 
+    def begin(self) -> None:
+        """Begin a pass: one number is drawn for it, as by a DataLoader that is iterated."""
+        self.start = None
+        self._seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item())
+
     def restart(self, consumed: int, elastic: _Elastic | None) -> None:
-        """Prepare a pass. Called before its iterator is made."""
+        """Prepare what is left of a pass. Called before its iterator is made."""
         self._consumed, self._elastic = consumed, elastic is not None
         if elastic is not None:
-            self._seeds = elastic.seeds()
+            self._seed, self._seeds = elastic.seed(), elastic.seeds()
+        elif self.start is not None and self.start.seed is not None:
+            self._seed = self.start.seed
+        self._generator.manual_seed(self._seed)
 
     def skip(self) -> Iterator[Any]:
         """Ask the samplers anew, as they were asked when this pass began, and leave out what was consumed, once.
@@ -422,19 +442,24 @@ class _Indices:
             if self.start is not None:
                 self.start.put_back(self._loader)
             elif not self._elastic:
-                self.start = _Start.now(self._loader, self._draw_seed() if self._loader.num_workers else None)
-            if self.start is not None and self.start.seed is not None:
-                seed = self.start.seed
-                self._seeds = (_seed(seed, number) for number in count(self._consumed))
+                self.start = _Start.now(self._loader, self._seed)
+            if not self._elastic:
+                self._seeds = (_seed(self._seed, number) for number in count(self._consumed))
             self._rest = iter(self._given)
-            deque(islice(self._rest, self._consumed), maxlen=0)
+            if self._consumed:
+                self._leave_out(self._rest)
         return self._rest
 
-    def _draw_seed(self) -> int:
-        """Return a seed for the workers of a pass, by generators of which it takes nothing."""
-        own, copied = self._loader.generator, torch.Generator()
-        copied.set_state(torch.get_rng_state() if own is None else own.get_state())
-        return int(torch.empty((), dtype=torch.int64).random_(generator=copied).item())
+    def _leave_out(self, indices: Iterator[Any]) -> None:
+        next(indices)
+        first = RNGState().state_dict()
+        deque(islice(indices, self._consumed - 1), maxlen=0)
+        if RNGState().state_dict() != first:
+            warn_only(
+                f"{type(self._given).__name__} draws from the generators of the process while it is iterated, between "
+                f"what the training draws: what is left of this epoch may not be what the run would have seen that "
+                f"nobody cut. Give the sampler a generator of its own"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_rest": None, "_seeds": iter(())}
@@ -485,6 +510,12 @@ class _WorkerInit:
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
         if self._init is not None:
             self._init(worker)
+
+
+def _is_over(state: Mapping[str, Any]) -> bool:
+    """Return whether a position is behind the last batch of its pass, which one with its own state knows itself."""
+    knows = "kind" not in state or "loader" in state
+    return not knows and bool(state["begun"]) and state["batch"] == state["kind"]["batches"]
 
 
 def _seed(*numbers: int) -> int:

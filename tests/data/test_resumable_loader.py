@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import warnings
@@ -12,7 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckptman
@@ -157,8 +167,8 @@ def test_cut_after_any_step(kind: Callable[..., DataLoader[Any]]) -> None:
 def test_cut_with_workers(kind: Callable[..., DataLoader[Any]], persistent: bool) -> None:
     more: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent}
     whole, all_saves = reference(kind, **more)
-    middle = len(all_saves) // 2
-    for cut in (1, middle, middle + 1):
+    middle, epoch = len(all_saves) // 2, len(all_saves) // EPOCHS
+    for cut in (1, epoch, middle, middle + 1):
         seed_all(0)
         seen: list[str] = []
         saves: list[Any] = []
@@ -321,11 +331,16 @@ def test_a_position_behind_the_last_batch_fits_any_data() -> None:
     for _ in zip(range(6), loader):
         pass
     assert (loader.batch, loader.epoch) == (6, 0)
-    other = ckptman.ResumableLoader(DataLoader(Noisy(), 5, shuffle=True))
-    other.load_state_dict(loader.state_dict())
-    assert list(other) == []
-    assert other.epoch == 1
-    assert len(list(other)) == 5
+    for batch_size, batches in ((5, 5), (2, 12), (4, 6)):
+        other = ckptman.ResumableLoader(DataLoader(Noisy(), batch_size, shuffle=True))
+        other.load_state_dict(loader.state_dict())
+        assert other.batch == len(other)
+        again = ckptman.ResumableLoader(DataLoader(Noisy(), batch_size, shuffle=True))
+        again.load_state_dict(other.state_dict())  # saved anew before it was iterated
+        for each in (other, again):
+            assert list(each) == []
+            assert each.epoch == 1
+            assert len(list(each)) == batches
 
 
 def zipped(first: Any, second: Any, seen: list[Any], saves: list[Any], cut: int | None = None) -> None:
@@ -364,6 +379,49 @@ def test_two_loaders_at_once(kind: Callable[..., DataLoader[Any]]) -> None:
         assert seen == whole, f"cut after step {cut}"
 
 
+def test_workers_draw_other_numbers_in_each_epoch() -> None:
+    sampler: DistributedSampler[Any] = DistributedSampler(Noisy(), 1, 0)  # draws nothing of the process
+    loader = ckptman.ResumableLoader(
+        DataLoader(Noisy(), 4, sampler=sampler, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    )
+    epochs = [{row[1].item() for batch in loader for row in batch} for _ in range(3)]
+    assert len(set.union(*epochs)) == 3 * SAMPLES
+
+
+class Blocks(Sampler[int]):
+    """Shuffles block by block, each when it comes to it."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        for start in range(0, SAMPLES, 6):
+            for each in torch.randperm(min(6, SAMPLES - start), generator=self.generator):
+                yield start + int(each)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_sampler_that_draws_between_what_the_training_draws_is_told(own: bool) -> None:
+    def blocks() -> ckptman.ResumableLoader[Any]:
+        sampler = Blocks(torch.Generator() if own else None)
+        return ckptman.ResumableLoader(DataLoader(Noisy(), 4, sampler=sampler))
+
+    loader, again = blocks(), blocks()
+    first = iter(loader)
+    for _ in range(3):
+        next(first), torch.rand(())
+    again.load_state_dict(loader.state_dict())
+    told = pytest.warns(RuntimeWarning, match="draws from the generators of the process while it is iterated")
+    with contextlib.nullcontext() if own else told:
+        rest = list(again)
+    assert len(rest) == 3
+    if own:
+        assert [each[:, 0].tolist() for each in rest] == [each[:, 0].tolist() for each in first]
+
+
 class Broken(Noisy):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 5:
@@ -371,14 +429,18 @@ class Broken(Noisy):
         return super().__getitem__(index)
 
 
+@pytest.mark.parametrize("by_accelerate", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_behind_a_sample_that_cannot_be_read_comes_the_next_batch(workers: int) -> None:
-    loader = ckptman.ResumableLoader(DataLoader(Broken(), 4, num_workers=workers))
+def test_behind_a_sample_that_cannot_be_read_comes_the_next_batch(workers: int, by_accelerate: bool) -> None:
+    def broken() -> ckptman.ResumableLoader[Any]:
+        plain = DataLoader(Broken(), 4, num_workers=workers)
+        return ckptman.ResumableLoader(_prepare(plain) if by_accelerate else plain)
+
+    loader, again = broken(), broken()
     iterator = iter(loader)
     next(iterator)
     with pytest.raises(OSError, match="sample 5 cannot be read"):
         next(iterator)
-    again = ckptman.ResumableLoader(DataLoader(Broken(), 4, num_workers=workers))
     again.load_state_dict(loader.state_dict())
     for each in (iterator, iter(again)):
         assert next(each)[:, 0].tolist() == [8, 9, 10, 11]
@@ -394,7 +456,7 @@ def test_an_epoch_may_be_ended_early() -> None:
 def test_what_has_no_position() -> None:
     with pytest.raises(ConfigError, match="out of order have no position"):
         ckptman.ResumableLoader(DataLoader(Noisy(), 4, num_workers=1, in_order=False))
-    for state in (None, 3, {}, {"epoch": 1}):
+    for state in (None, 3, {}, {"epoch": 1}, {"epoch": 1, "batch": 0, "begun": False}):
         with pytest.raises(ConfigError, match="another kind of loader under this name, or none"):
             start(shuffled).load_state_dict(state)  # type: ignore[arg-type]
 

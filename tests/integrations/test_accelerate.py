@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ckptman
 from ckptman.errors import ConfigError
@@ -24,6 +24,37 @@ def test_the_last_batch_is_told_apart(tmp_path: Path) -> None:
             synchronised.append(accelerator.sync_gradients)
     assert [number for number, each in enumerate(synchronised, 1) if each] == [4, 8, 10]
     assert not accelerator.gradient_state.in_dataloader
+
+
+def test_a_pass_that_is_left_is_over_for_accelerate(tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    loader = ckptman.ResumableLoader(accelerator.prepare(DataLoader(TensorDataset(torch.arange(20.0)), 2)))
+    for _ in loader:
+        assert accelerator.gradient_state.in_dataloader
+        break
+    assert not accelerator.gradient_state.in_dataloader
+
+
+class WithEpochs(Dataset[int]):
+    """One whose samples depend on the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+
+def test_the_dataset_is_told_the_epoch_as_accelerate_does() -> None:
+    plain, wrapped = (accelerate.Accelerator(cpu=True).prepare(DataLoader(WithEpochs(), 4)) for _ in range(2))
+    loader = ckptman.ResumableLoader(wrapped)
+    seen = [[batch.tolist() for _ in range(3) for batch in each] for each in (plain, loader)]
+    assert seen[0] == seen[1] == [[0, 1, 2, 3], [100, 101, 102, 103], [200, 201, 202, 203]]
 
 
 @pytest.mark.filterwarnings("ignore")  # of what torch deprecates, and torchdata calls
