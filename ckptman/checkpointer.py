@@ -17,6 +17,7 @@ import torch
 
 from ckptman.catalog.backends.tiered import backend_for
 from ckptman.comm.control_group import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
+from ckptman.comm.frozen import agree_on_frozen
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, warn, warn_only
 from ckptman.format.paths import MAX_STEP
 from ckptman.io.durable_files import DISK
@@ -281,6 +282,7 @@ class Checkpointer:
                 found = restorer.at(self._state, Path(path))
         if found is None:
             accepted.check_keys(self._control, self._state)
+            agree_on_frozen(self._control, self._state)
             self._session.tell(f"fresh start: {self.root} holds no checkpoint yet")
         self._restored_from, self._ready = found, True
         self._last, self._stepped, self._rehearsed = None, False, False

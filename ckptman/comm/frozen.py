@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ckptman.comm.control_group import AllRanks, Call, Channel, failing_as_one, refuse_other_calls
-from ckptman.state.trainable import FrozenPart, Trainable, identity_of
+from ckptman.state.trainable import FrozenPart, Trainable
 
 
 def agree_on_frozen(channel: Channel, state: Mapping[str, Any]) -> None:
@@ -19,6 +21,9 @@ def agree_on_frozen(channel: Channel, state: Mapping[str, Any]) -> None:
     trainables = {name: each for name, each in state.items() if isinstance(each, Trainable)}
     if not trainables:
         return
+    optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
+    for trainable in trainables.values():
+        trainable.note_trained(optimizers)
     with failing_as_one(), AllRanks[Call](channel) as changed:
         changed.mine = Call("what is frozen", any(each.frozen_changed() for each in trainables.values()))
     refuse_other_calls(changed.all)
@@ -27,4 +32,4 @@ def agree_on_frozen(channel: Channel, state: Mapping[str, Any]) -> None:
     with failing_as_one(), AllRanks[dict[str, dict[FrozenPart, int]]](channel) as digests:
         digests.mine = {name: each.digest_frozen() for name, each in trainables.items()}
     for name, each in trainables.items():
-        each.frozen = identity_of(of_rank.get(name, {}) for of_rank in digests.all)
+        each.agree(of_rank.get(name, {}) for of_rank in digests.all)

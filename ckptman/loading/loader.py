@@ -19,6 +19,7 @@ from ckptman.loading.exchange import read_together
 from ckptman.loading.fit import Fit, FitReport, State, name_as
 from ckptman.loading.read_tensors import NOT_USABLE
 from ckptman.state.optimizers import as_before_on_error
+from ckptman.state.trainable import Trainable
 
 _TROUBLES: dict[Trouble, str] = {
     "shortage": "rank {rank} has not enough memory or open files to load it ({text}): load it on more ranks, ask "
@@ -50,8 +51,11 @@ def load(
     copied; CorruptError if a rank cannot read it, or reads other bytes than were saved: then what its text says is not
     usable.
     """
-    agree_on_frozen(channel, state)
     saved = _read_on_all(channel, state, folder)
+    for name, each in state.items():
+        if isinstance(each, Trainable):
+            each.expect(saved.values.get(name, {}))
+    agree_on_frozen(channel, state)
     fit = Fit(state, saved, channel.rank, accepted, strict=strict, verify=verify)
     with as_before_on_error(state.values()):
         skipped = _match_on_all(channel, fit, folder, accepted, strict)

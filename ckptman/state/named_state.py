@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from xxhash import xxh3_128_hexdigest
@@ -25,7 +25,7 @@ from ckptman.format.manifest import Mesh
 from ckptman.format.value_codec import TensorRef, encode, tensor_ref
 from ckptman.state.local_shards import is_dense
 from ckptman.state.optimizers import get_state, get_state_to_fill, model_of, set_state
-from ckptman.state.trainable import Trainable, module_of
+from ckptman.state.trainable import Trainable, module_of, module_state
 from ckptman.state.wrappers import is_prepared_loader
 
 _SHOWN = 80
@@ -127,7 +127,7 @@ def nested(state: Mapping[str, Any], rank: int, saved: Mapping[str, Any] | None 
     result: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, torch.nn.Module):
-            result[name] = _module_state(value)
+            result[name] = module_state(value)
         elif isinstance(value, torch.optim.Optimizer):
             model = model_of(value, state)
             entries = saved.get(name, ()) if saved is not None else None
@@ -144,16 +144,6 @@ def nested(state: Mapping[str, Any], rank: int, saved: Mapping[str, Any] | None 
         else:
             result[name] = value
     return result
-
-
-def _module_state(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the tensors of a module by the names that it gives them, without those of wrappers."""
-    try:
-        return get_model_state_dict(module)
-    except AttributeError:
-        # A hook of the module gives names of which it has no parameters, such as the parts of a fused weight, and puts
-        # them together again in `load_state_dict`: torch looks for such a parameter.
-        return module.state_dict()
 
 
 def is_named(value: object) -> bool:

@@ -34,6 +34,14 @@ class FrozenPart(NamedTuple):
     offsets: tuple[int, ...]
 
 
+class Whole(NamedTuple):
+    """A frozen parameter, on all ranks together."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Trainable:
     """Save and restore only what is trained of a module: the parameters that ask for gradients, and its buffers.
 
@@ -42,9 +50,11 @@ class Trainable:
         optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
         state = {"model": ckptman.Trainable(model), "optimizer": optimizer}
 
-    They have the names that they have in a checkpoint of the whole module. The frozen parameters have to come from
-    where they came from. A checkpoint holds a digest of them, so that a restore over others is refused. It is computed
-    once, by the first `restore` or `step`, and again where torch counts a change of one.
+    They have the names that they have in a checkpoint of the whole module. What was trained once is saved from then on,
+    also when it is frozen again, and a restore brings it back, frozen or not. All else has to come from where it came
+    from. A checkpoint holds a digest of it, so that a restore over others is refused. It is computed once, by the first
+    `restore` or `step`, and again where torch counts a change: a frozen parameter that differs by then, such as a
+    moving average, is saved from then on, too.
 
     Args:
         module: A module, also one that a framework has wrapped.
@@ -60,17 +70,35 @@ class Trainable:
         self.frozen = ""
         """What identifies the frozen parameters; the ranks agree on it before a save and a load."""
         self._digested: dict[str, tuple[object, dict[FrozenPart, int]]] = {}
+        self._totals: dict[Whole, int] = {}
+        self._trained: set[str] = set()
+        """The names of the parameters that were seen to be trained."""
+        self._loaded: set[str] = set()
+        """The names of what was trained before, as the checkpoint has it that was loaded."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is saved: the live tensors that are trained, and what identifies the others."""
-        names = self._frozen_names()
-        values = {name: each for name, each in get_model_state_dict(self.module).items() if name not in names}
+        frozen = self._frozen_tensors()
+        values = {name: each for name, each in module_state(self.module).items() if name not in frozen}
         return {**values, FROZEN: self.frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what was saved. Whether the frozen parameters are the same is the caller's to check."""
         values = {name: each for name, each in state.items() if name != FROZEN}
         set_model_state_dict(self.module, values, options=StateDictOptions(strict=False))
+
+    def expect(self, saved: Mapping[str, Any]) -> None:
+        """Take it, before a load, that what a checkpoint holds was trained, and that all else is as it has to be."""
+        self._loaded = set(saved) if FROZEN in saved else set()
+        self._totals = {}
+
+    def note_trained(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Note that what optimizers have state of was trained. It may be frozen by now, and torch does not count what
+        the fused ones change."""
+        updated = {id(parameter) for each in optimizers for parameter, held in each.state.items() if held}
+        for name, each in self.module.named_parameters(remove_duplicate=False):
+            if id(each) in updated:
+                self._trained |= full_names(self.module, name)
 
     def frozen_changed(self) -> bool:
         """Return whether frozen parameters have been changed, or are others, since they were digested."""
@@ -89,13 +117,40 @@ class Trainable:
             self._digested[name] = known if known is not None and known[0] == mark else (mark, _digest(name, tensor))
         return {part: total for _, parts in self._digested.values() for part, total in parts.items()}
 
-    def _frozen_names(self) -> set[str]:
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {full for name, each in named if not each.requires_grad for full in full_names(self.module, name)}
+    def agree(self, digests: Iterable[Mapping[FrozenPart, int]]) -> None:
+        """Take the digests of all ranks. What differs from those of before is trained, in whatever way.
+
+        Raises: ConfigError where two ranks have the same part, and it differs.
+        """
+        totals = totals_of(digests)
+        both = {whole.name for whole in totals} & {whole.name for whole in self._totals}
+        changed = both & {whole.name for whole, _ in totals.items() ^ self._totals.items()}
+        self._trained |= changed
+        self._totals = {whole: total for whole, total in totals.items() if whole.name not in changed}
+        self._digested = {name: each for name, each in self._digested.items() if name not in changed}
+        self.frozen = identity_of(self._totals)
 
     def _frozen_tensors(self) -> dict[str, torch.Tensor]:
-        values: dict[str, Any] = get_model_state_dict(self.module)
-        return {name: values[name] for name in sorted(self._frozen_names() & values.keys())}
+        """Return what is frozen, and never was trained, with what belongs to it: the scales of a quantized weight."""
+        frozen: set[str] = set()
+        for name, each in self.module.named_parameters(remove_duplicate=False):
+            (self._trained if each.requires_grad else frozen).update(full_names(self.module, name))
+        frozen -= self._trained | self._loaded
+        return {
+            name: each
+            for name, each in module_state(self.module).items()
+            if isinstance(each, torch.Tensor) and not frozen.isdisjoint(_with_parents(name))
+        }
+
+
+def module_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the tensors of a module by the names that it gives them, without those of wrappers."""
+    try:
+        return get_model_state_dict(module)
+    except AttributeError:
+        # A hook of the module gives names of which it has no parameters, such as the parts of a fused weight, and puts
+        # them together again in `load_state_dict`: torch looks for such a parameter.
+        return module.state_dict()
 
 
 def module_of(value: object) -> torch.nn.Module | None:
@@ -105,8 +160,8 @@ def module_of(value: object) -> torch.nn.Module | None:
     return value if isinstance(value, torch.nn.Module) else None
 
 
-def identity_of(digests: Iterable[Mapping[FrozenPart, int]]) -> str:
-    """Return a text that identifies the frozen parameters of which the ranks hold these parts, on any number of ranks.
+def totals_of(digests: Iterable[Mapping[FrozenPart, int]]) -> dict[Whole, int]:
+    """Return the digest of each frozen parameter of which the ranks hold these parts, on any number of ranks.
 
     Raises: ConfigError where two ranks have the same part, and it differs.
     """
@@ -117,13 +172,25 @@ def identity_of(digests: Iterable[Mapping[FrozenPart, int]]) -> str:
                 raise ConfigError(
                     f"{part.name} is frozen, and it differs between ranks: load the same base on each of them"
                 )
-    totals: dict[tuple[str, str, tuple[int, ...]], int] = {}
+    totals: dict[Whole, int] = {}
     for part, total in known.items():
-        totals[part[:3]] = (totals.get(part[:3], 0) + total) % 2**64
-    elements = sum(math.prod(shape) for _, _, shape in totals)
-    dtypes = ", ".join(sorted({dtype for _, dtype, _ in totals})) or "nothing"
-    digest = xxh3_128_hexdigest(repr(sorted(totals.items())).encode())
+        whole = Whole(*part[:3])
+        totals[whole] = (totals.get(whole, 0) + total) % 2**64
+    return totals
+
+
+def identity_of(totals: Mapping[Whole, int]) -> str:
+    """Return a text that identifies the frozen parameters of which these are the digests."""
+    elements = sum(math.prod(whole.shape) for whole in totals)
+    dtypes = ", ".join(sorted({whole.dtype for whole in totals})) or "nothing"
+    digest = xxh3_128_hexdigest(repr(sorted((tuple(whole), total) for whole, total in totals.items())).encode())
     return f"{len(totals)} parameters with {elements} elements of {dtypes}, digest {digest}"
+
+
+def _with_parents(name: str) -> list[str]:
+    """Return a name, and those that it is under: `a.b.c`, `a.b` and `a`."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 def _mark(tensor: torch.Tensor) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ckptman
 from ckptman.errors import ConfigError, MismatchError
-from ckptman.state.trainable import identity_of
+from ckptman.state.trainable import identity_of, totals_of
 from tests.helpers.ranks import run_ranks
 
 TRAINED = {"adapter.weight", "adapter.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
@@ -90,15 +91,102 @@ def test_ckptman_load_checks_the_base_too(tmp_path: Path) -> None:
 
 
 def test_a_base_that_is_changed_while_the_run_goes_on(tmp_path: Path) -> None:
-    model = Adapted()
+    model, resumed = Adapted(), Adapted()
     with ckptman.Checkpointer(tmp_path, state_of(model)) as checkpointer:
         checkpointer.save(1)
-        model.embedding.weight.mul_(2)
+        model.embedding.weight.mul_(2)  # as a moving average is
         checkpointer.save(2)
-    with ckptman.Checkpointer(tmp_path, state_of(Adapted())) as checkpointer:
-        with pytest.raises(MismatchError, match="frozen"):
-            checkpointer.restore()
+    with ckptman.Checkpointer(tmp_path, state_of(resumed)) as checkpointer:
         assert checkpointer.restore(step=1) == 1
+        assert checkpointer.restore() == 2
+        assert torch.equal(resumed.embedding.weight, model.embedding.weight)
+        checkpointer.save(3)
+    with ckptman.Checkpointer(tmp_path, state_of(Adapted())) as checkpointer:
+        assert checkpointer.restore() == 3
+        with pytest.raises(MismatchError, match="frozen"):
+            checkpointer.restore(step=1)  # which has the base of before
+
+
+def run_with(root: Path, step: int, *changes: Callable[[nn.Linear, int], None], trained: bool) -> torch.Tensor:
+    """Go on up to a step with an adapter that is trained at first or not, and change it before each step."""
+    model = Adapted()
+    model.adapter.requires_grad_(trained)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": ckptman.Trainable(model), "optimizer": optimizer}
+    with ckptman.Checkpointer(root, state, save_policy=ckptman.EverySteps(1)) as checkpointer:
+        for number in range(checkpointer.restore() + 1, step + 1):
+            for change in changes:
+                change(model.adapter, number)
+            checkpointer.step(number)
+    return model.adapter.weight.detach()
+
+
+def is_trained_up_to(last: int) -> Callable[[nn.Linear, int], None]:
+    def change(adapter: nn.Linear, step: int) -> None:
+        adapter.requires_grad_(step <= last)
+        if step <= last:
+            with torch.no_grad():
+                adapter.weight.add_(1)
+
+    return change
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("at_first", [True, False])
+def test_a_layer_that_is_frozen_while_the_run_goes_on(tmp_path: Path, at_first: bool, trained: bool) -> None:
+    """It is restored whether it is frozen again at the start of the next attempt or not, and saved by that, too."""
+    expected = run_with(tmp_path, 4, is_trained_up_to(2), trained=at_first)
+    assert torch.equal(run_with(tmp_path, 6, is_trained_up_to(2), trained=trained), expected)
+    assert torch.equal(run_with(tmp_path, 6, trained=False), expected)
+    assert not torch.equal(expected, Adapted().adapter.weight)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_layer_that_was_unfrozen_for_a_moment_between_two_saves(tmp_path: Path, fused: bool) -> None:
+    def state_with(model: Adapted) -> dict[str, Any]:
+        model.adapter.requires_grad_(False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+        return {"model": ckptman.Trainable(model), "optimizer": optimizer}
+
+    model, resumed = Adapted(), Adapted()
+    state = state_with(model)
+    with ckptman.Checkpointer(tmp_path, state) as checkpointer:
+        checkpointer.save(1)
+        model.adapter.requires_grad_(True)
+        model(torch.arange(6)).logsumexp(-1).sum().backward()
+        state["optimizer"].step()
+        model.adapter.requires_grad_(False)
+        checkpointer.save(2)
+    with ckptman.Checkpointer(tmp_path, state_with(resumed)) as checkpointer:
+        assert checkpointer.restore() == 2
+    assert not torch.equal(model.adapter.weight, Adapted().adapter.weight)
+    assert torch.equal(resumed.adapter.weight, model.adapter.weight)
+
+
+class Quantized(nn.Linear):
+    """Saves the scales of its weight besides it, under names of no parameter, as bitsandbytes does."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.weight.requires_grad_(False)
+        self.scales = torch.ones(3)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.scales"] = self.scales
+
+
+def test_names_that_are_of_no_parameter(tmp_path: Path) -> None:
+    model, resumed, other = nn.Sequential(Quantized()), nn.Sequential(Quantized()), nn.Sequential(Quantized())
+    for each in (resumed, other):
+        each[0].weight.data.copy_(model[0].weight)
+    other[0].scales = torch.zeros(3)
+    ckptman.save({"model": ckptman.Trainable(model)}, tmp_path / "one")
+    assert ckptman.Trainable(model).state_dict().keys() == {"0.bias", "_frozen_parameters"}
+    ckptman.load({"model": ckptman.Trainable(resumed)}, tmp_path / "one")
+    assert torch.equal(resumed[0].bias, model[0].bias)
+    with pytest.raises(MismatchError, match="frozen"):
+        ckptman.load({"model": ckptman.Trainable(other)}, tmp_path / "one")
 
 
 def test_what_is_not_a_module_is_refused() -> None:
@@ -109,7 +197,7 @@ def test_what_is_not_a_module_is_refused() -> None:
 def identity(tensor: torch.Tensor) -> str:
     holder = nn.Module()
     holder.weight = nn.Parameter(tensor, requires_grad=False)
-    return identity_of([ckptman.Trainable(holder).digest_frozen()])
+    return identity_of(totals_of([ckptman.Trainable(holder).digest_frozen()]))
 
 
 @pytest.mark.parametrize(
