@@ -15,14 +15,19 @@ from typing import Literal
 from ckptman.format.paths import MANIFEST, METADATA, parse_step
 
 TRAINER_STATE = "trainer_state.json"
-Writer = Literal["plain DCP", "torchtitan", "the HF Trainer", "Lightning"]
+RANDOM_STATES = "random_states_0.pkl"
+"""What Accelerate writes after models and optimizers, also where diffusers saves by it."""
+Writer = Literal["plain DCP", "torchtitan", "the HF Trainer", "Accelerate", "Lightning"]
 
 _STEP_AT_END = re.compile(
     r"(?:.*[^a-z])?(?:(?:global_?)?step|iter|iteration|checkpoint|ckpt)[-_]?([0-9]{1,10})", re.ASCII
 )
 _OF_TITAN = re.compile(r"step-[0-9]+", re.ASCII)
 _OF_TRAINER = re.compile(r"checkpoint-[0-9]+", re.ASCII)
+_WITH_TRAINER_STATE = re.compile(r"(?:.*_)?(?:model|weights)|optimizer|global_step")
+"""How names begin that are in a checkpoint of the Trainer, and not where it only put its state."""
 _OF_LIGHTNING = re.compile(r"(?:.*[^a-z_])?step=([0-9]{1,10})(?![0-9]).*\.ckpt", re.ASCII)
+_BY_A_LIGHTNING_RUN = re.compile(r"(?:.*[^a-z_])?(?:epoch|step)=[0-9].*\.ckpt|last(?:-v[0-9]+)?\.ckpt", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,11 @@ class ForeignCheckpoint:
     writer: Writer
     step: int | None
     is_dcp: bool
+
+    @property
+    def is_of_a_run(self) -> bool:
+        """Whether a run goes on from it, by its name: another `.ckpt` may be weights that somebody put there."""
+        return self.writer != "Lightning" or _BY_A_LIGHTNING_RUN.fullmatch(self.path.name) is not None
 
     def files(self) -> list[Path]:
         """Return its files, those of folders in it too, by name. Raises: OSError."""
@@ -67,11 +77,29 @@ def recognize(path: Path) -> ForeignCheckpoint | None:
         writer = "Lightning"
     elif is_dcp:
         writer = "torchtitan" if _OF_TITAN.fullmatch(name) else "plain DCP"
-    elif os.path.lexists(path / TRAINER_STATE) or (_OF_TRAINER.fullmatch(name) and os.path.isdir(path)):  # noqa: PTH112
-        writer = "the HF Trainer"
+    elif _OF_TRAINER.fullmatch(name) and os.path.isdir(path):  # noqa: PTH112
+        is_accelerate = os.path.lexists(path / RANDOM_STATES) and not os.path.lexists(path / TRAINER_STATE)
+        writer = "Accelerate" if is_accelerate else "the HF Trainer"
+    elif (found := _writer_by_files(path)) is not None:
+        writer = found
     else:
         return None
     return ForeignCheckpoint(path, writer, step_in(name), is_dcp)
+
+
+def _writer_by_files(folder: Path) -> Writer | None:
+    """Return who wrote a checkpoint under a name that tells nothing; None where a folder is none, or holds several: the
+    Trainer writes its state and its final model beside them, too."""
+    marks = [mark for mark in (TRAINER_STATE, RANDOM_STATES) if os.path.lexists(folder / mark)]
+    try:
+        names = os.listdir(folder) if marks else []  # noqa: PTH208 names alone are wanted
+    except OSError:
+        return None
+    if any(_OF_TRAINER.fullmatch(name) or parse_step(name) is not None for name in names):
+        return None
+    if RANDOM_STATES in marks:
+        return "Accelerate"
+    return "the HF Trainer" if any(map(_WITH_TRAINER_STATE.match, names)) else None
 
 
 def foreign_in(root: Path, names: Iterable[str]) -> list[ForeignCheckpoint]:

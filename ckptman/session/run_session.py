@@ -264,7 +264,8 @@ def refuse_other_checkpoints(root: Path, *, below: bool = False) -> None:
             f"{root} holds no checkpoints of a run, but {where} a checkpoint itself (there is a {found.name}): nothing "
             f"is started at 0 there. Name another root, or start from a checkpoint: restore(path={str(found.parent)!r})"
         )
-    if below and (others := foreign_in(root, os.listdir(root))):  # noqa: PTH208 names alone are wanted
+    names = os.listdir(root) if below else []  # noqa: PTH208 names alone are wanted
+    if others := [each for each in foreign_in(root, names) if each.is_of_a_run]:
         raise ConfigError(
             f"{root} holds no checkpoints of ckptman, but {others[-1].path} is one of {others[-1].writer}: nothing is "
             f"started at 0 there. Name another root, or resume by {others[-1].writer}"

@@ -1,4 +1,4 @@
-"""What can be proved of the files of the HF Trainer and of Lightning: that each is whole, as far as it tells.
+"""What can be proved of the files of the HF Trainer, Accelerate and Lightning: that each is whole, as far as it tells.
 
 A file of torch.save is a zip archive with checksums, safetensors has a header that tells its size, JSON is read, and
 plain DCP within is checked as such. Of all others nothing is said but that nobody looked.
@@ -13,15 +13,16 @@ from typing import Any
 
 from ckptman.errors import CorruptError
 from ckptman.format import safetensors
-from ckptman.format.foreign import TRAINER_STATE, ForeignCheckpoint
-from ckptman.format.paths import METADATA
+from ckptman.format.foreign import RANDOM_STATES, TRAINER_STATE, ForeignCheckpoint
+from ckptman.format.paths import MANIFEST, METADATA
 from ckptman.io.safe_open import open_regular, read_regular
 from ckptman.verify.foreign_check import Container, ForeignReport, Opened, account_for, check_foreign, open_container
 
 _MOST_JSON_BYTES = 256 * 1024 * 1024
-_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+_OF_TORCH = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 """What files of torch.save are called."""
 _ZIP = b"PK\x03\x04"
+_HEAD_BYTES = 64
 _SHOWN = 5
 
 
@@ -30,12 +31,13 @@ def check_files(found: ForeignCheckpoint, threads: int = 2, done: Callable[[int]
     files = found.files()
     report = ForeignReport(files=len(files), bytes=sum(each.lstat().st_size for each in files))
     in_dcp = {each.parent for each in files if each.name == METADATA}
-    for folder in sorted(in_dcp):
+    ours = in_dcp & {each.parent for each in files if each.name == MANIFEST}
+    for folder in sorted(in_dcp - ours):
         _check_dcp(folder, report, threads, done)
     opened: list[Opened] = []
     unknown: list[str] = []
     for path in files:
-        if path.parent in in_dcp and (path.name == METADATA or path.suffix == ".distcp"):
+        if path.parent in ours or (path.parent in in_dcp and (path.name == METADATA or path.suffix == ".distcp")):
             continue
         name, size, problem = str(path.relative_to(found.path.parent)), path.lstat().st_size, None
         try:
@@ -44,7 +46,11 @@ def check_files(found: ForeignCheckpoint, threads: int = 2, done: Callable[[int]
                 report.remarks.append(f"{name}: its elements have no checksum: changed ones cannot be found there")
             elif path.suffix == ".json":
                 problem = _problem_of_json(path)
-            elif path.suffix in _OF_TORCH and _begins_as_zip(path):
+            elif path.suffix == ".distcp":
+                problem = f"there is no {METADATA} beside it, which DCP writes last: it was not saved to its end"
+            elif path.suffix in _OF_TORCH and not (head := _head(path)).strip(b"\0"):
+                problem = "it begins with zeros: it was never written" if head else "it is empty"
+            elif path.suffix in _OF_TORCH and _ZIP.startswith(head[: len(_ZIP)]):
                 opened.append(open_container(path.parent, Container(path.name, 0, size, "the whole file")))
                 problem = opened[-1].problem
             else:
@@ -60,6 +66,11 @@ def check_files(found: ForeignCheckpoint, threads: int = 2, done: Callable[[int]
     account_for(report, opened)
     if found.writer == "the HF Trainer":
         report.problems += _problems_of_trainer(found)
+    report.remarks += [
+        f"nobody looked into {each}, a checkpoint of ckptman: verify it by its own path" for each in ours
+    ]
+    if found.writer != "Lightning":
+        report.remarks.append(f"that no file is missing, as {found.writer} keeps no list of them")
     if unknown:
         more = ", ..." if len(unknown) > _SHOWN else ""
         report.remarks.append(f"nobody looked into {', '.join(unknown[:_SHOWN])}{more}")
@@ -79,9 +90,9 @@ def _check_dcp(folder: Path, report: ForeignReport, threads: int, done: Callable
     report.remarks += [f"{folder.name}: {each}" for each in part.remarks]
 
 
-def _begins_as_zip(path: Path) -> bool:
+def _head(path: Path) -> bytes:
     with open(open_regular(path, follow=True), "rb") as file:
-        return file.read(len(_ZIP)) == _ZIP
+        return file.read(_HEAD_BYTES)
 
 
 def _read_json(path: Path) -> Any:
@@ -104,7 +115,10 @@ def _problems_of_trainer(found: ForeignCheckpoint) -> list[str]:
     """Return what is wrong with the state of the Trainer, which it writes last."""
     path = found.path / TRAINER_STATE
     if not path.is_file():
-        return [f"{TRAINER_STATE} is missing, which the Trainer writes last: it was not saved to its end"]
+        return [
+            f"{TRAINER_STATE} is missing, which the Trainer writes last, and so is {RANDOM_STATES} of Accelerate: it "
+            f"was not saved to its end"
+        ]
     try:
         step = _read_json(path).get("global_step")
     except (ValueError, RecursionError, AttributeError, CorruptError, OSError):

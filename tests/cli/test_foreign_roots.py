@@ -94,6 +94,11 @@ def test_verify_says_for_each_what_was_compared_and_what_not(root: Path, capsys:
             "is not a container that torch.load reads",
         ),
         (LIGHTNING, lambda path: _flip(path, torch.ones(9)), "does not match its checksum"),
+        (LIGHTNING, lambda path: path.write_bytes(b""), "it is empty"),
+        (LIGHTNING, lambda path: path.write_bytes(b"PK"), "is not a container that torch.load reads"),
+        ("checkpoint-500/optimizer.pt", lambda path: path.write_bytes(b""), "optimizer.pt: it is empty"),
+        ("checkpoint-500/optimizer.pt", lambda path: path.write_bytes(bytes(2000)), "it begins with zeros"),
+        ("checkpoint-500/__0_0.distcp", lambda path: path.write_bytes(b"x"), "there is no .metadata beside it"),
         ("checkpoint-500/optimizer.pt", lambda path: _flip(path, torch.ones(9)), "does not match its checksum"),
         (
             "checkpoint-500/model.safetensors",
@@ -120,6 +125,52 @@ def test_damage_is_found(root: Path, capsys: pytest.CaptureFixture[str], name: s
     break_(root / name)
     assert main(["verify", str(root / name.partition("/")[0])]) == 4
     assert why in capsys.readouterr().out
+
+
+def test_a_root_in_which_the_trainer_left_its_state_and_final_model_is_a_root(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("trainer_state.json", "model.safetensors"):
+        shutil.copy(root / "checkpoint-500" / name, root)
+    commit(root, 7)
+    assert main(["verify", str(root), "--all"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{root}: ")] == []
+    assert main(["adopt", str(root)]) == 2
+    assert f"{root}/step-3 -> {root}/step-0000000003: step 3; " in capsys.readouterr().out
+    shutil.copytree(root / "step-0000000003", root / "checkpoint-500" / "mine")
+    assert main(["verify", str(root / "checkpoint-500")]) == 0
+    assert f"nobody looked into {root}/checkpoint-500/mine, a checkpoint of ckptman" in capsys.readouterr().out
+
+
+@pytest.fixture
+def accelerate(root: Path) -> Path:
+    """What diffusers leaves by Accelerate: a folder for each model, or the weights of a LoRA."""
+    folder = root / "checkpoint-900"
+    (folder / "unet").mkdir(parents=True)
+    for name in ("unet/diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"):
+        shutil.copy(root / "checkpoint-500" / "model.safetensors", folder / name)
+    (folder / "unet" / "config.json").write_text("{}")
+    for name in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl"):
+        torch.save({"state": {0: torch.ones(300)}}, folder / name)
+    return folder
+
+
+def test_what_diffusers_saved_by_accelerate_is_whole(
+    accelerate: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["list", str(root)]) == 0
+    assert "checkpoint-900       Accelerate, no digests" in capsys.readouterr().out
+    assert main(["verify", str(root)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{accelerate}: written by Accelerate, without digests: ")
+    assert "nobody looked into" not in out
+    assert "not proved: that no file is missing, as Accelerate keeps no list of them" in out
+    _flip(accelerate / "optimizer.bin", torch.ones(9))
+    assert main(["verify", str(root)]) == 4
+    assert "checkpoint-900/optimizer.bin: does not match its checksum" in capsys.readouterr().out
+    (accelerate / "random_states_0.pkl").unlink()
+    assert main(["verify", str(root)]) == 4
+    assert "random_states_0.pkl of Accelerate: it was not saved to its end" in capsys.readouterr().out
 
 
 def _flip(path: Path, elements: torch.Tensor) -> None:
@@ -167,3 +218,11 @@ def test_a_run_does_not_start_at_0_beside_them(root: Path, name: str) -> None:
     ):
         checkpointer.restore()
     assert _files(root / name) == before
+
+
+def test_weights_that_somebody_put_into_the_root_do_not_stop_a_run(root: Path) -> None:
+    for name in ("step-3", "checkpoint-500"):
+        shutil.rmtree(root / name)
+    (root / LIGHTNING).rename(root / "sd-v1-5.ckpt")
+    with ckptman.Checkpointer(root, {"w": torch.zeros(3)}) as checkpointer:
+        assert checkpointer.restore() == 0

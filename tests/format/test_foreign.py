@@ -32,7 +32,14 @@ def test_the_step_that_a_name_tells(name: str, step: int | None) -> None:
         (("iter_10/.metadata",), "plain DCP", True),
         (("checkpoint-5/trainer_state.json",), "the HF Trainer", False),
         (("checkpoint-5/model.safetensors",), "the HF Trainer", False),
-        (("best/trainer_state.json",), "the HF Trainer", False),
+        (("best/trainer_state.json", "best/model.safetensors"), "the HF Trainer", False),
+        (("best/trainer_state.json", "best/global_step5/mp_rank_00_model_states.pt"), "the HF Trainer", False),
+        (("out/trainer_state.json", "out/tokenizer.json"), None, None),
+        (("out/trainer_state.json", "out/model.safetensors", "out/checkpoint-5/trainer_state.json"), None, None),
+        (("out/trainer_state.json", "out/model.safetensors", "out/step-0000000005/manifest.json"), None, None),
+        (("checkpoint-5/random_states_0.pkl", "checkpoint-5/optimizer.bin"), "Accelerate", False),
+        (("checkpoint-5/random_states_0.pkl", "checkpoint-5/trainer_state.json"), "the HF Trainer", False),
+        (("checkpoint_0/random_states_0.pkl",), "Accelerate", False),
         (("checkpoint-5/pytorch_model_fsdp_0/.metadata",), "the HF Trainer", False),
         (("checkpoint-5/.metadata",), "plain DCP", True),
         (("last.ckpt",), "Lightning", False),
@@ -50,6 +57,21 @@ def test_who_wrote_it(tmp_path: Path, files: tuple[str, ...], writer: str | None
         (tmp_path / each).write_bytes(b"")
     found = recognize(tmp_path / files[0].partition("/")[0])
     assert (found and found.writer, found and found.is_dcp) == (writer, is_dcp)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_of_a_run"),
+    [
+        *(("epoch=0-step=5.ckpt", True), ("best-epoch=3-val_loss=0.5.ckpt", True), ("step=7-v2.ckpt", True)),
+        *(("last.ckpt", True), ("last-v1.ckpt", True)),
+        *(("sd-v1-5.ckpt", False), ("model.ckpt", False), ("lastly.ckpt", False), ("num_step=5.ckpt", False)),
+    ],
+)
+def test_which_files_a_run_of_lightning_goes_on_from(tmp_path: Path, name: str, is_of_a_run: bool) -> None:
+    (tmp_path / name).write_bytes(b"")
+    found = recognize(tmp_path / name)
+    assert found is not None
+    assert found.is_of_a_run is is_of_a_run
 
 
 def test_those_of_a_root_come_by_step_and_a_link_to_one_is_not_another(tmp_path: Path) -> None:
