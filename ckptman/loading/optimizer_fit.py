@@ -12,6 +12,9 @@ from ckptman.loading.checkpoint_reader import Lazy, resolve
 from ckptman.state.named_state import refs_in
 from ckptman.state.optimizers import GROUPS, parameter_of
 
+_OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""What schedules of torch add to the groups of an optimizer."""
+
 
 def flat_optimizer(values: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's saved state under flat names, also where plain DCP was given a nested one."""
@@ -90,14 +93,15 @@ def start_new_parameters(
 def settings_of_newer_torch(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of parameter groups that a checkpoint of an older torch lacks: they stay as they are.
 
-    Where the checkpoint has what this one lacks, it is of another kind of optimizer."""
+    Where the checkpoint has what this one lacks, and no schedule adds it, it is of another kind of optimizer."""
     known = {entry.rpartition(".")[0] for entry in saved if entry.startswith(GROUPS)}
     kept = {
         entry: value
         for entry, value in live.items()
         if entry not in saved and entry.rpartition(".")[0] in known and not isinstance(value, torch.Tensor)
     }
-    return {} if settings_added_later(live, saved) else kept
+    is_other = any(_setting(entry)[1] not in _OF_SCHEDULES for entry in settings_added_later(live, saved))
+    return {} if is_other else kept
 
 
 def _setting(entry: str) -> tuple[str, str]:

@@ -473,7 +473,8 @@ def test_parameters_of_two_groups_that_are_one_now(tmp_path: Path, way: str) -> 
     assert attempt(2) == 0.5
 
 
-def test_a_setting_that_a_newer_torch_has_and_the_checkpoint_has_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_setting_that_a_newer_torch_has_and_the_checkpoint_has_not(tmp_path: Path, scheduled: bool) -> None:
     def make(kind: type[torch.optim.Optimizer], **settings: Any) -> dict[str, Any]:
         model = nn.Linear(2, 2)
         return {"model": model, "optimizer": kind(model.parameters(), **settings)}
@@ -483,6 +484,8 @@ def test_a_setting_that_a_newer_torch_has_and_the_checkpoint_has_not(tmp_path: P
     saved["optimizer"].step()
     for group in saved["optimizer"].param_groups:
         del group["decoupled_weight_decay"], group["amsgrad"]
+        if scheduled:  # by one that is not made yet in the next attempt
+            group["initial_lr"] = 0.25
     with open_run(tmp_path, saved) as checkpointer:
         checkpointer.save(1)
     told = r"without {.*'amsgrad': True.*} in its groups: optimizer keeps them"
