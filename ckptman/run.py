@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,8 +114,9 @@ class Run:
             FormatVersionError, RootError: one cannot be read that may be the best.
         """
         rule, found = KeepBest(metric, 1, mode), self._counting()
-        kept = rule.keeps([each.record() for each in found])
-        return next((_checkpoint(each) for each in found if each.sequence in kept), None)
+        # A copy (cp -r) has the sequence of its original: each is known by its place among those found.
+        kept = rule.keeps([replace(each.record(), sequence=place) for place, each in enumerate(found)])
+        return next((_checkpoint(found[place]) for place in kept), None)
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events of the run's journal, oldest first; empty where no run was started in the root.

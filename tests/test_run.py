@@ -48,6 +48,14 @@ def test_latest_and_best_are_among_those_that_count(tmp_path: Path) -> None:
         run.best("loss", "lowest")  # type: ignore[arg-type]
 
 
+def test_the_best_is_right_where_a_copy_has_the_sequence_of_another(tmp_path: Path) -> None:
+    for step, loss in ((1, 0.5), (2, 0.25)):
+        commit(tmp_path, step, metrics={"loss": loss}, sequence=4)
+    run = ckptman.Run(tmp_path)
+    found = run.best("loss"), run.best("loss", "max")
+    assert [each.step for each in found if each is not None] == [2, 1]
+
+
 def test_latest_is_what_a_restore_takes_so_it_is_finite_where_one_is(tmp_path: Path) -> None:
     model, policy = torch.nn.Linear(2, 2), ckptman.EverySteps(1)
     with ckptman.Checkpointer(tmp_path, {"w": model}, save_policy=policy, async_save=False) as checkpointer:
