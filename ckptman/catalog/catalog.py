@@ -23,7 +23,7 @@ from ckptman.catalog.verified import VERIFIED, read_verified
 from ckptman.errors import CkptmanError, CorruptError, FormatVersionError, NotFoundError, RootError
 from ckptman.format.manifest import Manifest, compare_names, read_manifest
 from ckptman.format.paths import MANIFEST, StepName, like_step, parse_step
-from ckptman.policies.retention_rules import Record, nonfinite_text
+from ckptman.policies.retention_rules import Record
 
 _LONG_AGO = "by an earlier rollback"
 _LOOKS = 10
@@ -110,8 +110,12 @@ class Entry:
     @property
     def nonfinite(self) -> str:
         """What in it is NaN or infinite; "" where nothing is, or nobody looked."""
-        found = self.manifest.nonfinite if self.manifest is not None else None
-        return nonfinite_text(found.metrics, found.tensors) if found is not None else ""
+        return self._facts(self.manifest).nonfinite if self.manifest is not None else ""
+
+    @property
+    def spoilt(self) -> str:
+        """What of that a restore goes back for (see `Record.spoilt`)."""
+        return self._facts(self.manifest).spoilt if self.manifest is not None else ""
 
     def record(self) -> Record:
         """The facts that retention rules look at. Only for complete entries."""
@@ -179,6 +183,10 @@ class Remembered(Entry):
     @property
     def nonfinite(self) -> str:
         return self.facts.nonfinite
+
+    @property
+    def spoilt(self) -> str:
+        return self.facts.spoilt
 
     @cached_property
     def identity(self) -> str:

@@ -29,11 +29,12 @@ from ckptman.errors import CkptmanError
 from ckptman.format.paths import MANIFEST, run_folder, step_folder
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention import Record, RetentionPolicy, Verdict, over_limit, plan
+from ckptman.policies.retention_rules import newest_finite
 
 LOCK_SECONDS = 300.0
 _TAKEN_AT_ONCE = 50
 _CONFIRMED = 3
-"""So many of the newest that stay, and the newest finite one, are looked at in full, where what is known of them was
+"""So many of the newest that stay, and the newest finite ones, are looked at in full, where what is known of them was
 remembered."""
 Progress = Callable[[int], None]
 """Told the bytes that were freed."""
@@ -133,7 +134,8 @@ def plan_prune(
     verdicts = plan(records, policy, now_seconds=now_seconds, coming=coming)
     staying = [entries[each.record.sequence] for each in verdicts if each.keep]
     newest = staying[-_CONFIRMED:]
-    newest += [each for each in staying if not each.nonfinite][-1:] if all(each.nonfinite for each in newest) else []
+    needed = newest_finite([each.record for each in verdicts if each.keep and not each.record.abandoned])
+    newest += [entries[each] for each in needed if entries[each] not in newest]
     if len(staying) < len(verdicts) and not catalogue.confirm(newest):
         return plan_prune(root, policy, damaged, now_seconds=now_seconds, wait=wait, coming=coming, catalogue=catalogue)
     return PrunePlan(

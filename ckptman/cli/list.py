@@ -162,8 +162,8 @@ def _summary(root: str, entries: Sequence[Entry], damaged: set[Path], leftovers:
         total = console.size(sum(entry.require_manifest().total_bytes for entry in complete))
         number = console.count(len(complete), "complete checkpoint")
         sentences = [f"{number}, {total}; the newest is of step {complete[-1].step}."]
-        finite = [entry for entry in complete if not entry.nonfinite]
-        if complete[-1].nonfinite:
+        finite = [entry for entry in complete if not entry.spoilt]
+        if complete[-1].spoilt:
             taken = f"a restore goes back to step {finite[-1].step}" if finite else "none is"
             sentences.append(f"The newest is not finite: {taken}.")
     if broken := len(counting) - len(complete):

@@ -25,6 +25,7 @@ from ckptman.policies.retention_rules import (
     KeepAll,
     is_known_time,
     limited,
+    newest_finite,
     newest_time,
     rules_of,
     sequence_of,
@@ -105,11 +106,11 @@ def untouchables(records: Sequence[Record]) -> dict[int, list[str]]:
     # Where a rollback left all of them behind (nobody should), the newest of them is still the only way on.
     counted = [record for record in records if not record.abandoned] or records
     groups = {"newest": counted, "newest verified": [each for each in counted if each.verified]}
-    if counted and max(counted, key=sequence_of).nonfinite:
-        groups["newest finite"] = [each for each in counted if not each.nonfinite]
     for name, group in groups.items():
         if group:
             reasons.setdefault(max(map(sequence_of, group)), []).append(name)
+    for sequence, name in newest_finite(counted).items():
+        reasons.setdefault(sequence, []).append(name)
     for record in records:
         if record.pinned:
             reasons.setdefault(record.sequence, []).append(f"pinned: {record.pinned}")

@@ -58,6 +58,25 @@ class Record:
         """What in it is NaN or infinite; "" where nothing is, or nobody looked."""
         return nonfinite_text(self.nonfinite_metrics, self.nonfinite_tensors)
 
+    @property
+    def spoilt(self) -> str:
+        """What of that a restore goes back for: all but metrics that are infinite, as a gradient norm is for a moment
+        where the loss is scaled; "" where there is nothing."""
+        nan = [name for name, value in self.metrics.items() if math.isnan(value)] if self.nonfinite_metrics else []
+        return nonfinite_text(nan, self.nonfinite_tensors)
+
+
+def newest_finite(records: Sequence[Record]) -> dict[int, str]:
+    """Return what stays while the newest is marked as not finite, by sequence with the reason: the newest that has no
+    mark, and the newest that a restore takes."""
+    if not records or not max(records, key=sequence_of).nonfinite:
+        return {}
+    groups = {
+        "newest that a restore takes": [each for each in records if not each.spoilt],
+        "newest finite": [each for each in records if not each.nonfinite],
+    }
+    return {max(map(sequence_of, group)): reason for reason, group in groups.items() if group}
+
 
 def nonfinite_text(metrics: Sequence[str], tensors: Sequence[str]) -> str:
     """Return what is NaN or infinite in a checkpoint, in words: `metric loss; tensors model.weight, model.bias`."""

@@ -344,7 +344,8 @@ class Saver:
             self._warn_once(
                 "nonfinite",
                 f"the checkpoint of step {step} is not finite (NaN or infinity in {what}), and those that follow may "
-                f"not be either: the newest finite one is kept, and a restore goes back to it. See where it begins: "
+                f"not be either: the newest finite one is kept, and a restore goes back to it"
+                f"{'' if found.tensors else ', unless the metric is infinite and not NaN'}. See where it begins: "
                 f"ckptman list {self._backend.root}",
             )
 

@@ -7,12 +7,17 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, NotFoundError
 from ckptman.policies.resubmit import Ending
 from ckptman.policies.retention_rules import is_known_time
 from ckptman.runtime.outcome import Outcome
+
+if TYPE_CHECKING:
+    from ckptman.catalog.catalog import Entry
 
 CHAINS = "ckptman-chains"
 """The folder that holds chains, in the directory where they were submitted."""
@@ -51,20 +56,42 @@ def judge(returncode: int, outcome: Outcome | None) -> tuple[Ending, str]:
 
 
 def newest_sequence(root: str, since_seconds: float = 0.0) -> int:
-    """Commit sequence of the newest complete checkpoint under `root`; 0 if none was made since `since_seconds` (unix).
+    """Commit sequence of the complete checkpoint under `root` that the next attempt goes on from: the newest, or the
+    newest finite one; 0 if it was not made since `since_seconds` (unix), or there is none.
 
     Raises: RootError.
     """
-    from ckptman.catalog.catalog import Catalog
-
-    try:
-        complete = Catalog(root).complete()
-    except NotFoundError:
-        return 0
-    newest = complete[-1].require_manifest() if complete else None
+    complete = _complete(root)
+    newest = next((entry for entry in reversed(complete) if not entry.spoilt), complete[-1] if complete else None)
     if newest is None or (is_known_time(newest.time_seconds) and newest.time_seconds < since_seconds):
         return 0
     return newest.sequence
+
+
+def spoilt_text(root: str) -> str:
+    """Say that what was saved last under `root` is not finite, so that the next attempt goes back behind it; "" where
+    that is not so.
+
+    Raises: RootError.
+    """
+    complete = _complete(root)
+    spoilt = list(takewhile(lambda entry: entry.spoilt, reversed(complete)))
+    if not spoilt or len(spoilt) == len(complete):
+        return ""
+    return (
+        f"its checkpoints from step {spoilt[-1].step} on are not finite (NaN or infinity in {spoilt[-1].spoilt}), so "
+        f"the next attempt goes back to step {complete[-len(spoilt) - 1].step} and no step is won: find out what makes "
+        f'them so, or say nonfinite="ignore" where that is meant'
+    )
+
+
+def _complete(root: str) -> list[Entry]:
+    from ckptman.catalog.catalog import Catalog
+
+    try:
+        return Catalog(root).complete()
+    except NotFoundError:
+        return []
 
 
 def gone_text(root: str) -> str:

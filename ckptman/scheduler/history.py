@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from ckptman.runtime.deadline import parse_end_time
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.measurements import save_seconds, start_up
 from ckptman.runtime.outcome import Outcome, read_outcome, reported_nodes
-from ckptman.scheduler.chain import gone_text, newest_sequence
+from ckptman.scheduler.chain import gone_text, newest_sequence, spoilt_text
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, JobRecord
 from ckptman.scheduler.slurm.commands import Job, Slurm
 
@@ -113,6 +114,9 @@ def note_end(
     """
     root = outcome.root if outcome else ""
     sequence, committed = _left_under(chain, root)
+    with suppress(CkptmanError, OSError):
+        if root and ending != "finished" and (spoilt := spoilt_text(root)):
+            reason = f"{reason}; {spoilt}"
     record = EndRecord(
         number=attempt.number,
         ending=ending,

@@ -14,7 +14,7 @@ from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, RootE
 from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Attempt, decide
 from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, read_outcome
-from ckptman.scheduler.chain import Say, gone_text, judge, newest_sequence, patient
+from ckptman.scheduler.chain import Say, gone_text, judge, newest_sequence, patient, spoilt_text
 from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles
 from ckptman.scheduler.signal_queue import ENDING, SignalQueue
 
@@ -67,6 +67,8 @@ def run_chain(
             committed = before = attempts[-1].committed_sequence if attempts else 0
             try:
                 committed = newest_sequence(root, since_seconds) if root else before
+                if root and ending != "finished" and (spoilt := spoilt_text(root)):
+                    reason = f"{reason}; {spoilt}"
             except RootError as error:
                 tell(f"{error}; counted as no progress")
             attempts.append(Attempt(number, ending, reason, committed))

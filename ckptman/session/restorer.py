@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,11 @@ class Restorer:
         looks = 1
         while left:
             entry = left.pop(0)
+            only_spoilt = self._prefer_finite and step is None and not entry.spoilt and all(e.spoilt for e in left)
             if not entry.in_folder and (trouble := self._fetch(entry)) is not None:
-                if not left:
+                if not left or (only_spoilt and not isinstance(trouble, CorruptError)):
                     raise trouble
-                self._skip(entry, trouble)
+                self._skip(entry, trouble, left[0] if only_spoilt else None)
                 continue
             try:
                 skipped = self._load(state, entry.path)
@@ -106,7 +107,7 @@ class Restorer:
                 refused.append(str(error))
                 if entry.path.parent == self._place.root:
                     self.damaged.add(entry.sequence)
-                self._skip(entry, error)
+                self._skip(entry, error, left[0] if left and only_spoilt else None)
                 continue
             self._note_restored(entry.step, entry.path, time.monotonic() - begun, skipped)
             return entry.step
@@ -195,42 +196,43 @@ class Restorer:
         chosen = choose(entries, step)
         if step is not None:
             return chosen
-        if self._prefer_finite:
-            chosen = self._without_nonfinite(chosen)
-        return chosen if allow_suspect else self._without_suspects(chosen)
+        finite = self._without_spoilt(chosen) if self._prefer_finite else chosen
+        suspects = {} if allow_suspect else self._attempt.suspects()
+        # What is not finite comes last: it is better than nothing where all that is finite turns out to be damaged.
+        spoilt = [entry for entry in chosen if entry not in finite and entry.step not in suspects]
+        return self._without_suspects(finite, suspects) + spoilt
 
-    def _without_nonfinite(self, chosen: list[Entry]) -> list[Entry]:
-        """Leave out those that hold NaN or infinity, as long as there is another one."""
-        left = [entry for entry in chosen if not entry.nonfinite]
-        if not chosen or not chosen[0].nonfinite:
+    def _without_spoilt(self, chosen: list[Entry]) -> list[Entry]:
+        """Leave out those that hold NaN or infinity (see `Record.spoilt`), as long as there is another one."""
+        left = [entry for entry in chosen if not entry.spoilt]
+        if not chosen or not chosen[0].spoilt:
             return left
         newest = chosen[0]
         if not left:
             warn(
                 f"{self._place.root}: no checkpoint is finite (step {newest.step}: NaN or infinity in "
-                f"{newest.nonfinite}). The run goes on from the newest; give it another root to begin afresh"
+                f"{newest.spoilt}). The run goes on from the newest; give it another root to begin afresh"
             )
             return chosen
-        skipped = {each.sequence: each for each in chosen if each.nonfinite and each.sequence > left[0].sequence}
+        skipped = {each.sequence: each for each in chosen if each.spoilt and each.sequence > left[0].sequence}
         for entry in skipped.values():
-            self._attempt.note("restore_refused", step=entry.step, reason=f"not finite: {entry.nonfinite}")
+            self._attempt.note("restore_refused", step=entry.step, reason=f"not finite: {entry.spoilt}")
         more = f" and {len(skipped) - 1} before it" if len(skipped) > 1 else ""
         again = ""
         if newest.require_manifest().restored_from == left[0].step:
             again = f" It had gone on from step {left[0].step} before: expect the same unless something is changed."
         warn(
-            f"skipping the checkpoint of step {newest.step}{more}: NaN or infinity in {newest.nonfinite}. The run goes "
+            f"skipping the checkpoint of step {newest.step}{more}: NaN or infinity in {newest.spoilt}. The run goes "
             f"back to step {left[0].step}, the newest that is finite.{again} restore(step={newest.step}) loads the "
             f'newest all the same, and nonfinite="ignore" always does'
         )
         return left
 
-    def _without_suspects(self, chosen: list[Entry]) -> list[Entry]:
+    def _without_suspects(self, chosen: list[Entry], reasons: Mapping[int, str]) -> list[Entry]:
         """Leave out those that a run crashed with.
 
         Raises: SuspectError where nothing else is left: a run never falls back to step 0 over checkpoints.
         """
-        reasons = self._attempt.suspects()
         left = [entry for entry in chosen if entry.step not in reasons]
         if chosen and not left:
             step = chosen[0].step
@@ -240,7 +242,14 @@ class Restorer:
                 self._skip(entry, SuspectError(reasons[entry.step]))
         return left
 
-    def _skip(self, entry: Entry, why: Exception) -> None:
+    def _skip(self, entry: Entry, why: Exception, spoilt: Entry | None = None) -> None:
+        """Say why the run does not go on from an entry. `spoilt`: what is left then, where none of it is finite."""
         self._attempt.note("restore_refused", step=entry.step, reason=str(why))
         if self._control.is_leader:
             warn(f"skipping the checkpoint of step {entry.step}: {plain(why)}")
+            if spoilt is not None:
+                warn(
+                    f"{self._place.root}: no other checkpoint is finite, so the run goes on from step {spoilt.step} "
+                    f"all the same (NaN or infinity in {spoilt.spoilt}). Stop it to bring a finite "
+                    f"one back from a copy, or to begin afresh in another root"
+                )

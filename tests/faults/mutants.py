@@ -163,7 +163,7 @@ def _finite_ones_may_go() -> None:
 
 
 def _spoilt_ones_are_restored() -> None:
-    restorer.Restorer._without_nonfinite = lambda self, chosen: chosen  # type: ignore[method-assign]
+    restorer.Restorer._without_spoilt = lambda self, chosen: chosen  # type: ignore[method-assign]
 
 
 def _errors_swallowed() -> None:

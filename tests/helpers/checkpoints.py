@@ -14,7 +14,7 @@ from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.verified import Verified, read_verified
 from ckptman.format.chunk_table import Rows, assemble
 from ckptman.format.index import Index, Unit
-from ckptman.format.manifest import FileRecord, Manifest, Mesh, read_manifest
+from ckptman.format.manifest import FileRecord, Manifest, Mesh, Nonfinite, read_manifest
 from ckptman.format.paths import CHUNKS, INDEX, METADATA, blocks_name, data_name, new_nonce, step_folder
 from ckptman.format.value_codec import encode
 from ckptman.io.checksums import BLOCK_BYTES, GROUP_BLOCKS, digest_bytes
@@ -43,6 +43,7 @@ def commit(
     sequence: int | None = None,
     restored_from: int | None = None,
     mesh: Mesh | None = None,
+    nonfinite: Nonfinite | None = None,
 ) -> Entry:
     """Commit a checkpoint of one tensor `model.weight` [rows, 4] in float32, sharded by rows over the ranks.
 
@@ -76,6 +77,7 @@ def commit(
         attempt=1,
         restored_from=restored_from,
         metrics=dict(metrics or {}),
+        nonfinite=nonfinite,
         block_bytes=BLOCK_BYTES,
         files={name: FileRecord(bytes=len(data), digest=digest_bytes(data)) for name, data in files.items()},
     )

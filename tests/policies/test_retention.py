@@ -148,6 +148,25 @@ def test_the_newest_verified_stays_whatever_the_rules_say() -> None:
     assert reasons(newest, KeepLast(1))[50] == ("newest", "newest verified", "keep last 1 of 1")
 
 
+def test_while_the_newest_is_not_finite_the_newest_finite_and_what_a_restore_takes_stay() -> None:
+    inf, nan = {"norm": math.inf}, {"norm": math.nan}
+    records = [
+        record(10, 1),
+        record(20, 2),
+        replace(record(30, 3, **inf), nonfinite_metrics=("norm",)),
+        replace(record(40, 4, **nan), nonfinite_metrics=("norm",)),
+        replace(record(50, 5, **inf), nonfinite_metrics=("norm",), nonfinite_tensors=("model.weight",)),
+    ]
+    assert [each.spoilt for each in records[2:]] == ["", "metric norm", "tensor model.weight"]
+    kept = {each.record.step: each.reasons for each in plan(records, KeepLast(1)) if each.keep}
+    assert kept == {
+        20: ("newest finite",),
+        30: ("newest that a restore takes",),
+        50: ("newest", "keep last 1 of 1"),
+    }
+    assert [each.record.step for each in plan([*records, record(60, 6)], KeepLast(1)) if each.keep] == [60]
+
+
 def test_a_plan_of_nothing_is_empty() -> None:
     assert plan([], KeepLast(1)) == plan([], None) == []
 

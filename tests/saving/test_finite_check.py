@@ -163,6 +163,27 @@ def test_no_rule_deletes_the_newest_finite_one_and_a_restore_goes_back_to_it(
     assert marks(tmp_path) == {4: ""}, "once there is a newer finite one, the rules decide again"
 
 
+def test_a_metric_that_is_infinite_is_shown_and_a_restore_does_not_go_back_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, told = train(tmp_path, 0.5, INF, retention=ckptman.KeepLast(1))
+    assert "a restore goes back to it, unless the metric is infinite and not NaN" in told[0]
+    assert marks(tmp_path) == {1: "", 2: "metric loss"}, "nobody knows yet, so the newest finite one stays"
+    assert main(["list", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "complete, not finite: metric loss" in out
+    assert "goes back" not in out
+    assert train(tmp_path) == (2, [])
+
+
+def test_a_parameter_that_is_frozen_is_looked_at_too(tmp_path: Path) -> None:
+    run = Run()
+    run.model.bias.requires_grad_(False).data[0] = NAN
+    with ckptman.Checkpointer(tmp_path, run.state, deadline=None) as checkpointer:
+        checkpointer.save(1)
+    assert marks(tmp_path) == {1: "tensor model.bias"}
+
+
 def test_one_that_diverges_from_the_same_step_again_says_so(tmp_path: Path) -> None:
     train(tmp_path, 0.5, NAN)
     _, told = train(tmp_path, NAN, NAN)
@@ -201,8 +222,10 @@ def test_one_that_is_named_is_loaded_and_a_damaged_finite_one_leads_to_the_one_b
     data.write_bytes(bytes(data.stat().st_size))
     assert train(tmp_path)[0] == 1, "not the newest one, which is not finite"
     shutil.rmtree(Catalog(tmp_path).entry(1).path)
-    with pytest.raises(ckptman.errors.CorruptError):
-        train(tmp_path)
+    start, told = train(tmp_path)
+    assert start == 3, "which is better than nothing"
+    assert "no other checkpoint is finite, so the run goes on from step 3 all the same" in told[-1]
+    assert "(NaN or infinity in metric loss)" in told[-1]
 
 
 def test_nobody_looks_where_that_is_not_wanted(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,9 +19,10 @@ import psutil
 import pytest
 
 from ckptman import ExistsError, RootError, SchedulerError
+from ckptman.format.manifest import Nonfinite
 from ckptman.runtime.outcome import Outcome, State, write_outcome
 from ckptman.scheduler import local
-from ckptman.scheduler.chain import new_chain_dir, newest_sequence
+from ckptman.scheduler.chain import new_chain_dir, newest_sequence, spoilt_text
 from ckptman.scheduler.local import LocalScheduler, run_chain
 from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree
 from ckptman.scheduler.signal_queue import SignalQueue
@@ -249,6 +251,27 @@ def test_a_crash_loop_over_old_checkpoints_ends_after_three_attempts_too(tmp_pat
     crash = (1, outcome("running", root=str(tmp_path / "root")))
     with pretending(Pretended(crash, crash, crash)), pytest.raises(SchedulerError, match="3 attempts in a row"):
         run_chain(["train"], tmp_path / "chain", Told())
+
+
+def test_checkpoints_that_are_not_finite_are_no_progress_and_the_chain_says_so(tmp_path: Path) -> None:
+    root, nan = tmp_path / "root", Nonfinite(tensors=("model.weight",))
+    assert (newest_sequence(str(root)), spoilt_text(str(root))) == (0, "")
+    commit(root, 10, nonfinite=nan)
+    assert (newest_sequence(str(root)), spoilt_text(str(root))) == (1, ""), (
+        "where none is finite, a run goes on from it"
+    )
+    commit(root, 20, metrics={"norm": math.inf}, nonfinite=Nonfinite(metrics=("norm",)), time_seconds=time.time() + 9)
+    commit(root, 30, nonfinite=nan)
+    commit(root, 40, nonfinite=nan)
+    assert newest_sequence(str(root)) == 2
+    stopped = (75, outcome("stopped", "SIGTERM", root=str(root)))
+    with pretending(Pretended(*[stopped] * 3)), pytest.raises(SchedulerError) as ended:
+        run_chain(["train"], tmp_path / "chain", Told(), stall_limit=2)
+    assert (
+        "2 attempts in a row ended with no new checkpoint; attempt 3 stopped: SIGTERM; its checkpoints from step 30 on"
+        in str(ended.value)
+    )
+    assert "(NaN or infinity in tensor model.weight), so the next attempt goes back to step 20" in str(ended.value)
 
 
 # ---- Processes and signals ------------------------------------------------------------------------------------------
