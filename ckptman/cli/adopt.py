@@ -36,7 +36,8 @@ def adopt(
     from ckptman.format.paths import METADATA
 
     wanted = [path]
-    if is_root := path.is_dir() and recognize(path) is None and not (path / METADATA).exists():
+    is_dcp = (path / METADATA).exists() or any(path.glob("*.distcp"))
+    if is_root := path.is_dir() and recognize(path) is None and not is_dcp:
         from ckptman.dcp.adopt import candidates
 
         # Those that cannot be adopted are refused one by one, each with what to do instead.

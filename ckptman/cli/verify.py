@@ -20,7 +20,7 @@ from ckptman.cli.verify_checks import Wishes
 from ckptman.cli.verify_report import VerifyReport, byte_lines, remark_lines, summary_lines
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, MismatchError, NotFoundError, RootError
 from ckptman.format.foreign import ForeignCheckpoint, foreign_in, recognize
-from ckptman.format.paths import is_checkpoint
+from ckptman.format.paths import METADATA, is_checkpoint
 
 if TYPE_CHECKING:
     from ckptman.catalog.catalog import Entry
@@ -143,8 +143,18 @@ def _wanted(path: Path, step: int | None, every: bool) -> tuple[list[Entry], lis
     try:
         return choose(path, step, every, passed_over=True), others if every else []
     except NotFoundError:
-        if step is not None:
+        if step is not None and others:
+            steps = ", ".join(str(each.step) for each in others[-10:] if each.step is not None) or "none"
             others = [each for each in others if each.step == step]
+            if not others:
+                raise NotFoundError(
+                    f"{path} has no checkpoint of step {step}; the steps of other programs there: {steps}"
+                ) from None
+        if not others and any(path.glob("*.distcp")):
+            raise CorruptError(
+                f"{path} holds files of DCP and no {METADATA}, which DCP writes last: it was not saved to its end. "
+                f"Bring it back from a copy"
+            ) from None
         if not others:
             raise
         return [], others if every else others[-1:]
@@ -182,7 +192,7 @@ def _raise_for(reports: list[VerifyReport]) -> None:
     if damaged := [report for report in reports if report.is_damaged]:
         remedy = "A restore skips them; bring them back from a copy, or remove their folders"
         if not any(report.digests for report in damaged):
-            remedy = "Bring it back from a copy"
+            remedy = f"Bring {'it' if len(damaged) == 1 else 'them'} back from a copy"
         raise CorruptError(f"{len(damaged)} of {of} damaged or incomplete: {_names(damaged)}. {remedy}")
     if newer := next((report.newer_format for report in reports if report.newer_format), None):
         raise newer

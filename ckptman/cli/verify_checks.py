@@ -73,6 +73,8 @@ def check_foreign(found: ForeignCheckpoint, wishes: Wishes) -> VerifyReport:
         with progress(str(found.path), total) as done:
             if found.is_dcp:
                 told = foreign_check.check_foreign(found.path, threads, done, open_containers=not wishes.plan_only)
+                if not wishes.plan_only:
+                    foreign_files.check_beside(found, told, threads, done)
             else:
                 told = foreign_files.check_files(found, threads, done)
         report.seconds = time.perf_counter() - begun

@@ -7,7 +7,7 @@ plain DCP within is checked as such. Of all others nothing is said but that nobo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,32 @@ _SHOWN = 5
 
 def check_files(found: ForeignCheckpoint, threads: int = 2, done: Callable[[int], None] | None = None) -> ForeignReport:
     """Check each file of a checkpoint. `done` is called with the bytes that were read. Raises: OSError."""
-    files = found.files()
-    report = ForeignReport(files=len(files), bytes=sum(each.lstat().st_size for each in files))
+    report = ForeignReport()
+    _check_each(found, found.files(), report, threads, done)
+    if found.writer == "the HF Trainer":
+        report.problems += _problems_of_trainer(found)
+    if found.writer != "Lightning":
+        report.remarks.append(f"that no file is missing, as {found.writer} keeps no list of them")
+    return report
+
+
+def check_beside(
+    found: ForeignCheckpoint, report: ForeignReport, threads: int = 2, done: Callable[[int], None] | None = None
+) -> None:
+    """Check also what lies beside plain DCP in its folder, such as `meta.pt` of Lightning. Raises: OSError."""
+    others = [each for each in found.files() if each.parent != found.path or not _is_of_dcp(each)]
+    _check_each(found, others, report, threads, done)
+
+
+def _check_each(
+    found: ForeignCheckpoint,
+    files: Sequence[Path],
+    report: ForeignReport,
+    threads: int,
+    done: Callable[[int], None] | None,
+) -> None:
+    report.files += len(files)
+    report.bytes += sum(each.lstat().st_size for each in files)
     in_dcp = {each.parent for each in files if each.name == METADATA}
     ours = in_dcp & {each.parent for each in files if each.name == MANIFEST}
     for folder in sorted(in_dcp - ours):
@@ -37,7 +61,7 @@ def check_files(found: ForeignCheckpoint, threads: int = 2, done: Callable[[int]
     opened: list[Opened] = []
     unknown: list[str] = []
     for path in files:
-        if path.parent in ours or (path.parent in in_dcp and (path.name == METADATA or path.suffix == ".distcp")):
+        if path.parent in ours or (path.parent in in_dcp and _is_of_dcp(path)):
             continue
         name, size, problem = str(path.relative_to(found.path.parent)), path.lstat().st_size, None
         try:
@@ -64,17 +88,14 @@ def check_files(found: ForeignCheckpoint, threads: int = 2, done: Callable[[int]
         if done is not None:
             done(size)
     account_for(report, opened)
-    if found.writer == "the HF Trainer":
-        report.problems += _problems_of_trainer(found)
-    report.remarks += [
-        f"nobody looked into {each}, a checkpoint of ckptman: verify it by its own path" for each in ours
-    ]
-    if found.writer != "Lightning":
-        report.remarks.append(f"that no file is missing, as {found.writer} keeps no list of them")
+    report.remarks += [f"nobody looked into {each}, a checkpoint of ckptman: verify it by its path" for each in ours]
     if unknown:
         more = ", ..." if len(unknown) > _SHOWN else ""
         report.remarks.append(f"nobody looked into {', '.join(unknown[:_SHOWN])}{more}")
-    return report
+
+
+def _is_of_dcp(path: Path) -> bool:
+    return path.name == METADATA or path.suffix == ".distcp"
 
 
 def _check_dcp(folder: Path, report: ForeignReport, threads: int, done: Callable[[int], None] | None) -> None:

@@ -142,6 +142,34 @@ def test_a_root_in_which_the_trainer_left_its_state_and_final_model_is_a_root(
     assert f"nobody looked into {root}/checkpoint-500/mine, a checkpoint of ckptman" in capsys.readouterr().out
 
 
+def test_what_lies_beside_plain_dcp_is_checked_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sharded = (root / "step-3").rename(root / "epoch=1-step=9.ckpt")
+    torch.save({"global_step": 9}, sharded / "meta.pt")
+    (sharded / "notes.txt").write_text("x")
+    assert main(["verify", str(sharded)]) == 0
+    out = capsys.readouterr().out
+    assert "; 4 files, " in out
+    assert f"not proved: nobody looked into {sharded.name}/notes.txt" in out
+    (sharded / "meta.pt").write_bytes(b"")
+    assert main(["verify", str(sharded)]) == 4
+    assert f"{sharded.name}/meta.pt: it is empty" in capsys.readouterr().out
+
+
+def test_dcp_that_was_not_saved_to_its_end_is_told_as_that(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-3" / ".metadata").unlink()
+    for verb, code in (("verify", 4), ("adopt", 3)):
+        assert main([verb, str(root / "step-3")]) == code
+        assert ".metadata" in (told := capsys.readouterr().err)
+        assert "DCP writes" in told
+
+
+def test_verify_of_a_step_that_is_not_there_tells_those_of_other_programs(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(root), "--step", "77"]) == 3
+    assert "no checkpoint of step 77; the steps of other programs there: 3, 5, 500" in capsys.readouterr().err
+
+
 @pytest.fixture
 def accelerate(root: Path) -> Path:
     """What diffusers leaves by Accelerate: a folder for each model, or the weights of a LoRA."""
