@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.format.paths import check_is_no_checkpoint, journal_path
+from ckptman.policies.crash_loop import crashes_of, suspects
 from ckptman.policies.retention_rules import KeepBest
 from ckptman.runtime.journal import read_journal
 
@@ -86,15 +87,17 @@ class Run:
 
     @property
     def latest(self) -> Checkpoint | None:
-        """The checkpoint that a restore takes: the newest that counts and is finite; None where none counts.
+        """The checkpoint that a restore takes: the newest that counts, is finite and not suspect, or None.
 
-        Where none is finite, the newest.
+        Where none is finite, or all are suspect (attempts crashed after they loaded them), the newest.
 
         Raises: FormatVersionError, RootError (one cannot be read that may be the newest).
         """
         found = self._counting()
-        finite = [entry for entry in found if not entry.nonfinite] or found
-        return _checkpoint(finite[-1]) if finite else None
+        finite = [entry for entry in found if not entry.spoilt] or found
+        suspect = suspects(crashes_of(self.events()))
+        taken = [entry for entry in finite if entry.step not in suspect] or finite
+        return _checkpoint(taken[-1]) if taken else None
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> Checkpoint | None:
         """Return the checkpoint that counts with the lowest value of a metric, or the highest.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,22 @@ def test_latest_is_what_a_restore_takes_so_it_is_finite_where_one_is(tmp_path: P
     run = ckptman.Run(tmp_path)
     assert ["w" in each.nonfinite for each in run.checkpoints] == [False, True]
     assert [each.step for each in (run.latest, run.best("loss")) if each is not None] == [1, 1]
+
+
+def test_latest_is_none_that_a_restore_suspects(tmp_path: Path) -> None:
+    for step in (1, 2):
+        commit(tmp_path, step)
+    journal = Journal(journal_path(tmp_path))
+    for attempt in (1, 2):
+        journal.record("attempt_started", attempt=attempt)
+        journal.record("restored", attempt=attempt, step=2)
+        journal.record("failed", attempt=attempt, step=5, cause="program")
+    journal.close()
+    run = ckptman.Run(tmp_path)
+    assert run.latest is not None
+    assert run.latest.step == 1
+    shutil.rmtree(run.latest.path)
+    assert run.latest.step == 2, "where all are suspect, a restore says so and somebody has to look"
 
 
 def test_what_a_newer_ckptman_wrote_may_be_the_latest_so_none_before_it_is(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ class Change:
 def plan_rollback(root: Path, step: int) -> Change:
     """What going back to a step leaves behind, in the root and in its tiers. Nothing is changed.
 
-    Raises: NotFoundError (no such step, or it was abandoned itself), CorruptError (it is not whole, or was found
-    damaged), FormatVersionError (a newer ckptman wrote one after it), RootError (also of a tier: what is there and
-    newer would be restored).
+    Raises: NotFoundError (no such step, or it was abandoned itself), ConfigError (a restore would go back behind it),
+    CorruptError (it is not whole, or was found damaged), FormatVersionError (a newer ckptman wrote one after it),
+    RootError (also of a tier: what is there and newer would be restored).
     """
     entries = _everywhere(root).list(abandoned=True)
     counting = [entry for entry in entries if not entry.abandoned]
@@ -53,6 +53,13 @@ def plan_rollback(root: Path, step: int) -> Change:
     note = read_verified(target.path, target.require_manifest())
     if note is not None and note.damaged:
         raise CorruptError(f"{target.path} is damaged ({note.damaged}): roll back to another step")
+    finite = [entry for entry in counting[:at] if entry.complete and not entry.spoilt]
+    if target.spoilt and finite:
+        raise ConfigError(
+            f"{root}: step {step} is not finite (NaN or infinity in {target.spoilt}), so a restore would go back to "
+            f"step {finite[-1].step}: roll back to that one. To start from step {step} all the same, no rollback is "
+            f"needed, but restore(step={step})"
+        )
     newer = counting[at + 1 :]
     for entry in newer:
         if entry.newer_format is not None:

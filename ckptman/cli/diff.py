@@ -25,7 +25,9 @@ DIFFERENT = 1
 
 
 def diff(
-    a: Annotated[Path, path_argument("A", "A checkpoint, or a root (then its newest; alone: its two newest).")],
+    a: Annotated[
+        Path, path_argument("A", "A checkpoint, or a root (then its newest finite one; alone: its two newest).")
+    ],
     b: Annotated[Path | None, path_argument("B", "The one it is compared with.")] = None,
     steps: Annotated[str | None, option("--steps", "N,N", "Of a root: the checkpoints of these two steps.")] = None,
     only: Annotated[

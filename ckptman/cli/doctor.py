@@ -126,7 +126,7 @@ def _checkpoint_bytes(path: Path) -> int | None:
         return None
     if is_foreign(path):
         return sum(each.lstat().st_size for each in path.rglob("*"))
-    return choose(path)[-1].require_manifest().total_bytes
+    return choose(path, spoilt=True)[-1].require_manifest().total_bytes
 
 
 def _torch_facts(timeout: float) -> TorchFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,7 +140,10 @@ def verified(note: Verified | None, now: float) -> str:
 
 def short_problem(entry: Entry, problem: str) -> str:
     """What is wrong with a checkpoint, for a line that says which one it is: without its path, and without a remedy."""
-    return problem.replace(f"{entry.where}{os.sep}", "").partition("; ")[0]
+    for folder in (os.path.abspath(entry.where), entry.where):  # noqa: PTH100 it may be an address
+        # Only where the path begins: whoever found it may have named the folder otherwise.
+        problem = re.sub(rf"(?<![^\s('\"]){re.escape(folder + os.sep)}", "", problem)
+    return problem.partition("; ")[0]
 
 
 def _state(entry: Entry, note: Verified | None) -> str:

@@ -20,8 +20,8 @@ Why = Annotated[str, option("--why", "TEXT", "Why it is to stay. Required.")]
 def pin(path: PathOrRoot, why: Why, step: Step = None) -> None:
     """Keep a checkpoint, whatever the rules of a prune say.
 
-    PATH is one checkpoint, or a root: then it is that of --step, or the newest. The pin is a file beside the manifest,
-    and goes with every copy of the checkpoint. Pinned again, it gets the new reason.
+    PATH is one checkpoint, or a root: then it is that of --step, or the newest finite one. The pin is a file beside the
+    manifest, and goes with every copy of the checkpoint. Pinned again, it gets the new reason.
     """
     from ckptman.catalog import pins
     from ckptman.catalog.verified import read_verified

@@ -85,7 +85,10 @@ def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
     ]
     lines = console.table(("action", "what", "size", "age", "metrics"), rows, right="size age")
     done = "Nothing was changed (--dry-run): the next restore would go" if dry_run else "The next restore goes"
-    return [*lines, "", f"{done} on from step {change.target.step}."]
+    not_finite = ""
+    if spoilt := change.target.spoilt:
+        not_finite = f" But that is not finite ({console.plain(spoilt)}): where an earlier one is, it goes back to it."
+    return [*lines, "", f"{done} on from step {change.target.step}.{not_finite}"]
 
 
 def _as_dict(root: Path, change: Change, dry_run: bool) -> dict[str, Any]:

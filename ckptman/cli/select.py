@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptman.cli.options import option, path_argument
-from ckptman.errors import ConfigError, NotFoundError
+from ckptman.errors import ConfigError, NotFoundError, plain
 from ckptman.format.foreign import foreign_in, recognize
 from ckptman.format.paths import MANIFEST, check_is_no_checkpoint, is_checkpoint, parse_step, run_folder
 
@@ -98,10 +98,14 @@ def roots_of(written: list[str]) -> tuple[list[Path], bool]:
     return list(found.values()), several
 
 
-def choose(path: Path, step: int | None = None, every: bool = False, passed_over: bool = False) -> list[Entry]:
+def choose(
+    path: Path, step: int | None = None, every: bool = False, passed_over: bool = False, spoilt: bool = False
+) -> list[Entry]:
     """Return the entries to work on: of a root the newest commit, that of `step`, or all.
 
-    `passed_over`: also those that may have been newer and do not count, before it.
+    `passed_over`: also those that may have been newer and do not count, before it. `spoilt`: the newest all the same
+    where it holds NaN or infinity, for a verb that shows that; otherwise the one that a restore takes, and a line on
+    standard error says so.
 
     Raises: NotFoundError (no such root, step or checkpoint), RootError, ConfigError (--step of a single checkpoint).
     """
@@ -129,11 +133,26 @@ def choose(path: Path, step: int | None = None, every: bool = False, passed_over
         return entries
     # One that only a newer ckptman can read may well be the newest: a restore refuses to go back behind it, too.
     newest = next((entry for entry in entries if entry.newer_format), entries[-1])
+    if newest.newer_format is None and passed_over:
+        newest = next((entry for entry in reversed(entries) if entry.complete), newest)
+    if not spoilt:
+        newest = _prefer_finite(newest, entries)
     if not passed_over:
         return [newest]
-    if newest.newer_format is None:
-        newest = next((entry for entry in reversed(entries) if entry.complete), newest)
     return [*(each for each in entries if each is not newest and _may_be_newer(each, newest)), newest]
+
+
+def _prefer_finite(newest: Entry, entries: list[Entry]) -> Entry:
+    """Return what a restore takes instead of the newest where that holds NaN or infinity, and say so."""
+    finite = [entry for entry in entries if entry.complete and not entry.spoilt]
+    if not newest.spoilt or not finite:
+        return newest
+    typer.echo(
+        f"step {newest.step} is not finite ({plain(newest.spoilt)}), so this is step {finite[-1].step}, as for a "
+        f"restore: name the newest by its step, or its folder, to have that",
+        err=True,
+    )
+    return finite[-1]
 
 
 def _may_be_newer(entry: Entry, newest: Entry) -> bool:
@@ -181,5 +200,5 @@ def choose_objects(url: str, step: int | None, every: bool) -> tuple[Backend, li
     entries = [entry for entry in entries if not entry.abandoned]
     if every or not entries:
         return place, entries
-    newest = next((entry for entry in reversed(entries) if entry.complete), entries[-1])
+    newest = _prefer_finite(next((entry for entry in reversed(entries) if entry.complete), entries[-1]), entries)
     return place, [*(each for each in entries if not each.complete and each.step > newest.step), newest]

@@ -35,7 +35,7 @@ def show(path: PathOrRoot, step: Step = None, as_json: AsJson = False) -> None:
     from ckptman.catalog.verified import read_verified
     from ckptman.format.index import open_table, read_index
 
-    (entry,) = choose(path, step)
+    (entry,) = choose(path, step, spoilt=True)
     manifest = entry.require_manifest()
     index = read_index(entry.path, manifest)
     tensors = tensors_of(index, open_table(entry.path, manifest, index))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ckptman.policies.calendar import KeepDaily as KeepDaily
@@ -174,7 +174,7 @@ def slip(policy: RetentionPolicy | None, records: Sequence[Record], now_seconds:
     if keeps_any(policy, records, now_seconds):
         return ""
     last = max(record.step for record in counted)
-    if goes_on and any(_waits(rule, last) for rule in rules):
+    if goes_on and any(_waits(rule, last, told) for rule in rules):
         return ""
     return f"the rules keep none of {len(counted)} checkpoints ({' | '.join(map(repr, rules))})"
 
@@ -185,7 +185,9 @@ def keeps_any(policy: RetentionPolicy | None, records: Sequence[Record], now_sec
     return any(rule.keeps_at(counted, now_seconds) for rule in rules_of(policy))
 
 
-def _waits(rule: RetentionPolicy, last: int) -> bool:
-    """Return whether a rule that keeps nothing may be about a step that has not come yet. One of the user's own may
-    be."""
-    return rule.steps[-1] > last if isinstance(rule, KeepSteps) else not isinstance(rule, KeepBest)
+def _waits(rule: RetentionPolicy, last: int, told: Set[str]) -> bool:
+    """Return whether a rule that keeps nothing may be about a step that has not come yet, or about a metric that is
+    finite in none (`told`: all there are). One of the user's own may be."""
+    if isinstance(rule, KeepBest):
+        return rule.metric in told
+    return rule.steps[-1] > last if isinstance(rule, KeepSteps) else True

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ckptman.errors import ConfigError, masked_address, plain
 from ckptman.policies.parameters import check_count, check_positive
-from ckptman.policies.retention_rules import Record, RetentionPolicy, needs_capacity
+from ckptman.policies.retention_rules import Record, RetentionPolicy, needs_capacity, newest_finite, sequence_of
 
 
 class AsPath(Protocol):
@@ -29,7 +29,8 @@ class Tier:
         path: a folder, or the address of an object store such as `s3://bucket/prefix`. It belongs to one tier of
             one root: that of another run is refused.
         every: every N-th commit of the run's root is a candidate.
-        retention: candidates that it would keep are copied, and it prunes the tier after a copy. None: all are copied,
+        retention: candidates that it would keep are copied, and while the newest of them is not finite, the newest that
+            is; and it prunes the tier after a copy. None: all are copied,
             and nothing is deleted.
         bytes_per_second: the most that a copy may take; None: no limit.
 
@@ -86,6 +87,9 @@ def due(records: Sequence[Record], there: Sequence[Record], tier: Tier, now_seco
         return dict.fromkeys(new, rule)
     counted = [*(record for record in good if not record.abandoned), *new.values()]
     wanted = tier.retention.keeps_at(counted, now_seconds)
+    kept = [record for record in counted if record.sequence in wanted]
+    if kept and max(kept, key=sequence_of).nonfinite:  # what goes there is to be of use
+        wanted = newest_finite(counted) | wanted
     return {place: wanted[record.sequence] for place, record in new.items() if record.sequence in wanted}
 
 

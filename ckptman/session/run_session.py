@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import time
@@ -94,8 +95,12 @@ class RunSession:
     def tell_deadline(self, deadline: float) -> None:
         """Log when the job ends (unix seconds), and whether that is too early for what a save was measured to take."""
         left_seconds = deadline - time.time()
+        if math.isinf(left_seconds):
+            return
         line = f"the job ends in {seconds_text(left_seconds)}"
-        if self.save_seconds is not None and left_seconds < self.save_seconds:
+        if left_seconds < 0:
+            line = f"the job was to end {seconds_text(-left_seconds)} ago (deadline= is a unix time)"
+        elif self.save_seconds is not None and left_seconds < self.save_seconds:
             line += f", which is too short for a save of {seconds_text(self.save_seconds)}"
         self.tell(line)
 

@@ -21,6 +21,7 @@ from ckptman.catalog.rollback_records import read_abandoned, read_rollbacks
 from ckptman.catalog.writer_lock import claim
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ConfigError, CorruptError, NotFoundError, RootError
+from ckptman.format.manifest import Nonfinite
 from ckptman.format.paths import journal_path, rollback_path, run_folder
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.retention import KeepLast
@@ -67,6 +68,26 @@ def test_what_is_newer_is_abandoned_and_stays_where_it_is(root: Path) -> None:
 def test_a_rollback_to_the_newest_changes_nothing(root: Path) -> None:
     assert back(root, 50).entries == []
     assert read_rollbacks(root) == {}
+
+
+def test_a_step_that_no_restore_would_take_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (60, 70):
+        commit(root, step, nonfinite=Nonfinite(tensors=("model.weight",)))
+    for step in (60, 70):
+        assert main(["rollback", str(root), "--to-step", str(step)]) == 2
+        told = capsys.readouterr().err
+        assert f"step {step} is not finite (NaN or infinity in tensor model.weight), so a restore would" in told
+        assert "go back to step 50: roll back to that one" in told
+    assert read_rollbacks(root) == {}
+    back(root, 50)
+    assert main(["rollback", str(root), "--undo"]) == 0
+    assert "on from step 70. But that is not finite (tensor model.weight)" in capsys.readouterr().out
+
+
+def test_where_none_is_finite_any_will_do(tmp_path: Path) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step, nonfinite=Nonfinite(tensors=("model.weight",)))
+    assert [entry.step for entry in back(tmp_path, 10).entries] == [20]
 
 
 def test_it_is_the_order_of_commits_that_counts(tmp_path: Path) -> None:

@@ -76,6 +76,15 @@ def test_of_the_candidates_those_go_that_the_tier_would_keep() -> None:
     assert list(wanted(records, [], Tier("/x", every=2, retention=KeepEvery(steps=40)))) == [4, 8]
 
 
+def test_a_tier_whose_newest_is_not_finite_gets_the_newest_finite_one_too() -> None:
+    last, spoilt = Tier("/x", retention=KeepLast(1)), {"nonfinite_tensors": ("model.weight",)}
+    records = [record(1), record(2), record(3, **spoilt), record(4, **spoilt)]
+    assert wanted(records, [], last) == {2: "newest finite", 4: "keep last 1 of 1"}
+    assert wanted(records, records[:2], last) == {4: "keep last 1 of 1"}
+    assert list(wanted(records, [], Tier("/x", every=3, retention=KeepLast(1)))) == [3], "2 is no candidate"
+    assert list(wanted([*records, record(5)], [], last)) == [5]
+
+
 def test_what_is_damaged_or_abandoned_goes_nowhere() -> None:
     records = [record(1), record(2, damaged="a block"), record(3, abandoned="by a rollback")]
     assert list(wanted(records, [], Tier("/x"))) == [1]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptman.catalog.verified import remember_damage
 from ckptman.cli.app import main
 from ckptman.cli.console import age, plain, size, table
 from ckptman.format.manifest import Mesh
@@ -31,6 +32,19 @@ def test_the_order_is_that_of_the_commits_and_each_says_whether_it_counts(
     assert lines[4].endswith("does not count: __1_0.distcp is missing")
     assert lines[-1].startswith("2 complete checkpoints, ")
     assert "the newest is of step 100. 2 do not count. 1 folder besides" in lines[-1]
+
+
+def test_damage_is_told_without_the_path_of_the_checkpoint_however_the_root_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step, named in ((10, str(tmp_path / "run")), (20, "/mnt/run")):
+        entry = commit(tmp_path / "run", step)
+        remember_damage(entry.path, entry.require_manifest(), f"{named}/{entry.path.name}/__0_0.distcp is cut; see it")
+    monkeypatch.chdir(tmp_path)
+    for root in ("run", str(tmp_path / "run")):
+        assert main(["list", root]) == 0
+        told = [line.partition("damaged: ")[2] for line in capsys.readouterr().out.splitlines()[1:3]]
+        assert told == ["__0_0.distcp is cut", "/mnt/run/step-0000000020/__0_0.distcp is cut"]
 
 
 def test_an_empty_root_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -248,6 +249,18 @@ def test_neither_a_handler_that_raises_nor_a_closed_stderr_harms_a_save(
     outcome = read_outcome(outcome_path(tmp_path))
     assert outcome is not None
     assert (outcome.state, outcome.step) == ("finished", 2)
+
+
+def test_a_deadline_that_is_past_or_never_comes_is_told_as_such(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ckptman")
+    for deadline in (math.inf, 3600.0):
+        with ckptman.Checkpointer(tmp_path, App().state, save_policy=ckptman.OnStop(), deadline=deadline):
+            pass
+    told = [message for message in caplog.messages if message.startswith("the job")]
+    assert len(told) == 1
+    assert re.fullmatch(r"the job was to end [\d,]+ s ago \(deadline= is a unix time\)", told[0])
 
 
 def test_a_deadline_and_a_save_that_failed_are_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

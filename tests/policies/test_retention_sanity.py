@@ -41,7 +41,7 @@ def run(*metrics: Mapping[str, float]) -> list[Record]:
         (KeepLast(1) | KeepBest("loss"), run({}, {}), "has the metric 'loss'; they have no metrics", ""),
         (KeepBest("loss"), run({}, {}), "has the metric 'loss'; they have no metrics", "keep none of 2 checkpoints"),
         (KeepLast(1) | KeepBest("loss"), run({"loss": NAN}, {"x": 1.0}), "'loss' is a finite number in no", ""),
-        (KeepBest("loss"), run({"loss": NAN}, {"x": 1.0}), "is a finite number in no checkpoint", "keep none of 2"),
+        (KeepBest("loss"), run({"loss": NAN}, {"x": 1.0}), "is a finite number in no checkpoint", ""),
         (KeepBest("loss") & AtMost(bytes=1), run(LOSS, {}), "", ""),
         (KeepSteps(15, 25), run(LOSS, LOSS), "the rules keep none of 2 checkpoints (KeepSteps(15, 25))", ""),
         (KeepSteps(15, 16), run(LOSS, LOSS), "keep none of 2 checkpoints (KeepSteps(15, 16))", "the same"),
@@ -84,6 +84,20 @@ def test_a_run_warns_once_and_deletes_nothing_until_the_metric_is_there(
     journal.close()
     assert steps_of(Catalog(tmp_path).scan()) == [4, 5]
     assert any(each["event"] == "prune_failed" for each in read_journal(journal_path(tmp_path))[0])
+
+
+def test_where_the_metric_is_finite_in_none_a_run_prunes_all_the_same(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    held = claim(tmp_path, "run", None)
+    keeper = RetentionRunner(LocalBackend(tmp_path), KeepBest("loss"), "prune", held, None)
+    for step in (1, 2, 3):
+        commit(tmp_path, step, metrics={"loss": NAN})
+        keeper.prune()
+    keeper.close(tidy=True)
+    held.release()
+    assert steps_of(Catalog(tmp_path).scan()) == [3], "or the root would grow without a bound"
+    assert not recwarn
 
 
 def test_where_other_rules_keep_some_a_run_prunes_by_them_and_warns_once(

@@ -1,0 +1,69 @@
+"""Which checkpoint of a root a verb takes where none is named."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from ckptman.catalog.catalog import Catalog
+from ckptman.cli.app import main
+from ckptman.format.manifest import Nonfinite
+from tests.helpers.checkpoints import commit, steps_of
+
+Told = pytest.CaptureFixture[str]
+NOTE = (
+    "step 40 is not finite (tensor model.weight), so this is step 20, as for a restore: name the newest by its step, "
+    "or its folder, to have that\n"
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Steps 10 to 40; of 20 a metric is infinite, and 30 and 40 hold NaN."""
+    root = tmp_path / "run"
+    commit(root, 10)
+    commit(root, 20, metrics={"norm": math.inf}, nonfinite=Nonfinite(metrics=("norm",)))
+    for step in (30, 40):
+        commit(root, step, nonfinite=Nonfinite(tensors=("model.weight",)))
+    return root
+
+
+def test_a_copy_is_of_what_a_restore_takes_and_says_so(root: Path, tmp_path: Path, capsys: Told) -> None:
+    (root / "step-0000000050").mkdir()
+    assert main(["copy", str(root), str(tmp_path / "a")]) == 0
+    assert steps_of(Catalog(tmp_path / "a").complete()) == [20]
+    told = capsys.readouterr()
+    assert NOTE in told.err
+    assert "step 50: not copied: it does not count" in told.out
+    assert main(["copy", str(root), str(tmp_path / "b"), "--step", "40"]) == 0
+    assert steps_of(Catalog(tmp_path / "b").complete()) == [40]
+    assert "not finite" not in capsys.readouterr().err
+
+
+def test_pins_are_set_and_taken_off_where_a_restore_would_look(root: Path, capsys: Told) -> None:
+    assert main(["pin", str(root), "--why", "the paper"]) == 0
+    assert capsys.readouterr() == ("Pinned step 20: the paper\n", NOTE)
+    assert main(["unpin", str(root)]) == 0
+    assert capsys.readouterr() == ("Step 20 is no longer pinned.\n", NOTE)
+
+
+def test_a_diff_of_two_roots_is_of_what_restores_take(root: Path, tmp_path: Path, capsys: Told) -> None:
+    assert main(["diff", str(root), str(root / "step-0000000020")]) == 0
+    assert capsys.readouterr().err == NOTE
+
+
+def test_verbs_that_show_what_is_not_finite_take_the_newest(root: Path, capsys: Told) -> None:
+    assert main(["verify", str(root)]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("step 40: good")
+    assert "remark: NaN or infinity in tensor model.weight, as it was saved" in told.out
+    assert told.err == ""
+
+
+def test_where_none_is_finite_it_is_the_newest(tmp_path: Path, capsys: Told) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step, nonfinite=Nonfinite(tensors=("model.weight",)))
+    assert main(["pin", str(tmp_path), "--why", "x"]) == 0
+    assert capsys.readouterr() == ("Pinned step 20: x\n", "")
