@@ -21,7 +21,7 @@ from ckptman.api import load
 from ckptman.checkpointer import Checkpointer
 from ckptman.comm.control_group import Channel
 from ckptman.data.resumable_loader import ResumableLoader
-from ckptman.errors import ConfigError, MismatchError
+from ckptman.errors import CommitError, ConfigError, MismatchError
 from ckptman.policies.retention import KeepBest, KeepLast, RetentionPolicy
 from ckptman.policies.save_policies import BeforeDeadline, OnStop
 from ckptman.run import Run
@@ -32,7 +32,8 @@ _Trainer: Any = object
 """What the mixin is mixed with, and finds behind `super()`."""
 _STATE = ("epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
 """What of a TrainerState is not told by the arguments of the run."""
-_NOT_METRICS = ("step", "epoch", "learning_rate", "total_flos")
+_NOT_METRICS = ("step", "epoch", "learning_rate", "grad_norm", "total_flos")
+"""What is in the log and tells nothing of the model. A norm of gradients is infinite at times, as with fp16."""
 _TIMES = ("_runtime", "_per_second")
 _TIMEOUT_SECONDS = 1800.0
 
@@ -79,7 +80,7 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
         self.callback_handler.callbacks.insert(0, _Watch(self))
         self._block = contextlib.ExitStack()
         self._generators: dict[str, Any] | None = None
-        self._ended_step, self._save_asked, self._epoch_batches = 0, False, 0
+        self._ended_step, self._is_saved, self._save_asked, self._epoch_batches = 0, True, False, 0
 
     # ---- what a program calls ----------------------------------------------------------------------------------
 
@@ -186,6 +187,10 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
         self._save_asked = "save_policy" not in self._settings
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_saved and not self.checkpointer.should_stop():
+            with contextlib.suppress(CommitError):  # of a save before: this one makes up for it, or fails as well
+                self.checkpointer.wait()
+            self._save_step("the run ended")
         self.checkpointer.close()
         self.state.best_model_checkpoint = None
         if self.args.load_best_model_at_end and not self.checkpointer.should_stop():
@@ -231,7 +236,7 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
                 f"{error.where} was not saved by a Trainer, but by another program: give this run a root of its own, "
                 f"and the weights to its model (ckptman export, from_pretrained)"
             ) from None
-        self._ended_step, self._save_asked = self.state.global_step, False
+        self._ended_step, self._is_saved, self._save_asked = self.state.global_step, True, False
         if restored:
             self._generators = RNGState().state_dict()
             self._progress.fit_to_epochs()
@@ -246,13 +251,18 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
     def _end_step(self) -> None:
         """End the last step, if it is not ended, and save if it was asked for."""
         step, reason = self.state.global_step, None
-        metrics = _metrics(self.state.log_history, step) if step != self._ended_step or self._save_asked else {}
         if step != self._ended_step:
             self._ended_step = step
-            reason = self.checkpointer.step(step, metrics)
+            reason = self.checkpointer.step(step, _metrics(self.state.log_history, step))
+            self._is_saved = reason is not None
         if self._save_asked and reason is None:
-            self.checkpointer.save(step, metrics, reason="asked for by the Trainer")
+            self._save_step("asked for by the Trainer")
         self._save_asked = False
+
+    def _save_step(self, reason: str) -> None:
+        step = self.state.global_step
+        self.checkpointer.save(step, _metrics(self.state.log_history, step), reason=reason)
+        self._is_saved = True
 
     def _saved_model(self) -> torch.nn.Module | Trainable:
         """Return the model; of adapters on a base, what is trained of it."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptman.checkpointer import Checkpointer
 from ckptman.data.resumable_loader import ResumableLoader
-from ckptman.errors import ConfigError, MismatchError
+from ckptman.errors import CommitError, ConfigError, MismatchError
 from ckptman.policies.retention import KeepBest, KeepLast
 from ckptman.policies.save_policies import BeforeDeadline, EverySteps, OnStop
 from ckptman.state.generators import RNGState
@@ -106,6 +106,8 @@ class CkptmanCallback(Callback):
         self._metrics_before: dict[str, Any] = {}
         self._of_validation: set[str] = set()
         self._is_validated = False
+        self._unsaved: dict[str, Any] | None = None
+        """The metrics of the last step, if it is not saved."""
 
     @property
     def exit_code(self) -> int:
@@ -162,7 +164,7 @@ class CkptmanCallback(Callback):
                 f"{error.where} was not saved by a Trainer of Lightning, but by another program: give this run a root "
                 f"of its own, and the weights to its model (ckptman.load)"
             ) from None
-        self._put_back = None
+        self._put_back = self._unsaved = None
         if self._progress.is_restored:
             self._put_back = RNGState().state_dict()
             trainer.num_sanity_val_steps = 0  # as Lightning does: it would change what was restored
@@ -201,12 +203,12 @@ class CkptmanCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step of an epoch that ends early, as by `max_steps`, as one in its middle."""
         if self._block is not None and not self._progress.is_epoch_over:
-            self._end_step()
+            self._end_last_step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step, and the run."""
         if self._block is not None:
-            self._end_step()
+            self._end_last_step()
             self._close(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -255,8 +257,19 @@ class CkptmanCallback(Callback):
         metrics = {name: value for name, value in logged.items() if name not in stale}
         reason = self.checkpointer.step(step, metrics)
         if self._is_validated and self._monitor is not None and reason is None:
-            self.checkpointer.save(step, metrics, reason=f"{self._monitor} was measured")
+            reason = f"{self._monitor} was measured"
+            self.checkpointer.save(step, metrics, reason=reason)
         self._is_validated = False
+        self._unsaved = metrics if reason is None else None
+
+    def _end_last_step(self) -> None:
+        """End the last step of a run, and save it, if it is not saved: not each state can be noted at each step."""
+        self._end_step()
+        if self._unsaved is not None and not self.checkpointer.should_stop():
+            with contextlib.suppress(CommitError):  # of a save before: this one makes up for it, or fails as well
+                self.checkpointer.wait()
+            self.checkpointer.save(self._ended_step, self._unsaved, reason="the run ended")
+            self._unsaved = None
 
     def _own_signals(self, trainer: Trainer) -> None:
         if self._block is not None and self._settings.get("signals"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from xxhash import xxh3_128_hexdigest
 
 import ckptman
 from ckptman.integrations.huggingface import CkptmanTrainerMixin
+from ckptman.state.step_record import Recorded, StepRecorder
 from tests.helpers.ranks import run_ranks, start_ranks
 
 SAMPLES, EPOCHS = 45, 3
@@ -284,6 +286,27 @@ def test_steps_limit_and_best_are_those_of_the_arguments(tmp_path: Path) -> None
 def test_when_it_saves(tmp_path: Path, settings: dict[str, Any], more: dict[str, Any], expected: list[int]) -> None:
     trainer_of(tmp_path, more=more, **settings).train()
     assert steps_in(tmp_path) == expected
+
+
+def test_the_last_step_is_saved_also_where_steps_take_too_long_to_note(tmp_path: Path, monkeypatch: Any) -> None:
+    def record(_: Any, found: Recorded, __: Any) -> None:
+        found.unknown = "it takes too long"
+
+    monkeypatch.setattr(StepRecorder, "_record", record)
+    trainer_of(tmp_path, callbacks=[Halts(7)], save_steps=5).train()
+    assert steps_in(tmp_path) == [5, 7]
+    trainer_of(tmp_path, save_steps=20).train(resume_from_checkpoint=True)
+    assert steps_in(tmp_path) == [5, 7, 20, 40, 45]
+    before = checkpoint(tmp_path, 45).stat()
+    trainer_of(tmp_path, save_steps=20).train()
+    assert checkpoint(tmp_path, 45).stat() == before
+
+
+def test_a_norm_of_gradients_is_no_metric_of_a_checkpoint(tmp_path: Path) -> None:
+    trainer_of(tmp_path, max_steps=3).train()
+    metrics = json.loads((checkpoint(tmp_path, 3) / "manifest.json").read_text())["metrics"]
+    assert "loss" in metrics
+    assert "grad_norm" not in metrics
 
 
 def test_a_run_that_a_callback_ended_is_over(tmp_path: Path) -> None:

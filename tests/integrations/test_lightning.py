@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from xxhash import xxh3_128_hexdigest
 
 import ckptman
+from ckptman.state.step_record import Recorded, StepRecorder
 from tests.helpers.ranks import run_ranks, start_ranks
 
 SAMPLES, EPOCHS, ACCUMULATED = 47, 3, 2
@@ -285,13 +286,19 @@ def test_hooks_and_averaged_weights(tmp_path: Path, rng: random.Random) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_noted", [True, False])
 @pytest.mark.parametrize(
     ("shorter", "longer"),
     [({"max_steps": 5}, {"max_steps": 13}), ({"max_epochs": 1}, {"max_epochs": 2})],
 )
 def test_a_run_that_is_finished_trains_no_more_unless_it_is_made_longer(
-    tmp_path: Path, shorter: dict[str, Any], longer: dict[str, Any]
+    tmp_path: Path, shorter: dict[str, Any], longer: dict[str, Any], is_noted: bool, monkeypatch: Any
 ) -> None:
+    def record(_: Any, found: Recorded, __: Any) -> None:
+        found.unknown = "it takes too long"
+
+    if not is_noted:
+        monkeypatch.setattr(StepRecorder, "_record", record)
     whole, first, none, rest = (Plan() for _ in range(4))
     trainer, _ = fit(tmp_path / "whole", whole, **longer)
     fit(tmp_path / "run", first, **shorter)
