@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptman
-from ckptman.catalog.catalog import Catalog
+from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.cli.app import main
-from ckptman.errors import CommitError, ConfigError
+from ckptman.errors import CommitError, ConfigError, CorruptError, RootError
 from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
 from ckptman.saving.finite_check import is_finite
+from ckptman.session.restorer import Restorer
 from tests.helpers.apps import App
 from tests.helpers.ranks import run_ranks
 
@@ -226,6 +227,20 @@ def test_one_that_is_named_is_loaded_and_a_damaged_finite_one_leads_to_the_one_b
     assert start == 3, "which is better than nothing"
     assert "no other checkpoint is finite, so the run goes on from step 3 all the same" in told[-1]
     assert "(NaN or infinity in metric loss)" in told[-1]
+
+
+def test_a_finite_one_that_cannot_be_fetched_now_is_no_reason_to_go_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, 0.5, NAN)
+    monkeypatch.setattr(Entry, "in_folder", property(lambda self: self.step != 1))
+    trouble: list[Exception] = [RootError(5, "the tier is away"), CorruptError("a block of it is not what was saved")]
+    monkeypatch.setattr(Restorer, "_fetch", lambda self, entry: trouble.pop(0))
+    with pytest.raises(RootError, match="the tier is away"):
+        train(tmp_path)
+    start, told = train(tmp_path)
+    assert start == 2
+    assert "no other checkpoint is finite, so the run goes on from step 2" in told[-1]
 
 
 def test_nobody_looks_where_that_is_not_wanted(tmp_path: Path) -> None:
