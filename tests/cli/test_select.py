@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptman.catalog.backends import object_store
 from ckptman.catalog.catalog import Catalog
 from ckptman.cli.app import main
+from ckptman.cli.select import choose_objects
 from ckptman.format.manifest import Nonfinite
 from tests.helpers.checkpoints import commit, steps_of
 
@@ -40,6 +42,12 @@ def test_a_copy_is_of_what_a_restore_takes_and_says_so(root: Path, tmp_path: Pat
     assert main(["copy", str(root), str(tmp_path / "b"), "--step", "40"]) == 0
     assert steps_of(Catalog(tmp_path / "b").complete()) == [40]
     assert "not finite" not in capsys.readouterr().err
+
+
+def test_in_an_object_store_it_is_the_same(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told) -> None:
+    monkeypatch.setattr(object_store, "ObjectBackend", lambda url: Catalog(root))
+    _, entries = choose_objects("s3://bucket/run", None, False)
+    assert ([entry.step for entry in entries], capsys.readouterr().err) == ([20], NOTE)
 
 
 def test_pins_are_set_and_taken_off_where_a_restore_would_look(root: Path, capsys: Told) -> None:
