@@ -25,9 +25,10 @@ POLICY = ckptman.EverySteps(100) | ckptman.OnStop() | ckptman.BeforeDeadline(mar
 def run(root: str, when: str, until: int, seconds: float | None = None) -> dict[str, Any]:
     """Train until told to stop; rank 1 gets SIGTERM `when`: "step 4", "before", "restore" or "never".
 
-    `seconds`: the job has so many left when all ranks are there.
+    `seconds`: the job has so many left when all ranks have their model.
     """
     mine = dist.get_rank() == 1
+    app, losses, stopped = App((2,)), {}, None
     told = [None if seconds is None else time.time() + seconds]
     dist.broadcast_object_list(told)
     deadline = told[0]
@@ -36,7 +37,6 @@ def run(root: str, when: str, until: int, seconds: float | None = None) -> dict[
         if mine and moment == when:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    app, losses, stopped = App((2,)), {}, None
     with ckptman.SignalHandler() as signals:
         ask("before")
         with Checkpointer(root, app.state, save_policy=POLICY, signals=signals, deadline=deadline) as checkpointer:
@@ -95,7 +95,7 @@ def test_a_signal_before_the_first_step_ends_is_acted_on_in_that_step(tmp_path: 
 
 
 def test_the_deadline_stops_in_time_without_a_signal(tmp_path: Path) -> None:
-    results = run_ranks(2, run, str(tmp_path), "never", 10_000, 6.0)
+    results = run_ranks(2, run, str(tmp_path), "never", 10_000, 8.0)
     assert all(each["seconds left"] > 0 for each in results)
     assert results[0]["stopped"] == results[1]["stopped"]
     assert results[0]["exit_code"] == 75
