@@ -119,6 +119,8 @@ def choose(
             option = "--all" if every else "--step"
             raise ConfigError(f"{option} chooses among the checkpoints of a root, and {path} is one checkpoint")
         return [_look(path)]
+    if (other := recognize(path)) is not None:
+        other.refuse()
     catalogue = Catalog(path)
     if step is not None:
         return [catalogue.entry(step)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ckptman.errors import NotFoundError
 from ckptman.format.paths import MANIFEST, METADATA, parse_step
 
 TRAINER_STATE = "trainer_state.json"
@@ -47,6 +48,14 @@ class ForeignCheckpoint:
     def is_of_a_run(self) -> bool:
         """Whether a run goes on from it, by its name: another `.ckpt` may be weights that somebody put there."""
         return self.writer != "Lightning" or _BY_A_LIGHTNING_RUN.fullmatch(self.path.name) is not None
+
+    def refuse(self) -> None:
+        """Refuse it where torch alone cannot load it by its names. Raises: NotFoundError."""
+        if not self.is_dcp:
+            raise NotFoundError(
+                f"{self.path} is a checkpoint of {self.writer}, which no other program knows its way in: load it "
+                f"by {self.writer}, and save what you loaded with ckptman.save"
+            )
 
     def files(self) -> list[Path]:
         """Return its files, those of folders in it too, by name. Raises: OSError."""

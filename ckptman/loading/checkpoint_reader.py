@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckptman._torch_compat import StorageInfo
 from ckptman.errors import CorruptError, NotFoundError, plain, warn
 from ckptman.format.chunk_table import ChunkTable, Rows, TensorRecord, assemble
+from ckptman.format.foreign import recognize
 from ckptman.format.index import (
     Index,
     Location,
@@ -102,6 +103,8 @@ class SavedState:
             saved = cls(folder, index, table, None, described=metadata)
             saved.values = _foreign_values(saved, metadata)
             return saved
+        if (other := recognize(folder)) is not None:
+            other.refuse()
         raise NotFoundError(
             f"{folder} is no checkpoint: it has neither {MANIFEST} nor {METADATA}. Name the folder of one step"
         )

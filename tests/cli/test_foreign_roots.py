@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckptman
 from ckptman.cli.app import main
+from ckptman.errors import NotFoundError
 from ckptman.format import safetensors
 from tests.helpers.checkpoints import commit
 
@@ -254,3 +255,19 @@ def test_weights_that_somebody_put_into_the_root_do_not_stop_a_run(root: Path) -
     (root / LIGHTNING).rename(root / "sd-v1-5.ckpt")
     with ckptman.Checkpointer(root, {"w": torch.zeros(3)}) as checkpointer:
         assert checkpointer.restore() == 0
+
+
+@pytest.mark.parametrize("verb", ["show", "diff", "export", "copy"])
+@pytest.mark.parametrize("name", ["checkpoint-500", LIGHTNING])
+def test_verbs_that_load_say_whose_checkpoint_it_is(
+    root: Path, verb: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [str(root / "out")] if verb in ("export", "copy") else []
+    assert main([verb, str(root / name), *more]) == 3
+    writer = "Lightning" if name == LIGHTNING else "the HF Trainer"
+    assert f"{root / name} is a checkpoint of {writer}" in capsys.readouterr().err
+
+
+def test_a_load_says_whose_checkpoint_it_is(root: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"is a checkpoint of the HF Trainer, .* save what you loaded with"):
+        ckptman.load({"weight": torch.ones(1)}, root / "checkpoint-500")
