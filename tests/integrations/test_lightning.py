@@ -438,24 +438,26 @@ def computed(root: Path, rank: int) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in lines)
 
 
-def killed(root: Path, world_size: int, kind: str, workers: int, kills: list[int]) -> list[Any]:
-    """Run until it is finished, with kills on the way, each so many batches after its start."""
-    for at in kills:
+def killed(root: Path, world_size: int, kind: str, workers: int, kills: list[int]) -> tuple[list[Any], int]:
+    """Run until it is finished, with kills on the way, each so many batches after its start. Returns also how many."""
+    for number, at in enumerate(kills):
         with start_ranks(world_size, train, str(root), kind, workers, Plan(at)) as world:
             if world.join() == [0] * world_size:
-                return world.results()
-    return run_ranks(world_size, train, str(root), kind, workers, None)
+                return world.results(), number
+    return run_ranks(world_size, train, str(root), kind, workers, None), len(kills)
 
 
-def check(tmp_path: Path, world_size: int, kind: str, workers: int, kills: list[int]) -> None:
+def check(tmp_path: Path, world_size: int, kind: str, workers: int, kills: list[int]) -> int:
+    """Compare a run that is killed with a whole one. Returns how often it was, before it was finished."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    whole.mkdir()
+    whole.mkdir(parents=True)
     cut.mkdir()
     expected = run_ranks(world_size, train, str(whole), kind, workers, None)
-    found = killed(cut, world_size, kind, workers, kills)
+    found, times = killed(cut, world_size, kind, workers, kills)
     assert [each for each, _ in found] == [each for each, _ in expected]
     for rank in range(world_size):
         assert computed(cut, rank) == computed(whole, rank)
+    return times
 
 
 @pytest.mark.slow
@@ -472,7 +474,10 @@ def test_killed_twice(tmp_path: Path, world_size: int, kind: str, workers: int, 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_killed_twenty_times(tmp_path: Path, world_size: int, kind: str, workers: int, rng: random.Random) -> None:
-    check(tmp_path, world_size, kind, workers, [rng.randint(3, 8) for _ in range(20)])
+    times = 0
+    while times < 20:  # in several runs: one is finished before
+        kills = [rng.randint(3, 8) for _ in range(20 - times)]
+        times += check(tmp_path / str(times), world_size, kind, workers, kills)
 
 
 def one_epoch(root: str, at: int | None) -> list[int]:
