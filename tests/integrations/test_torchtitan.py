@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -88,6 +89,28 @@ def test_a_run_that_was_killed_and_stopped_is_the_run_that_nobody_stopped(tmp_pa
     run.interrupt(signal.SIGKILL, 7, -signal.SIGKILL)
     run.interrupt(signal.SIGTERM, 9, 75)
     run.finish()
+    check(run, whole)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_runs_that_were_ended_twenty_times_between_them(tmp_path: Path, ranks: int) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    whole = TitanRun(tmp_path / "whole", ranks)
+    whole.finish()
+    for number in range(7):
+        run = TitanRun(tmp_path / f"run-{number}", ranks)
+        for first in (2, 5, 8):  # a run that is stopped may do one more step
+            signum, expected = draw.choice(((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)))
+            run.interrupt(signum, first + draw.randint(0, 1), expected)
+        run.finish()
+        check(run, whole)
+
+
+def check(run: TitanRun, whole: TitanRun) -> None:
     assert run.losses() == whole.losses()
     assert sorted(run.losses()) == list(range(1, STEPS + 1))
     assert main(["diff", str(whole.last), str(run.last), *(f"--only={name}.*" for name in EXACT)]) == 0
