@@ -50,11 +50,11 @@ def plan_rollback(root: Path, step: int) -> Change:
         known = ", ".join(dict.fromkeys(str(entry.step) for entry in counting[-10:])) or "none"
         raise NotFoundError(f"{root} has no checkpoint of step {step}; the latest there are: {known}")
     target = counting[at]
-    note = read_verified(target.path, target.require_manifest())
-    if note is not None and note.damaged:
-        raise CorruptError(f"{target.path} is damaged ({note.damaged}): roll back to another step")
-    finite = [entry for entry in counting[:at] if entry.complete and not entry.spoilt]
-    if target.spoilt and finite:
+    if found := _damage(target):
+        raise CorruptError(f"{target.path} is damaged ({found}): roll back to another step")
+    finite = [entry for entry in counting[:at] if entry.complete and not entry.spoilt] if target.spoilt else []
+    finite = [entry for entry in finite if not _damage(entry)]
+    if finite:
         raise ConfigError(
             f"{root}: step {step} is not finite (NaN or infinity in {target.spoilt}), so a restore would go back to "
             f"step {finite[-1].step}: roll back to that one. To start from step {step} all the same, no rollback is "
@@ -90,6 +90,12 @@ def plan_undo(root: Path) -> Change:
     if not back:
         raise NotFoundError(f"{root}: no checkpoint is left of those that the last rollback abandoned")
     return Change(max(counting + back, key=lambda entry: entry.sequence), _each_once(back), last.id)
+
+
+def _damage(entry: Entry) -> str:
+    """Return what was found damaged in it before; "" where nothing was."""
+    note = read_verified(entry.path, entry.require_manifest())
+    return note.damaged if note is not None else ""
 
 
 def _everywhere(root: Path) -> TieredBackend:

@@ -84,11 +84,12 @@ def _lines(change: Change, dry_run: bool, now: float) -> list[str]:
         for manifest in (each.require_manifest() for each in change.entries)
     ]
     lines = console.table(("action", "what", "size", "age", "metrics"), rows, right="size age")
-    done = "Nothing was changed (--dry-run): the next restore would go" if dry_run else "The next restore goes"
-    not_finite = ""
+    goes = "Nothing was changed (--dry-run): the next restore would go" if dry_run else "The next restore goes"
+    told = f"{goes} on from step {change.target.step}."
     if spoilt := change.target.spoilt:
-        not_finite = f" But that is not finite ({console.plain(spoilt)}): where an earlier one is, it goes back to it."
-    return [*lines, "", f"{done} on from step {change.target.step}.{not_finite}"]
+        newest = f"step {change.target.step} is then the newest, and not finite ({console.plain(spoilt)})"
+        told = f"{goes} on from the newest finite one, if there is any: {newest}."
+    return [*lines, "", told]
 
 
 def _as_dict(root: Path, change: Change, dry_run: bool) -> dict[str, Any]:

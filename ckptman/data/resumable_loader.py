@@ -146,9 +146,9 @@ class ResumableLoader(Generic[T]):
         if self._elastic is not None:
             self._elastic.load_state_dict(state)
         else:
-            self._check(state)
+            fits = self._check(state)
             self._own_now = tuple(state["own"])
-            start = None if state["start"] is None else _Start.of_values(state["start"])
+            start = None if state["start"] is None or not fits else _Start.of_values(state["start"])
             if self._indices is not None:
                 self._indices.start = start
             else:
@@ -166,22 +166,24 @@ class ResumableLoader(Generic[T]):
         """As `load_state_dict`, on a rank that there was none of: between two epochs."""
         self.load_state_dict(state)
 
-    def _check(self, state: Mapping[str, Any]) -> None:
+    def _check(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a position is one of such a loader. It need not be where its pass is over."""
         saved, mine = state["kind"], _kind_of(self.loader)
-        if not state["begun"] or (_is_over(state) and mine["batches"] is not None):
-            return
+        differs = [name for name, value in mine.items() if saved.get(name, value) != value]
+        fits = state["world_size"] == _world_size() and not differs
+        if fits or not state["begun"] or (_is_over(state) and mine["batches"] is not None):
+            return fits
         if state["world_size"] != _world_size():
             raise ConfigError(
                 f"the position of this loader belongs to one rank of {state['world_size']}, and there are "
                 f"{_world_size()} now: samples would be seen twice or never. Restore on as many ranks as saved, or "
                 f"train with DataLoader(..., sampler=ckptman.ElasticSampler(len(dataset)))"
             )
-        for name, value in mine.items():
-            if saved.get(name, value) != value:
-                raise ConfigError(
-                    f"the checkpoint is from within an epoch of a loader with {name.replace('_', ' ')} {saved[name]}, "
-                    f"and this one has {value}: use the dataset, batch size and sampler that it was saved with"
-                )
+        name = differs[0]
+        raise ConfigError(
+            f"the checkpoint is from within an epoch of a loader with {name.replace('_', ' ')} {saved[name]}, "
+            f"and this one has {mine[name]}: use the dataset, batch size and sampler that it was saved with"
+        )
 
     def _begin(self) -> Iterator[T]:
         self._begun, self.batch = True, 0
@@ -196,7 +198,10 @@ class ResumableLoader(Generic[T]):
         return self._make(0)
 
     def _resume(self) -> Iterator[T]:
-        if self._elastic is None and not self._stateful and self.batch == _length(self.loader):
+        is_asked_on = self._elastic is not None or self._stateful
+        # A sampler may draw once more when it is asked behind its last index, in a loader that is the same.
+        is_asked_on |= self._indices is not None and self._indices.start is not None
+        if not is_asked_on and self.batch == _length(self.loader):
             _put_back(self.loader, self._own_now)
             return iter(())
         now = RNGState().state_dict()

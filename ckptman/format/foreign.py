@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptman.errors import NotFoundError
-from ckptman.format.paths import MANIFEST, METADATA, parse_step
+from ckptman.format.paths import MANIFEST, METADATA, parse_step, run_folder
 
 TRAINER_STATE = "trainer_state.json"
 RANDOM_STATES = "random_states_0.pkl"
@@ -28,7 +28,9 @@ _OF_TRAINER = re.compile(r"checkpoint-[0-9]+", re.ASCII)
 _WITH_TRAINER_STATE = re.compile(r"(?:.*_)?(?:model|weights)|optimizer|global_step")
 """How names begin that are in a checkpoint of the Trainer, and not where it only put its state."""
 _OF_LIGHTNING = re.compile(r"(?:.*[^a-z_])?step=([0-9]{1,10})(?![0-9]).*\.ckpt", re.ASCII)
-_BY_A_LIGHTNING_RUN = re.compile(r"(?:.*[^a-z_])?(?:epoch|step)=[0-9].*\.ckpt|last(?:-v[0-9]+)?\.ckpt", re.ASCII)
+_BY_A_LIGHTNING_RUN = re.compile(
+    r"(?:(?:.*[^a-z])?(?:epoch|step)=[0-9].*|(?:last|on_exception)(?:-v[0-9]+)?|hpc_ckpt_[0-9]+)\.ckpt", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def recognize(path: Path) -> ForeignCheckpoint | None:
         return None
     is_dcp = os.path.lexists(path / METADATA)
     writer: Writer
+    if not is_dcp and _is_root(path):
+        return None
     if name.endswith(".ckpt") and os.path.lexists(path):
         writer = "Lightning"
     elif is_dcp:
@@ -100,15 +104,24 @@ def _writer_by_files(folder: Path) -> Writer | None:
     """Return who wrote a checkpoint under a name that tells nothing; None where a folder is none, or holds several: the
     Trainer writes its state and its final model beside them, too."""
     marks = [mark for mark in (TRAINER_STATE, RANDOM_STATES) if os.path.lexists(folder / mark)]
-    try:
-        names = os.listdir(folder) if marks else []  # noqa: PTH208 names alone are wanted
-    except OSError:
-        return None
-    if any(_OF_TRAINER.fullmatch(name) or parse_step(name) is not None for name in names):
+    names = _names_in(folder) if marks else []
+    if any(map(_OF_TRAINER.fullmatch, names)):
         return None
     if RANDOM_STATES in marks:
         return "Accelerate"
     return "the HF Trainer" if any(map(_WITH_TRAINER_STATE.match, names)) else None
+
+
+def _is_root(folder: Path) -> bool:
+    """Return whether a folder, whatever its name, is a root of ckptman."""
+    return run_folder(folder).is_dir() or any(parse_step(name) is not None for name in _names_in(folder))
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208 names alone are wanted
+    except OSError:
+        return []
 
 
 def foreign_in(root: Path, names: Iterable[str]) -> list[ForeignCheckpoint]:

@@ -109,8 +109,9 @@ def untouchables(records: Sequence[Record]) -> dict[int, list[str]]:
     for name, group in groups.items():
         if group:
             reasons.setdefault(max(map(sequence_of, group)), []).append(name)
-    for sequence, name in newest_finite(counted).items():
-        reasons.setdefault(sequence, []).append(name)
+    if counted and max(counted, key=sequence_of).nonfinite:
+        for sequence, name in newest_finite(counted).items():
+            reasons.setdefault(sequence, []).append(name)
     for record in records:
         if record.pinned:
             reasons.setdefault(record.sequence, []).append(f"pinned: {record.pinned}")

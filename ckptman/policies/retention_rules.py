@@ -67,10 +67,7 @@ class Record:
 
 
 def newest_finite(records: Sequence[Record]) -> dict[int, str]:
-    """Return what stays while the newest is marked as not finite, by sequence with the reason: the newest that has no
-    mark, and the newest that a restore takes."""
-    if not records or not max(records, key=sequence_of).nonfinite:
-        return {}
+    """Return the newest that has no mark, and the newest that a restore takes, by sequence with the reason."""
     groups = {
         "newest that a restore takes": [each for each in records if not each.spoilt],
         "newest finite": [each for each in records if not each.nonfinite],

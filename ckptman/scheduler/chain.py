@@ -80,8 +80,8 @@ def spoilt_text(root: str) -> str:
         return ""
     return (
         f"its checkpoints from step {spoilt[-1].step} on are not finite (NaN or infinity in {spoilt[-1].spoilt}), so "
-        f"the next attempt goes back to step {complete[-len(spoilt) - 1].step} and no step is won: find out what makes "
-        f'them so, or say nonfinite="ignore" where that is meant'
+        f"the next attempt goes back to step {complete[-len(spoilt) - 1].step}: find out what makes them so, or say "
+        f'nonfinite="ignore" where that is meant'
     )
 
 

@@ -84,13 +84,21 @@ class Restorer:
         refused: list[str] = []
         left = list(self._control.run_on_leader(lambda: self._candidates(step, allow_suspect)))
         looks = 1
+        before: Entry | None = None
+        unreachable: CkptmanError | None = None
         while left:
             entry = left.pop(0)
-            only_spoilt = self._prefer_finite and step is None and not entry.spoilt and all(e.spoilt for e in left)
+            if self._prefer_finite and step is None and entry.spoilt and before is not None and not before.spoilt:
+                if unreachable is not None:
+                    raise unreachable
+                self._tell_last_resort(entry)
+            before = entry
             if not entry.in_folder and (trouble := self._fetch(entry)) is not None:
-                if not left or (only_spoilt and not isinstance(trouble, CorruptError)):
+                if not left:
                     raise trouble
-                self._skip(entry, trouble, left[0] if only_spoilt else None)
+                if not isinstance(trouble, CorruptError):
+                    unreachable = trouble
+                self._skip(entry, trouble)
                 continue
             try:
                 skipped = self._load(state, entry.path)
@@ -107,7 +115,7 @@ class Restorer:
                 refused.append(str(error))
                 if entry.path.parent == self._place.root:
                     self.damaged.add(entry.sequence)
-                self._skip(entry, error, left[0] if left and only_spoilt else None)
+                self._skip(entry, error)
                 continue
             self._note_restored(entry.step, entry.path, time.monotonic() - begun, skipped)
             return entry.step
@@ -198,9 +206,11 @@ class Restorer:
             return chosen
         finite = self._without_spoilt(chosen) if self._prefer_finite else chosen
         suspects = {} if allow_suspect else self._attempt.suspects()
+        left = self._without_suspects(finite, suspects)
+        if len(left) < len(finite) or self._place.away is not None:
+            return left
         # What is not finite comes last: it is better than nothing where all that is finite turns out to be damaged.
-        spoilt = [entry for entry in chosen if entry not in finite and entry.step not in suspects]
-        return self._without_suspects(finite, suspects) + spoilt
+        return left + [entry for entry in chosen if entry not in finite and entry.step not in suspects]
 
     def _without_spoilt(self, chosen: list[Entry]) -> list[Entry]:
         """Leave out those that hold NaN or infinity (see `Record.spoilt`), as long as there is another one."""
@@ -209,6 +219,8 @@ class Restorer:
             return left
         newest = chosen[0]
         if not left:
+            if self._place.away is not None:
+                raise self._place.away
             warn(
                 f"{self._place.root}: no checkpoint is finite (step {newest.step}: NaN or infinity in "
                 f"{newest.spoilt}). The run goes on from the newest; give it another root to begin afresh"
@@ -242,14 +254,16 @@ class Restorer:
                 self._skip(entry, SuspectError(reasons[entry.step]))
         return left
 
-    def _skip(self, entry: Entry, why: Exception, spoilt: Entry | None = None) -> None:
-        """Say why the run does not go on from an entry. `spoilt`: what is left then, where none of it is finite."""
+    def _skip(self, entry: Entry, why: Exception) -> None:
         self._attempt.note("restore_refused", step=entry.step, reason=str(why))
         if self._control.is_leader:
             warn(f"skipping the checkpoint of step {entry.step}: {plain(why)}")
-            if spoilt is not None:
-                warn(
-                    f"{self._place.root}: no other checkpoint is finite, so the run goes on from step {spoilt.step} "
-                    f"all the same (NaN or infinity in {spoilt.spoilt}). Stop it to bring a finite "
-                    f"one back from a copy, or to begin afresh in another root"
-                )
+
+    def _tell_last_resort(self, entry: Entry) -> None:
+        """Say that all that is finite turned out to be damaged."""
+        if self._control.is_leader:
+            warn(
+                f"{self._place.root}: no other checkpoint is finite, so the run goes on from step {entry.step} all the "
+                f"same (NaN or infinity in {entry.spoilt}). Stop it to bring a finite one back from a copy, or to "
+                f"begin afresh in another root"
+            )

@@ -18,6 +18,7 @@ from ckptman.catalog.prune import execute as prune
 from ckptman.catalog.prune import plan_prune
 from ckptman.catalog.rollback import Change, execute, plan_rollback, plan_undo
 from ckptman.catalog.rollback_records import read_abandoned, read_rollbacks
+from ckptman.catalog.verified import remember_damage
 from ckptman.catalog.writer_lock import claim
 from ckptman.cli.app import main
 from ckptman.errors import BusyError, ConfigError, CorruptError, NotFoundError, RootError
@@ -81,7 +82,15 @@ def test_a_step_that_no_restore_would_take_is_refused(root: Path, capsys: pytest
     assert read_rollbacks(root) == {}
     back(root, 50)
     assert main(["rollback", str(root), "--undo"]) == 0
-    assert "on from step 70. But that is not finite (tensor model.weight)" in capsys.readouterr().out
+    told = "goes on from the newest finite one, if there is any: step 70 is then the newest, and not finite (tensor"
+    assert told in capsys.readouterr().out
+
+
+def test_a_finite_one_that_is_damaged_does_not_count(root: Path) -> None:
+    for entry in Catalog(root).scan():
+        remember_damage(entry.path, entry.require_manifest(), "a block")
+    commit(root, 60, nonfinite=Nonfinite(tensors=("model.weight",)))
+    assert back(root, 60).entries == []
 
 
 def test_where_none_is_finite_any_will_do(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +84,10 @@ def test_a_tier_whose_newest_is_not_finite_gets_the_newest_finite_one_too() -> N
     assert wanted(records, records[:2], last) == {4: "keep last 1 of 1"}
     assert list(wanted(records, [], Tier("/x", every=3, retention=KeepLast(1)))) == [3], "2 is no candidate"
     assert list(wanted([*records, record(5)], [], last)) == [5]
+    best = Tier("/x", retention=KeepBest("loss"))
+    other = Record(20, 2, 2000.0, 100, {"loss": 0.5, "accuracy": math.nan}, nonfinite_metrics=("accuracy",))
+    records = [record(1), other, record(3)]
+    assert wanted(records, [], best) == {2: "keep best 1 by loss (min): 0.5", 3: "newest finite"}
 
 
 def test_what_is_damaged_or_abandoned_goes_nowhere() -> None:

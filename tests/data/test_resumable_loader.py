@@ -56,6 +56,11 @@ def with_generator(**more: Any) -> DataLoader[Any]:
     return DataLoader(Noisy(), 4, shuffle=True, generator=torch.Generator().manual_seed(5), **more)
 
 
+def one_by_one(**more: Any) -> DataLoader[Any]:
+    """Its sampler is not at its end when the last batch is there, and draws once more then."""
+    return DataLoader(Noisy(), 1, shuffle=True, generator=torch.Generator().manual_seed(5), **more)
+
+
 def replaced(**more: Any) -> DataLoader[Any]:
     sampler = RandomSampler(Noisy(), replacement=True, num_samples=90, generator=torch.Generator().manual_seed(7))
     return DataLoader(Noisy(), 4, sampler=sampler, **more)
@@ -103,7 +108,7 @@ def _prepare(loader: DataLoader[Any], **config: Any) -> DataLoader[Any]:
 
 
 KINDS: list[Callable[..., DataLoader[Any]]] = [
-    *(shuffled, with_generator, replaced, weighted, elastic, single, dropping, elastic_dropping, stateful),
+    *(shuffled, with_generator, one_by_one, replaced, weighted, elastic, single, dropping, elastic_dropping, stateful),
     *(prepared, seedable),
 ]
 

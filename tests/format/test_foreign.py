@@ -49,6 +49,8 @@ def test_the_step_that_a_name_tells(name: str, step: int | None) -> None:
         (("step-5/.metadata", "step-5/manifest.json"), None, None),
         (("step-0000000005/.metadata",), None, None),
         (("checkpoint-5",), None, None),
+        (("checkpoint-5/.ckptman/run", "checkpoint-5/step-0000000005/manifest.json"), None, None),
+        (("runs.ckpt/step-0000000005/manifest.json",), None, None),
     ],
 )
 def test_who_wrote_it(tmp_path: Path, files: tuple[str, ...], writer: str | None, is_dcp: bool | None) -> None:
@@ -63,8 +65,9 @@ def test_who_wrote_it(tmp_path: Path, files: tuple[str, ...], writer: str | None
     ("name", "is_of_a_run"),
     [
         *(("epoch=0-step=5.ckpt", True), ("best-epoch=3-val_loss=0.5.ckpt", True), ("step=7-v2.ckpt", True)),
-        *(("last.ckpt", True), ("last-v1.ckpt", True)),
-        *(("sd-v1-5.ckpt", False), ("model.ckpt", False), ("lastly.ckpt", False), ("num_step=5.ckpt", False)),
+        *(("last.ckpt", True), ("last-v1.ckpt", True), ("model_epoch=3.ckpt", True)),
+        *(("hpc_ckpt_1.ckpt", True), ("on_exception.ckpt", True)),
+        *(("sd-v1-5.ckpt", False), ("model.ckpt", False), ("lastly.ckpt", False), ("onestep=5.ckpt", False)),
     ],
 )
 def test_which_files_a_run_of_lightning_goes_on_from(tmp_path: Path, name: str, is_of_a_run: bool) -> None:

@@ -18,11 +18,12 @@ from torch import nn
 import ckptman
 from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.cli.app import main
-from ckptman.errors import CommitError, ConfigError, CorruptError, RootError
+from ckptman.errors import CommitError, ConfigError, CorruptError, NotFoundError, RootError
 from ckptman.format.paths import journal_path
 from ckptman.runtime.journal import read_journal
 from ckptman.saving.finite_check import is_finite
 from ckptman.session.restorer import Restorer
+from ckptman.session.run_session import RunSession
 from tests.helpers.apps import App
 from tests.helpers.ranks import run_ranks
 
@@ -219,8 +220,7 @@ def test_one_that_is_named_is_loaded_and_a_damaged_finite_one_leads_to_the_one_b
     run = Run()
     with ckptman.Checkpointer(tmp_path, run.state, deadline=None) as checkpointer:
         assert checkpointer.restore(step=3) == 3
-    data = Catalog(tmp_path).entry(2).path / "__0_0.distcp"
-    data.write_bytes(bytes(data.stat().st_size))
+    spoil(tmp_path, 2)
     assert train(tmp_path)[0] == 1, "not the newest one, which is not finite"
     shutil.rmtree(Catalog(tmp_path).entry(1).path)
     start, told = train(tmp_path)
@@ -241,6 +241,36 @@ def test_a_finite_one_that_cannot_be_fetched_now_is_no_reason_to_go_on_without_i
     start, told = train(tmp_path)
     assert start == 2
     assert "no other checkpoint is finite, so the run goes on from step 2" in told[-1]
+
+
+def spoil(root: Path, step: int) -> None:
+    data = Catalog(root).entry(step).path / "__0_0.distcp"
+    data.write_bytes(bytes(data.stat().st_size))
+
+
+def test_a_tier_that_is_away_may_have_a_finite_one(tmp_path: Path) -> None:
+    root, tier = tmp_path / "root", tmp_path / "tier"
+    tiers = [ckptman.Tier(tier)]
+    train(root, 0.5, NAN, tiers=tiers)
+    spoil(root, 1)
+    tier.rename(tmp_path / "away")
+    with pytest.raises(CorruptError, match="no checkpoint is good"):
+        train(root, tiers=tiers)
+    shutil.rmtree(Catalog(root).entry(1).path)
+    with pytest.raises(NotFoundError, match="tier"):
+        train(root, tiers=tiers)
+    (tmp_path / "away").rename(tier)
+    assert train(root, tiers=tiers)[0] == 1
+
+
+def test_a_suspect_that_is_finite_is_no_reason_to_go_on_from_nan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, 0.5, 0.4, NAN)
+    spoil(tmp_path, 1)
+    monkeypatch.setattr(RunSession, "suspects", lambda self: {2: "two runs crashed behind it"})
+    with pytest.raises(CorruptError, match="no checkpoint is good"):
+        train(tmp_path)
 
 
 def test_nobody_looks_where_that_is_not_wanted(tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ class LocalBackend:
         """What is there. It remembers what it has read, for who holds this place and saves to it."""
         self.tiers: tuple[Tier, ...] = ()
         """Those behind it."""
+        self.away: CkptmanError | None = None
+        """Why one of them could not be looked at when this was listed last."""
         self.run_ids: frozenset[str] = frozenset()
         """Of the run, by which a root that was lost knows its tiers."""
 

@@ -63,6 +63,7 @@ class TieredBackend(LocalBackend):
         found = sorted((mark(entry, left) for entry in found), key=commit_order)
         self._highest = max([self._highest, *(entry.sequence for entry in found)])
         counting = [entry for entry in found if entry.complete and not entry.abandoned]
+        self.away = troubles[0][1] if troubles else None
         for where, trouble in troubles:
             if self._strict or not counting or not isinstance(trouble, RootError | NotFoundError):
                 raise trouble
