@@ -39,6 +39,7 @@ from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import Setting, make_watchdog
 from ckptman.state.named_state import is_settled
 from ckptman.state.step_record import OptimizerHooks, Recorded, StepRecorder
+from ckptman.state.trainable import Trainable
 from ckptman.state.wrappers import UnwrappedState
 
 _REGULAR = (None, EXIT_OK, EXIT_AGAIN)
@@ -165,6 +166,7 @@ class Checkpointer:
         await_ranks(timeout_seconds)
         self.root, self.state = Path(root), state
         self._state = UnwrappedState(state)
+        self._trainables = [each for each in self._state.values() if isinstance(each, Trainable)]
         self._control = Channel(timeout_seconds)
         self._backend = backend_for(self.root.absolute(), tiers, DISK)  # the process may go to another folder
         with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
@@ -320,6 +322,8 @@ class Checkpointer:
             self._check_usable()
         if not self._rehearsed:
             self._rehearse()
+        for each in self._trainables:
+            each.note_step()
         if (news := self._timings.step_ended()) is not None:
             self._session.note(news[0], step=step, **news[1])
         if reports := self._saver.poll():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -52,12 +52,15 @@ def load(
     usable.
     """
     saved = _read_on_all(channel, state, folder)
-    for name, each in state.items():
-        if isinstance(each, Trainable):
-            each.expect(saved.values.get(name, {}))
+    trainables = {name: each for name, each in state.items() if isinstance(each, Trainable)}
+    for name, each in trainables.items():
+        each.expect(saved.values.get(name, {}))
     agree_on_frozen(channel, state)
     fit = Fit(state, saved, channel.rank, accepted, strict=strict, verify=verify)
-    with as_before_on_error(state.values()):
+    with ExitStack() as before:
+        before.enter_context(as_before_on_error(state.values()))
+        for each in trainables.values():
+            before.enter_context(each.filled_or_as_before())
         skipped = _match_on_all(channel, fit, folder, accepted, strict)
         # Objects that may refuse what they are given come first: then the model is as it was when one does.
         for in_place in (False, True):

@@ -7,7 +7,8 @@ depend on where the element is: so those of its shards add up to it, however it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,8 @@ class Trainable:
         """The names of the parameters that were seen to be trained."""
         self._loaded: set[str] = set()
         """The names of what was trained before, as the checkpoint has it that was loaded."""
+        self._watched: list[torch.nn.Parameter] = []
+        """The parameters that were frozen when this looked last, and were never trained."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is saved: the live tensors that are trained, and what identifies the others."""
@@ -92,9 +95,29 @@ class Trainable:
         self._loaded = set(saved) if FROZEN in saved else set()
         self._totals = {}
 
+    @contextmanager
+    def filled_or_as_before(self) -> Iterator[None]:
+        """Where a load fails within, what is frozen is as before: an older checkpoint may not have it."""
+        values = module_state(self.module)
+        names = self._frozen_names() & self._loaded & values.keys()
+        parts = [part for name in names for _, part in local_parts(values[name])]
+        before = [part.detach().to("cpu", copy=True) for part in parts]
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for part, had in zip(parts, before):
+                    part.copy_(had)
+            raise
+
+    def note_step(self) -> None:
+        """Note what asks for gradients now. Called at each step: a layer may be frozen again before the next save, and
+        torch does not count what the fused optimizers change."""
+        if any(each.requires_grad for each in self._watched):
+            self._frozen_tensors()
+
     def note_trained(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Note that what optimizers have state of was trained. It may be frozen by now, and torch does not count what
-        the fused ones change."""
+        """Note that what optimizers have state of was trained. It may be frozen by now."""
         updated = {id(parameter) for each in optimizers for parameter, held in each.state.items() if held}
         for name, each in self.module.named_parameters(remove_duplicate=False):
             if id(each) in updated:
@@ -132,15 +155,26 @@ class Trainable:
 
     def _frozen_tensors(self) -> dict[str, torch.Tensor]:
         """Return what is frozen, and never was trained, with what belongs to it: the scales of a quantized weight."""
-        frozen: set[str] = set()
-        for name, each in self.module.named_parameters(remove_duplicate=False):
-            (self._trained if each.requires_grad else frozen).update(full_names(self.module, name))
-        frozen -= self._trained | self._loaded
+        frozen = self._frozen_names() - self._trained - self._loaded
         return {
             name: each
             for name, each in module_state(self.module).items()
             if isinstance(each, torch.Tensor) and not frozen.isdisjoint(_with_parents(name))
         }
+
+    def _frozen_names(self) -> set[str]:
+        """Return the names of what is frozen now, and note what is not as trained."""
+        frozen: set[str] = set()
+        watched = []
+        for name, each in self.module.named_parameters(remove_duplicate=False):
+            names = full_names(self.module, name)
+            if each.requires_grad:
+                self._trained |= names
+            else:
+                frozen |= names
+                watched += [each] if self._trained.isdisjoint(names) else []
+        self._watched = watched
+        return frozen
 
 
 def module_state(module: torch.nn.Module) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckptman
+from ckptman.catalog.catalog import Catalog
 from ckptman.errors import ConfigError, MismatchError
 from ckptman.state.trainable import identity_of, totals_of
 from tests.helpers.ranks import run_ranks
@@ -161,6 +162,57 @@ def test_a_layer_that_was_unfrozen_for_a_moment_between_two_saves(tmp_path: Path
         assert checkpointer.restore() == 2
     assert not torch.equal(model.adapter.weight, Adapted().adapter.weight)
     assert torch.equal(resumed.adapter.weight, model.adapter.weight)
+
+
+def test_a_layer_of_which_a_fused_optimizer_keeps_nothing(tmp_path: Path) -> None:
+    """torch counts no change of it: that it asked for gradients at a step is all that is known."""
+
+    def state_with(model: Adapted) -> dict[str, Any]:
+        model.adapter.requires_grad_(False)
+        return {"model": ckptman.Trainable(model), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, fused=True)}
+
+    model, resumed = Adapted(), Adapted()
+    state = state_with(model)
+    with ckptman.Checkpointer(tmp_path, state, save_policy=ckptman.EverySteps(3)) as checkpointer:
+        for step in range(checkpointer.restore() + 1, 4):
+            model.adapter.requires_grad_(step == 2)
+            if step == 2:
+                model(torch.arange(6)).logsumexp(-1).sum().backward()
+                state["optimizer"].step()
+            checkpointer.step(step)
+    with ckptman.Checkpointer(tmp_path, state_with(resumed)) as checkpointer:
+        assert checkpointer.restore() == 3
+    assert not torch.equal(model.adapter.weight, Adapted().adapter.weight)
+    assert torch.equal(resumed.adapter.weight, model.adapter.weight)
+
+
+def test_a_damaged_one_that_holds_more_leaves_the_base_to_the_one_before(tmp_path: Path) -> None:
+    def unfrozen(*layers: int) -> tuple[nn.Sequential, dict[str, Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+        for number, each in enumerate(model):
+            each.requires_grad_(number in layers)
+        return model, {"model": ckptman.Trainable(model)}
+
+    model, state = unfrozen(2)
+    with ckptman.Checkpointer(tmp_path, state) as checkpointer:
+        for step, layer in ((1, 2), (2, 1)):
+            model[layer].requires_grad_(True)
+            with torch.no_grad():
+                model[layer].weight.add_(1)
+            checkpointer.save(step)
+    data = Catalog(tmp_path).entry(2).path / "__0_0.distcp"
+    with data.open("r+b") as file:
+        file.seek(data.stat().st_size * 3 // 4)
+        file.write(bytes(64))
+    resumed, state = unfrozen(2)
+    with (
+        ckptman.Checkpointer(tmp_path, state) as checkpointer,
+        pytest.warns(RuntimeWarning, match="skipping the checkpoint of step 2"),
+    ):
+        assert checkpointer.restore() == 1
+    assert torch.equal(resumed[1].weight, unfrozen()[0][1].weight)
+    assert torch.equal(resumed[2].weight, model[2].weight)
 
 
 class Quantized(nn.Linear):
