@@ -59,9 +59,11 @@ def load(
     fit = Fit(state, saved, channel.rank, accepted, strict=strict, verify=verify)
     with ExitStack() as before:
         before.enter_context(as_before_on_error(state.values()))
-        for each in trainables.values():
-            before.enter_context(each.filled_or_as_before())
         skipped = _match_on_all(channel, fit, folder, accepted, strict)
+        with _corrupt_on_all(folder):  # the copies may be too much for the memory of one rank
+            channel.run_on_all(
+                lambda: [before.enter_context(each.filled_or_as_before()) for each in trainables.values()]
+            )
         # Objects that may refuse what they are given come first: then the model is as it was when one does.
         for in_place in (False, True):
             names = fit.names(in_place=in_place)

@@ -17,6 +17,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ckptman._torch_compat import full_names, is_traceable_wrapper_subclass, versions_of
 from ckptman.errors import ConfigError
+from ckptman.state.file_layout import put
 from ckptman.state.local_shards import local_parts
 from ckptman.state.wrappers import unwrap
 
@@ -97,24 +98,25 @@ class Trainable:
 
     @contextmanager
     def filled_or_as_before(self) -> Iterator[None]:
-        """Where a load fails within, what is frozen is as before: an older checkpoint may not have it."""
-        values = module_state(self.module)
-        names = self._frozen_names() & self._loaded & values.keys()
-        parts = [part for name in names for _, part in local_parts(values[name])]
+        """Where a load fails within, what is frozen is as before: an older checkpoint may not have it. What the load
+        would fill of that is copied to host memory first."""
+        filled = [each for name, each in self._tensors_of(self._frozen_names()).items() if name in self._loaded]
+        parts = [part for each in filled for _, part in local_parts(each)]
         before = [part.detach().to("cpu", copy=True) for part in parts]
         try:
             yield
         except BaseException:
             with torch.no_grad():
                 for part, had in zip(parts, before):
-                    part.copy_(had)
+                    put(part, had)
             raise
 
     def note_step(self) -> None:
         """Note what asks for gradients now. Called at each step: a layer may be frozen again before the next save, and
-        torch does not count what the fused optimizers change."""
+        torch does not count what the fused optimizers change. What is frozen again before the step ends is missed, if
+        its optimizer is fused and keeps nothing of it."""
         if any(each.requires_grad for each in self._watched):
-            self._frozen_tensors()
+            self._frozen_names()
 
     def note_trained(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Note that what optimizers have state of was trained. It may be frozen by now."""
@@ -155,11 +157,14 @@ class Trainable:
 
     def _frozen_tensors(self) -> dict[str, torch.Tensor]:
         """Return what is frozen, and never was trained, with what belongs to it: the scales of a quantized weight."""
-        frozen = self._frozen_names() - self._trained - self._loaded
+        return self._tensors_of(self._frozen_names() - self._trained - self._loaded)
+
+    def _tensors_of(self, names: set[str]) -> dict[str, torch.Tensor]:
+        """Return the tensors of parameters, with what the state dict has under their names."""
         return {
             name: each
             for name, each in module_state(self.module).items()
-            if isinstance(each, torch.Tensor) and not frozen.isdisjoint(_with_parents(name))
+            if isinstance(each, torch.Tensor) and not names.isdisjoint(_with_parents(name))
         }
 
     def _frozen_names(self) -> set[str]:

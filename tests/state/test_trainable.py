@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ckptman
 from ckptman.catalog.catalog import Catalog
-from ckptman.errors import ConfigError, MismatchError
+from ckptman.errors import CkptmanError, ConfigError, MismatchError
 from ckptman.state.trainable import identity_of, totals_of
 from tests.helpers.ranks import run_ranks
 
@@ -241,6 +241,24 @@ def test_names_that_are_of_no_parameter(tmp_path: Path) -> None:
         ckptman.load({"model": ckptman.Trainable(other)}, tmp_path / "one")
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_load_that_fails_puts_back_what_is_under_a_name_too(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        model = nn.Sequential(Quantized())
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    trainable = ckptman.Trainable(model)
+    trainable.expect(trainable.state_dict() | {"0.weight": 0, "0.weight.scales": 0})
+    with pytest.raises(OSError, match="damaged"), trainable.filled_or_as_before():
+        for each in model.state_dict().values():
+            with torch.inference_mode(inference):
+                each.fill_(7)
+        raise OSError("damaged")
+    after = model.state_dict()
+    assert torch.equal(after["0.weight"], before["0.weight"])
+    assert torch.equal(after["0.weight.scales"], before["0.weight.scales"])
+    assert after["0.bias"].eq(7).all()
+
+
 def test_what_is_not_a_module_is_refused() -> None:
     with pytest.raises(ConfigError, match="Trainable is for a module"):
         ckptman.Trainable({"weight": 1})  # type: ignore[arg-type]
@@ -307,6 +325,27 @@ def _differing_bases(root: str) -> str:
 def test_bases_that_differ_between_ranks(tmp_path: Path) -> None:
     for said in run_ranks(2, _differing_bases, str(tmp_path)):
         assert "embedding.weight is frozen, and it differs between ranks" in said
+
+
+def _without_memory_on_rank_1(root: str) -> str:
+    def out_of_memory(_: object) -> Any:
+        raise MemoryError("no room for a copy")
+
+    state = {"model": ckptman.Trainable(Adapted())}
+    ckptman.save(state, f"{root}/one")
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            patch.setattr(ckptman.Trainable, "filled_or_as_before", out_of_memory)
+        try:
+            ckptman.load(state, f"{root}/one")
+        except CkptmanError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_without_memory_for_a_copy_of_what_is_frozen(tmp_path: Path) -> None:
+    for said in run_ranks(2, _without_memory_on_rank_1, str(tmp_path)):
+        assert "rank 1 has not enough memory" in said
 
 
 @pytest.mark.filterwarnings("ignore")  # what peft warns of while it is imported
