@@ -20,6 +20,7 @@ from tests.helpers.checkpoints import commit, flip_byte
 from tests.helpers.object_store import Proxy, bucket_fixture, proxy_fixture
 
 __all__ = ["bucket_fixture", "proxy_fixture"]
+pytestmark = pytest.mark.timeout(400)  # each drain is a process that imports what talks to the store
 
 
 @pytest.fixture(autouse=True)
