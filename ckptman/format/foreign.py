@@ -114,7 +114,8 @@ def _writer_by_files(folder: Path) -> Writer | None:
 
 def _is_root(folder: Path) -> bool:
     """Return whether a folder, whatever its name, is a root of ckptman."""
-    return run_folder(folder).is_dir() or any(parse_step(name) is not None for name in _names_in(folder))
+    is_run = os.path.isdir(run_folder(folder))  # noqa: PTH112 False where it may not be seen
+    return is_run or any(parse_step(name) is not None for name in _names_in(folder))
 
 
 def _names_in(folder: Path) -> list[str]:
