@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptman.policies.save_policies import BeforeDeadline, Decision, Facts
 from tests.policies.test_save_policies import facts
 
-# Two of three draws are left out, and at times so many of the first that hypothesis gives up. A hundred that are not are
+# Two of three draws are left out, and at times so many of the first that hypothesis gives up. A hundred others are
 # looked at all the same.
 rare = [HealthCheck.filter_too_much]
 quick = settings(max_examples=100, deadline=None, print_blob=True, suppress_health_check=rare)
