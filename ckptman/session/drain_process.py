@@ -49,7 +49,7 @@ class Drainer:
         """Wait until everything is copied, or, unless `finish`, break off: it can be taken up later."""
         if finish:
             if self._process is None and self._again:
-                self._start()
+                self._start(nice=0)
             while self._process is not None:
                 if not self._ends():
                     self._break_off()
@@ -60,7 +60,7 @@ class Drainer:
                     return
                 self._reap()
                 if self._again:
-                    self._start()
+                    self._start(nice=0)
         else:
             self._break_off()
 
@@ -90,7 +90,8 @@ class Drainer:
         self._process.returncode = 0  # it did not fail: it was told to end
         self._reap()
 
-    def _start(self) -> None:
+    def _start(self, nice: int = _NICE) -> None:
+        """`nice`: 0 where the end of the run waits for it, which no training goes on beside."""
         self._again = False
         command = [sys.executable, "-m", "ckptman", "drain", str(self._root), "--json"]
         # The outcome of the attempt is for the run to write.
@@ -107,7 +108,7 @@ class Drainer:
             self._outputs = files[0], files[1]
             opened.pop_all()
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICE)
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.nice(0) + nice)
 
     def _reap(self) -> None:
         process, outputs, self._process, self._outputs = self._process, self._outputs, None, None

@@ -32,7 +32,8 @@ SHARE = 0.02
 _FLOOR_SECONDS = 0.001
 _SLOW_STEPS = 3
 _SLOW_SECONDS = 0.1
-"""What so many steps in a row have to take together: less than that, and the machine may only have been busy."""
+"""What so many steps in a row have to take together. All of it in time of this thread's CPU: on a busy machine, or
+beside a save, it may have to wait for its turn at each step, which is nothing that the object does."""
 _CLONED_BYTES = 16 * 1024
 _FIXED = frozenset((int, float, str, bytes, bool, complex, type(None), torch.Size, torch.dtype))
 
@@ -246,9 +247,9 @@ class StepRecorder:
             elif self.given_up:
                 found.unknown = "an object in the state takes too long to be asked for its state at each step"
             else:
-                begun = time.perf_counter()
+                begun = time.thread_time()
                 found.others[name] = _keep(value)
-                spent[name] = time.perf_counter() - begun
+                spent[name] = time.thread_time() - begun
         if step_seconds is not None and not self.given_up:
             seconds = sum(spent.values())
             self._slow = [*self._slow, seconds] if seconds > max(_FLOOR_SECONDS, SHARE * step_seconds) else []

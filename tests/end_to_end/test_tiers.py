@@ -64,12 +64,13 @@ def test_a_run_that_is_finished_has_filled_its_tiers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(320)
 def test_several_ranks_wait_for_no_drain(tmp_path: Path) -> None:
     root, far = tmp_path / "run", tmp_path / "far"
-    assert run_ranks(2, run, str(root), [ckptman.Tier(far)], 30) == [0, 0]
+    assert run_ranks(2, run, str(root), [ckptman.Tier(far)], 30, limit=150) == [0, 0]
     assert steps(far) == [10, 20, 30]
     shutil.rmtree(root)
-    assert run_ranks(2, run, str(root), [ckptman.Tier(far)], 40) == [30, 30]
+    assert run_ranks(2, run, str(root), [ckptman.Tier(far)], 40, limit=150) == [30, 30]
 
 
 @pytest.mark.slow

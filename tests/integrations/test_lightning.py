@@ -35,7 +35,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning",
     "ignore::FutureWarning",
     "ignore::DeprecationWarning",
-    "ignore:it takes too long to note:RuntimeWarning",  # true of a busy machine
 )
 
 

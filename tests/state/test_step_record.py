@@ -211,11 +211,11 @@ def test_large_tensors_of_other_objects_are_noticed_when_they_change(tmp_path: P
 
 
 class Slow:
-    """Each call of `state_dict` takes a given time, by a clock that the test moves."""
+    """Each call of `state_dict` takes a given time of the CPU, by a clock that the test moves."""
 
     def __init__(self, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds, self.now, self.asked = seconds, 0.0, 0
-        monkeypatch.setattr(step_record, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(step_record, "time", SimpleNamespace(thread_time=lambda: self.now))
 
     def state_dict(self) -> dict[str, Any]:
         self.asked += 1
@@ -248,6 +248,19 @@ def test_a_machine_that_is_busy_for_a_moment_is_not_taken_for_a_slow_object(monk
     slow.seconds = 0.01
     for _ in range(9):
         recorder.record(0.01)
+    assert not recorder.too_slow
+
+
+def test_waiting_for_a_turn_is_nothing_that_an_object_does() -> None:
+    class Waits(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            threading.Event().wait(0.05)
+            return super().state_dict()
+
+    waits = Waits()
+    recorder = StepRecorder({"waits": waits}, OptimizerHooks({"waits": waits}))
+    for _ in range(5):
+        recorder.record(0.06)
     assert not recorder.too_slow
 
 
@@ -435,6 +448,7 @@ def test_what_a_failed_save_advises_goes_by_its_cause() -> None:
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # an interrupt may come right behind an open()
 def test_interrupts_that_are_caught_leave_a_run_that_goes_on(tmp_path: Path) -> None:
     """Ctrl-C again and again, at random moments of steps, saves and waits; then the run ends as always."""
     seed = random.SystemRandom().randrange(2**32)
