@@ -18,7 +18,7 @@ from ckptman.format.index import Index, Unit
 from ckptman.format.manifest import FileRecord, Manifest
 from ckptman.format.paths import CHUNKS, INDEX, METADATA, digests_name, parse_data, parse_step
 from ckptman.format.value_codec import TensorRef, encode, tensor_ref
-from ckptman.io.checksums import BLOCK_BYTES, BlockDigester, digest_bytes, group_bytes
+from ckptman.io.checksums import BLOCK_BYTES, BlockDigester, digest_bytes
 from ckptman.io.safe_open import open_regular, read_regular
 from ckptman.loading.checkpoint_reader import SavedState, resolve
 from ckptman.policies.retention_rules import time_to_store
@@ -49,11 +49,11 @@ def describe(
     records: dict[str, FileRecord] = {}
     files: dict[str, bytes] = {}
     with ThreadPoolExecutor(_THREADS) as pool:
-        for name, (size, blocks, groups) in zip(
+        for name, (size, blocks) in zip(
             data_names, pool.map(partial(_digests, done=done), [saved.folder / name for name in data_names])
         ):
             records[name] = FileRecord(bytes=size, digest=xxh3_128_hexdigest(blocks))
-            files[digests_name(name) or ""] = blocks + groups
+            files[digests_name(name) or ""] = blocks
     index, table = _indexed(saved, data_names)
     files |= {CHUNKS: table, INDEX: index.to_json()}
     described = {METADATA: read_regular(saved.folder / METADATA, _MOST_BYTES), **files}
@@ -120,19 +120,17 @@ def _units(saved: SavedState) -> list[Unit]:
     return units
 
 
-def _digests(path: Path, done: Callable[[int], None] | None) -> tuple[int, bytes, bytes]:
-    """Return the size of a file in bytes, and the digests of its blocks and of its groups of blocks."""
-    blocks, groups = BlockDigester(), BlockDigester(group_bytes(BLOCK_BYTES))
+def _digests(path: Path, done: Callable[[int], None] | None) -> tuple[int, bytes]:
+    """Return the size of a file in bytes, and the digests of its blocks."""
+    digester = BlockDigester()
     scratch = memoryview(bytearray(_READ_BYTES))
     with open(open_regular(path), "rb", buffering=0) as file:
         while count := file.readinto(scratch):
-            for digester in (blocks, groups):
-                digester.update(scratch[:count])
+            digester.update(scratch[:count])
             if done is not None:
                 done(count)
-    for digester in (blocks, groups):
-        digester.finish()
-    return blocks.size_bytes, b"".join(blocks.blocks), b"".join(groups.blocks)
+    digester.finish()
+    return digester.size_bytes, b"".join(digester.blocks)
 
 
 def placed(manifest: Manifest, folder: Path, final: Path) -> Manifest:

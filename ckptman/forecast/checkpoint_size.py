@@ -33,7 +33,7 @@ VALUE_BYTES = 1261
 """Of the archive that torch.save makes of a number or a short text."""
 RANDOM_BYTES, RANDOM_TEXT_BYTES = 22701, 21560
 """The state of Python's, NumPy's and torch's random number generators: as an archive, and as text."""
-BLOCK_BYTES, GROUP_BYTES, DIGEST_BYTES = 32 * 1024, 512 * 1024, 16
+BLOCK_BYTES, DIGEST_BYTES = 128 * 1024, 16
 _DTYPES = {8: "float64", 4: "float32", 2: "bfloat16", 1: "uint8"}
 _INDEX_BYTES, _OTHER_BYTES, _METADATA_BYTES = 60, 20, 900
 _MANIFEST_BYTES, _MANIFEST_RANK_BYTES = 700, 240
@@ -240,7 +240,7 @@ def _file_bytes(pieces: Sequence[int], values: int, random: bool) -> int:
 
 
 def _digests_bytes(size: int) -> int:
-    return (-(-size // BLOCK_BYTES) + -(-size // GROUP_BYTES)) * DIGEST_BYTES
+    return -(-size // BLOCK_BYTES) * DIGEST_BYTES
 
 
 def _index_bytes(

@@ -19,7 +19,7 @@ from ckptman.errors import ConfigError, CorruptError, plain
 from ckptman.format.chunk_table import ChunkTable, TensorRecord
 from ckptman.format.manifest import FORMAT_VERSION, FileRecord, Manifest, parse_versioned
 from ckptman.format.paths import CHUNKS, INDEX, digests_name, rank_of, values_name
-from ckptman.io.checksums import Digests, digest_bytes, digest_file, digest_of_blocks, digests_bytes, group_bytes
+from ckptman.io.checksums import Digests, digest_bytes, digest_file, digest_of_blocks, digests_bytes
 from ckptman.io.failure_cause import reading
 from ckptman.io.safe_open import read_regular
 
@@ -130,21 +130,15 @@ def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
 
 
 def read_digests(folder: Path, file: str, manifest: Manifest) -> Digests:
-    """Read the digests of a data file: of its blocks and, unless an early version wrote it, of its groups.
-
-    Raises: CorruptError.
-    """
+    """Read the digests of the blocks of a data file. Earlier versions wrote more behind them. Raises: CorruptError."""
     name = digests_name(file)
     if name is None or name not in manifest.files or file not in manifest.files:
         raise CorruptError(f"{folder}: {plain(file)} has no block digests; {_remedy(folder)}")
     record, block = manifest.files[file], manifest.block_bytes
-    found = read_checked(folder, name, manifest)
-    end, group = digests_bytes(record.bytes, block), group_bytes(block)
-    blocks, groups = found[:end], found[end:]
-    fits = not groups or (group and len(groups) == digests_bytes(record.bytes, group))
-    if not fits or xxh3_128_hexdigest(blocks) != record.digest:
+    blocks = read_checked(folder, name, manifest)[: digests_bytes(record.bytes, block)]
+    if xxh3_128_hexdigest(blocks) != record.digest:
         raise CorruptError(f"{folder}: {name} holds no digests of {plain(file)}; {_remedy(folder)}")
-    return Digests(block, blocks, record.bytes, groups)
+    return Digests(block, blocks, record.bytes)
 
 
 def _record(folder: Path, name: str, manifest: Manifest) -> FileRecord:

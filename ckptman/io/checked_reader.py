@@ -19,13 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ckptman.errors import CorruptError
-from ckptman.io.checksums import (
-    DIGEST_BYTES,
-    Digests,
-    digest_segments,
-    digest_together,
-    group_bytes,
-)
+from ckptman.io.checksums import DIGEST_BYTES, Digests, digest_segments
 from ckptman.io.failure_cause import UNREADABLE
 from ckptman.io.file_reader import DIRECT_BYTES, FileReader, after
 from ckptman.io.threads import (
@@ -104,8 +98,8 @@ def _read_chosen(chosen: Mapping[_File, Sequence[Wanted]], threads: int) -> None
         threads = min(threads, max(2, cores()))
     spans: list[tuple[_File, Span]] = []
     for file, ranges in chosen.items():
-        stride = stride_of(file.unit_bytes, COLD_STRIDE_BYTES if cold else STRIDE_BYTES)
-        planned = plan(ranges, file.block_bytes, file.size_bytes, GAP_BYTES, stride, file.unit_bytes)
+        stride = stride_of(file.block_bytes, COLD_STRIDE_BYTES if cold else STRIDE_BYTES)
+        planned = plan(ranges, file.block_bytes, file.size_bytes, GAP_BYTES, stride)
         file.spans_left = len(planned)
         spans += [(file, span) for span in planned]
     around = 2 * ALIGN_BYTES if any(file.block_bytes % ALIGN_BYTES for file in chosen) else 0
@@ -165,13 +159,10 @@ class Span:
         return (each for start, stop, each in self.parts if start < high and stop > low)
 
 
-def plan(
-    wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int, stride: int, unit: int = 1
-) -> list[Span]:
+def plan(wanted: Sequence[Wanted], block: int, end_of_file: int, gap_bytes: int, stride: int) -> list[Span]:
     """Return the spans of the ranges of one file, sorted by offset. Edges lie on blocks where there are digests.
 
-    A span has at most `stride` bytes, whole blocks, as far as no range has to be in one piece. Where it ends before
-    its ranges do, it ends at a multiple of `unit`, of which a stride is a multiple too.
+    A span has at most `stride` bytes, whole blocks, as far as no range has to be in one piece.
     """
     spans: list[Span] = []
     lows: list[int] = []
@@ -179,7 +170,7 @@ def plan(
 
     def begin(start: int) -> Span:
         low = start - start % block
-        span = Span(low, low - low % unit + stride)
+        span = Span(low, low + stride)
         spans.append(span)
         lows.append(low)
         return span
@@ -248,9 +239,6 @@ class _File:
         # What others wrote may be stored as links; ours, of which the digests are known, never is.
         self.reader = FileReader(path, follow=digests is None)
         self.block_bytes = 1 if digests is None else digests.block_bytes
-        self._group_bytes = group_bytes(self.block_bytes) if digests is not None and digests.groups else 0
-        self.unit_bytes = self._group_bytes or self.block_bytes
-        """What a span should be made of as far as it can."""
         self.size_bytes = 1 << 62 if digests is None else digests.size_bytes
         self.spans_left = self.read_bytes = 0
         self._lock = threading.Lock()
@@ -285,16 +273,15 @@ class _File:
             segments, copies = lay_out(span, scratch)
         self._open(span)
         offset = span.low
-        step = span.bytes if self._digests is None else self._group_bytes or stride_of(self.block_bytes, _CHECKED_BYTES)
-        begin = span.low - span.low % step if self._group_bytes else span.low
-        ready = _by_batch(copies, begin, step)
-        for number, (batch, size) in enumerate(_batches(segments, step, begin + step - span.low)):
+        step = span.bytes if self._digests is None else stride_of(self.block_bytes, _CHECKED_BYTES)
+        ready = _by_batch(copies, span.low, step)
+        for number, (batch, size) in enumerate(_batches(segments, step)):
             there = min(done, size)
             done -= there
             if there < size:
                 self._read_batch(span, offset + there, after(batch, there), size - there)
             if self._digests is not None:
-                self._check(span, offset, batch, size)
+                self._check(span, offset, batch)
             for start, stop, each in ready.get(number, ()):  # now, while it lies in the cache of the core
                 piece = scratch[start - span.low : stop - span.low]
                 if each.into is not None:
@@ -338,13 +325,8 @@ class _File:
             what = f"has only {found} bytes and ends before {self._where(low, high)} does"
             raise self._flaw(what, span.wanted(low, high))
 
-    def _check(self, span: Span, offset: int, segments: Sequence[memoryview], size: int) -> None:
+    def _check(self, span: Span, offset: int, segments: Sequence[memoryview]) -> None:
         assert self._digests is not None
-        group = self._group_bytes
-        if group and offset % group == 0 and (size == group or offset + size == self.size_bytes):
-            at = offset // group * DIGEST_BYTES
-            if digest_together(segments) == self._digests.groups[at : at + DIGEST_BYTES]:
-                return
         found = b"".join(digest_segments(segments, self.block_bytes))
         at = offset // self.block_bytes * DIGEST_BYTES
         if found == self._digests.blocks[at : at + len(found)]:
@@ -372,23 +354,22 @@ class _File:
         return CorruptError(f"{self._path} {what}{of}; {remedy}")
 
 
-def _batches(segments: list[memoryview], step: int, first: int) -> Iterator[tuple[list[memoryview], int]]:
-    """Cut segments into batches of `step` bytes in all, but of `first` bytes the first; the last may be shorter."""
+def _batches(segments: list[memoryview], step: int) -> Iterator[tuple[list[memoryview], int]]:
+    """Cut segments into batches of `step` bytes in all; the last may be shorter."""
     batch: list[memoryview] = []
-    size = room = first
+    room = step
     for segment in segments:
         while len(segment) > room:
             batch.append(segment[:room])
-            yield batch, size
-            segment = segment[room:]
-            batch, size, room = [], step, step
+            yield batch, step
+            segment, batch, room = segment[room:], [], step
         batch.append(segment)
         room -= len(segment)
         if not room:
-            yield batch, size
-            batch, size, room = [], step, step
+            yield batch, step
+            batch, room = [], step
     if batch:
-        yield batch, size - room
+        yield batch, step - room
 
 
 def _by_batch(parts: Iterable[Part], low: int, step: int) -> dict[int, list[Part]]:

@@ -2,10 +2,6 @@
 
 A file is cut into blocks of `BLOCK_BYTES`; each has an xxh3-128 digest (Collet, https://xxhash.com). The digest of the
 file is the xxh3-128 of its block digests one after the other. xxh3 finds accidents, not forgers.
-
-`GROUP_BLOCKS` blocks are a group, which has a digest of its own bytes as well. It proves nothing that those of the
-blocks do not: it is there for speed. xxhash holds the interpreter's lock while it digests as little as a block, so
-that threads would do it one after the other.
 """
 
 from __future__ import annotations
@@ -19,46 +15,25 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
 from ckptman.io.safe_open import open_regular
 
-BLOCK_BYTES = 32 * 1024
-"""Small, because a rank that reads a slice reads whole blocks at both ends of it."""
-GROUP_BLOCKS = 16
+BLOCK_BYTES = 128 * 1024
+"""Small, because a rank that reads a slice reads whole blocks at both ends of it; and large enough for xxhash to digest
+one without the interpreter's lock, so that neither training nor other threads wait for it."""
 DIGEST_BYTES = 16
 _READ_BYTES = 4 * 1024 * 1024
-_MOST_GROUP_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Digests:
-    """The digests of the blocks of one file, 16 bytes each, and the size of that file.
-
-    `groups`: those of its groups, or nothing where they were not made.
-    """
+    """The digests of the blocks of one file, 16 bytes each, and the size of that file."""
 
     block_bytes: int
     blocks: bytes
     size_bytes: int
-    groups: bytes = b""
-
-
-def group_bytes(block_bytes: int) -> int:
-    """Return the size of a group; 0 where blocks are so large that none are made."""
-    size = GROUP_BLOCKS * block_bytes
-    return size if size <= _MOST_GROUP_BYTES else 0
 
 
 def digests_bytes(size_bytes: int, block_bytes: int) -> int:
     """Return how many bytes the digests of a file of this size are, cut into blocks of that size."""
     return -(-size_bytes // block_bytes) * DIGEST_BYTES
-
-
-def digest_together(segments: Sequence[memoryview]) -> bytes:
-    """Return the digest of what segments hold one after the other. Several threads can be at this at the same time."""
-    if len(segments) == 1:
-        return xxh3_128_digest(segments[0])
-    hasher = xxh3_128()
-    for segment in segments:
-        hasher.update(segment)
-    return hasher.digest()
 
 
 class BlockDigester:

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from ckptman.io.checksums import BLOCK_BYTES, DIGEST_BYTES, Digests, digests_bytes, group_bytes
+from ckptman.io.checksums import BLOCK_BYTES, DIGEST_BYTES, Digests, digests_bytes
 from ckptman.io.durable_files import Disk, named, open_new
 from ckptman.io.threads import ALIGN_BYTES, computing_threads, io_threads, relay, stride_of
 
@@ -62,21 +62,19 @@ def write_source(
     Raises: OSError with the name of the file; whatever the source raises. What was written stays for the caller to
     remove.
     """
-    size, group = source.size_bytes, group_bytes(BLOCK_BYTES)
-    stride = stride_of(group)
+    size, stride = source.size_bytes, stride_of(BLOCK_BYTES)
     with FileWriter(path, size, disk=disk, flags=os.O_EXCL) as file:
         blocks = bytearray(digests_bytes(size, BLOCK_BYTES))
-        groups = bytearray(digests_bytes(size, group))
 
         def prepare(number: int, scratch: memoryview) -> memoryview:
             offset = number * stride
             scratch = scratch[: min(stride, size - offset)]
             data = _flat(source.view(offset, scratch), len(scratch))
-            data, of_blocks, of_groups = _digest(data, scratch, file.is_direct, group)
+            data, digests = _digest(data, scratch, file.is_direct)
             if look is not None:
                 look(offset, data)
-            _place(blocks, offset // BLOCK_BYTES, of_blocks)
-            _place(groups, offset // group, of_groups)
+            at = offset // BLOCK_BYTES * DIGEST_BYTES
+            blocks[at : at + len(digests)] = digests
             return data
 
         def write(number: int, scratch: memoryview, data: memoryview) -> None:
@@ -93,8 +91,7 @@ def write_source(
             scratch_bytes=stride,
         )
         file.flush()
-    digests = Digests(BLOCK_BYTES, bytes(blocks), size, bytes(groups))
-    return Written(digests, xxh3_128_hexdigest(blocks), file.buffered_because)
+    return Written(Digests(BLOCK_BYTES, bytes(blocks), size), xxh3_128_hexdigest(blocks), file.buffered_because)
 
 
 class FileWriter:
@@ -185,25 +182,17 @@ class FileWriter:
         self.buffered_because = self.buffered_because or why
 
 
-def _digest(
-    data: memoryview, scratch: memoryview, direct: bool, group: int
-) -> tuple[memoryview, list[bytes], list[bytes]]:
-    """The data where a write can take it from, and the digests of its blocks and of its groups."""
+def _digest(data: memoryview, scratch: memoryview, direct: bool) -> tuple[memoryview, bytes]:
+    """The data where a write can take it from, and the digests of its blocks."""
     array, aligned = np.frombuffer(data, np.uint8), np.frombuffer(scratch, np.uint8)
     copied = direct and array.ctypes.data % ALIGN_BYTES != 0
-    found = scratch if copied else data
-    blocks, groups = [], []
-    for low in range(0, len(data), group):  # each is digested while it is in the cache of the core
-        high = min(low + group, len(data))
-        if copied:
+    found, digests = scratch if copied else data, []
+    for low in range(0, len(data), BLOCK_BYTES):
+        high = min(low + BLOCK_BYTES, len(data))
+        if copied:  # block by block: each is digested while it is in the cache of the core
             np.copyto(aligned[low:high], array[low:high])
-        blocks += [xxh3_128_digest(found[at : min(at + BLOCK_BYTES, high)]) for at in range(low, high, BLOCK_BYTES)]
-        groups.append(xxh3_128_digest(found[low:high]))
-    return found, blocks, groups
-
-
-def _place(table: bytearray, number: int, digests: list[bytes]) -> None:
-    table[number * DIGEST_BYTES : (number + len(digests)) * DIGEST_BYTES] = b"".join(digests)
+        digests.append(xxh3_128_digest(found[low:high]))
+    return found, b"".join(digests)
 
 
 def _flat(view: memoryview, size: int) -> memoryview:

@@ -336,10 +336,10 @@ def write_rank_files(
     with holding(folder):
         if image.size_bytes:
             written = write_source(folder / data_name(rank), image, disk=disk, look=scan)
-            digests, blocks = written.digests, written.digests.blocks
-            result.files[data_name(rank)] = FileRecord(bytes=digests.size_bytes, digest=written.digest)
+            blocks = written.digests.blocks
+            result.files[data_name(rank)] = FileRecord(bytes=image.size_bytes, digest=written.digest)
             result.buffered_because = written.buffered_because
-            small[blocks_name(rank)] = blocks + digests.groups
+            small[blocks_name(rank)] = blocks
         if own_units:
             small[values_name(rank)] = values_json(own_units)
         result.files |= write_small(folder, small, disk)

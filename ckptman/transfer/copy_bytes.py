@@ -19,7 +19,7 @@ from xxhash import xxh3_128_digest
 from ckptman.catalog.backends.drafts import CopyDraft, Writing
 from ckptman.catalog.backends.source import Original, Reading, of_source
 from ckptman.errors import CorruptError, plain
-from ckptman.io.checksums import DIGEST_BYTES, Digests, digest_of_blocks, digests_bytes, group_bytes
+from ckptman.io.checksums import DIGEST_BYTES, Digests, digest_of_blocks, digests_bytes
 from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES, computing_threads, io_threads, relay, share_out
 from ckptman.transfer.progress import Limit, Meter
 
@@ -258,14 +258,8 @@ class _File:
 
     def _digests_of(self, low: int, data: memoryview) -> bytes:
         """Digest the blocks of a piece, and compare where that can be told already. Raises: CorruptError."""
-        known, block, group = self._known, self._block, group_bytes(self._block)
+        known, block = self._known, self._block
         expected = known.blocks[self._at(low, low + len(data))] if known is not None else None
-        if expected and known is not None and known.groups and low % group == 0:
-            # Larger pieces are digested without holding the interpreter, so that others read and write meanwhile.
-            first = low // group * DIGEST_BYTES
-            found = b"".join([xxh3_128_digest(data[cut : cut + group]) for cut in range(0, len(data), group)])
-            if found == known.groups[first : first + len(found)]:
-                return expected
         found = b"".join([xxh3_128_digest(data[cut : cut + block]) for cut in range(0, len(data), block)])
         if expected is not None and found != expected:
             cuts = range(0, len(found), DIGEST_BYTES)

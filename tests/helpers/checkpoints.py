@@ -17,7 +17,7 @@ from ckptman.format.index import Index, Unit
 from ckptman.format.manifest import FileRecord, Manifest, Mesh, Nonfinite, read_manifest
 from ckptman.format.paths import CHUNKS, INDEX, METADATA, blocks_name, data_name, new_nonce, step_folder
 from ckptman.format.value_codec import encode
-from ckptman.io.checksums import BLOCK_BYTES, GROUP_BLOCKS, digest_bytes
+from ckptman.io.checksums import BLOCK_BYTES, digest_bytes
 from ckptman.io.durable_files import Disk
 
 
@@ -94,9 +94,8 @@ def index_files(
 
 
 def blocks_of(data: bytes) -> bytes:
-    """The digests of the blocks and of the groups of a data file, as they are kept beside it."""
-    sizes = (BLOCK_BYTES, GROUP_BLOCKS * BLOCK_BYTES)
-    return b"".join(xxh3_128_digest(data[at : at + size]) for size in sizes for at in range(0, len(data), size))
+    """The digests of the blocks of a data file, as they are kept beside it."""
+    return b"".join(xxh3_128_digest(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES))
 
 
 def flip_byte(path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ckptman.io import file_writer
 from ckptman.io.checked_reader import Wanted
-from ckptman.io.checksums import Digests, digest_file, group_bytes
+from ckptman.io.checksums import Digests, digest_file
 from ckptman.io.file_reader import FileReader
 
 KIB, MIB = 1024, 1024 * 1024
@@ -24,10 +24,9 @@ def random_bytes(size: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def digests_of(path: Path, block_bytes: int = BLOCK, *, groups: bool = True) -> Digests:
+def digests_of(path: Path, block_bytes: int = BLOCK) -> Digests:
     size, blocks = digest_file(path, block_bytes)
-    of_groups = digest_file(path, group_bytes(block_bytes))[1] if groups and group_bytes(block_bytes) else []
-    return Digests(block_bytes, b"".join(blocks), size, b"".join(of_groups))
+    return Digests(block_bytes, b"".join(blocks), size)
 
 
 def into(file: str, offset: int, size: int, label: str = "", place: bytearray | None = None) -> Wanted:

@@ -245,7 +245,7 @@ def test_blocks_that_the_disk_does_not_give_are_named(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "preadv", fail)
     unreadable, changed = _verify(entry).damage
     assert unreadable.blocks == ((3, 3),)
-    assert "cannot be read in 1 of 7 blocks (3; 32768 bytes): Input/output error" in str(unreadable)
+    assert f"cannot be read in 1 of 7 blocks (3; {BLOCK_BYTES} bytes): Input/output error" in str(unreadable)
     assert (changed.blocks, changed.holds) == (((0, 0),), ("large",))
 
 

@@ -9,9 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -193,12 +191,12 @@ def test_ranges_that_are_none_are_refused(tmp_path: Path) -> None:
 # ---- reading what is not as it was -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("threads", "groups"), [(1, True), (2, True), (4, True), (4, False)])
-def test_a_flipped_byte_is_found_exactly_when_its_block_is_read(folder: Path, threads: int, groups: bool) -> None:
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_a_flipped_byte_is_found_exactly_when_its_block_is_read(folder: Path, threads: int) -> None:
     data = bytearray(random_bytes(9 * MIB + 77))
     path = folder / "x"
     path.write_bytes(data)
-    digests = {"x": digests_of(path, groups=groups)}
+    digests = {"x": digests_of(path)}
     blocks = -(-len(data) // BLOCK)
     for flipped in (0, BLOCK - 1, BLOCK, 33 * BLOCK + 5, len(data) - 1):
         bad = flipped // BLOCK
@@ -218,31 +216,6 @@ def test_a_flipped_byte_is_found_exactly_when_its_block_is_read(folder: Path, th
         assert read_wanted(folder, [into("x", 0, len(data))], None) == len(data)
         path.write_bytes(data)
     assert blocks == 73
-
-
-@pytest.mark.parametrize("offset", [0, 1, BLOCK, 16 * BLOCK, 17 * BLOCK + 5])
-def test_the_digests_of_groups_decide_nothing(folder: Path, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = random_bytes(9 * MIB + 77)
-    (folder / "x").write_bytes(data)
-    good = digests_of(folder / "x")
-    calls = Counter[str]()
-
-    def counted(name: str) -> None:
-        real = getattr(ranges, name)
-        monkeypatch.setattr(ranges, name, lambda *args: (calls.update([name]), real(*args))[1])
-
-    counted("digest_together")
-    counted("digest_segments")
-    for digests, by_group in ((good, True), (replace(good, groups=bytes(len(good.groups))), False)):
-        half = (len(data) - offset) // 2
-        wanted = [into("x", offset, half), into("x", offset + half, len(data) - offset - half)]
-        calls.clear()
-        read_wanted(folder, wanted, {"x": digests})
-        assert b"".join(bytes(each.into or b"") for each in wanted) == data[offset:]
-        low = offset - offset % BLOCK
-        whole = 5 - -(-low // (16 * BLOCK))  # 9 MiB are four groups and a part of one, which counts at the end
-        assert calls["digest_together"] == whole
-        assert calls["digest_segments"] == (0 if by_group else whole) + (low % (16 * BLOCK) > 0)
 
 
 def test_only_the_tensors_of_the_bad_block_are_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ckptman.errors import ConfigError
+from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.verify.reports import layout_for, shown, text_of, world_sizes_with
 from tests.helpers.alone import alone
 from tests.helpers.ranks import RankError, run_ranks
@@ -411,7 +412,7 @@ def test_bytes_that_changed_on_disk_are_not_what_was_saved(saved: Path, tmp_path
             [f"rank 1 of 2: a.tall: rows 20000 to 39999 are not what was saved: {name} has changed at byte {block}"],
             [],
         )
-        for block in [middle // 32768 * 32768]
+        for block in [middle // BLOCK_BYTES * BLOCK_BYTES]
     ]
 
 
