@@ -46,6 +46,11 @@ class Written:
     digest: str
     buffered_because: str | None
 
+    @classmethod
+    def of(cls, blocks: bytes, size_bytes: int, buffered_because: str | None) -> Written:
+        """Return what is known of a file from the digests of its blocks."""
+        return cls(Digests(BLOCK_BYTES, blocks, size_bytes), xxh3_128_hexdigest(blocks), buffered_because)
+
 
 def write_source(
     path: Path,
@@ -62,36 +67,44 @@ def write_source(
     Raises: OSError with the name of the file; whatever the source raises. What was written stays for the caller to
     remove.
     """
+    with FileWriter(path, source.size_bytes, disk=disk, flags=os.O_EXCL) as file:
+        blocks = write_all(file, source, threads or io_threads(), look)
+    return Written.of(blocks, source.size_bytes, file.buffered_because)
+
+
+def write_all(
+    file: FileWriter, source: Source, threads: int, look: Callable[[int, memoryview], None] | None = None
+) -> bytes:
+    """Fill a file from its source and flush it to storage. Return the digests of its blocks. Raises: as
+    `write_source`."""
     size, stride = source.size_bytes, stride_of(BLOCK_BYTES)
-    with FileWriter(path, size, disk=disk, flags=os.O_EXCL) as file:
-        blocks = bytearray(digests_bytes(size, BLOCK_BYTES))
+    blocks = bytearray(digests_bytes(size, BLOCK_BYTES))
 
-        def prepare(number: int, scratch: memoryview) -> memoryview:
-            offset = number * stride
-            scratch = scratch[: min(stride, size - offset)]
-            data = _flat(source.view(offset, scratch), len(scratch))
-            data, digests = _digest(data, scratch, file.is_direct)
-            if look is not None:
-                look(offset, data)
-            at = offset // BLOCK_BYTES * DIGEST_BYTES
-            blocks[at : at + len(digests)] = digests
-            return data
+    def prepare(number: int, scratch: memoryview) -> memoryview:
+        offset = number * stride
+        scratch = scratch[: min(stride, size - offset)]
+        data = _flat(source.view(offset, scratch), len(scratch))
+        data, digests = _digest(data, scratch, file.is_direct)
+        if look is not None:
+            look(offset, data)
+        at = offset // BLOCK_BYTES * DIGEST_BYTES
+        blocks[at : at + len(digests)] = digests
+        return data
 
-        def write(number: int, scratch: memoryview, data: memoryview) -> None:
-            file.write(data, number * stride)
+    def write(number: int, scratch: memoryview, data: memoryview) -> None:
+        file.write(data, number * stride)
 
-        threads = threads or io_threads()
-        # Directly the disk takes it by itself while others compute; the page cache copies it, and nobody waits.
-        relay(
-            -(-size // stride),
-            prepare,
-            write,
-            first_threads=computing_threads(threads) if threads > 1 and file.is_direct else threads,
-            then_threads=threads - 1 if file.is_direct else 0,
-            scratch_bytes=stride,
-        )
-        file.flush()
-    return Written(Digests(BLOCK_BYTES, bytes(blocks), size), xxh3_128_hexdigest(blocks), file.buffered_because)
+    # Directly the disk takes it by itself while others compute; the page cache copies it, and nobody waits.
+    relay(
+        -(-size // stride),
+        prepare,
+        write,
+        first_threads=computing_threads(threads) if threads > 1 and file.is_direct else threads,
+        then_threads=threads - 1 if file.is_direct else 0,
+        scratch_bytes=stride,
+    )
+    file.flush()
+    return bytes(blocks)
 
 
 class FileWriter:
@@ -102,16 +115,27 @@ class FileWriter:
         size_bytes: The room that it will need, taken at once.
         flags: More flags to open it with, such as `os.O_EXCL`.
         buffered_because: Why it is not to be written past the page cache; None: it is, where that can be.
+        fd: The file, where it is open already, with the room that it needs.
 
     Raises: OSError with the name of the file; so does all that it does.
     """
 
     def __init__(
-        self, path: Path, size_bytes: int, *, disk: Disk, flags: int = 0, buffered_because: str | None = None
+        self,
+        path: Path,
+        size_bytes: int,
+        *,
+        disk: Disk,
+        flags: int = 0,
+        buffered_because: str | None = None,
+        fd: int | None = None,
     ) -> None:
         self.buffered_because = buffered_because
         """Why not every byte goes by direct I/O; None where it does."""
         self._path, self._disk = path, disk
+        if fd is not None:
+            self.fd = fd
+            return
         with named(path):
             self.fd = open_new(path, os.O_WRONLY | flags)
             try:

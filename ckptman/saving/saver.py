@@ -319,6 +319,7 @@ class Saver:
         if self._stager is not None:
             self._stager.saves.close()
             self._stager.close()
+        self._writer.close()
         self.retention.close(tidy=tidy)
 
     # ---- what is reported --------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ckptman.io.threads import Task, Wakeup, Worker, aligned_memory
+from ckptman.io.writer_process import shared_memory
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.saving.write_plan import RankFile
 from ckptman.state.file_layout import flat, put, view_of
@@ -32,7 +33,7 @@ class Slot:
 
     def __init__(self, file: RankFile, memory: Sequence[torch.Tensor]) -> None:
         pinned = any(each.device.type != "cpu" for each in memory)
-        self._bytes = _allocate(file.end, pinned)
+        self._bytes, self.fd = _allocate(file.end, pinned)
         self.memory = view_of(self._bytes)
         self.free = True
         for start, data in file.literals:
@@ -225,12 +226,16 @@ def refusal(needs: Sequence[tuple[str, int, int]]) -> str | None:
     return None
 
 
-def _allocate(size: int, pinned: bool) -> torch.Tensor:
-    """Return zeroed memory, touched. Pinned, it is registered as it is: torch's own pool rounds up to a power of
-    two."""
+def _allocate(size: int, pinned: bool) -> tuple[torch.Tensor, int | None]:
+    """Return zeroed memory, touched, and its descriptor, where it can be shared. Pinned, it is registered as it is:
+    torch's own pool rounds up to a power of two."""
     if not size:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    memory = aligned_memory(size)
+        return torch.empty(0, dtype=torch.uint8, device="cpu"), None
+    fd = None
+    try:
+        memory, fd = shared_memory(size)
+    except OSError:
+        memory = aligned_memory(size)
     allocated = flat(memory).zero_()
     if pinned and torch.cuda.is_available():
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -238,4 +243,4 @@ def _allocate(size: int, pinned: bool) -> torch.Tensor:
         if int(code):
             raise MemoryError(f"{size} bytes of host memory cannot be pinned: {code}")
         weakref.finalize(memory.obj, runtime.cudaHostUnregister, allocated.data_ptr())
-    return allocated
+    return allocated, fd

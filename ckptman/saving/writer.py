@@ -34,8 +34,10 @@ from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, pa
 from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.io.durable_files import Disk, holding
 from ckptman.io.file_writer import write_source
+from ckptman.io.finite_scan import FiniteScan
+from ckptman.io.writer_process import WriterProcess
 from ckptman.policies.retention_rules import nonfinite_text, time_to_store
-from ckptman.saving.finite_check import MOST_NAMES, FiniteCheck, FiniteScan, OnNonfinite
+from ckptman.saving.finite_check import MOST_NAMES, FiniteCheck, OnNonfinite
 from ckptman.saving.index_writer import IndexWriter, RankResult, write_small
 from ckptman.saving.staging import Staged
 from ckptman.saving.stale_saves import Stale, StaleSaves, Watch
@@ -123,7 +125,8 @@ class Content:
             objects[name] = (place.offset, place.bytes)
         if isinstance(self.tensors, Staged):
             self.tensors.wait()
-            return Image(layout.literals, self.tensors.slot.memory), places, objects
+            slot = self.tensors.slot
+            return Image(layout.literals, slot.memory, slot.fd), places, objects
         tensors = [(place.payload, each) for place, each in zip(self.file.places, self.tensors)]
         return Image([*self.file.literals, *tensors, *layout.literals]), places, objects
 
@@ -244,10 +247,15 @@ class CheckpointWriter:
         self._nonfinite = nonfinite
         self._finite_check: FiniteCheck | None = None
         self._index = IndexWriter(disk)
+        self._process = WriterProcess()
         self._stale_saves = StaleSaves()
         self._rows = b""
         """The rows of the chunk table that this rank wrote last."""
         self._leader_has_rows = False
+
+    def close(self) -> None:
+        """End the process that writes."""
+        self._process.close()
 
     def watch(self, step: int, file: RankFile, snapshot: Snapshot, state: Mapping[str, Any], updates: int) -> Watch:
         """Note what is known of the parameters when a save begins, in the training thread, to see whether a save holds
@@ -287,10 +295,10 @@ class CheckpointWriter:
     def _write(self, folder: Path, rank: int, content: Content) -> RankResult:
         image, places, objects = content.image()
         scan = content.finite.begin() if content.finite is not None else None
-        result, blocks = write_rank_files(folder, rank, image, content.own_units, self._disk, scan)
+        result, blocks = write_rank_files(folder, rank, image, content.own_units, self._disk, scan, self._process)
         if scan is not None:
-            self._refuse_nonfinite((), scan.names)
-            result.nonfinite = scan.names
+            result.nonfinite = tuple(sorted(scan.found)[:MOST_NAMES])
+            self._refuse_nonfinite((), result.nonfinite)
         result.seen = self._stale_saves.compare(content.watch, image, places, blocks)
         before, self._rows = self._rows, pack(content.file.rows(places))
         result.rows = None if self._leader_has_rows and self._rows == before else self._rows
@@ -325,9 +333,10 @@ def write_rank_files(
     own_units: Sequence[Mapping[str, Any]],
     disk: Disk,
     scan: FiniteScan | None = None,
+    process: WriterProcess | None = None,
 ) -> tuple[RankResult, bytes]:
-    """Write the files of one rank, durably, shown to `scan` meanwhile. Returns what they are, and the digests of the
-    data file's blocks.
+    """Write the files of one rank, durably, shown to `scan` meanwhile; by `process` what is in memory that is shared.
+    Returns what they are, and the digests of the data file's blocks.
 
     Raises: OSError.
     """
@@ -335,7 +344,9 @@ def write_rank_files(
     small: dict[str, bytes] = {}
     with holding(folder):
         if image.size_bytes:
-            written = write_source(folder / data_name(rank), image, disk=disk, look=scan)
+            path, shared = folder / data_name(rank), image.shared() if process is not None else None
+            written = process.write(path, shared, disk=disk, scan=scan) if process and shared else None
+            written = written or write_source(path, image, disk=disk, look=scan)
             blocks = written.digests.blocks
             result.files[data_name(rank)] = FileRecord(bytes=image.size_bytes, digest=written.digest)
             result.buffered_because = written.buffered_because

@@ -26,6 +26,7 @@ import torch
 from ckptman.forecast.checkpoint_size import LARGE_BYTES, SMALL_ALIGN_BYTES
 from ckptman.format.torch_zip import data_at, data_start, records
 from ckptman.io.threads import ALIGN_BYTES
+from ckptman.io.writer_process import Shared
 
 _SMALL_BYTES = 64 * 1024
 
@@ -210,21 +211,31 @@ class Image:
     """A file as it will be, composed piece by piece: what `ckptman.io.file_writer` writes.
 
     Made of bytes and of tensors by their places; what is between them is zero. Bytes that lie in `memory`, which
-    begins where the file does, are handed out without a copy.
+    begins where the file does, are handed out without a copy; `fd` is its descriptor, where it can be shared.
     """
 
     def __init__(
-        self, parts: Iterable[tuple[int, bytes | memoryview | torch.Tensor]], memory: memoryview | None = None
+        self,
+        parts: Iterable[tuple[int, bytes | memoryview | torch.Tensor]],
+        memory: memoryview | None = None,
+        fd: int | None = None,
     ) -> None:
         sized = ((place, part, _bytes_of(part)) for place, part in parts)
         self._parts = sorted((each for each in sized if each[2]), key=lambda each: each[0])
         self._places = [place for place, _, _ in self._parts]
-        self._memory = memory if memory is not None else memoryview(b"")
+        self._memory, self._fd = memory if memory is not None else memoryview(b""), fd
         for device in {part.device for _, part, _ in self._parts if isinstance(part, torch.Tensor)} - {_CPU}:
             # What the caller's stream still does to them has to be over before other threads read them.
             torch.accelerator.synchronize(device)
         ends = [place + size for place, _, size in self._parts]
         self.size_bytes = _up(max([len(self._memory), *ends]), ALIGN_BYTES)
+
+    def shared(self) -> Shared | None:
+        """Return the same for another process; None where its memory cannot be shared."""
+        if self._fd is None:
+            return None
+        begin = len(self._memory)
+        return Shared(self._fd, begin, bytes(self.view(begin, memoryview(bytearray(self.size_bytes - begin)))))
 
     def view(self, offset: int, scratch: memoryview) -> memoryview:
         """Return the bytes from `offset` on, as many as `scratch` has room for."""

@@ -1,0 +1,191 @@
+"""Data files written by a process of its own, so that training keeps its interpreter to itself.
+
+Threads that write take the interpreter from the training a thousand times a second, to hand out the next piece; and
+they have its priority. This process has an interpreter of its own and gives way to the training. It is given the memory
+in which a save is staged and the file to write, both as open descriptors: which file that is, is for the training's
+process to say, and where there is no such process, threads do the same work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import ckptman
+from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.file_writer import FileWriter, Written, write_all
+from ckptman.io.finite_scan import FiniteScan
+from ckptman.io.threads import computing_threads, io_threads
+
+LEAST_BYTES = 64 * 1024 * 1024
+"""Less than this is written before a process has begun."""
+_NICE = 5
+_LOOK_SECONDS = 1.0
+_END_SECONDS = 5.0
+_CODE = "import sys; sys.path.append({path!r}); from ckptman.io.writer_process import main; main({fd})"
+
+
+def shared_memory(size_bytes: int) -> tuple[memoryview, int]:
+    """Return zeroed memory that other processes can be given, and its descriptor, which is open as long as the memory.
+
+    Raises: OSError.
+    """
+    fd = os.memfd_create("ckptman")
+    try:
+        os.ftruncate(fd, size_bytes)
+        memory = mmap.mmap(fd, size_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    weakref.finalize(memory, os.close, fd)
+    return memoryview(memory), fd
+
+
+class Shared(NamedTuple):
+    """The bytes of a file that is about to be written: those of shared memory, and those that follow."""
+
+    fd: int
+    bytes: int
+    tail: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """A multiple of `ALIGN_BYTES`."""
+        return self.bytes + len(self.tail)
+
+    def view(self, offset: int, scratch: memoryview) -> memoryview:
+        """Return the bytes from `offset` on, as many as `scratch` has room for, in it."""
+        known = min(max(self.bytes - offset, 0), len(scratch))
+        done = 0
+        while done < known:
+            done += os.preadv(self.fd, [scratch[done:known]], offset + done)
+        begin = offset + known - self.bytes
+        scratch[known:] = self.tail[begin : begin + len(scratch) - known]
+        return scratch
+
+
+class WriterProcess:
+    """Writes the data files of one rank, one after the other. It is started for the first of them."""
+
+    def __init__(self) -> None:
+        self.refused = ""
+        """Why there is no such process any more, so that threads do its work; "": nothing is wrong."""
+        self._pipe: Connection | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def write(self, path: Path, source: Shared, *, disk: Disk, scan: FiniteScan | None = None) -> Written | None:
+        """Write a file that nobody has made yet and flush it to storage, shown to `scan` meanwhile.
+
+        Returns None where it could not be done here: nothing is left of the file then. Raises: OSError.
+        """
+        if self.refused or disk is not DISK or source.size_bytes < LEAST_BYTES:
+            return None
+        with FileWriter(path, source.size_bytes, disk=disk, flags=os.O_EXCL) as file:
+            try:
+                answer = self._ask(file, path, source, scan)
+            except (OSError, EOFError) as error:
+                self.refused = f"{type(error).__name__}: {error}"
+                self.close()
+                disk.remove_file(path)
+                return None
+        if isinstance(answer, BaseException):
+            raise answer
+        blocks, file.buffered_because, found = answer
+        if scan is not None:
+            scan.found |= found
+        return Written.of(blocks, source.size_bytes, file.buffered_because)
+
+    def close(self) -> None:
+        """End the process, which does nothing by now."""
+        pipe, process, self._pipe, self._process = self._pipe, self._process, None, None
+        if pipe is not None and process is not None:
+            _end(pipe, process, os.getpid())
+
+    def _ask(self, file: FileWriter, path: Path, source: Shared, scan: FiniteScan | None) -> Any:
+        pipe, process = self._started()
+        pipe.send((path, source, file.buffered_because, scan))
+        for fd in (source.fd, file.fd):
+            send_handle(pipe, fd, process.pid)
+        # A fork of this process may have the other end, too, so that its end alone tells nothing.
+        while not pipe.poll(_LOOK_SECONDS):
+            if process.poll() is not None:
+                raise EOFError(f"the process that writes ended with {process.returncode}")
+        return pipe.recv()
+
+    def _started(self) -> tuple[Connection, subprocess.Popen[bytes]]:
+        if self._pipe is None or self._process is None:
+            ours, theirs = Pipe()
+            with theirs:
+                package = str(Path(ckptman.__file__).parents[1])
+                code = _CODE.format(path=package, fd=theirs.fileno())
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            self._pipe = ours
+            weakref.finalize(self, _end, ours, self._process, os.getpid())
+        return self._pipe, self._process
+
+
+def _end(pipe: Connection, process: subprocess.Popen[bytes], parent: int) -> None:
+    if os.getpid() != parent or process.returncode is not None:  # a fork of it ends nothing
+        return
+    with contextlib.suppress(OSError):
+        pipe.send(None)
+    pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_SECONDS)
+    if process.poll() is None:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a dead mount is left to itself
+            process.wait(_END_SECONDS)
+
+
+def main(fd: int) -> None:
+    """Write what the process on the other end of a pipe asks for, until there is nobody any more."""
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_IGN)  # what a job is told is for the training to answer
+    os.nice(_NICE)
+    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    pipe = Connection(fd)
+    with contextlib.suppress(EOFError, OSError):
+        while (asked := pipe.recv()) is not None:
+            pipe.send(_serve(pipe, *asked))
+
+
+def _serve(
+    pipe: Connection, path: Path, source: Shared, buffered_because: str | None, scan: FiniteScan | None
+) -> tuple[bytes, str | None, set[str]] | Exception:
+    memory, target = recv_handle(pipe), recv_handle(pipe)
+    try:
+        with FileWriter(path, 0, disk=DISK, buffered_because=buffered_because, fd=target) as file:
+            threads = io_threads() if file.is_direct else computing_threads(io_threads())
+            blocks = write_all(file, source._replace(fd=memory), threads, scan)
+            return blocks, file.buffered_because, set() if scan is None else scan.found
+    except Exception as error:  # noqa: BLE001 raised again by who asked
+        return error
+    finally:
+        os.close(memory)
+
+
+def _leave_with(parent: int) -> NoReturn:
+    """End this process when its parent has ended: nobody waits for what it writes."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(1)
