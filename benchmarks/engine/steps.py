@@ -1,8 +1,7 @@
-"""Step time while a save is written in the background, against step time without one.
+"""What training loses to a save that is written in the background, on one thread, with other cores idle beside it.
 
-A step is a forward and a backward pass of many small operations, as a real one is: it needs the interpreter as much as
-the cores, and feels both being taken. With one compute thread there is a core left for the save; with one a core there
-is none.
+A step is a forward and a backward pass. One of many small layers with hooks needs the interpreter more than the cores,
+and feels it being taken; one of large products needs the core and the memory.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.engine.contestants import CKPTMAN
+from benchmarks.engine.contestants import CKPTMAN, DCP
 from benchmarks.engine.section import Plan, Section, last_line, say
-from benchmarks.engine.stall import DCP_CACHED, Save, open_ckptman, open_dcp_cached
+from benchmarks.engine.stall import Save, open_ckptman, open_dcp
 from benchmarks.engine.state import State, empty_state, fill
 from benchmarks.engine.team import MeasureError, forked
 
-QUIET_STEPS, BUSY_STEPS = 40, 20
+QUIET_STEPS = 40
+SAVES = 3
+DISK, SHM = "disk", "/dev/shm"
 
 
 def open_module(state: State, root: Path, **options: Any) -> Iterator[Save]:
@@ -41,59 +42,22 @@ def open_module(state: State, root: Path, **options: Any) -> Iterator[Save]:
 SAVERS = {
     CKPTMAN: open_module,
     f"{CKPTMAN}, which does not look for NaN": partial(open_module, nonfinite="ignore"),
-    DCP_CACHED: open_dcp_cached,
+    DCP: open_dcp,
 }
-
-
-def measure(plan: Plan) -> list[Section]:
-    """One section. Call in a process of its own."""
-    state = fill(empty_state(plan.state_bytes))
-    root = plan.folder("steps")
-    section = Section("steps", "Step time while a save is in the background, against no save", "x")
-    cores = len(os.sched_getaffinity(0))
-    for number in range(plan.repeat):
-        for threads in sorted({1, cores}):
-            for name, opened in SAVERS.items():
-                row = f"{name}, {threads} compute thread{'s' * (threads > 1)} on {cores} cores"
-                try:
-                    section.add(row, forked(_inflation, opened, state, root, threads))
-                except MeasureError as error:
-                    section.missing[row] = last_line(str(error))
-                shutil.rmtree(root, ignore_errors=True)
-        say(f"steps: round {number + 1} of {plan.repeat}")
-    return [section]
-
-
-def _inflation(opened: Callable[[State, Path], Iterator[Save]], state: State, root: Path, threads: int) -> float:
-    torch.set_num_threads(threads)
-    root.mkdir(parents=True, exist_ok=True)
-    step = Training(torch.device("cpu")).step
-    with contextmanager(opened)(state, root) as save:
-        save(1)()
-        quiet = [step() for _ in range(QUIET_STEPS // 2)]
-        busy: list[float] = []
-        for number in range(2, 12):
-            with ThreadPoolExecutor(1) as pool:
-                written = pool.submit(save(number))
-                while True:
-                    seconds = step()
-                    if written.done():
-                        break
-                    busy.append(seconds)
-                written.result()
-            if len(busy) >= BUSY_STEPS:
-                break
-        quiet += [step() for _ in range(QUIET_STEPS // 2)]
-    return statistics.median(busy) / statistics.median(quiet)
 
 
 class Training:
     """A small training: `step` does one step of it and returns its seconds."""
 
-    def __init__(self, device: torch.device, width: int = 384, layers: int = 8, batch: int = 96) -> None:
+    def __init__(
+        self, device: torch.device, width: int = 384, layers: int = 8, batch: int = 96, *, hooks: bool = False
+    ) -> None:
         torch.manual_seed(0)
         parts: list[nn.Module] = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU())]
         self.model = nn.Sequential(*parts).to(device)
+        for part in parts if hooks else ():
+            part.register_forward_hook(lambda *_: None)
+            part.register_full_backward_hook(lambda *_: None)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
         self._x = torch.randn(batch, width, device=device)
         for _ in range(5):
@@ -107,3 +71,59 @@ class Training:
         if self._x.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - begun
+
+
+LOOPS: dict[str, Callable[[], Training]] = {
+    "60 small layers with hooks": lambda: Training(torch.device("cpu"), 32, 60, 8, hooks=True),
+    "large products": lambda: Training(torch.device("cpu"), 1024, 4, 256),
+}
+
+
+def measure(plan: Plan) -> list[Section]:
+    """Two sections. Call in a process of its own."""
+    state = fill(empty_state(plan.state_bytes))
+    inflation = Section("steps", "Step time while a save is in the background, against no save", "x")
+    lost = Section("steps_lost", "Training lost to one save in the background, besides its stall", "s")
+    places = {DISK: plan.folder("steps")}
+    if os.access(SHM, os.W_OK):
+        places[SHM] = Path(SHM) / f"ckptman-bench-{os.getpid()}"
+    for number in range(plan.repeat):
+        for loop in LOOPS:
+            for place, root in places.items():
+                for name, opened in SAVERS.items():
+                    row = f"{name}, {place}, {loop}"
+                    try:
+                        ratio, seconds = forked(_beside_saves, opened, state, root, loop)
+                        inflation.add(row, ratio)
+                        lost.add(row, seconds)
+                    except MeasureError as error:
+                        inflation.missing[row] = last_line(str(error))
+                    shutil.rmtree(root, ignore_errors=True)
+        say(f"steps: round {number + 1} of {plan.repeat}")
+    return [inflation, lost]
+
+
+def _beside_saves(
+    opened: Callable[[State, Path], Iterator[Save]], state: State, root: Path, loop: str
+) -> tuple[float, float]:
+    """Return step time during saves over that without, and the seconds lost to each: medians of a few saves. The time
+    of all steps counts, less that of as many undisturbed ones."""
+    torch.set_num_threads(1)
+    root.mkdir(parents=True, exist_ok=True)
+    step = LOOPS[loop]().step
+    ratios, lost = [], []
+    with contextmanager(opened)(state, root) as save:
+        save(1)()
+        for number in range(2, 2 + SAVES):
+            quiet = statistics.median(step() for _ in range(QUIET_STEPS))
+            with ThreadPoolExecutor(1) as pool:
+                written = pool.submit(save(number))
+                busy: list[float] = []
+                while not written.done() or not busy:
+                    busy.append(step())
+                written.result()
+            ratios.append(statistics.mean(busy) / quiet)
+            lost.append(sum(busy) - len(busy) * quiet)
+            for old in root.glob("dcp-*"):
+                shutil.rmtree(old)
+    return statistics.median(ratios), statistics.median(lost)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import ckptman
+from ckptman.errors import warn_only
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.file_writer import FileWriter, Written, write_all
 from ckptman.io.finite_scan import FiniteScan
@@ -79,8 +80,8 @@ class WriterProcess:
     """Writes the data files of one rank, one after the other. It is started for the first of them."""
 
     def __init__(self) -> None:
-        self.refused = ""
-        """Why there is no such process any more, so that threads do its work; "": nothing is wrong."""
+        self.given_up = False
+        """Whether one could not be started, or died: threads do its work then."""
         self._pipe: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -89,15 +90,19 @@ class WriterProcess:
 
         Returns None where it could not be done here: nothing is left of the file then. Raises: OSError.
         """
-        if self.refused or disk is not DISK or source.size_bytes < LEAST_BYTES:
+        if self.given_up or disk is not DISK or source.size_bytes < LEAST_BYTES:
             return None
         with FileWriter(path, source.size_bytes, disk=disk, flags=os.O_EXCL) as file:
             try:
                 answer = self._ask(file, path, source, scan)
             except (OSError, EOFError) as error:
-                self.refused = f"{type(error).__name__}: {error}"
+                self.given_up = True
                 self.close()
                 disk.remove_file(path)
+                warn_only(
+                    f"the process that writes checkpoints beside the training is gone ({error or 'it ended'}): threads "
+                    f"write them from now on, which takes more of the training's time"
+                )
                 return None
         if isinstance(answer, BaseException):
             raise answer

@@ -20,8 +20,8 @@ from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.cli.app import main
 from ckptman.errors import CommitError, ConfigError, CorruptError, NotFoundError, RootError
 from ckptman.format.paths import journal_path
+from ckptman.io.finite_scan import is_finite
 from ckptman.runtime.journal import read_journal
-from ckptman.saving.finite_check import is_finite
 from ckptman.session.restorer import Restorer
 from ckptman.session.run_session import RunSession
 from tests.helpers.apps import App

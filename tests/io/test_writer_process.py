@@ -1,0 +1,162 @@
+"""A process writes what threads would have written; where there is none, or it dies, threads do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from ckptman.io import writer_process
+from ckptman.io.checksums import digest_file
+from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.finite_scan import FiniteScan, Range
+from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES
+from ckptman.io.writer_process import Shared, WriterProcess, shared_memory
+
+SIZE = 3 * STRIDE_BYTES + 777
+
+
+@pytest.fixture(autouse=True)
+def _small_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_process, "LEAST_BYTES", 0)
+
+
+@pytest.fixture
+def process() -> Iterator[WriterProcess]:
+    made = WriterProcess()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def source() -> Iterator[tuple[Shared, bytes]]:
+    memory, fd = shared_memory(SIZE)
+    data = np.random.default_rng(0).standard_normal(SIZE // 4 + 1, dtype=np.float32).tobytes()[:SIZE]
+    memory[:] = data
+    tail = b"the rest".ljust(-SIZE % ALIGN_BYTES + ALIGN_BYTES, b"\0")
+    yield Shared(fd, SIZE, tail), data + tail
+    memory.release()
+
+
+def child_of(process: WriterProcess) -> psutil.Process:
+    assert process._process is not None
+    return psutil.Process(process._process.pid)
+
+
+def test_what_it_writes_is_what_the_memory_holds(
+    folder: Path, process: WriterProcess, source: tuple[Shared, bytes]
+) -> None:
+    shared, data = source
+    for name in ("x", "y"):
+        written = process.write(folder / name, shared, disk=DISK)
+        assert written is not None
+        assert (folder / name).read_bytes() == data
+        assert written.digests.blocks == b"".join(digest_file(folder / name)[1])
+        assert written.digests.size_bytes == len(data)
+    assert child_of(process).nice() > psutil.Process().nice()
+    child = child_of(process)
+    process.close()
+    assert not child.is_running()
+
+
+def test_nan_is_found(folder: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
+    shared, _ = source
+    with os.fdopen(os.dup(shared.fd), "r+b") as memory:
+        memory.seek(STRIDE_BYTES)
+        memory.write(np.float32("nan").tobytes())
+    scan = FiniteScan([Range(0, 4096, "a", "float32"), Range(4096, SIZE // 4 * 4, "b", "float32")])
+    assert process.write(folder / "x", shared, disk=DISK, scan=scan) is not None
+    assert scan.found == {"b"}
+
+
+def test_signals_of_the_job_are_not_for_it(folder: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
+    shared, data = source
+    process.write(folder / "x", shared, disk=DISK)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+        child_of(process).send_signal(number)
+    assert process.write(folder / "y", shared, disk=DISK) is not None
+    assert (folder / "y").read_bytes() == data
+
+
+def test_where_it_was_killed_threads_write(folder: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
+    shared, _ = source
+    process.write(folder / "x", shared, disk=DISK)
+    child_of(process).kill()
+    with pytest.warns(RuntimeWarning, match="threads write them from now on"):
+        assert process.write(folder / "y", shared, disk=DISK) is None
+    assert not (folder / "y").exists()
+    assert process.write(folder / "y", shared, disk=DISK) is None, "it is not tried again"
+
+
+def test_where_it_cannot_be_started_threads_write(
+    folder: Path, process: WriterProcess, source: tuple[Shared, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(folder / "no-such-python"))
+    with pytest.warns(RuntimeWarning, match="threads write them from now on"):
+        assert process.write(folder / "x", source[0], disk=DISK) is None
+    assert not (folder / "x").exists()
+
+
+def test_an_error_of_the_disk_is_raised_here(
+    folder: Path, process: WriterProcess, source: tuple[Shared, bytes]
+) -> None:
+    shared, _ = source
+    process.write(folder / "x", shared, disk=DISK)
+    child_of(process).rlimit(psutil.RLIMIT_FSIZE, (STRIDE_BYTES, STRIDE_BYTES))
+    with pytest.raises(OSError, match="File too large") as caught:
+        process.write(folder / "y", shared, disk=DISK)
+    assert caught.value.filename == str(folder / "y")
+
+
+def test_another_disk_is_left_to_threads(folder: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
+    assert process.write(folder / "x", source[0], disk=Disk()) is None
+    assert process._process is None
+
+
+ORPHAN = """
+import os, signal, sys
+from pathlib import Path
+from ckptman.io import writer_process
+from ckptman.io.durable_files import DISK
+writer_process.LEAST_BYTES = 0
+memory, fd = writer_process.shared_memory(4096)
+process = writer_process.WriterProcess()
+process.write(Path(sys.argv[1]), writer_process.Shared(fd, 4096, b""), disk=DISK)
+print(process._process.pid, flush=True)
+if os.fork() == 0:
+    signal.pause()  # it has our end of the pipe, too
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_it_leaves_when_its_parent_was_killed(folder: Path) -> None:
+    command = [sys.executable, "-c", ORPHAN, str(folder / "x")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        try:
+            child.wait(20)
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
+    assert not child.is_running()
+
+
+def test_a_fork_ends_nothing(folder: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
+    shared, data = source
+    process.write(folder / "x", shared, disk=DISK)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            process.close()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert process.write(folder / "y", shared, disk=DISK) is not None
+    assert (folder / "y").read_bytes() == data
