@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -38,14 +39,13 @@ _CODE = "import sys; sys.path.append({path!r}); from ckptman.io.writer_process i
 
 
 def shared_memory(size_bytes: int) -> tuple[memoryview, int]:
-    """Return zeroed memory that other processes can be given, and its descriptor, which is open as long as the memory.
-
-    Raises: OSError.
+    """Return zeroed memory that other processes can be given, touched, and its descriptor, which is open as long as the
+    memory. Raises: OSError.
     """
     fd = os.memfd_create("ckptman")
     try:
-        os.ftruncate(fd, size_bytes)
-        memory = mmap.mmap(fd, size_bytes)
+        os.posix_fallocate(fd, 0, size_bytes)  # a page that is not to be had at first use would kill this process
+        memory = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except BaseException:
         os.close(fd)
         raise
@@ -82,8 +82,8 @@ class WriterProcess:
     def __init__(self) -> None:
         self.given_up = False
         """Whether one could not be started, or died: threads do its work then."""
-        self._pipe: Connection | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._running: tuple[Connection, subprocess.Popen[bytes]] | None = None
+        self._ended: Callable[[], object] = lambda: None
 
     def write(self, path: Path, source: Shared, *, disk: Disk, scan: FiniteScan | None = None) -> Written | None:
         """Write a file that nobody has made yet and flush it to storage, shown to `scan` meanwhile.
@@ -113,9 +113,8 @@ class WriterProcess:
 
     def close(self) -> None:
         """End the process, which does nothing by now."""
-        pipe, process, self._pipe, self._process = self._pipe, self._process, None, None
-        if pipe is not None and process is not None:
-            _end(pipe, process, os.getpid())
+        self._running = None
+        self._ended()
 
     def _ask(self, file: FileWriter, path: Path, source: Shared, scan: FiniteScan | None) -> Any:
         pipe, process = self._started()
@@ -129,12 +128,12 @@ class WriterProcess:
         return pipe.recv()
 
     def _started(self) -> tuple[Connection, subprocess.Popen[bytes]]:
-        if self._pipe is None or self._process is None:
+        if self._running is None:
             ours, theirs = Pipe()
             with theirs:
                 package = str(Path(ckptman.__file__).parents[1])
                 code = _CODE.format(path=package, fd=theirs.fileno())
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     [sys.executable, "-c", code],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -142,9 +141,9 @@ class WriterProcess:
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,
                 )
-            self._pipe = ours
-            weakref.finalize(self, _end, ours, self._process, os.getpid())
-        return self._pipe, self._process
+            self._running = ours, process
+            self._ended = weakref.finalize(self, _end, ours, process, os.getpid())
+        return self._running
 
 
 def _end(pipe: Connection, process: subprocess.Popen[bytes], parent: int) -> None:

@@ -234,7 +234,7 @@ def _allocate(size: int, pinned: bool) -> tuple[torch.Tensor, int | None]:
     fd = None
     try:
         memory, fd = shared_memory(size)
-    except OSError:
+    except OSError:  # not on every kernel
         memory = aligned_memory(size)
     allocated = flat(memory).zero_()
     if pinned and torch.cuda.is_available():
