@@ -39,8 +39,8 @@ def steps(path: str) -> list[int]:
 def test_the_newest_is_copied_unless_another_is_named(root: Path, capsys: Told) -> None:
     assert main(["copy", "run", "backup"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "step 200: copied, 619 B in 7 files; every byte read back",
-        "Copied 1 checkpoint, 619 B, to backup.",
+        "step 200: copied, 587 B in 7 files; every byte read back",
+        "Copied 1 checkpoint, 587 B, to backup.",
     ]
     assert main(["copy", "run", "backup", "--step", "300"]) == 0
     assert main(["copy", "run/step-0000000100", "backup"]) == 0
@@ -53,7 +53,7 @@ def test_what_is_there_is_told_and_not_copied_again(root: Path, capsys: Told) ->
     capsys.readouterr()
     assert main(["copy", "run", "backup"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "step 200: there already, 619 B in 7 files, every byte verified",
+        "step 200: there already, 587 B in 7 files, every byte verified",
         "Nothing to copy: 1 checkpoint in backup already.",
     ]
     assert main(["copy", "run", "backup", "--all"]) == 0

@@ -171,7 +171,7 @@ def test_json_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert bad["problems"] == [f"__1_0.distcp {damage['what']}; what lies there: model.weight"]
     assert (damage["file"], damage["blocks"], damage["bytes"], damage["holds"]) == (
         "__1_0.distcp",
-        [[1, 1]],
+        [[0, 0]],
         BLOCK_BYTES,
         ["model.weight"],
     )

@@ -45,7 +45,7 @@ def _save(folder: str) -> None:
         "sharded": cut((64, 96), square, Replicate(), Shard(0)),
         "few": cut((3, 4), line, Shard(0)),
         "all": torch.randn(9, 1100),
-        "a.tall": torch.randn(40_000, 3),
+        "a.tall": torch.randn(80_000, 3),
         "zeros": torch.zeros(40, 50),
         "scalar": torch.tensor(2.5),
         "flag": torch.tensor(True),
@@ -409,7 +409,7 @@ def test_bytes_that_changed_on_disk_are_not_what_was_saved(saved: Path, tmp_path
     assert alone(_check, tmp_path / "ours", [2]) == [
         (
             2,
-            [f"rank 1 of 2: a.tall: rows 20000 to 39999 are not what was saved: {name} has changed at byte {block}"],
+            [f"rank 1 of 2: a.tall: rows 40000 to 79999 are not what was saved: {name} has changed at byte {block}"],
             [],
         )
         for block in [middle // BLOCK_BYTES * BLOCK_BYTES]
@@ -417,11 +417,11 @@ def test_bytes_that_changed_on_disk_are_not_what_was_saved(saved: Path, tmp_path
 
 
 def _middle_of(folder: Path, name: str) -> tuple[str, int]:
-    """A byte in the third quarter of a tensor: its file and place."""
+    """A byte in a block that lies in the second half of a tensor: its file and place."""
     from ckptman.loading.checkpoint_reader import SavedState
 
     (chunk,) = SavedState.read(folder).all_chunks(name)
-    return chunk.file, chunk.payload + 300_000
+    return chunk.file, (chunk.payload + chunk.bytes // 2) // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES + 7
 
 
 def test_memory_is_that_of_the_largest_shard_or_a_batch() -> None:
