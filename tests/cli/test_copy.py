@@ -59,7 +59,7 @@ def test_what_is_there_is_told_and_not_copied_again(root: Path, capsys: Told) ->
     assert main(["copy", "run", "backup", "--all"]) == 0
     assert (
         capsys.readouterr().out.splitlines()[-1]
-        == "Copied 2 checkpoints, 1.2 KiB, to backup; 1 checkpoint there already."
+        == "Copied 2 checkpoints, 1.1 KiB, to backup; 1 checkpoint there already."
     )
 
 

@@ -26,7 +26,7 @@ from ckptman.errors import CkptmanError, CorruptError
 from ckptman.format.index import Index
 from ckptman.format.manifest import FileRecord
 from ckptman.format.paths import CHUNKS, INDEX
-from ckptman.io.checksums import BLOCK_BYTES, digest_bytes
+from ckptman.io.checksums import digest_bytes
 from ckptman.io.durable_files import Disk
 from ckptman.verify.reports import LoadReport, PlanReport
 from tests.helpers.checkpoints import commit, flip_byte, index_files, note_in
@@ -172,7 +172,7 @@ def test_json_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (damage["file"], damage["blocks"], damage["bytes"], damage["holds"]) == (
         "__1_0.distcp",
         [[0, 0]],
-        BLOCK_BYTES,
+        65536,
         ["model.weight"],
     )
 
