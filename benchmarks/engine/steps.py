@@ -13,9 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,19 +29,15 @@ SAVES = 3
 DISK, SHM = "disk", "/dev/shm"
 
 
-def open_module(state: State, root: Path, **options: Any) -> Iterator[Save]:
+def open_module(state: State, root: Path) -> Iterator[Save]:
     """The state as the parameters of a module, in which a save looks for NaN."""
     module = nn.Module()
     for name, tensor in state.items():
         module.register_parameter(name.replace(".", "_"), nn.Parameter(tensor, requires_grad=False))
-    return open_ckptman({}, root, {"model": module}, **options)
+    return open_ckptman({}, root, {"model": module})
 
 
-SAVERS = {
-    CKPTMAN: open_module,
-    f"{CKPTMAN}, which does not look for NaN": partial(open_module, nonfinite="ignore"),
-    DCP: open_dcp,
-}
+SAVERS = {CKPTMAN: open_module, DCP: open_dcp}
 
 
 class Training:
@@ -107,7 +101,7 @@ def _beside_saves(
     opened: Callable[[State, Path], Iterator[Save]], state: State, root: Path, loop: str
 ) -> tuple[float, float]:
     """Return step time during saves over that without, and the seconds lost to each: medians of a few saves. The time
-    of all steps counts, less that of as many undisturbed ones."""
+    of all steps counts, less that of as many undisturbed ones, before and after."""
     torch.set_num_threads(1)
     root.mkdir(parents=True, exist_ok=True)
     step = LOOPS[loop]().step
@@ -115,13 +109,14 @@ def _beside_saves(
     with contextmanager(opened)(state, root) as save:
         save(1)()
         for number in range(2, 2 + SAVES):
-            quiet = statistics.median(step() for _ in range(QUIET_STEPS))
+            before = statistics.median(step() for _ in range(QUIET_STEPS))
             with ThreadPoolExecutor(1) as pool:
                 written = pool.submit(save(number))
                 busy: list[float] = []
                 while not written.done() or not busy:
                     busy.append(step())
                 written.result()
+            quiet = (before + statistics.median(step() for _ in range(QUIET_STEPS))) / 2
             ratios.append(statistics.mean(busy) / quiet)
             lost.append(sum(busy) - len(busy) * quiet)
             for old in root.glob("dcp-*"):

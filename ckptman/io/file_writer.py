@@ -28,8 +28,9 @@ _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 class Source(Protocol):
     """The bytes of a file that is about to be written."""
 
-    size_bytes: int
-    """A multiple of `ALIGN_BYTES`."""
+    @property
+    def size_bytes(self) -> int:
+        """A multiple of `ALIGN_BYTES`."""
 
     def view(self, offset: int, scratch: memoryview) -> memoryview:
         """Return bytes [offset, offset + len(scratch)): `scratch` itself, filled, or memory of the source's own.

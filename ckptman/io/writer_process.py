@@ -35,7 +35,7 @@ LEAST_BYTES = 64 * 1024 * 1024
 _NICE = 5
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
-_CODE = "import sys; sys.path.append({path!r}); from ckptman.io.writer_process import main; main({fd})"
+_CODE = "import sys; sys.path[:] = {path!r}; from ckptman.io.writer_process import main; main({fd})"
 
 
 def shared_memory(size_bytes: int) -> tuple[memoryview, int]:
@@ -57,21 +57,21 @@ class Shared(NamedTuple):
     """The bytes of a file that is about to be written: those of shared memory, and those that follow."""
 
     fd: int
-    bytes: int
+    shared_bytes: int
     tail: bytes
 
     @property
     def size_bytes(self) -> int:
         """A multiple of `ALIGN_BYTES`."""
-        return self.bytes + len(self.tail)
+        return self.shared_bytes + len(self.tail)
 
     def view(self, offset: int, scratch: memoryview) -> memoryview:
         """Return the bytes from `offset` on, as many as `scratch` has room for, in it."""
-        known = min(max(self.bytes - offset, 0), len(scratch))
+        known = min(max(self.shared_bytes - offset, 0), len(scratch))
         done = 0
         while done < known:
             done += os.preadv(self.fd, [scratch[done:known]], offset + done)
-        begin = offset + known - self.bytes
+        begin = offset + known - self.shared_bytes
         scratch[known:] = self.tail[begin : begin + len(scratch) - known]
         return scratch
 
@@ -95,9 +95,11 @@ class WriterProcess:
         with FileWriter(path, source.size_bytes, disk=disk, flags=os.O_EXCL) as file:
             try:
                 answer = self._ask(file, path, source, scan)
-            except (OSError, EOFError) as error:
+            except BaseException as error:
+                self.close()  # before anything else: it may still be writing, from memory that others are given next
+                if not isinstance(error, (OSError, EOFError)):
+                    raise
                 self.given_up = True
-                self.close()
                 disk.remove_file(path)
                 warn_only(
                     f"the process that writes checkpoints beside the training is gone ({error or 'it ended'}): threads "
@@ -112,7 +114,7 @@ class WriterProcess:
         return Written.of(blocks, source.size_bytes, file.buffered_because)
 
     def close(self) -> None:
-        """End the process, which does nothing by now."""
+        """End the process. What it does in vain is over in a few seconds."""
         self._running = None
         self._ended()
 
@@ -131,8 +133,7 @@ class WriterProcess:
         if self._running is None:
             ours, theirs = Pipe()
             with theirs:
-                package = str(Path(ckptman.__file__).parents[1])
-                code = _CODE.format(path=package, fd=theirs.fileno())
+                code = _CODE.format(path=[*sys.path, str(Path(ckptman.__file__).parents[1])], fd=theirs.fileno())
                 process = subprocess.Popen(
                     [sys.executable, "-c", code],
                     pass_fds=[theirs.fileno()],
