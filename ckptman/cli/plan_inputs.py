@@ -257,7 +257,7 @@ def _exactly(
             "bytes",
             f"{ranks:,} files: {size.chunks:,} pieces of tensors, each in an archive of torch.save, and plain values",
         ),
-        Figure("digests", size.digests, "bytes", "16 B for each 32 KiB of the data files, and for each 512 KiB"),
+        Figure("digests", size.digests, "bytes", "16 B for each 128 KiB of the data files"),
         Figure("descriptions", size.texts, "bytes", "index.json, .metadata, chunks.bin, random states, manifest.json"),
         Figure("files", size.total, "bytes", "data files + digests + descriptions"),
     ]

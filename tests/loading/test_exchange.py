@@ -27,8 +27,8 @@ from tests.dcp.test_shards import local
 from tests.dcp.test_values import State, bits, load, noise, save
 from tests.helpers.ranks import run_ranks
 
-ROWS, COLUMNS, COUNT = 1024, 2048, 4
-"""Four tensors of 8 MiB."""
+ROWS, COLUMNS, COUNT = 2048, 2048, 4
+"""Four tensors of 16 MiB."""
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
     "hsdp": ((2, 2), (Replicate(), Shard(0))),
