@@ -19,6 +19,7 @@ _MT19937_BYTES = 624 * 4 + 4
 class RNGState:
     """Python's, NumPy's, torch's and the device's generators, saved and restored for each rank on its own.
 
+    That of the device is saved where the process has used the device: a run on the CPU makes no CUDA context.
     On another world size, ranks that existed get their own state back; a rank that is new gets generators seeded
     from the state of rank `r % saved` and its own number, so that no two ranks draw the same numbers.
     """
@@ -37,8 +38,9 @@ class RNGState:
         if kept is None:
             kept = self._kept = _Kept(_python_state, _python_memory), _Kept(_numpy_state, _numpy_memory)
         state: dict[str, Any] = {"python": kept[0].state(), "torch": torch.get_rng_state()}
-        if torch.accelerator.is_available():
-            state["device"] = torch.get_device_module().get_rng_state()
+        device = _device_module()
+        if device is not None and _is_in_use(device):  # of another one it would make the process a user of the device
+            state["device"] = device.get_rng_state()
         if (numpy_state := kept[1].state()) is not None:
             state["numpy"] = numpy_state
         return state
@@ -57,8 +59,12 @@ class RNGState:
         version, internal, gauss = saved["python"]
         random.setstate((version, tuple(internal), gauss))
         torch.set_rng_state(_tensor(saved["torch"]))
-        if "device" in saved and torch.accelerator.is_available():
-            torch.get_device_module().set_rng_state(_tensor(saved["device"]))
+        device = _device_module() if "device" in saved else None
+        if device is not None and device.is_available():
+            if not _is_in_use(device):
+                # Else torch does it at the first use, and before the seeds that wait for that, which would win.
+                device.init()
+            device.set_rng_state(_tensor(saved["device"]))
         if "numpy" in saved:
             _set_numpy_state(saved["numpy"])
 
@@ -89,6 +95,17 @@ class _Kept:
         if seen is None or seen != self._seen:
             self._state, self._seen = self._read(), seen
         return self._state
+
+
+def _device_module() -> Any:
+    """Return the module of the accelerator that torch was built for, such as torch.cuda; None: for none."""
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else torch.get_device_module(device)
+
+
+def _is_in_use(device: Any) -> bool:
+    """Whether this process has used the device. Those that need no initialisation say only whether they are there."""
+    return bool(getattr(device, "is_initialized", device.is_available)())
 
 
 def _bytes_of(thing: Any) -> bytes:

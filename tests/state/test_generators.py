@@ -1,0 +1,140 @@
+"""The generators of a rank: that of a device is saved where the device is used, and put back in any case."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ckptman.state.generators import RNGState
+
+
+class Cuda:
+    """The module of a pretended device. As torch.cuda does, it puts off what is set before the first use, and does the
+    seeds last."""
+
+    def __init__(self) -> None:
+        self.initialized = False
+        self.state = torch.zeros(16, dtype=torch.uint8)
+        self._sets: list[Callable[[], None]] = []
+        self._seeds: list[Callable[[], None]] = []
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def init(self) -> None:
+        if not self.initialized:
+            self.initialized = True
+            for call in (*self._sets, *self._seeds):
+                call()
+
+    def manual_seed(self, seed: int) -> None:
+        self._later(self._seeds, lambda: self.state.fill_(seed))
+
+    def get_rng_state(self) -> torch.Tensor:
+        self.init()
+        return self.state.clone()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self._later(self._sets, lambda: self.state.copy_(state))
+
+    def _later(self, queue: list[Callable[[], None]], call: Callable[[], object]) -> None:
+        def run() -> None:
+            call()
+
+        if self.initialized:
+            run()
+        else:
+            queue.append(run)
+
+
+class Mps:
+    """The module of a device that needs no initialisation."""
+
+    def __init__(self) -> None:
+        self.state = torch.full((4,), 3, dtype=torch.uint8)
+
+    def is_available(self) -> bool:
+        return True
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.state.clone()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
+    def use(module: object) -> None:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+
+    return use
+
+
+def names(state: dict[str, str]) -> set[str]:
+    return set(json.loads(state["generators"]))
+
+
+def test_a_run_on_the_cpu_leaves_the_device_alone(pretend: Callable[[object], None]) -> None:
+    device = Cuda()
+    pretend(device)
+    saved = RNGState().state_dict()
+    expected = torch.rand(3)
+    RNGState().load_state_dict(saved)
+    assert torch.equal(torch.rand(3), expected)
+    assert "device" not in names(saved)
+    assert not device.initialized
+
+
+def test_a_device_in_use_goes_on_from_where_it_was(pretend: Callable[[object], None]) -> None:
+    device = Cuda()
+    pretend(device)
+    device.manual_seed(7)
+    device.init()
+    saved = RNGState().state_dict()
+    device.manual_seed(8)
+    RNGState().load_state_dict(saved)
+    assert device.get_rng_state().tolist() == [7] * 16
+
+
+def test_a_device_that_is_first_used_after_the_restore_goes_on_too(pretend: Callable[[object], None]) -> None:
+    before, after = Cuda(), Cuda()
+    pretend(before)
+    before.manual_seed(7)
+    before.init()
+    saved = RNGState().state_dict()
+    pretend(after)
+    after.manual_seed(1)  # as a script does at its start
+    RNGState().load_state_dict(saved)
+    assert after.get_rng_state().tolist() == [7] * 16
+    assert RNGState().state_dict() == saved, "also what is saved before the first use"
+
+
+def test_a_device_that_needs_no_initialisation(pretend: Callable[[object], None]) -> None:
+    device = Mps()
+    pretend(device)
+    saved = RNGState().state_dict()
+    device.state = torch.zeros(4, dtype=torch.uint8)
+    RNGState().load_state_dict(saved)
+    assert device.state.tolist() == [3] * 4
+
+
+def test_what_a_device_has_drawn_is_no_matter_where_there_is_none(pretend: Callable[[object], None]) -> None:
+    device = Cuda()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        patch.setattr(torch, "get_device_module", lambda which=None: device)
+        device.init()
+        saved = RNGState().state_dict()
+    assert "device" in names(saved)
+    expected = torch.rand(3)
+    RNGState().load_state_dict(saved)
+    assert torch.equal(torch.rand(3), expected)
