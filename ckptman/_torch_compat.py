@@ -67,6 +67,20 @@ def abort_default_group() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
+def group_timeouts(backend: str) -> list[float]:
+    """Return after how many seconds a collective is given up, for each process group of this rank that has a backend
+    of that name, such as "nccl". A group of a mesh need not have the timeout of the default one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    found = []
+    for group in dist.distributed_c10d._world.pg_map:
+        for pair in dist.get_backend_config(group).split(","):
+            device, _, name = pair.partition(":")
+            if name == backend:
+                found.append(group._get_backend(torch.device(device)).options._timeout.total_seconds())
+    return found
+
+
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """Return this rank's part of a DTensor as it is: `to_local()` would make a node of autograd, and wait."""
     return tensor._local_tensor

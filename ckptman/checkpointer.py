@@ -9,6 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -123,7 +124,8 @@ class Checkpointer:
             save fails. "ignore": do not look, and restore the newest all the same.
         timeout_seconds: for how long a rank waits for the others before it gives up.
         watchdog: seconds after which a step that does not end counts as stuck and the process is ended (see
-            `policies.hang_timeout`); "auto": 600 where there are several ranks, or a chain; None: no watchdog.
+            `policies.hang_timeout`); "auto": 600, or less where NCCL gives up before, if there are several ranks or a
+            chain; None: no watchdog.
         run_id: the name of the run in manifests and the journal; None: that of the newest checkpoint in `root`, or a
             new one.
 
@@ -267,7 +269,7 @@ class Checkpointer:
             SystemExit: with code 75, a signal asked to stop meanwhile: there is nothing to save yet.
         """
         self._check_usable()
-        self._watchdog.beat("start", 0)
+        self._watchdog.beat("restore", 0)
         self._check_alike(step, path, allow_suspect)
         accepted = Accepted.agreed(self._control, missing, unexpected)
         self._leave_if_asked()
@@ -276,7 +278,9 @@ class Checkpointer:
         except CommitError as error:
             warn(str(error))
         prefer_finite = self._nonfinite != "ignore"
-        restorer = Restorer(self._control, self._backend, self._session, self.beat, accepted, prefer_finite)
+        beat = partial(self._watchdog.beat, "restore", 0)
+        beat()
+        restorer = Restorer(self._control, self._backend, self._session, beat, accepted, prefer_finite)
         with failing_as_one():
             if path is None or self._session.finds_checkpoints:
                 found = restorer.best(self._state, step, allow_suspect=allow_suspect)
@@ -580,7 +584,7 @@ class Checkpointer:
     ) -> None:
         """Save, stage by stage; `state`: as the last step saw it, where that is not what it is now."""
         state = self._state if state is None else state
-        self._watchdog.beat("save", step)
+        self._watchdog.beat("stage", step)
         found = self._preflight(state)
         if found.failed > self._saver.reported:
             self._raise_failure(step, found.failed)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ckptman.policies.parameters import check_at_least, check_positive
 
-Doing = Literal["start", "step", "save"]
-"""What a rank is at: restoring, compiling and all else before the end of the first step; a step, with what the loop
-does between two steps, such as an evaluation; a save, or waiting for one."""
+Doing = Literal["restore", "start", "step", "stage", "save"]
+"""What a rank is at: restoring; compiling and all else before the end of the first step; a step, with what the loop
+does between two steps, such as an evaluation; what a save does first, up to the copy from the devices; the rest of a
+save, or waiting for one."""
 
 SLOW = 3.0
 """Starting and saving may take that many times as long as a step: both depend on a file system that others use too."""
+_FILES: tuple[Doing, ...] = ("restore", "save")
+"""While it is at these, a rank waits for files and for no collective of the training."""
+_AHEAD_SECONDS = 45.0
+"""What the watchdog needs for its own work: it looks now and then, asks the others, and writes."""
 _LOOKS, _LONGEST_LOOK_SECONDS = 20, 5.0
 
 
@@ -21,31 +26,42 @@ class Patience:
     """The longest silence that is allowed: `factor` times the longest pause of that kind so far, but never less than a
     floor, which is `floor_seconds` in a step and three times that while a run starts or saves.
 
-    A pause is the time between two signs of life. The default floor is the time after which NCCL, too, gives up.
+    A pause is the time between two signs of life. `ceiling_seconds` is the most that is allowed where a collective of
+    the training may be what a rank waits for: anywhere but in a restore, and in a save once it is copied from the
+    devices. None: there is no such limit.
 
-    Raises: IntervalError (a floor that is not above 0, a factor below 1).
+    Raises: IntervalError (a floor or a ceiling that is not above 0, a factor below 1).
     """
 
     floor_seconds: float = 600.0
     factor: float = 3.0
+    ceiling_seconds: float | None = None
 
     def __post_init__(self) -> None:
         check_positive("watchdog", "floor_seconds", self.floor_seconds)
         check_at_least("watchdog", "factor", self.factor, 1)
+        if self.ceiling_seconds is not None:
+            check_positive("watchdog", "ceiling_seconds", self.ceiling_seconds)
 
     @property
     def look_seconds(self) -> float:
         """The time between two looks at the clock."""
-        return min(self.floor_seconds / _LOOKS, _LONGEST_LOOK_SECONDS)
+        return min(self.limit_seconds("step") / _LOOKS, _LONGEST_LOOK_SECONDS)
 
     def limit_seconds(self, doing: Doing, longest_seconds: float = 0.0) -> float:
         """For how long a rank may be silent, when `longest_seconds` is the longest pause of this kind so far."""
         floor = self.floor_seconds * (1.0 if doing == "step" else SLOW)
-        return max(floor, self.factor * longest_seconds)
+        limit = max(floor, self.factor * longest_seconds)
+        return limit if self.ceiling_seconds is None or doing in _FILES else min(limit, self.ceiling_seconds)
 
     def notice_seconds(self, doing: Doing, longest_seconds: float = 0.0) -> float:
         """After how long at the latest a silence is noticed: it is looked for only now and then."""
         return self.limit_seconds(doing, longest_seconds) + 2 * self.look_seconds
+
+
+def ahead_of(abort_seconds: float) -> float:
+    """Return the `ceiling_seconds` with which the watchdog speaks before a collective is aborted, after that long."""
+    return max(abort_seconds / 2, abort_seconds - _AHEAD_SECONDS)
 
 
 class Progress:
@@ -56,7 +72,7 @@ class Progress:
 
     def __init__(self, patience: Patience) -> None:
         self.patience = patience
-        self.longest_seconds: dict[Doing, float] = {"start": 0.0, "step": 0.0, "save": 0.0}
+        self.longest_seconds: dict[Doing, float] = dict.fromkeys(get_args(Doing), 0.0)
         """The longest pause of each kind so far."""
         self._last: tuple[float, Doing, int] = (0.0, "start", 0)
         self._saves: dict[int, tuple[float, int]] = {}
@@ -117,9 +133,11 @@ class Stall:
         """Where it is stuck, in words."""
         if self.behind:
             return f"from the save of step {self.step} in the background"
+        if self.doing == "restore":
+            return "in restore()"
         if self.doing == "start":
             return "between the start of the run and the end of its first step"
-        if self.doing == "save":
+        if self.doing in ("stage", "save"):
             return f"while saving, or waiting for a save, at step {self.step}"
         return f"in what came after step {self.step}: the next step, an evaluation"
 

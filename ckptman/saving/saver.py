@@ -178,9 +178,12 @@ class Saver:
         self._number += 1
         assert self._file is not None
         self._note("save_begun", step=info.step, reason=info.reason)
+        blocks = self._stager is None or not self._asynchronous or _is_leaving()
         if self._running:
             self._note("save_queued", step=info.step)
-        if self._stager is None or not self._asynchronous or _is_leaving():
+        if self._running or blocks:  # from here on it waits for files
+            self._watchdog.beat("save", info.step)
+        if self._stager is None or blocks:
             content = self._stage(state, snapshot, info.step, None)
             try:
                 return self._write(self._number, content, info, begun, None)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Literal
 
 import torch.distributed as dist
 
-from ckptman._torch_compat import abort_default_group
+from ckptman._torch_compat import abort_default_group, group_timeouts
 from ckptman.comm.control_group import Channel
 from ckptman.comm.hang_report import HangReport, this_process
-from ckptman.errors import EXIT_STALLED, ConfigError
+from ckptman.errors import EXIT_STALLED, ConfigError, warn_only
 from ckptman.format.paths import journal_path, outcome_path, stacks_path
-from ckptman.policies.hang_timeout import Patience, Stall
+from ckptman.policies.hang_timeout import Patience, Stall, ahead_of
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.outcome import ATTEMPT_ENV, read_outcome, report_node
 from ckptman.runtime.watchdog import PART_SECONDS, Watchdog, end_process, within
@@ -25,13 +26,18 @@ _LEADER, _DEPUTY = 0, 1
 _IF_NO_HANG = ". If nothing hung, give watchdog= more seconds, or call beat() meanwhile"
 
 
-def patience_of(setting: Setting, world_size: int, environ: Mapping[str, str]) -> Patience | None:
-    """Return what `watchdog=` means. "auto": on where ranks can wait for each other, and where a chain would go on.
+def patience_of(
+    setting: Setting, world_size: int, environ: Mapping[str, str], abort_seconds: float | None = None
+) -> Patience | None:
+    """Return what `watchdog=` means. "auto": on where ranks can wait for each other, and where a chain would go on, and
+    ahead of NCCL, which aborts a collective after `abort_seconds` (None: there is no NCCL).
 
     Raises: ConfigError.
     """
     if setting == "auto":
-        return Patience() if world_size > 1 or environ.get(ATTEMPT_ENV) else None
+        if world_size == 1 and not environ.get(ATTEMPT_ENV):
+            return None
+        return Patience(ceiling_seconds=None if abort_seconds is None else ahead_of(abort_seconds))
     if setting is None or isinstance(setting, Patience):
         return setting
     if isinstance(setting, bool) or not isinstance(setting, int | float):
@@ -45,16 +51,31 @@ def patience_of(setting: Setting, world_size: int, environ: Mapping[str, str]) -
 def make_watchdog(setting: Setting, control: Channel, session: RunSession) -> Watchdog:
     """Return the watchdog of this rank, which watches from now on unless `setting` says otherwise. Raises:
     ConfigError."""
-    patience = patience_of(setting, control.world_size, os.environ)
+    # The smallest on any rank: all look at about the same time, and some ranks are in more groups than others.
+    abort_seconds = min((each for found in control.gather(group_timeouts("nccl")) for each in found), default=None)
+    patience = patience_of(setting, control.world_size, os.environ, abort_seconds)
+    if control.is_leader and patience is not None and abort_seconds is not None:
+        _warn_if_late(patience, abort_seconds)
     # Told now: where rank 0 keeps the store, nobody could ask for it later.
     report = HangReport(control.rank, control.world_size, session.number, control.broadcast(this_process()))
     look_seconds = (patience or Patience()).look_seconds
     watchdog = Watchdog(patience, LastWords(report, session, control.rank, control.world_size, look_seconds))
     if patience is not None:
         report.register()
-        session.note("watchdog", floor_seconds=patience.floor_seconds, factor=patience.factor)
+        session.note("watchdog", **asdict(patience))
     watchdog.start()
     return watchdog
+
+
+def _warn_if_late(patience: Patience, abort_seconds: float) -> None:
+    """Warn where NCCL would end a rank that is stuck in a step before the watchdog says who is."""
+    limit, ceiling = patience.limit_seconds("step"), ahead_of(abort_seconds)
+    if limit > ceiling:
+        warn_only(
+            f"watchdog={limit:g} and NCCL, which aborts a collective after {abort_seconds:g} s: of ranks that hang in "
+            f"one, it ends each before the watchdog can say who is silent. Give watchdog= at most {ceiling:g} seconds, "
+            f"or the process groups a longer timeout= (init_process_group, new_group)"
+        )
 
 
 class LastWords:

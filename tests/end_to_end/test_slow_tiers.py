@@ -408,7 +408,7 @@ def test_nothing_is_started_over_where_the_only_tier_hangs(silent: Path, root: P
 
 
 PATIENCE = Patience(1.0)
-LIMIT_SECONDS = PATIENCE.limit_seconds("start")
+LIMIT_SECONDS = PATIENCE.limit_seconds("restore")
 
 
 class Slow:
@@ -419,11 +419,11 @@ class Slow:
 
     def __init__(self, checkpointer: ckptman.Checkpointer, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.meter, self.pieces, self.stalls, self.looks = Meter(self.moved), pieces, list[str](), 0
-        self._beat, self._watchdog = checkpointer.beat, checkpointer._watchdog
+        self._beat, self._watchdog = checkpointer._watchdog.beat, checkpointer._watchdog
         self._watchdog.progress = Progress(PATIENCE)
         self._turn, self.is_over = threading.Condition(), False
         self._known = self._before = self._state
-        monkeypatch.setattr(checkpointer, "beat", self.beat)
+        monkeypatch.setattr(self._watchdog, "beat", self.beat)
         monkeypatch.setattr(restore, "Meter", lambda: self.meter)
         real = Task.wait
         monkeypatch.setattr(Task, "wait", lambda task, *args: self.look(real, task, *args))
@@ -437,9 +437,9 @@ class Slow:
     def _state(self) -> tuple[str, int]:
         return self.meter.phase, self.meter.done_bytes
 
-    def beat(self) -> None:
+    def beat(self, *what: Any) -> None:
         with self._turn:
-            self._beat()
+            self._beat(*what)
             self._known = self._state
             self._turn.notify_all()
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptman.errors import ConfigError, IntervalError
-from ckptman.policies.hang_timeout import Doing, Patience, Progress
+from ckptman.policies.hang_timeout import Doing, Patience, Progress, ahead_of
 
 seconds = st.floats(0, 1e6)
 patiences = st.builds(Patience, st.floats(0.01, 1e5), st.floats(1, 100))
-kinds = st.sampled_from(["start", "step", "save"])
+kinds = st.sampled_from(["restore", "start", "step", "stage", "save"])
 
 
 def test_the_worked_example_of_the_docs() -> None:
@@ -70,7 +70,7 @@ def test_what_a_start_took_says_nothing_about_steps() -> None:
     progress = Progress(Patience(10.0))
     assert progress.limit_seconds == 30
     progress.beat(29.0, "step", 1)
-    assert progress.longest_seconds == {"start": 29.0, "step": 0.0, "save": 0.0}
+    assert {doing: longest for doing, longest in progress.longest_seconds.items() if longest} == {"start": 29.0}
     assert progress.limit_seconds == 10
 
 
@@ -99,6 +99,21 @@ def test_a_save_behind_the_training_is_watched_by_itself() -> None:
     assert progress.patience.limit_seconds("save", 31.0) == 93.0
 
 
+@given(st.floats(40, 1e5), st.sampled_from(["start", "step", "stage"]), seconds)
+def test_it_speaks_before_a_collective_is_aborted(abort_seconds: float, doing: Doing, longest: float) -> None:
+    patience = Patience(ceiling_seconds=ahead_of(abort_seconds))
+    until_all_answer = 2.0 + 4 * patience.look_seconds
+    assert patience.notice_seconds(doing, longest) + until_all_answer < abort_seconds - 5
+
+
+def test_files_are_waited_for_as_long_as_ever() -> None:
+    patience = Patience(ceiling_seconds=ahead_of(600.0))
+    assert patience.limit_seconds("step") == patience.limit_seconds("start") == 555
+    for doing in ("restore", "save"):
+        assert patience.limit_seconds(doing, 1000.0) == Patience().limit_seconds(doing, 1000.0) == 3000
+    assert Patience(ceiling_seconds=ahead_of(7200.0)).limit_seconds("step") == 600
+
+
 @pytest.mark.parametrize("floor", [0, -1, float("nan"), float("inf")])
 def test_a_floor_that_cannot_be(floor: float) -> None:
     with pytest.raises(IntervalError, match="floor_seconds must be a finite number above 0"):
@@ -106,6 +121,8 @@ def test_a_floor_that_cannot_be(floor: float) -> None:
 
 
 def test_a_factor_that_cannot_be() -> None:
+    with pytest.raises(IntervalError, match="ceiling_seconds must be a finite number above 0"):
+        Patience(ceiling_seconds=0)
     with pytest.raises(IntervalError, match="factor must be a finite number of at least 1"):
         Patience(600, 0.9)
     with pytest.raises(ConfigError):

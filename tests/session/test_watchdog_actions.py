@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import ckptman
+from ckptman._torch_compat import group_timeouts
 from ckptman.checkpointer import Checkpointer
 from ckptman.comm.hang_report import HangReport
 from ckptman.errors import EXIT_STALLED, ConfigError
@@ -27,6 +29,8 @@ from ckptman.policies.crash_loop import crashes_of
 from ckptman.policies.hang_timeout import Patience
 from ckptman.runtime.journal import read_journal
 from ckptman.runtime.outcome import Outcome, read_outcome
+from ckptman.runtime.watchdog import Watchdog
+from ckptman.session import watchdog_actions
 from ckptman.session.watchdog_actions import patience_of
 from ckptman.train.launch import Launch
 from ckptman.train.rendezvous import meet
@@ -241,6 +245,68 @@ def test_what_the_setting_means() -> None:
             patience_of(wrong, 2, {})
     with pytest.raises(ConfigError, match="floor_seconds must be a finite number above 0, not -1"):
         Checkpointer("nowhere", {"a": 1}, watchdog=-1)
+
+
+def timeouts_of_groups() -> tuple[list[float], list[float]]:
+    import torch.distributed as dist
+
+    dist.new_group([0, 1], timeout=timedelta(seconds=77))
+    return group_timeouts("gloo"), group_timeouts("nccl")
+
+
+def test_the_timeouts_of_all_groups_are_known() -> None:
+    for gloo, nccl in run_ranks(2, timeouts_of_groups):
+        assert (min(gloo), max(gloo), nccl) == (77, 1800, [])
+    assert group_timeouts("gloo") == []
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of a chain whose groups abort a collective after 1800 and after 600 seconds."""
+    monkeypatch.setenv("CKPTMAN_ATTEMPT", "1")
+    monkeypatch.setattr(watchdog_actions, "group_timeouts", lambda backend: [1800.0, 600.0])
+
+
+@pytest.mark.usefixtures("nccl")
+def test_the_watchdog_speaks_before_nccl(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"a": 1}, deadline=None) as checkpointer:
+        patience = checkpointer._watchdog.patience
+        assert patience is not None
+        assert [patience.limit_seconds(doing) for doing in ("start", "step", "stage")] == [555] * 3
+    (event,) = [each for each in read_journal(journal_path(tmp_path))[0] if each["event"] == "watchdog"]
+    assert (event["floor_seconds"], event["factor"], event["ceiling_seconds"]) == (600, 3, 555)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_limit_of_the_user_stays_and_is_warned_of(tmp_path: Path) -> None:
+    with (
+        pytest.warns(RuntimeWarning, match=r"watchdog=900 and NCCL.*after 600 s.*at most 555 seconds"),
+        Checkpointer(tmp_path, {"a": 1}, deadline=None, watchdog=900) as checkpointer,
+    ):
+        assert checkpointer._watchdog.patience == Patience(900.0)
+    with Checkpointer(tmp_path, {"a": 1}, deadline=None, watchdog=500) as checkpointer:
+        checkpointer.restore()
+        assert checkpointer._watchdog.patience == Patience(500.0)
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_what_a_rank_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool) -> None:
+    """Up to the copy of a save a collective may be waited for, and after it only files."""
+    beats: list[str] = []
+    monkeypatch.setattr(Watchdog, "beat", lambda self, doing, step: beats.append(doing))
+    state = {"x": torch.zeros(4)}
+    with Checkpointer(
+        tmp_path, state, save_policy=ckptman.EverySteps(1), deadline=None, async_save=behind
+    ) as checkpointer:
+        beats.clear()
+        checkpointer.restore()
+        assert (beats[0], beats[-2], beats[-1]) == ("restore", "restore", "start")
+        beats.clear()
+        checkpointer.step(1)
+        assert beats == (["stage", "step"] if behind else ["stage", "save", "step"])
+        beats.clear()
+        checkpointer.wait()
+        assert beats == ["save", "step"]
 
 
 def roll(world_size: int, silent: list[int] | None, places: dict[int, str]) -> str:
