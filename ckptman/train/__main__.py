@@ -8,15 +8,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptman.errors import EXIT_OK, CkptmanError
+from ckptman.errors import EXIT_OK
 from ckptman.runtime.signals import SignalHandler
 from ckptman.train.config import load_config
+from ckptman.train.failure import ErrorReport
 from ckptman.train.launch import Launch, launch_from_environment
 from ckptman.train.setup import describe, prepare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code. Errors that ckptman knows are one message per node."""
+    """The command line; returns the exit code. Errors that ckptman knows are one message per node, not a traceback."""
     parser = argparse.ArgumentParser(
         prog="python -m ckptman.train",
         description="Train the bundled decoder on a token file; goes on from the newest checkpoint.",
@@ -33,9 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="go on from the newest checkpoint even if the run crashed twice at the same step after loading it",
     )
     options = parser.parse_args(arguments)
-    launch = Launch()
+    errors = ErrorReport(Launch())
     try:
         launch = launch_from_environment(os.environ)
+        errors = ErrorReport(launch)
         setup = prepare(load_config(options.config, options.set), launch)
         if options.dry_run:
             if launch.rank == 0:
@@ -44,11 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with SignalHandler() as signals:
             from ckptman.train.loop import train  # only now: torch takes seconds, and a wrong key should not
 
-            return train(setup, signals, allow_suspect=options.allow_suspect)
-    except CkptmanError as error:
-        if launch.local_rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+            return train(setup, signals, errors, allow_suspect=options.allow_suspect)
+    except Exception as error:  # noqa: BLE001 whatever it is, it is told once, and before the groups are ended
+        return errors.tell(error)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import ckptman
 from ckptman.train.config import OptimizerConfig
 from ckptman.train.dataset.batches import TokenData
+from ckptman.train.failure import ErrorReport
 from ckptman.train.model import Decoder, token_loss_sum
 from ckptman.train.parallel import (
     World,
@@ -29,11 +30,12 @@ from ckptman.train.report import StepReport
 from ckptman.train.setup import Setup
 
 
-def train(setup: Setup, signals: ckptman.SignalHandler, *, allow_suspect: bool = False) -> int:
+def train(setup: Setup, signals: ckptman.SignalHandler, errors: ErrorReport, *, allow_suspect: bool = False) -> int:
     """Train from the newest checkpoint to the last step, or until asked to stop; returns the exit code (0 or 75).
 
     Every rank calls it, with handlers that listen already: a signal while torch is imported counts too. Raises what
-    `ckptman.Checkpointer` raises, and SystemExit(75) when asked to stop before the first step.
+    `ckptman.Checkpointer` raises, and SystemExit(75) when asked to stop before the first step. An error in the loop is
+    told before the Checkpointer waits for a save that runs, and the process group is ended.
     """
     config, run, checkpoint = setup.config, setup.config.run, setup.config.checkpoint
     limit = run.time_limit_seconds  # from the start of the process; else what Slurm says
@@ -41,7 +43,7 @@ def train(setup: Setup, signals: ckptman.SignalHandler, *, allow_suspect: bool =
     if run.deterministic:
         make_deterministic()
     with (
-        process_group(config.parallel, setup.launch, device, run.timeout_seconds) as world,
+        process_group(config.parallel, setup.launch, device, run.timeout_seconds, errors) as world,
         StepReport(setup, world) as report,
     ):
         seed_generators(run.seed, world.rank)
@@ -49,7 +51,7 @@ def train(setup: Setup, signals: ckptman.SignalHandler, *, allow_suspect: bool =
         model = build_model(config.model, config.parallel, setup.vocab_size, run.seed, world)
         optimizer = build_optimizer(model, config.optimizer)
         scheduler = build_scheduler(optimizer, config.optimizer, run.steps)
-        with ckptman.Checkpointer(
+        checkpointer = ckptman.Checkpointer(
             checkpoint.root,
             {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, "rng": ckptman.RNGState()},
             save_policy=checkpoint.save_policy(),
@@ -59,7 +61,8 @@ def train(setup: Setup, signals: ckptman.SignalHandler, *, allow_suspect: bool =
             async_save=checkpoint.async_save,
             timeout_seconds=run.timeout_seconds,
             watchdog=None if run.watchdog_seconds == "off" else run.watchdog_seconds,
-        ) as checkpointer:
+        )
+        with checkpointer, errors.at_once():
             start = checkpointer.restore(allow_suspect=allow_suspect)
             report.say(f"{setup.parameters:,} parameters on {world.size} ranks ({device.type})")
             report.begin(start)

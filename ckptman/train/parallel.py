@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -16,11 +16,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from ckptman._torch_compat import abort_default_group
 from ckptman.errors import ConfigError
+from ckptman.runtime.outcome import this_node
+from ckptman.runtime.watchdog import within
 from ckptman.train.config import ModelConfig, ParallelConfig
+from ckptman.train.failure import ErrorReport
 from ckptman.train.launch import Launch, mesh_shape
 from ckptman.train.model import Decoder, init_weights
 from ckptman.train.rendezvous import meet
+
+ABORT_SECONDS = 20.0
+"""How long the end of the process groups may take after an error. A collective that other ranks never join has none."""
+_BF16_CAPABILITY = (8, 0)
+_GPU_IDS = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +46,58 @@ class World:
         return self.rank == 0
 
 
+class Place(NamedTuple):
+    """Where a rank is: what the others have to know before they build anything together."""
+
+    local_world_size: int
+    device_type: str
+    node: str
+    gpu: tuple[str, ...]
+    """What tells its GPU from all others of the node; empty: it has none."""
+
+
 def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
-    """Return the device of this process. ROCm devices are called "cuda" too. Raises ConfigError."""
+    """Return the device of this process. ROCm devices are called "cuda" too.
+
+    Raises: ConfigError (no GPU, more ranks than GPUs, a GPU that does not compute in the type that is asked for).
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and not gpus:
         raise ConfigError('parallel.device is "cuda" and torch sees no GPU here; use "auto" or "cpu", or ask for GPUs')
     if config.device == "cpu" or not gpus:
         return torch.device("cpu")
+    if max(launch.local_rank + 1, launch.local_world_size) > gpus > 1:
+        raise ConfigError(
+            f"rank {launch.rank} is number {launch.local_rank} of {launch.local_world_size} on its node, which has "
+            f"{gpus} GPUs for them: start one rank per GPU (torchrun --nproc-per-node={gpus}, "
+            f"srun --ntasks-per-node={gpus}), or ask for more GPUs"
+        )
     # With one GPU bound to each task every process sees its own as number 0.
-    return torch.device("cuda", launch.local_rank if gpus > 1 else 0)
+    device = torch.device("cuda", launch.local_rank if gpus > 1 else 0)
+    if config.compute_dtype == "bfloat16" and not _computes_in_bfloat16(device):
+        raise ConfigError(
+            f"parallel.compute_dtype: {torch.cuda.get_device_name(device)} does not compute in bfloat16, as GPUs of "
+            f'NVIDIA do from A100 on: set it to "float32", or ask for other GPUs'
+        )
+    return device
+
+
+def _computes_in_bfloat16(device: torch.device) -> bool:
+    # torch.cuda.is_bf16_supported() asks the current device, which is not this one yet.
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY
 
 
 @contextmanager
 def process_group(
-    config: ParallelConfig, launch: Launch, device: torch.device, timeout_seconds: float
+    config: ParallelConfig, launch: Launch, device: torch.device, timeout_seconds: float, errors: ErrorReport
 ) -> Iterator[World]:
     """Make the default process group and the mesh, for the duration of the block. Every rank calls it.
 
     NCCL (RCCL on ROCm) between GPUs and gloo between CPUs, both at once on GPUs: ckptman talks over gloo. A process
     without a launcher is a world of one, with a group of one, so that nothing after this needs to ask.
+
+    After an error, which is told first, the groups are aborted: to destroy them in order would wait for collectives
+    that other ranks may never join. Where that takes more than `ABORT_SECONDS` the process is ended here.
 
     Raises: ConfigError, RankLostError (see `meet`).
     """
@@ -66,19 +108,42 @@ def process_group(
     store = dist.HashStore() if launch.alone else meet(launch, os.environ, timeout_seconds)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     try:
-        ranks: list[tuple[int, str, str]] = [(0, "", "")] * launch.world_size
-        dist.all_gather_object(ranks, (launch.local_world_size, device.type, platform.node()))
-        if len({kind for _, kind, _ in ranks}) > 1:
-            lacking = sorted({host for _, kind, host in ranks if kind == "cpu"})
-            raise ConfigError(
-                f"some ranks have a GPU and those on {', '.join(lacking)} see none; leave those nodes out"
-            )
+        places = [Place(0, "", "", ())] * launch.world_size
+        own = Place(launch.local_world_size, device.type, this_node(os.environ), _ids_of_gpu(device))
+        dist.all_gather_object(places, own)
+        check_places(places)
         # Nodes may differ in size, and all ranks must build the same mesh.
-        shape = mesh_shape(launch.world_size, [size for size, _, _ in ranks], config.shard_ranks)
+        shape = mesh_shape(launch.world_size, [each.local_world_size for each in places], config.shard_ranks)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
         yield World(launch.rank, launch.world_size, device, mesh)
-    finally:
-        dist.destroy_process_group()
+    except BaseException as error:
+        code = errors.tell(error)
+        if not within(ABORT_SECONDS, dist.destroy_process_group if device.type == "cpu" else abort_default_group):
+            os._exit(code)
+        raise
+    dist.destroy_process_group()
+
+
+def check_places(places: Sequence[Place]) -> None:
+    """Refuse ranks that cannot train together. Raises, on every rank alike: ConfigError."""
+    if len({each.device_type for each in places}) > 1:
+        lacking = sorted({each.node for each in places if each.device_type == "cpu"})
+        raise ConfigError(f"some ranks have a GPU and those on {', '.join(lacking)} see none; leave those nodes out")
+    first: dict[tuple[str, tuple[str, ...]], int] = {}
+    for rank, each in enumerate(places):
+        other = first.setdefault((each.node, each.gpu), rank)
+        if each.gpu and other != rank:
+            raise ConfigError(
+                f"ranks {other} and {rank} have the same GPU of {each.node}: start one rank per GPU there, or let each "
+                f"task have a GPU of its own (srun --gpus-per-task=1)"
+            )
+
+
+def _ids_of_gpu(device: torch.device) -> tuple[str, ...]:
+    if device.type == "cpu":
+        return ()
+    properties = torch.cuda.get_device_properties(device)
+    return tuple(str(getattr(properties, name)) for name in _GPU_IDS if hasattr(properties, name))
 
 
 def build_model(config: ModelConfig, parallel: ParallelConfig, vocab_size: int, seed: int, world: World) -> Decoder:

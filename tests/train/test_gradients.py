@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptman.data.shuffle import largest_share, share
 from ckptman.train.config import ModelConfig, OptimizerConfig, ParallelConfig
+from ckptman.train.failure import ErrorReport
 from ckptman.train.launch import Launch
 from ckptman.train.loop import accumulate_gradients, build_optimizer, build_scheduler, update
 from ckptman.train.model import Decoder, init_weights, token_loss_sum
@@ -81,7 +82,7 @@ def check_step(world: World, parallel: ParallelConfig, samples: int, micro: int)
 
 def test_a_process_without_a_launcher_is_a_world_of_one() -> None:
     parallel = ParallelConfig(device="cpu", compute_dtype="float32")
-    with process_group(parallel, Launch(), CPU, timeout_seconds=60) as world:
+    with process_group(parallel, Launch(), CPU, 60, ErrorReport(Launch())) as world:
         assert (world.rank, world.size, world.mesh.mesh_dim_names) == (0, 1, ("replicate", "shard"))
         check_step(world, parallel, samples=5, micro=2)
     assert not torch.distributed.is_initialized()
@@ -89,7 +90,7 @@ def test_a_process_without_a_launcher_is_a_world_of_one() -> None:
 
 def test_bf16_computes_in_bf16_and_keeps_master_weights_and_gradients_in_fp32() -> None:
     parallel = ParallelConfig(device="cpu", compute_dtype="bfloat16", activation_checkpointing=True)
-    with process_group(parallel, Launch(), CPU, timeout_seconds=60) as world:
+    with process_group(parallel, Launch(), CPU, 60, ErrorReport(Launch())) as world:
         model = build_model(MODEL, parallel, VOCAB, SEED, world)
         assert model(global_batch(2)[:, :-1]).dtype == torch.bfloat16
         accumulate_gradients(model, [global_batch(2)], 2 * SEQUENCE, world)
@@ -120,7 +121,7 @@ def as_rank(rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     parallel = ParallelConfig(device="cpu", compute_dtype="float32")
     launch = Launch(rank, world_size, rank, world_size, alone=False)
-    with process_group(parallel, launch, CPU, timeout_seconds=60) as world:
+    with process_group(parallel, launch, CPU, 60, ErrorReport(launch)) as world:
         assert world.mesh.shape == (1, world_size)
         replicated = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
         for mesh in (world.mesh, replicated):
