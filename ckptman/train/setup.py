@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from math import prod
 
@@ -11,28 +12,40 @@ from ckptman.train.config import Config, ModelConfig
 from ckptman.train.dataset.tokenfile import TokenMeta, read_meta, sample_count
 from ckptman.train.launch import Launch, mesh_shape
 
-# Dense BF16 peak of one device as torch sees it, in TFLOP/s, by a part of its name; from the makers' data sheets.
-# The first match counts. One MI250X is two devices (GCDs).
 PEAK_TFLOPS = (
+    # NVIDIA, data sheets of GB200 and GB300 NVL72, HGX B200 and B300: half of what is said with sparsity.
+    ("GB300", 2500.0),
+    ("GB200", 2500.0),
+    ("B300", 2250.0),
     ("B200", 2250.0),
+    # Data sheets of GH200, H200, H100 and H800; the H20 has 148, as resellers quote its data sheet.
     ("GH200", 989.0),
+    ("H200 NVL", 835.0),
     ("H200", 989.0),
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
     ("H100", 989.0),
     ("H800", 989.0),
+    ("H20", 148.0),
+    # Data sheets of A100 (40 and 80 GB, SXM and PCIe alike) and A800. Leonardo's has 124 SMs where others have 108.
+    ("A100-SXM-64GB", 358.0),
     ("A100", 312.0),
     ("A800", 312.0),
+    # Data sheets of L40S, L40 and A40.
     ("L40S", 362.0),
+    ("L40", 181.0),
     ("A40", 149.7),
-    ("V100", 125.0),
-    ("MI355X", 2500.0),
-    ("MI325X", 1307.0),
-    ("MI300X", 1307.0),
+    # AMD, data sheets of the Instinct series. An MI250 or MI250X is two devices (GCDs), with half of its peak each.
+    ("MI355X", 2516.6),
+    ("MI350X", 2306.9),
+    ("MI325X", 1307.4),
+    ("MI300X", 1307.4),
     ("MI300A", 980.6),
     ("MI250X", 191.5),
+    ("MI250", 181.0),
     ("MI210", 181.0),
 )
+"""Dense BF16 peak of one device as torch sees it, in TFLOP/s, by words of its name. The first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,4 +153,4 @@ def flops_per_token(model: ModelConfig, vocab_size: int, sequence_tokens: int) -
 
 def peak_tflops(device_name: str) -> float | None:
     """Dense BF16 peak of one device, in TFLOP/s; None for a device that is not in the table."""
-    return next((peak for part, peak in PEAK_TFLOPS if part.lower() in device_name.lower()), None)
+    return next((peak for words, peak in PEAK_TFLOPS if re.search(rf"\b{words}\b", device_name, re.IGNORECASE)), None)

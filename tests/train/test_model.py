@@ -117,9 +117,32 @@ def test_the_schedule() -> None:
     assert scheduler.get_last_lr() == [0.5, 0.5]
 
 
-def test_peaks_by_name() -> None:
-    assert peak_tflops("NVIDIA A100-SXM-64GB") == 312
-    assert peak_tflops("NVIDIA H100 80GB HBM3") == 989
-    assert peak_tflops("NVIDIA H100 PCIe") == 756
-    assert peak_tflops("AMD Instinct MI250X") == 191.5
-    assert peak_tflops("unheard of") is None
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A100-SXM-64GB", 358),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("AMD Instinct MI250X", 191.5),
+        ("AMD Instinct MI250", 181),
+        ("AMD Instinct MI300A", 980.6),
+        ("AMD Instinct MI355X", 2516.6),
+        ("NVIDIA RTX A4000", None),
+        ("Tesla V100-SXM2-16GB", None),
+        ("unheard of", None),
+    ],
+)
+def test_peaks_by_name(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
