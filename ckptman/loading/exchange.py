@@ -1,13 +1,17 @@
 """Reading once what several ranks need: each of them reads a share from storage and sends it to the others.
 
-Ranks that hold the same part of a tensor (replicas), or columns of the same rows, make a group. Laid end to end, the
-rows that a group needs are one line of bytes; every member reads an equal length of it, in bands of whole rows, and
-after each band the members exchange what the others need. So nobody reads columns by reading all of every row.
+Ranks of a node that hold the same part of a tensor (replicas), or columns of the same rows, make a group. Laid end to
+end, the rows that a group needs are one line of bytes; every member reads an equal length of it, in bands of whole
+rows, and after each band the members exchange what the others need. So nobody reads columns by reading all of each row.
+
+Between nodes nothing is exchanged: the messages are gloo's, over TCP and through the host, and a parallel file system
+serves each node by a faster way than that as a rule.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import product
@@ -24,6 +28,7 @@ from ckptman.comm.control_group import Channel
 from ckptman.io.threads import Task, Worker
 from ckptman.loading.checkpoint_reader import SavedState
 from ckptman.loading.read_tensors import Fill, Uploads, fills_for_all, fills_for_box, read_fills
+from ckptman.runtime.outcome import this_node
 from ckptman.state.file_layout import as_bytes, put
 from ckptman.state.local_shards import Box, is_plain, local_parts
 
@@ -70,7 +75,7 @@ class Band(NamedTuple):
 
 
 def read_together(channel: Channel, saved: SavedState, targets: Mapping[str, torch.Tensor], *, verify: bool) -> int:
-    """Fill the targets of all ranks, with each byte read from storage by one rank only where that can be.
+    """Fill the targets of all ranks, with each byte read from storage by one rank of a node only where that can be.
 
     Every rank calls it. Returns the bytes that this one read. Raises: RankFailed on every rank alike, RankLostError.
     """
@@ -102,11 +107,12 @@ def _groups(
     """Return the tensors that this rank reads together with others, by group, and the names of its own."""
     groups: dict[tuple[int, ...], list[SharedTensor]] = {}
     own = []
-    everyone = tuple(range(channel.world_size))
+    nodes = channel.gather(this_node(os.environ))
+    neighbours = tuple(rank for rank, node in enumerate(nodes) if node == nodes[channel.rank])
 
     def find() -> dict[str, str]:
         for name, tensor in sorted(targets.items()):
-            found = _shared(name, tensor, everyone, channel.rank)
+            found = _shared(name, tensor, neighbours, channel.rank)
             if found is None:
                 own.append(name)
             else:
@@ -126,9 +132,11 @@ def _digest(what: Iterable[object]) -> str:
 
 
 def _shared(
-    name: str, tensor: torch.Tensor, everyone: tuple[int, ...], rank: int
+    name: str, tensor: torch.Tensor, neighbours: tuple[int, ...], rank: int
 ) -> tuple[tuple[int, ...], SharedTensor] | None:
-    if len(everyone) == 1 or not tensor.dim():
+    """Return the `neighbours` of a rank, itself included, that read a tensor together, and what; None: it reads it
+    alone."""
+    if len(neighbours) == 1 or not tensor.dim():
         return None
     parts = local_parts(tensor, name)
     if len(parts) != 1:
@@ -143,11 +151,13 @@ def _shared(
         assert mine is not None
         ranks, boxes = _group_in_mesh(tuple(tensor.shape), tensor.device_mesh, tensor.placements, tuple(mine))
     elif box.holders is None:
-        ranks, boxes = everyone, (box,) * len(everyone)
+        ranks, boxes = neighbours, (box,) * len(neighbours)
     else:
         return None
-    start = ranks.index(rank) // MEMBERS * MEMBERS
-    ranks, boxes = ranks[start : start + MEMBERS], boxes[start : start + MEMBERS]
+    near = [member for member, each in enumerate(ranks) if each in neighbours]
+    start = near.index(ranks.index(rank)) // MEMBERS * MEMBERS
+    near = near[start : start + MEMBERS]
+    ranks, boxes = tuple(ranks[member] for member in near), tuple(boxes[member] for member in near)
     low = tuple(min(each.offsets[dim] for each in boxes) for dim in range(tensor.dim()))
     high = tuple(max(each.offsets[dim] + each.sizes[dim] for each in boxes) for dim in range(tensor.dim()))
     shared = SharedTensor(name, low, tuple(end - start for start, end in zip(low, high)), boxes, memory)

@@ -2,8 +2,8 @@
 
 The twin of what each rank does for itself in `loading.read_tensors` and `loading.exchange`, seen from the other side:
 chunks look for the ranks that need them. Tests hold it against both. Shards are rows as `torch.chunk` cuts them; R
-replicas of a shard read it together, as `loading.exchange` has it, each an equal length of the line of all its
-tensors.
+replicas of a shard read it together, as `loading.exchange` has it on one node, each an equal length of the line of all
+its tensors.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import warnings
@@ -138,6 +139,44 @@ def test_many_small_bands(tmp_path: Path) -> None:
     ckptman.save(odd(), tmp_path / "odd")
     for found in run_ranks(4, read_in_many_rounds, str(tmp_path / "odd")):
         assert found == [[]] * len(found)
+
+
+def one_tensor() -> State:
+    return {"w": noise(torch.int32, 512, 1024)}
+
+
+def read_on_two_nodes(path: str) -> dict[str, tuple[list[str], int, set[int]]]:
+    """For each layout of four ranks on two nodes, what differs, the bytes that this one read, and whom it asked."""
+    os.environ["SLURMD_NODENAME"] = f"node{dist.get_rank() // 2}"
+    found, channel = {}, Channel(20)
+    asked: set[int] = set()
+    exchange = channel.exchange
+
+    def ask(sent: Any, sizes: Any) -> Any:
+        asked.update(sizes)
+        return exchange(sent, sizes)
+
+    channel.exchange = ask  # type: ignore[method-assign]
+    for name in ("hsdp", "replicas", "columns"):
+        shape, placements = LAYOUTS[name]
+        mesh = init_device_mesh("cpu", shape)
+        targets = lay_out({"w": torch.zeros_like(one_tensor()["w"])}, mesh, placements)
+        asked.clear()
+        read = read_all(channel, path, targets)
+        found[name] = wrong(targets, lay_out(one_tensor(), mesh, placements)), read, set(asked)
+    return found
+
+
+def test_nothing_is_exchanged_between_nodes(tmp_path: Path) -> None:
+    ckptman.save(one_tensor(), tmp_path / "x")
+    ranks = run_ranks(4, read_on_two_nodes, str(tmp_path / "x"))
+    assert [found[name][0] for found in ranks for name in found] == [[]] * 12
+    for name in ("hsdp", "replicas"):  # once for each node, and evenly
+        assert all(found[name][1] <= 1.3 * one_tensor()["w"].nbytes / 2 for found in ranks)
+    neighbours = [{1}, {0}, {3}, {2}]
+    assert [found["replicas"][2] for found in ranks] == neighbours
+    assert [found["columns"][2] for found in ranks] == neighbours
+    assert [found["hsdp"][2] for found in ranks] == [set()] * 4, "its replicas are on other nodes"
 
 
 def read_three(path: str) -> tuple[list[str], float]:
