@@ -2,6 +2,9 @@
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export MASTER_ADDR MASTER_PORT
+# Of several networks of a node the ranks may take one that leads nowhere (`ip -br addr` lists them). To say which:
+# ckptman template ... --set interface=ib0, or here: export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0
+@interface@
 
 # When the job ends, for BeforeDeadline: Slurm 22.05 does not tell, and inside a container nobody can be asked.
 if [ "${SLURM_JOB_END_TIME:-0}" -le "$(date +%s)" ]; then

@@ -225,6 +225,15 @@ def test_what_is_empty_is_left_out() -> None:
     assert options(script("generic", "sbatch=--reservation=r", "sbatch=--no-requeue"))["--no-requeue"] == ""
 
 
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_network_interface_is_for_gloo_and_nccl(name: str) -> None:
+    line = "export GLOO_SOCKET_IFNAME=ib0,ib1 NCCL_SOCKET_IFNAME=ib0,ib1"
+    given = script(name, "interface=ib0,ib1").splitlines()
+    left_out = script(name).splitlines()
+    assert line in given[max(number for number, each in enumerate(given) if "MASTER_ADDR=" in each) :]
+    assert not [each for each in left_out if "GLOO_SOCKET_IFNAME" in each and not each.startswith("#")]
+
+
 def test_the_matrix_asks_for_what_its_largest_points_need() -> None:
     seen = options(script("scaling-matrix"))
     assert [seen[each] for each in ("--array", "--nodes", "--gres", "--ntasks-per-node")] == ["0-4", "2", "gpu:8", "8"]
@@ -257,6 +266,7 @@ def test_the_matrix_asks_for_what_its_largest_points_need() -> None:
         ("generic", "log_folder=logs/%j", "use a name without them"),
         ("generic", "mem=lots", "mem: not in the form"),
         ("generic", "gpu_type=a b", "gpu_type: not in the form"),
+        ("generic", "interface=ib0;reboot", "interface: not in the form"),
         ("generic", "sbatch=-n 4", "write it as --name=value"),
         ("generic", "sbatch=--comment=a\nb", "would end the #SBATCH line"),
         ("generic", "container_binds=/x", "there is no container"),

@@ -53,6 +53,7 @@ WHAT = {
     "gpu_type": "where a cluster has several, such as h100",
     "tasks_per_node": "ranks of a node; left out: one per GPU, or one",
     "exclusive": "true: no other job on these nodes",
+    "interface": "the network interface of the ranks, such as ib0, where a node has several",
     "warning_seconds": "the warning comes that long before the time limit",
     "container": "the image of a container that the command runs in",
     "container_command": "what runs the container",
@@ -167,6 +168,7 @@ class TrainingKeys(JobKeys):
     gpu_type: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
     tasks_per_node: Count | None = None
     exclusive: bool = False
+    interface: Annotated[str, Field(pattern=r"^[\w.-]*(,[\w.-]+)*$")] = ""
     warning_seconds: Annotated[int, Field(gt=0, le=65535)] = 180
     container: str = ""
     container_command: Command = "singularity exec --nv"

@@ -166,6 +166,8 @@ def _for_shell(keys: JobKeys) -> dict[str, str]:
     found["env"] = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in keys.env.items())
     if isinstance(keys, TrainingKeys):
         found["tasks_per_node"] = str(keys.tasks)
+        names = (f"{backend}_SOCKET_IFNAME={keys.interface}" for backend in ("GLOO", "NCCL"))
+        found["interface"] = f"export {' '.join(names)}" if keys.interface else ""
         found["container"] = ""
         if keys.container:
             binds = [f"--bind={keys.container_binds}"] if keys.container_binds else []
