@@ -134,7 +134,7 @@ class Stall:
         if self.behind:
             return f"from the save of step {self.step} in the background"
         if self.doing == "restore":
-            return "in restore()"
+            return "while restoring"
         if self.doing == "start":
             return "between the start of the run and the end of its first step"
         if self.doing in ("stage", "save"):
