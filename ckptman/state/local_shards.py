@@ -27,7 +27,8 @@ from ckptman.errors import ConfigError
 
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 """dtypes whose elements mean something only with the scales of their tensor."""
-
+PLAIN: tuple[type[torch.Tensor], ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Classes of tensors that add nothing to what a tensor is."""
 
 _DESCRIPTION = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """What a tensor that describes its own shards says of them: DCP's `CheckpointableTensor`, from torch 2.14 on."""
@@ -178,11 +179,7 @@ def _dtensor_box(
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is nothing but its dtype, its shape and its bytes."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        and tensor.layout == torch.strided
-        and not tensor.is_quantized
-    )
+    return type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,522 @@
+"""A pretended accelerator: its streams are threads, and memory that is freed is written over by what comes next.
+
+A copy that nobody waits for shows: it is not there yet, or what it copies is gone. Tensors on it say that they are on
+"cuda". It keeps what a real one is asked to keep: host memory that is registered while it is mapped; no call that a
+graph that is being captured forbids; a last error for the next kernel of the same thread; contexts on those devices
+alone that a thread has asked for. It shows what is asked of a device and in which order, not how fast that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ckptman.state import local_shards
+
+WAIT = 20.0
+"""Seconds after which a thread that waits for another one gives up."""
+GARBAGE = 0x5A
+_UNSAFE = "CUDA error: operation not permitted when stream is capturing"
+_OUTSIDE = "CUDA error: dependency created on uncaptured work in another stream"
+_NO_MEMORY = 2
+
+
+class Stream:
+    """Work that is done in order, in a thread."""
+
+    def __init__(self, module: FakeDevice, device: torch.device) -> None:
+        self.module, self.device = module, device
+        self.waits: list[object] = []
+        """Streams and events that it was told to wait for."""
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="device-stream", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Have it done after what was submitted before."""
+        self._queue.put(work)
+
+    def hold(self) -> threading.Event:
+        """Do nothing of what is submitted from now on until the event that is returned is set."""
+        go = threading.Event()
+        self.submit(lambda: _await(go))
+        return go
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, nothing of what is submitted is done."""
+        go = self.hold()
+        try:
+            yield
+        finally:
+            go.set()
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.module)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.waits.append(event)
+        event.wait(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append(other)
+        other.record_event().wait(self)
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    def finish(self) -> None:
+        """Wait as a copy does that is waited for: it is on the device of its tensor, whatever that of the thread is."""
+        if self.is_capturing():
+            self.module.break_capture(_UNSAFE)
+        reached = threading.Event()
+        self.submit(_Mark(reached))
+        _await(reached)
+        self.module.raise_error()
+
+    def query(self) -> bool:
+        return self.record_event().query()
+
+    def is_capturing(self) -> bool:
+        return self.module.graph is not None and self.module.graph.stream is self
+
+    def end(self) -> None:
+        """Do what was submitted, and end the thread."""
+        self._queue.put(None)
+        self._thread.join(WAIT)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                if self.module.error is None or isinstance(work, _Mark):
+                    work()
+            except Exception as error:  # as on a real one, whoever waits next is told
+                self.module.error = error
+            del work
+
+
+class Event:
+    """Reached when everything that was submitted before it is done."""
+
+    def __init__(self, module: FakeDevice, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.module, self.blocking = module, blocking
+        self._graph: Graph | None = None
+        self._reached = threading.Event()
+        self._reached.set()
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.module.current_stream()
+        self._graph = self.module.graph if stream.is_capturing() else None
+        self._reached = threading.Event()
+        if self._graph is None:
+            stream.submit(_Mark(self._reached))
+
+    def wait(self, stream: Stream | None = None) -> None:
+        stream = stream or self.module.current_stream()
+        if stream.is_capturing():
+            if self._graph is not self.module.graph:
+                self.module.break_capture(_OUTSIDE)
+            return
+        reached = self._reached
+        stream.submit(lambda: _await(reached))
+
+    def synchronize(self) -> None:
+        self.module.called()
+        _await(self._reached)
+        self.module.raise_error()
+
+    def query(self) -> bool:
+        self.module.called()
+        self.module.raise_error()
+        return self._reached.is_set()
+
+
+class _Mark:
+    """Sets a flag, also on a device that has failed: who waits is told then."""
+
+    def __init__(self, reached: threading.Event) -> None:
+        self._reached = reached
+
+    def __call__(self) -> None:
+        self._reached.set()
+
+
+class Graph:
+    """Work that was captured, to be done again."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.works = stream, list[Callable[[], object]]()
+        self.broken = ""
+
+    def replay(self) -> None:
+        """Do it on the current stream."""
+        for work in self.works:
+            self.stream.module.current_stream().submit(work)
+
+
+class Runtime:
+    """What `torch.cuda.cudart()` returns. `fails`: registering memory does."""
+
+    def __init__(self, module: FakeDevice) -> None:
+        self._module = module
+        self.fails = False
+        self.registered: dict[int, int] = {}
+        """Bytes of host memory, by its address."""
+        self.calls: list[str] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self._module.called()
+        self.calls.append("register")
+        if self.fails:
+            self._module.local.last_error = "CUDA error: out of memory"
+            return _NO_MEMORY
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self._module.called()
+        self.calls.append("unregister")
+        assert is_mapped(address), "unregistered after it was unmapped"
+        del self.registered[address]
+        return 0
+
+
+class FakeDevice:
+    """The module of the pretended devices, such as torch.cuda."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.local = threading.local()
+        self.error: Exception | None = None
+        """What has gone wrong on it. All that comes after fails with it."""
+        self.graph: Graph | None = None
+        """What is being captured."""
+        self.contexts: set[int] = set()
+        """Devices on which a thread has done something for which it needs a context."""
+        self.launches: Counter[str] = Counter()
+        self.streams: list[Stream] = []
+        """Those that were asked for."""
+        self._main = [Stream(self, torch.device("cuda", number)) for number in range(count)]
+        self._runtime = Runtime(self)
+        self._pinned: list[torch.Tensor] = []
+
+    # ---- what torch.cuda has -----------------------------------------------------------------------------------
+
+    def Stream(self, device: torch.device | int | None = None) -> Stream:
+        made = Stream(self, self._main[self._index(device)].device)
+        self.streams.append(made)
+        return made
+
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> Event:
+        return Event(self, enable_timing, blocking)
+
+    def current_stream(self, device: torch.device | int | None = None) -> Stream:
+        index = self._index(device)
+        found: Stream = getattr(self.local, "streams", {}).get(index, self._main[index])
+        return found
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        before = getattr(self.local, "streams", {})
+        self.local.streams = before | {stream.device.index: stream}
+        try:
+            with self.device(stream.device):
+                yield
+        finally:
+            self.local.streams = before
+
+    def current_device(self) -> int:
+        return int(getattr(self.local, "device", 0))
+
+    def set_device(self, device: torch.device | int) -> None:
+        self.local.device = self._index(device)
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device | int) -> Iterator[None]:
+        before, self.local.device = self.current_device(), self._index(device)
+        try:
+            yield
+        finally:
+            self.local.device = before
+
+    def device_count(self) -> int:
+        return len(self._main)
+
+    def synchronize(self, device: torch.device | int | None = None) -> None:
+        index = self._index(device)
+        for each in [self._main[index], *(each for each in self.streams if each.device.index == index)]:
+            each.synchronize()
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.current_stream().is_capturing()
+
+    def cudart(self) -> Runtime:
+        return self._runtime
+
+    # ---- what tests ask for ------------------------------------------------------------------------------------
+
+    @property
+    def main(self) -> Stream:
+        """The default stream of the first device."""
+        return self._main[0]
+
+    @property
+    def runtime(self) -> Runtime:
+        return self._runtime
+
+    def tensor(self, values: torch.Tensor, index: int = 0) -> OnDevice:
+        """Return a tensor on the device with these values. It is there at once."""
+        made = OnDevice(_Memory(self, values.shape, values.dtype, self._main[index]))
+        made.inner.copy_(values)
+        return made
+
+    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what a tensor holds once everything is done."""
+        assert isinstance(tensor, OnDevice)
+        self.synchronize(tensor.device)
+        return tensor.inner.clone()
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Capture into a graph what is done on the current stream, as `torch.cuda.graph` does. Raises: RuntimeError at
+        its end where something inside was not allowed."""
+        self.synchronize()
+        stream = Stream(self, self.current_stream().device)
+        self.streams.append(stream)
+        with self.stream(stream):
+            self.graph = graph = Graph(stream)
+            try:
+                yield graph
+            finally:
+                self.graph = None
+        if graph.broken:
+            raise RuntimeError(graph.broken)
+
+    def break_capture(self, why: str) -> None:
+        """End what is being captured with an error. Raises: RuntimeError."""
+        assert self.graph is not None
+        self.graph.broken = why
+        raise RuntimeError(why)
+
+    def called(self) -> None:
+        """Note that this thread has made a call that needs a context, and that no capture allows. Raises: RuntimeError
+        during a capture, in any thread."""
+        self.contexts.add(self.current_device())
+        if self.graph is not None:
+            self.break_capture(_UNSAFE)
+
+    def raise_error(self) -> None:
+        """Raise what has gone wrong on the device."""
+        if self.error is not None:
+            raise RuntimeError(str(self.error))
+
+    def launch(self, name: str, work: Callable[[], object], device: torch.device) -> None:
+        """Submit work to the current stream of a device; where it is being captured, keep it."""
+        self.raise_error()
+        if (last := getattr(self.local, "last_error", "")) and "copy" not in name:
+            self.local.last_error = ""
+            raise RuntimeError(last)
+        self.launches[name] += 1
+        stream = self.current_stream(device)
+        if stream.is_capturing():
+            assert self.graph is not None
+            self.graph.works.append(work)
+        else:
+            stream.submit(work)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Return whether a copy of host memory need not be waited for."""
+        address = tensor.data_ptr()
+        spans = [*self._runtime.registered.items(), *((each.data_ptr(), each.nbytes) for each in self._pinned)]
+        return any(start <= address < start + size for start, size in spans)
+
+    def empty_pinned(self, *size: Any, **options: Any) -> torch.Tensor:
+        """Return host memory that is pinned."""
+        self.called()
+        made = _EMPTY(*size, **options)
+        self._pinned.append(made)
+        return made
+
+    def close(self) -> None:
+        """End all streams."""
+        for stream in [*self._main, *self.streams]:
+            stream.end()
+
+    def _index(self, device: torch.device | int | None) -> int:
+        if isinstance(device, int):
+            return device
+        return self.current_device() if device is None or device.index is None else device.index
+
+
+class _Memory:
+    """A piece of the memory of a device. When nobody has it any more, what comes next on its stream writes over it."""
+
+    def __init__(self, module: FakeDevice, shape: Any, dtype: torch.dtype, stream: Stream) -> None:
+        self.module, self.device = module, stream.device
+        self.whole = _EMPTY(shape, dtype=dtype, device="cpu")
+        weakref.finalize(self, _reuse, self.whole, stream).atexit = False
+
+
+def _reuse(whole: torch.Tensor, stream: Stream) -> None:
+    stream.submit(lambda: whole.reshape(-1).view(torch.uint8).fill_(GARBAGE))
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the pretended device. What is done with it is done on the current stream."""
+
+    inner: torch.Tensor
+    memory: _Memory
+
+    @staticmethod
+    def __new__(cls, memory: _Memory, inner: torch.Tensor | None = None) -> OnDevice:
+        inner = memory.whole if inner is None else inner
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=memory.device
+        )
+        made.inner, made.memory = inner, memory
+        return made  # type: ignore[no-any-return]
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def __getitem__(self, index: Any) -> OnDevice:  # type: ignore[override]
+        return OnDevice(self.memory, self.inner[index])  # a view: torch would ask for a real device first
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnDevice({list(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        made = self.detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found: list[OnDevice] = []
+        tree_map(lambda each: found.append(each) if isinstance(each, OnDevice) else None, (args, kwargs))
+        first = found[0]
+        module, device, name = first.memory.module, first.device, func._schema.name.removeprefix("aten::")
+        inner_args, inner_kwargs = tree_map(_inner, (args, kwargs))
+        if name == "copy_":
+            return _copy(module, name, device, args[0], args[1], bool(args[2:] and args[2]))
+        if name == "_to_copy":
+            return _to(module, args[0], **kwargs)
+        if name in ("_local_scalar_dense", "equal"):
+            module.current_stream(device).finish()
+            return func(*inner_args, **inner_kwargs)
+        if func._schema.is_mutable:
+            module.launch(name, lambda: func(*inner_args, **inner_kwargs), device)
+            return args[0] if func._schema.returns else None
+        if any(each.alias_info is not None for each in func._schema.returns):  # a view
+            return tree_map(partial(_on, first.memory), func(*inner_args, **inner_kwargs))
+        if "device" in inner_kwargs:
+            inner_kwargs["device"] = torch.device("cpu")
+        like = func(*tree_map(_as_meta, inner_args), **tree_map(_as_meta, inner_kwargs))
+        assert isinstance(like, torch.Tensor), func
+        made = OnDevice(_Memory(module, like.shape, like.dtype, module.current_stream(device)))
+        target = made.inner
+        module.launch(name, lambda: target.copy_(func(*inner_args, **inner_kwargs)), device)
+        return made
+
+
+def _on(memory: _Memory, each: object) -> object:
+    return OnDevice(memory, each) if isinstance(each, torch.Tensor) else each
+
+
+def _as_meta(each: object) -> object:
+    if isinstance(each, torch.Tensor):
+        return each.to("meta")
+    return torch.device("meta") if isinstance(each, torch.device) else each
+
+
+def _inner(each: object) -> object:
+    return each.inner if isinstance(each, OnDevice) else each
+
+
+def _copy(
+    module: FakeDevice, name: str, device: torch.device, target: torch.Tensor, source: torch.Tensor, later: bool
+) -> torch.Tensor:
+    to, of = _inner(target), _inner(source)
+    assert isinstance(to, torch.Tensor)
+    assert isinstance(of, torch.Tensor)
+    module.launch(name, lambda: to.copy_(of), device)  # it keeps neither of them alive: that is for the caller
+    host = next((each for each in (target, source) if not isinstance(each, OnDevice)), None)
+    if host is not None and not (later and module.is_pinned(host)):
+        module.current_stream(device).finish()
+    return target
+
+
+def _to(module: FakeDevice, source: torch.Tensor, **options: Any) -> torch.Tensor:
+    device = source.device if isinstance(source, OnDevice) else torch.device(options["device"])
+    where, later = options.get("device") or device, bool(options.get("non_blocking"))
+    dtype = options.get("dtype") or source.dtype
+    if torch.device(where).type != "cpu":
+        made: torch.Tensor = OnDevice(_Memory(module, source.shape, dtype, module.current_stream(device)))
+    else:
+        empty = module.empty_pinned if later else _EMPTY
+        made = empty(source.shape, dtype=dtype, device="cpu")
+    return _copy(module, "copy_", device, made, source, later)
+
+
+def _await(event: threading.Event) -> None:
+    if not event.wait(WAIT):
+        raise RuntimeError("a stream waits for ever")
+
+
+def is_mapped(address: int) -> bool:
+    """Return whether there is memory at an address of this process."""
+    with open("/proc/self/maps") as file:
+        spans = (line.split(" ", 1)[0].split("-") for line in file)
+        return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
+_EMPTY = torch.empty
+_MODULE_OF = torch.get_device_module
+
+
+@contextlib.contextmanager
+def fake_devices(count: int = 1) -> Iterator[FakeDevice]:
+    """Inside, "cuda" is a pretended device: `module.tensor(values)` puts tensors on it, which are taken for plain."""
+    module = FakeDevice(count)
+    module.local.device = 0
+
+    def module_of(device: Any = None) -> Any:
+        return module if device is None or torch.device(device).type == "cuda" else _MODULE_OF(device)
+
+    def empty(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return module.empty_pinned(*size, **options) if pin_memory else _EMPTY(*size, **options)
+
+    patches = {
+        "synchronize": module.synchronize,
+        "current_stream": module.current_stream,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+    }
+    with contextlib.ExitStack() as stack:
+        stack.callback(module.close)
+        stack.enter_context(mock.patch.object(torch, "get_device_module", module_of))
+        stack.enter_context(mock.patch.object(torch, "empty", empty))
+        stack.enter_context(mock.patch.object(local_shards, "PLAIN", (*local_shards.PLAIN, OnDevice)))
+        for name, made in patches.items():
+            stack.enter_context(mock.patch.object(torch.accelerator, name, made))
+        yield module
