@@ -193,6 +193,9 @@ class Runtime:
         return 0
 
 
+_Stream, _Event = Stream, Event
+
+
 class FakeDevice:
     """The module of the pretended devices, such as torch.cuda."""
 
@@ -205,29 +208,29 @@ class FakeDevice:
         self.contexts: set[int] = set()
         """Devices on which a thread has done something for which it needs a context."""
         self.launches: Counter[str] = Counter()
-        self.streams: list[Stream] = []
+        self.streams: list[_Stream] = []
         """Those that were asked for."""
-        self._main = [Stream(self, torch.device("cuda", number)) for number in range(count)]
+        self._main = [_Stream(self, torch.device("cuda", number)) for number in range(count)]
         self._runtime = Runtime(self)
         self._pinned: list[torch.Tensor] = []
 
     # ---- what torch.cuda has -----------------------------------------------------------------------------------
 
-    def Stream(self, device: torch.device | int | None = None) -> Stream:
-        made = Stream(self, self._main[self._index(device)].device)
+    def Stream(self, device: torch.device | int | None = None) -> _Stream:
+        made = _Stream(self, self._main[self._index(device)].device)
         self.streams.append(made)
         return made
 
-    def Event(self, enable_timing: bool = False, blocking: bool = False) -> Event:
-        return Event(self, enable_timing, blocking)
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> _Event:
+        return _Event(self, enable_timing, blocking)
 
-    def current_stream(self, device: torch.device | int | None = None) -> Stream:
+    def current_stream(self, device: torch.device | int | None = None) -> _Stream:
         index = self._index(device)
-        found: Stream = getattr(self.local, "streams", {}).get(index, self._main[index])
+        found: _Stream = getattr(self.local, "streams", {}).get(index, self._main[index])
         return found
 
     @contextlib.contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
+    def stream(self, stream: _Stream | None) -> Iterator[None]:
         if stream is None:
             yield
             return
@@ -276,7 +279,7 @@ class FakeDevice:
     # ---- what tests ask for ------------------------------------------------------------------------------------
 
     @property
-    def main(self) -> Stream:
+    def main(self) -> _Stream:
         """The default stream of the first device."""
         return self._main[0]
 
@@ -301,7 +304,7 @@ class FakeDevice:
         """Capture into a graph what is done on the current stream, as `torch.cuda.graph` does. Raises: RuntimeError at
         its end where something inside was not allowed."""
         self.synchronize()
-        stream = Stream(self, self.current_stream().device)
+        stream = _Stream(self, self.current_stream().device)
         self.streams.append(stream)
         with self.stream(stream):
             self.graph = graph = Graph(stream)
@@ -401,6 +404,10 @@ class OnDevice(torch.Tensor):
 
     def __getitem__(self, index: Any) -> OnDevice:  # type: ignore[override]
         return OnDevice(self.memory, self.inner[index])  # a view: torch would ask for a real device first
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> OnDevice:  # type: ignore[override]
+        _copy(self.memory.module, "copy_", self.device, self, source, non_blocking)
+        return self
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OnDevice({list(self.shape)}, {self.dtype})"
