@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,6 +16,7 @@ from ckptman.io.checked_reader import Wanted
 from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.loading.checkpoint_reader import ChunkPlace, SavedState
 from ckptman.loading.restricted_unpickler import load_plain
+from ckptman.state.accelerators import buffer_if_any, give_buffer, on_device, record
 from ckptman.state.file_layout import address_of, flat, put, view_of
 from ckptman.state.local_shards import is_plain, local_parts
 
@@ -25,10 +24,6 @@ PIECE_BYTES = 4 * 1024 * 1024
 """What cannot go straight to its place passes through memory of this size."""
 CONTAINERS_BYTES = 32 * 1024 * 1024
 """Containers that only torch can read are in memory as a whole: so much of them at a time, or one that is larger."""
-BUFFER_BYTES = 8 * 1024 * 1024
-BUFFERS = 8
-_free: deque[tuple[torch.Tensor, Any]] = deque()
-"""Pinned buffers, each with the event after which it may be used again. Kept: pinning memory is slow."""
 NOT_USABLE = "What was to be filled is not usable: it may hold old and new bytes. Load something else into it"
 
 
@@ -207,7 +202,7 @@ class Uploader:
     """Copies host memory into tensors of one device, from several threads at a time, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device)
+        self._device, self._module = device, torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         # What was done to the targets before must be over before they are written.
         self._stream.wait_stream(self._module.current_stream(device))
@@ -215,35 +210,21 @@ class Uploader:
     def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy `source`, whose memory may change when this returns. It is there after `finish`."""
         size = math.prod(source.shape) * source.dtype.itemsize
-        buffer = self._buffer(size)
-        pinned = buffer[:size].view(source.dtype).view(source.shape)
-        put(pinned, source)
-        with self._module.stream(self._stream):
-            put(target, pinned, non_blocking=True)
-            event = self._stream.record_event()
-        if len(_free) < BUFFERS:
-            _free.append((buffer, event))
-        else:
-            event.synchronize()
+        with on_device(self._device):
+            if (buffer := buffer_if_any(size)) is None:
+                with self._module.stream(self._stream):
+                    put(target, source)
+                return
+            pinned = buffer[:size].view(source.dtype).view(source.shape)
+            put(pinned, source)
+            with self._module.stream(self._stream):
+                put(target, pinned, non_blocking=True)
+                event = record(self._stream)
+            give_buffer(buffer, event)
 
     def finish(self) -> None:
         """Wait until everything is on the device."""
         self._stream.synchronize()
-
-    def _buffer(self, size: int) -> torch.Tensor:
-        try:
-            buffer, event = _free.popleft()
-        except IndexError:
-            return _pinned(size)
-        if len(_free) + 1 < BUFFERS and not event.query():  # the oldest is on its way still: rather one more
-            _free.appendleft((buffer, event))
-            return _pinned(size)
-        event.synchronize()
-        return buffer if len(buffer) >= size else _pinned(size)
-
-
-def _pinned(size: int) -> torch.Tensor:
-    return torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class Uploads:

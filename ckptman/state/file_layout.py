@@ -27,6 +27,7 @@ from ckptman.forecast.checkpoint_size import LARGE_BYTES, SMALL_ALIGN_BYTES
 from ckptman.format.torch_zip import data_at, data_start, records
 from ckptman.io.threads import ALIGN_BYTES
 from ckptman.io.writer_process import Shared
+from ckptman.state.accelerators import buffer_if_any, give_buffer, on_device, record
 
 _SMALL_BYTES = 64 * 1024
 
@@ -256,22 +257,39 @@ class Image:
             filled = high
             out = scratch[low - offset : high - offset]
             if isinstance(part, torch.Tensor):
-                copy_range(part, (low - place) // part.dtype.itemsize, flat(out, part.dtype))
+                copy_to_host(part, (low - place) // part.dtype.itemsize, flat(out, part.dtype))
             else:
                 out[:] = memoryview(part)[low - place : high - place]
         _clear(scratch[filled - offset :])
         return scratch
 
 
-def copy_range(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
+def copy_to_host(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    """As `copy_range`, from a device by way of pinned memory. In any thread; complete when it returns."""
+    if tensor.device.type == "cpu":
+        copy_range(tensor, start, out)
+        return
+    module = torch.get_device_module(tensor.device)
+    with on_device(tensor.device):
+        if not hasattr(module, "Stream") or (buffer := buffer_if_any(out.nbytes)) is None:
+            copy_range(tensor, start, out)
+            return
+        pinned = buffer[: out.nbytes].view(out.dtype)
+        copy_range(tensor, start, pinned, non_blocking=True)
+        record(module.current_stream(tensor.device)).synchronize()
+        as_bytes(out).copy_(buffer[: out.nbytes])
+        give_buffer(buffer)
+
+
+def copy_range(tensor: torch.Tensor, start: int, out: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy elements of a tensor, in row-major order from number `start` on, into a flat one, and nothing else."""
     count = out.numel()
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         item = tensor.dtype.itemsize
-        as_bytes(out).copy_(as_bytes(tensor)[start * item : (start + count) * item])
+        as_bytes(out).copy_(as_bytes(tensor)[start * item : (start + count) * item], non_blocking=non_blocking)
         return
     if tensor.dim() < 2:
-        put(out, tensor.reshape(-1)[start : start + count])
+        put(out, tensor.reshape(-1)[start : start + count], non_blocking=non_blocking)
         return
     row = math.prod(tensor.shape[1:])
     done = 0
@@ -280,15 +298,19 @@ def copy_range(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
         whole = (count - done) // row if inside == 0 else 0
         if whole:
             size = whole * row
-            put(out[done : done + size].view(whole, *tensor.shape[1:]), tensor[number : number + whole])
+            target = out[done : done + size].view(whole, *tensor.shape[1:])
+            put(target, tensor[number : number + whole], non_blocking=non_blocking)
         else:
             size = min(row - inside, count - done)
-            copy_range(tensor[number], inside, out[done : done + size])
+            copy_range(tensor[number], inside, out[done : done + size], non_blocking=non_blocking)
         done += size
 
 
 def put(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy, also between dtypes, also for dtypes that can be stored and not copied, and on any thread."""
+    if non_blocking and source.device.type != "cpu":
+        # A lazy conjugation would be made up for on the host, before a copy that is not waited for has arrived.
+        source = source.resolve_conj().resolve_neg()
     # Whether tensors may be changed that were made in inference mode is for each thread to say.
     with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
         try:

@@ -1,189 +1,146 @@
-"""What is done for tensors on an accelerator, on a pretended one: copies on its stream happen when it is waited for.
-
-It shows what is asked of the device and in which order, not what a real one makes of it.
-"""
+"""What is asked of accelerators, and the pretended one that shows what is not asked."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from ckptman.loading import read_tensors as read_module
-from ckptman.loading.read_tensors import BUFFERS, Uploads
-from ckptman.saving.staging import Stager
-from ckptman.saving.write_plan import RankFile
-from tests.saving.test_staging import file_of
+from ckptman.loading.read_tensors import Uploads
+from ckptman.state import accelerators
+from ckptman.state.accelerators import BUFFERS, is_capturing
+from tests.helpers.fake_device import GARBAGE, FakeDevice, fake_devices
 
-DEVICE = torch.device("cuda", 0)
-
-
-class Event:
-    """Reached when everything queued before it is done."""
-
-    def __init__(self, stream: Stream, length: int) -> None:
-        self.stream, self.length = stream, length
-
-    def synchronize(self) -> None:
-        self.stream.run(self.length)
-
-    def query(self) -> bool:
-        return self.stream.done >= self.length
-
-
-class Stream:
-    """Work in order, done when somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.queue: deque[Callable[[], None]] = deque()
-        self.done = 0
-        self.waits: list[object] = []
-
-    def submit(self, work: Callable[[], None]) -> None:
-        self.queue.append(work)
-
-    def run(self, length: int) -> None:
-        while self.done < length:
-            self.queue.popleft()()
-            self.done += 1
-
-    def record_event(self) -> Event:
-        return Event(self, self.done + len(self.queue))
-
-    def synchronize(self) -> None:
-        self.run(self.done + len(self.queue))
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waits.append(other)
-        other.synchronize()
-
-    def wait_event(self, event: Event) -> None:
-        self.waits.append(event)
-        event.synchronize()
-
-
-class Device:
-    """The module of the pretended device, such as torch.cuda."""
-
-    def __init__(self) -> None:
-        self.main = self.current = Stream()
-        self.streams: list[Stream] = []
-
-    def Stream(self, device: torch.device) -> Stream:
-        self.streams.append(Stream())
-        return self.streams[-1]
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return self.current
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-        if non_blocking:
-            self.current.submit(lambda: target.copy_(source))
-        else:
-            self.current.synchronize()
-            target.copy_(source)
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-
-class OnDevice(torch.Tensor):
-    """A tensor that says it is on the device. A copy that need not be waited for is queued on the current stream."""
-
-    module: Device
-    inner: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor, module: Device) -> OnDevice:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=DEVICE)  # type: ignore[attr-defined]
-        made.inner, made.module = inner, module
-        return made  # type: ignore[no-any-return]
-
-    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> OnDevice:  # type: ignore[override]
-        self.module.copy(self.inner, source, non_blocking)
-        return self
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is torch.ops.aten.copy_.default, func
-        target, source, non_blocking = (*args, False)[:3]
-        source.module.copy(target, source.inner, non_blocking)
-        return target
+ZERO, ONE = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 @pytest.fixture
-def device() -> Iterator[Device]:
-    made = Device()
-    with mock.patch.object(torch, "get_device_module", return_value=made):
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    monkeypatch.setattr(accelerators, "_free", deque())
+    monkeypatch.setattr(accelerators, "_warned", False)
+    with fake_devices(count=2) as made:
         yield made
 
 
-def staged_bytes(file: RankFile, slot: Any, number: int, like: torch.Tensor) -> torch.Tensor:
-    payload = file.places[number].payload
-    return torch.frombuffer(slot.memory, dtype=like.dtype, count=like.numel(), offset=payload).view(like.shape)
+# ---- the pretended device --------------------------------------------------------------------------------------------
 
 
-def test_a_copy_from_a_device_waits_for_what_is_urgent_and_for_no_more(device: Device) -> None:
-    inner = [torch.full((300,), 1.0), torch.full((200,), 2.0), torch.full((100,), 3.0)]
-    file, memory = file_of({"x": {"a": inner[0], "b": inner[1], "c": inner[2]}})
-    on_device: list[torch.Tensor] = [OnDevice(each, device) for each in memory[:2]]
-    stager = Stager(SimpleNamespace(idle=False))  # type: ignore[arg-type]
-    device.main.submit(lambda: memory[0].fill_(7.0))  # the step before has not ended yet
-    staged = stager.stage(file, [*on_device, memory[2]], {1})
-    (stream,) = device.streams
-    assert stream.waits[0] is device.main, "what the step still does comes first"
-    assert len(stream.queue) == 1, "only what may come later"
-    assert torch.equal(staged_bytes(file, staged.slot, 0, memory[0]), torch.full((300,), 7.0))
-    assert torch.equal(staged_bytes(file, staged.slot, 2, memory[2]), memory[2])
-    assert not staged_bytes(file, staged.slot, 1, memory[1]).any()
-    staged.wait_staged()
-    assert isinstance(device.main.waits[-1], Event), "the next step waits on the device, not the host"
-    staged.wait()
-    assert torch.equal(staged_bytes(file, staged.slot, 1, memory[1]), torch.full((200,), 2.0))
-    staged.release()
-    again = stager.stage(file, [*on_device, memory[2]])
-    assert again.slot is staged.slot
-    assert len(device.streams) == 1
-    stager.close()
+def test_a_copy_that_nobody_waited_for_is_not_there(device: FakeDevice) -> None:
+    source, target = device.tensor(torch.ones(10)), torch.empty(10, pin_memory=True).zero_()
+    with device.main.held():
+        target.copy_(source, non_blocking=True)
+        event = device.main.record_event()
+        assert not event.query()
+        assert target.sum() == 0
+    event.synchronize()
+    assert target.sum() == 10
 
 
-@pytest.fixture
-def pageable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the buffers that would have been pinned."""
-    made, original = [], torch.empty
-
-    def empty(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        if pin_memory:
-            made.append(size[0])
-        return original(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(read_module, "_free", deque())
-    return made
+def test_memory_that_is_freed_is_written_over_by_what_comes_next_on_its_stream(device: FakeDevice) -> None:
+    source, target = device.tensor(torch.ones(10)), torch.empty(10, pin_memory=True).zero_()
+    side = device.Stream(ZERO)
+    with side.held():
+        with device.stream(side):
+            target.copy_(source, non_blocking=True)
+        del source
+        device.main.synchronize()
+    side.synchronize()
+    assert target.view(torch.uint8).unique().tolist() == [GARBAGE]
 
 
-def test_uploads_pass_through_a_few_buffers_and_are_there_in_the_end(device: Device, pageable: list[int]) -> None:
-    targets = [torch.zeros(50, dtype=torch.int32) for _ in range(3 * BUFFERS)]
-    scratch = torch.empty(50, dtype=torch.int32)
-    uploads = Uploads()
-    for number, inner in enumerate(targets):
+def test_streams_wait_for_each_other_and_no_more(device: FakeDevice) -> None:
+    tensor, side = device.tensor(torch.ones(10)), device.Stream(ZERO)
+    with device.main.held():
+        tensor.add_(1)
+        side.wait_stream(device.main)
+        with device.stream(side):
+            tensor.mul_(3)
+        assert not side.query()
+    side.synchronize()
+    assert device.values(tensor).unique().tolist() == [6.0]
+    assert device.values(tensor * 2 - 1).unique().tolist() == [11.0]
+
+
+def test_a_capture_keeps_what_is_done_and_breaks_at_what_is_not_allowed(device: FakeDevice) -> None:
+    tensor, outside = device.tensor(torch.zeros(10)), device.main.record_event()
+    with device.capture() as graph:
+        assert is_capturing()
+        tensor.add_(1)
+    assert not is_capturing()
+    assert device.values(tensor).sum() == 0
+    graph.replay()
+    graph.replay()
+    assert device.values(tensor).unique().tolist() == [2.0]
+    for what in (lambda: device.current_stream().wait_event(outside), outside.synchronize, outside.query):
+        with pytest.raises(RuntimeError, match="CUDA error"), device.capture(), contextlib.suppress(RuntimeError):
+            what()
+
+
+def test_a_device_that_has_failed_stays_so(device: FakeDevice) -> None:
+    tensor = device.tensor(torch.zeros(10))
+    device.main.submit(lambda: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="division by zero"):
+            device.main.synchronize()
+    with pytest.raises(RuntimeError, match="division by zero"):
+        tensor.add_(1)
+
+
+# ---- uploads ---------------------------------------------------------------------------------------------------------
+
+
+def test_uploads_pass_through_a_few_buffers_and_are_there_in_the_end(device: FakeDevice) -> None:
+    targets = [device.tensor(torch.zeros(50, dtype=torch.int32)) for _ in range(3 * BUFFERS)]
+    scratch, uploads = torch.empty(50, dtype=torch.int32), Uploads()
+    with device.main.held():
+        for each in targets:
+            each.fill_(-2)  # what was done to the targets before comes first
+        for number, each in enumerate(targets[:BUFFERS]):
+            scratch.fill_(number)
+            uploads.to(ZERO)(each, scratch)
+            scratch.fill_(-1)
+    for number, each in enumerate(targets[BUFFERS:], BUFFERS):
         scratch.fill_(number)
-        uploads.to(DEVICE)(OnDevice(inner, device), scratch)
+        uploads.to(ZERO)(each, scratch)
         scratch.fill_(-1)
-    (stream,) = device.streams
-    assert stream.waits == [device.main], "what was done to the targets before comes first"
     uploads.finish()
-    assert [int(each.unique()) for each in targets] == list(range(3 * BUFFERS))
-    assert len(pageable) == BUFFERS, "as many as may be, before the first is waited for"
+    assert [int(device.values(each).unique()) for each in targets] == list(range(3 * BUFFERS))
+    assert len(device._pinned) == BUFFERS, "as many as may be, before the first is waited for"
     on_host = torch.zeros(50, dtype=torch.int32)
     uploads.to(torch.device("cpu"))(on_host, scratch)
     assert int(on_host.unique()) == -1
+
+
+def test_threads_that_upload_ask_for_nothing_on_another_device(device: FakeDevice) -> None:
+    device.set_device(1)
+    targets = [device.tensor(torch.zeros(50), 1) for _ in range(3 * BUFFERS)]
+    uploads = Uploads()
+    put = uploads.to(ONE)
+
+    def upload() -> None:
+        for each in targets:
+            put(each, torch.ones(50))
+
+    thread = threading.Thread(target=upload)
+    thread.start()
+    thread.join()
+    uploads.finish()
+    assert all(device.values(each).sum() == 50 for each in targets)
+    assert device.contexts == {1}
+
+
+def test_uploads_need_no_pinned_memory(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    target, scratch, uploads = device.tensor(torch.zeros(50)), torch.ones(50), Uploads()
+    monkeypatch.setattr(device, "empty_pinned", refuse)
+    with pytest.warns(RuntimeWarning, match="host memory cannot be pinned .*out of memory"):
+        uploads.to(ZERO)(target, scratch)
+    scratch.zero_()
+    uploads.finish()
+    assert device.values(target).sum() == 50
