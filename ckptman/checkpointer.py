@@ -290,6 +290,7 @@ class Checkpointer:
             accepted.check_keys(self._control, self._state)
             agree_on_frozen(self._control, self._state)
             self._session.tell(f"fresh start: {self.root} holds no checkpoint yet")
+        self._hooks.called_since()  # what a restore makes an optimizer do is no step of the training
         self._restored_from, self._ready = found, True
         self._last, self._stepped, self._rehearsed = None, False, False
         self._held.close()

@@ -271,15 +271,16 @@ def _borrow(size: int) -> memoryview:
     return buffer if len(buffer) >= size else aligned_memory(-(-max(size, 1) // STRIDE_BYTES) * STRIDE_BYTES)
 
 
-def aligned_memory(size_bytes: int) -> memoryview:
-    """Zeroed memory on pages, on huge ones where the kernel has them.
+def aligned_memory(size_bytes: int, *, shared: bool = False) -> memoryview:
+    """Zeroed memory on pages, on huge ones where the kernel has them. `shared`: with forks of this process, so that
+    none of its pages is ever another one, as a device that copies into it by itself needs.
 
     Direct I/O hands the disk each physically connected piece of memory by itself: 4 MiB are two pieces on huge pages,
     and up to a thousand on small ones, which was three times slower.
     """
     huge = size_bytes >= _HUGE_BYTES
     room = size_bytes + (_HUGE_BYTES if huge else 0)
-    memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, room, flags=(mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | mmap.MAP_ANONYMOUS)
     start = 0
     if huge:
         with contextlib.suppress(OSError):  # not on every kernel

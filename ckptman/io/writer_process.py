@@ -39,13 +39,13 @@ _CODE = "import sys; sys.path[:] = {path!r}; from ckptman.io.writer_process impo
 
 
 def shared_memory(size_bytes: int) -> tuple[memoryview, int]:
-    """Return zeroed memory that other processes can be given, touched, and its descriptor, which is open as long as the
-    memory. Raises: OSError.
+    """Return zeroed memory that other processes can be given, not touched yet, and its descriptor, which is open as
+    long as the memory. Raises: OSError.
     """
     fd = os.memfd_create("ckptman")
     try:
         os.posix_fallocate(fd, 0, size_bytes)  # a page that is not to be had at first use would kill this process
-        memory = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED)
     except BaseException:
         os.close(fd)
         raise

@@ -10,11 +10,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
+
+import torch
 
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.writer_lock import Claim
@@ -33,7 +35,7 @@ from ckptman.saving.refused_values import refused_tensors
 from ckptman.saving.retention_runner import RetentionRunner
 from ckptman.saving.staging import Staged, Stager, refusal
 from ckptman.saving.stale_saves import Stale
-from ckptman.saving.write_plan import RankFile, plan_save, signature_of
+from ckptman.saving.write_plan import RankFile, memory_of, plan_save, signature_of
 from ckptman.saving.writer import CheckpointWriter, Committed, Content, Draft, SaveInfo
 from ckptman.state.local_shards import refuse_unfillable
 from ckptman.state.named_state import (
@@ -213,9 +215,9 @@ class Saver:
             memory = file.memory(snapshot)
             if stager is None:
                 return Content.of(snapshot, file, memory, watch, finite)
-            names: Collection[str] = updated_tensors(state, snapshot) if self._overlap else ()
+            names: Collection[str] = updated_tensors(state, snapshot) if self._may_overlap(memory) else ()
             later = {number for number, piece in enumerate(file.pieces) if piece.name in names}
-            staged = stager.stage(file, memory, later)
+            staged = stager.stage(file, memory, later, memory_of(file.pickled, snapshot.tensors))
             content = Content.of(snapshot, file, staged, watch, finite)
         except BaseException as error:
             if staged is not None:
@@ -292,9 +294,10 @@ class Saver:
 
     def wait_staged(self) -> None:
         """Wait until what is being copied is copied, before the state changes."""
-        while self._staged:
-            self._staged[-1].wait_staged()
-            self._staged.pop()  # only now: after a Ctrl-C the next one waits again
+        for staged in self._staged:
+            staged.wait_staged()
+        # Until it is complete, each waits: the next optimizer may step on another stream, or after a Ctrl-C here.
+        self._staged = [staged for staged in self._staged if not staged.is_complete]
 
     def wait(self) -> tuple[list[SaveReport], CommitError | None]:
         """Wait for the saves in the background; return the reports of those that succeeded, and the error of the first
@@ -324,6 +327,20 @@ class Saver:
             self._stager.close()
         self._writer.close()
         self.retention.close(tidy=tidy)
+
+    def _may_overlap(self, memory: Sequence[torch.Tensor]) -> bool:
+        """Return whether optimizer steps alone change what they change, and each of them waits before it does."""
+        if not self._overlap or all(each.device.type == "cpu" for each in memory):
+            return self._overlap
+        called = self._hooks.called_since()
+        if self._hooks.graphed:
+            self._warn_once(
+                "graph",
+                "a step of an optimizer was captured into a graph, or may be (capturable=True), and a graph that is "
+                "replayed does not wait for a copy: saves do not overlap, and training waits for theirs. Say "
+                "overlap=False, or make the optimizers without capturable=True and step them outside of graphs",
+            )
+        return called and not self._hooks.graphed
 
     # ---- what is reported --------------------------------------------------------------------------------------
 

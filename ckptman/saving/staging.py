@@ -8,81 +8,140 @@ a second one is made when a save comes while the first is still being written.
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import socket
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
+from ckptman._torch_compat import is_traceable_wrapper_subclass, transform_subclass
 from ckptman.io.threads import Task, Wakeup, Worker, aligned_memory
 from ckptman.io.writer_process import shared_memory
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.saving.write_plan import RankFile
+from ckptman.state.accelerators import is_capturing, on_device, record, synchronize, warn_unpinned
 from ckptman.state.file_layout import flat, put, view_of
 
+T = TypeVar("T")
+Kind = tuple[torch.dtype, tuple[int, ...]]
 SLOTS = 2
 RESERVE_BYTES = 512 * 1024 * 1024
 """Host memory that staging leaves to each rank: what a save takes besides, and some for the user's own program."""
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: memory that is pinned for all devices."""
 
 
 class Slot:
-    """Host memory for one staged copy, touched once so that it is warm. Pinned if the tensors are on a device."""
+    """Host memory for one staged copy, touched once so that it is warm.
 
-    def __init__(self, file: RankFile, memory: Sequence[torch.Tensor]) -> None:
-        pinned = any(each.device.type != "cpu" for each in memory)
-        self._bytes, self.fd = _allocate(file.end, pinned)
+    Args:
+        kinds: dtype and shape of each of the file's tensors.
+        device: whose copies into it need not be waited for, as far as that is to be had; None: they are all on the CPU.
+    """
+
+    def __init__(self, file: RankFile, kinds: Sequence[Kind], device: torch.device | None = None) -> None:
+        self._bytes, self.fd = _allocate(file.end)
         self.memory = view_of(self._bytes)
         self.free = True
         for start, data in file.literals:
             self.memory[start : start + len(data)] = data
         self._targets = []
-        for place, each in zip(file.places, memory):
-            size = each.numel() * each.dtype.itemsize
-            target = self._bytes[place.payload : place.payload + size].view(each.dtype).view(each.shape)
+        for place, (dtype, shape) in zip(file.places, kinds):
+            size = dtype.itemsize * math.prod(shape)
+            target = self._bytes[place.payload : place.payload + size].view(dtype).view(shape)
             self._targets.append(target if size else torch.empty_like(target))
+        self._unpin: Callable[[], object] = lambda: None
+        if device is not None and file.end:
+            self._pin(device)
 
     def copy(self, memory: Sequence[torch.Tensor], numbers: Collection[int]) -> None:
         """Copy the tensors of these numbers into their places; from a device without waiting for it."""
         for number in numbers:
-            # A lazy conjugation would be made up for on the host, before a copy that is not waited for has arrived.
-            source, target = memory[number].resolve_conj().resolve_neg(), self._targets[number]
-            put(target, source, non_blocking=True)
+            put(self._targets[number], memory[number], non_blocking=True)
+
+    def close(self) -> None:
+        """Give up the memory, of which the device is told first. Nobody copies into it or reads it any more."""
+        self._unpin()
+        self.memory, self.fd = memoryview(b""), None
+        self._bytes, self._targets = torch.empty(0, dtype=torch.uint8, device="cpu"), []
+
+    def _pin(self, device: torch.device) -> None:
+        """Register the memory as it is: torch's own pinned memory is rounded up to a power of two."""
+        module = torch.get_device_module(device)
+        if not hasattr(module, "cudart"):
+            return
+        runtime, address = module.cudart(), self._bytes.data_ptr()
+        with on_device(device):
+            code = runtime.cudaHostRegister(address, len(self._bytes), _PORTABLE)
+        if int(code):
+            warn_unpinned(code)
+            return
+        # It holds the memory, which is mapped until the device is told, also where nobody calls close().
+        self._unpin = weakref.finalize(self, _unregister, runtime, device, self._bytes, os.getpid())
+        self._unpin.atexit = False  # by then a thread may still copy into it, and the driver gives it up itself
 
 
 class Staged:
     """A copy that is complete after `wait`.
 
-    `copied`: what a thread still copies; `events`: what devices still copy, from `sources`, which are kept until then:
-    freed ones would be overwritten by the next forward.
+    `special`: copies of the tensors that are to be pickled. Kept until the copy is complete are what it is made from:
+    memory that is freed on a device would be overwritten by the next forward.
     """
 
-    def __init__(
-        self,
-        slot: Slot,
-        freed: Wakeup,
-        copied: Task[None] | None = None,
-        events: Sequence[tuple[torch.device, Any]] = (),
-        sources: Sequence[torch.Tensor] = (),
-    ) -> None:
-        self.slot, self._freed, self._copied, self._events = slot, freed, copied, events
+    def __init__(self, slot: Slot, freed: Wakeup, sources: Sequence[torch.Tensor]) -> None:
+        self.slot, self._freed = slot, freed
+        self.special: list[torch.Tensor] = []
+        self.events: list[tuple[torch.device, Any]] = []
+        """What devices still copy: each is over when its event is reached."""
+        self._tasks: list[Task[None]] = []
+        """What threads still copy, or wait for."""
+        self._copied: Task[None] | None = None
         self._sources = sources
         self._released = threading.Lock()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all is copied. Asks no device: during the capture of a graph nobody may."""
+        return all(task.done() for task in self._tasks)
+
+    def copy_behind(self, copier: Worker, memory: Sequence[torch.Tensor], numbers: Collection[int]) -> None:
+        """Have tensors of the CPU copied by a thread."""
+        self._copied = copier.submit(self.slot.copy, memory, numbers)
+        self._tasks.append(self._copied)
+
+    def arrive_behind(self, copier: Worker) -> None:
+        """Have a thread wait for the devices, as nobody else may have to."""
+        self._tasks.append(copier.submit(self.arrive))
+
+    def arrive(self) -> None:
+        """Wait for the devices. Raises: RuntimeError, if one has failed."""
+        for device, event in self.events:
+            synchronize(device, event)
+        self._sources = ()
+
     def wait(self) -> None:
-        """Wait until all is copied, on the calling thread."""
-        if self._copied is not None:
-            self._copied.result()
-        for _, event in self._events:
-            event.synchronize()
+        """Wait until all is copied, on the calling thread. Raises: what went wrong."""
+        for task in self._tasks:
+            task.wait()
+        for task in self._tasks:
+            task.result()
 
     def wait_staged(self) -> None:
-        """Keep what comes next on this thread, or on its device's stream, from changing what is still being copied."""
+        """Keep what comes next on this thread, or on its device's stream, from changing what is still being copied.
+        What went wrong is for the save to tell, not for the optimizer step that waits here."""
+        if is_capturing():  # a graph must not wait for what is not in it: what is replayed later finds it copied
+            for task in self._tasks:
+                task.wait()
+            return
         if self._copied is not None:
-            self._copied.wait()  # what went wrong is for the save to tell, not for the optimizer step that waits here
-        for device, event in self._events:
+            self._copied.wait()
+        for device, event in self.events:
             torch.get_device_module(device).current_stream(device).wait_event(event)
 
     def release(self) -> None:
@@ -106,6 +165,8 @@ class Stager:
         self.neighbours = 1
         """How many ranks this host has, this one included."""
         self._slots: list[Slot] = []
+        self._making: Task[None] | None = None
+        """What makes the second slot, in a thread of its own."""
         self._freed = Wakeup()
         self._file: RankFile | None = None
         self._copier = Worker("ckptman-stage")
@@ -125,53 +186,65 @@ class Stager:
         """Make the first slot for a file, so that the first save finds it warm. Raises: MemoryError, RuntimeError."""
         if self._file is not file:
             self.give_back()
-            self._slots.append(Slot(file, memory))
+            self._slots.append(_begin(_slot_for, file, memory).result())
             self._file = file  # last: with a file and no slot, a save would wait for one for ever
 
     def give_back(self) -> None:
         """Give up all slots, when they are no longer needed."""
         self._freed.wait_for(lambda: all(slot.free for slot in self._reclaimed()))
-        self._slots.clear()
-        self._file = None
+        self._drop()
 
-    def stage(self, file: RankFile, memory: Sequence[torch.Tensor], later: AbstractSet[int] = frozenset()) -> Staged:
+    def stage(
+        self,
+        file: RankFile,
+        memory: Sequence[torch.Tensor],
+        later: AbstractSet[int] = frozenset(),
+        special: Sequence[torch.Tensor] = (),
+    ) -> Staged:
         """Copy. The tensors whose numbers are in `later` may still be copied when this returns.
 
-        Waits for a slot if all are being written.
+        Where there are such, devices may also still copy others: what comes after on their current streams comes after
+        that. `special` are tensors of classes of their own. Waits for a slot if all are being written.
         """
         self.prepare(file, memory)
         slot = self._free_slot(file, memory)
-        now = [number for number in range(len(memory)) if number not in later]
         slot.free = False
+        staged = Staged(slot, self._freed, (*memory, *special))
         try:
-            if any(each.device.type != "cpu" for each in memory):
-                return self._from_device(slot, memory, now, later)
-            if not later:
-                slot.copy(memory, now)
-                return Staged(slot, self._freed)
-            copied: Task[None] = self._copier.submit(slot.copy, memory, later)
-            try:
-                slot.copy(memory, now)
-            except BaseException:
-                copied.wait()  # a slot that is free is one that nobody writes to
-                raise
-            return Staged(slot, self._freed, copied)
+            self._copy(staged, memory, later, special)
         except BaseException:
-            slot.free = True
+            with contextlib.suppress(Exception):
+                staged.arrive()  # a slot that is free is one that nobody writes to
+            staged.release()
             raise
+        return staged
 
     def close(self) -> None:
         """Stop the thread that copies, and give up the slots."""
         self._copier.close()
-        self._slots.clear()
-        self._file = None
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._making is not None:
+            self._making.wait()
+        self._file, self._making = None, None
+        while self._slots:
+            self._slots.pop().close()
 
     def _free_slot(self, file: RankFile, memory: Sequence[torch.Tensor]) -> Slot:
-        if all(not slot.free for slot in self._reclaimed()) and len(self._slots) < SLOTS and self._has_room(file):
-            with contextlib.suppress(MemoryError, RuntimeError, OSError):  # then it waits for the first
-                self._slots.append(Slot(file, memory))
+        """Return a slot that is free: the first that is given back or made."""
+        is_making = self._making is not None and not self._making.done()
+        is_needed = all(not slot.free for slot in self._reclaimed()) and len(self._slots) < SLOTS
+        if is_needed and not is_making and self._has_room(file):
+            with contextlib.suppress(RuntimeError):  # no thread: then it waits for the first
+                self._making = _begin(self._add_slot, file, [_kind(each) for each in memory], _device_of(memory))
         self._freed.wait_for(lambda: any(slot.free for slot in self._reclaimed()))
         return next(slot for slot in self._slots if slot.free)
+
+    def _add_slot(self, file: RankFile, kinds: Sequence[Kind], device: torch.device | None) -> None:
+        with contextlib.suppress(MemoryError, RuntimeError, OSError):  # then saves wait for the first
+            self._slots.append(Slot(file, kinds, device))
+            self._freed.notify()
 
     def _has_room(self, file: RankFile) -> bool:
         """Return whether there is memory for one more slot, also if all ranks of this host want one now."""
@@ -185,30 +258,58 @@ class Stager:
                 slot.free = True
         return self._slots
 
-    def _from_device(
-        self, slot: Slot, memory: Sequence[torch.Tensor], now: Sequence[int], later: Collection[int]
-    ) -> Staged:
-        events: list[tuple[torch.device, Any]] = []
-        urgent: list[Any] = []
-        for device in dict.fromkeys(each.device for each in memory if each.device.type != "cpu"):
-            module = torch.get_device_module(device)
-            if not hasattr(module, "Stream"):  # such as MPS
-                slot.copy(memory, [number for number, each in enumerate(memory) if each.device == device])
-                module.synchronize()
-                continue
-            if device not in self._streams:
-                self._streams[device] = module.Stream(device)
-            stream = self._streams[device]
-            stream.wait_stream(module.current_stream(device))
+    def _copy(
+        self, staged: Staged, memory: Sequence[torch.Tensor], later: AbstractSet[int], special: Sequence[torch.Tensor]
+    ) -> None:
+        copies: dict[int, torch.Tensor] = {}
+        for device in dict.fromkeys(each.device for each in (*memory, *special) if each.device.type != "cpu"):
+            self._copy_from(device, staged, memory, later, special, copies)
+        on_host = [number for number, each in enumerate(memory) if each.device.type == "cpu"]
+        if behind := [number for number in on_host if number in later]:
+            staged.copy_behind(self._copier, memory, behind)
+        if later and staged.events:
+            staged.arrive_behind(self._copier)
+        staged.slot.copy(memory, [number for number in on_host if number not in later])
+        staged.special = [copies[number] if number in copies else _private(each) for number, each in enumerate(special)]
+        if not later:
+            staged.arrive()
+
+    def _copy_from(
+        self,
+        device: torch.device,
+        staged: Staged,
+        memory: Sequence[torch.Tensor],
+        later: AbstractSet[int],
+        special: Sequence[torch.Tensor],
+        copies: dict[int, torch.Tensor],
+    ) -> None:
+        """Copy what is on one device, on a stream of its own: first what the training may change at once, which its
+        stream waits for where the host does not."""
+        module = torch.get_device_module(device)
+        numbers = [number for number, each in enumerate(memory) if each.device == device]
+        pickled = [number for number, each in enumerate(special) if each.device == device]
+        if not hasattr(module, "Stream"):  # such as MPS
+            staged.slot.copy(memory, numbers)
+            copies |= {number: _private(special[number]) for number in pickled}
+            module.synchronize()
+            return
+        if device not in self._streams:
+            self._streams[device] = module.Stream(device)
+        stream, training = self._streams[device], module.current_stream(device)
+        stream.wait_stream(training)
+        try:
             with module.stream(stream):
-                slot.copy(memory, [number for number in now if memory[number].device == device])
-                urgent.append(stream.record_event())
-                slot.copy(memory, [number for number in later if memory[number].device == device])
-                events.append((device, stream.record_event()))
-        slot.copy(memory, [number for number in range(len(memory)) if memory[number].device.type == "cpu"])
-        for event in urgent:
-            event.synchronize()
-        return Staged(slot, self._freed, None, events, tuple(memory))
+                copies |= {number: _private(special[number]) for number in pickled}
+                staged.slot.copy(memory, [number for number in numbers if number not in later])
+                urgent = record(stream)
+                staged.slot.copy(memory, [number for number in numbers if number in later])
+                staged.events.append((device, record(stream)))
+        except BaseException:
+            with contextlib.suppress(Exception):  # nothing is under way any more when the slot is free again
+                stream.synchronize()
+            raise
+        if later:
+            training.wait_event(urgent)
 
 
 def refusal(needs: Sequence[tuple[str, int, int]]) -> str | None:
@@ -226,21 +327,56 @@ def refusal(needs: Sequence[tuple[str, int, int]]) -> str | None:
     return None
 
 
-def _allocate(size: int, pinned: bool) -> tuple[torch.Tensor, int | None]:
-    """Return zeroed memory, touched, and its descriptor, where it can be shared. Pinned, it is registered as it is:
-    torch's own pool rounds up to a power of two."""
+def _slot_for(file: RankFile, memory: Sequence[torch.Tensor]) -> Slot:
+    return Slot(file, [_kind(each) for each in memory], _device_of(memory))
+
+
+def _kind(tensor: torch.Tensor) -> Kind:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _device_of(memory: Sequence[torch.Tensor]) -> torch.device | None:
+    return next((each.device for each in memory if each.device.type != "cpu"), None)
+
+
+def _private(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, complete when what is on the current stream is done. A tensor that is made of
+    others may not know how to copy itself: they do."""
+    if is_traceable_wrapper_subclass(tensor):
+        return transform_subclass(tensor, lambda _, inner: _private(inner))
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    tensor = tensor.resolve_conj().resolve_neg()
+    try:
+        return tensor.to("cpu", non_blocking=True)
+    except RuntimeError as error:  # no pinned memory, unless the device has failed
+        copied = tensor.to("cpu")
+        warn_unpinned(error)
+        return copied
+
+
+def _begin(work: Callable[..., T], *arguments: object) -> Task[T]:
+    """Have `work(*arguments)` done in a thread of its own. The runtime of a device keeps an error, such as that of
+    memory that could not be pinned, for the next kernel of the same thread: in this one there is none."""
+    task: Task[T] = Task(partial(work, *arguments))
+    threading.Thread(target=task.run, name="ckptman-memory").start()
+    return task
+
+
+def _unregister(runtime: Any, device: torch.device, memory: torch.Tensor, parent: int) -> None:
+    if os.getpid() == parent:  # a fork has no device
+        with on_device(device):
+            runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def _allocate(size: int) -> tuple[torch.Tensor, int | None]:
+    """Return zeroed memory, touched, and its descriptor, where it can be given to another process. It is shared with
+    forks of this process: of private memory a fork would leave this one copies, which a device does not know."""
     if not size:
         return torch.empty(0, dtype=torch.uint8, device="cpu"), None
     fd = None
     try:
         memory, fd = shared_memory(size)
     except OSError:  # not on every kernel
-        memory = aligned_memory(size)
-    allocated = flat(memory).zero_()
-    if pinned and torch.cuda.is_available():
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = runtime.cudaHostRegister(allocated.data_ptr(), size, 0)
-        if int(code):
-            raise MemoryError(f"{size} bytes of host memory cannot be pinned: {code}")
-        weakref.finalize(memory.obj, runtime.cudaHostUnregister, allocated.data_ptr())
-    return allocated, fd
+        memory = aligned_memory(size, shared=True)
+    return flat(memory).zero_(), fd

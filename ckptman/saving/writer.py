@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import os
 import time
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 import ckptman
-from ckptman._torch_compat import is_traceable_wrapper_subclass, transform_subclass
 from ckptman.catalog.backends.backend import check_folder
 from ckptman.catalog.backends.local import LocalBackend
 from ckptman.catalog.overwrite import may_be_replaced
@@ -78,8 +76,9 @@ class SaveInfo:
 
 @dataclass
 class Content:
-    """What one rank writes in one save: its tensors, staged or live, and what has to be pickled. `watch`: what is known
-    of its parameters, where a run saves; `finite`: looks whether they are finite, where that is asked for."""
+    """What one rank writes in one save: its tensors, staged or live, and what has to be pickled. Bytes among the
+    `objects` are pickles. `watch`: what is known of its parameters, where a run saves; `finite`: looks whether they are
+    finite, where that is asked for."""
 
     file: RankFile
     tensors: Staged | Sequence[torch.Tensor]
@@ -100,14 +99,13 @@ class Content:
         finite: FiniteCheck | None = None,
     ) -> Content:
         """Return the content of a snapshot. Nothing in it but `tensors` changes with the state, if they are staged."""
-        private = isinstance(tensors, Staged)
-        objects = {name: snapshot.objects[name] for name in file.plan.objects}
-        special = memory_of(file.pickled, snapshot.tensors)
+        special = tensors.special if isinstance(tensors, Staged) else memory_of(file.pickled, snapshot.tensors)
         return cls(
             file,
             tensors,
-            [_cloned(each) if private else each for each in special],
-            {name: _copied(each) if private else each for name, each in objects.items()},
+            special,
+            # Now, on the stream of the training: a value may hold tensors that are on a device.
+            {name: _kept(snapshot.objects[name]) for name in file.plan.objects},
             [snapshot.units[number].as_unit() for number in file.plan.units],
             [snapshot.units[number].as_unit() for number in file.plan.own_units],
             watch,
@@ -117,14 +115,15 @@ class Content:
     def image(self) -> tuple[Image, list[Placed], dict[str, tuple[int, int]]]:
         """Return the data file as it will be, with the places of the pickled tensors and objects in it. Waits until
         what is staged is copied."""
+        if isinstance(self.tensors, Staged):
+            self.tensors.wait()
         layout = Layout(self.file.end)
         places = [layout.add_bytes(pickled(each)) for each in self.pickled]
         objects = {}
         for name, value in self.objects.items():
-            place = layout.add_bytes(pickled(value))
+            place = layout.add_bytes(value if isinstance(value, bytes) else pickled(value))
             objects[name] = (place.offset, place.bytes)
         if isinstance(self.tensors, Staged):
-            self.tensors.wait()
             slot = self.tensors.slot
             return Image(layout.literals, slot.memory, slot.fd), places, objects
         tensors = [(place.payload, each) for place, each in zip(self.file.places, self.tensors)]
@@ -362,12 +361,6 @@ def _check(content: Content | Exception) -> None:
         raise content
 
 
-def _copied(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, bool, bytes, type(None))) else copy.deepcopy(value)
-
-
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy. A tensor that is made of others may not know how to clone itself: they do."""
-    if is_traceable_wrapper_subclass(tensor):
-        return transform_subclass(tensor, lambda _, inner: _cloned(inner))
-    return tensor.clone()
+def _kept(value: Any) -> Any:
+    """Return what a save keeps of a value: itself, where nobody can change it, or its pickle."""
+    return value if isinstance(value, (int, float, str, bool, type(None))) else pickled(value)

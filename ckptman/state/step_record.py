@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ckptman._torch_compat import buffers_of, local_tensor, parameters_of, versions_of
+from ckptman.state.accelerators import is_capturing
 from ckptman.state.generators import RNGState
 from ckptman.state.local_shards import is_dense, local_parts
 from ckptman.state.named_state import Snapshot, is_stateful
@@ -39,8 +40,8 @@ _FIXED = frozenset((int, float, str, bytes, bool, complex, type(None), torch.Siz
 
 
 class OptimizerHooks:
-    """Counts the steps that the optimizers of a state make, and calls `before_step` ahead of each: what they change may
-    still be being copied.
+    """Counts the steps that the optimizers of a state make, and calls `before_step` ahead of each step of any optimizer
+    of this process: what it changes may still be being copied.
 
     `others`: what other optimizers of this process have made a step since this was cleared. One may be within another
     object of the state, and what the fused kind changes is not counted by torch.
@@ -51,10 +52,24 @@ class OptimizerHooks:
         self.count = 0
         """Steps so far of the optimizers of the state."""
         self.others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._own = {id(each) for each in state.values() if isinstance(each, torch.optim.Optimizer)}
-        optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
-        self._hooks = [each.register_step_pre_hook(self._about_to_step) for each in optimizers]
-        self._hooks.append(register_optimizer_step_post_hook(_calling(weakref.WeakMethod(self._stepped))))
+        self._state, self._captured = state, False
+        self._called: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hooks = [
+            register_optimizer_step_pre_hook(_calling(weakref.WeakMethod(self._about_to_step))),
+            register_optimizer_step_post_hook(_calling(weakref.WeakMethod(self._stepped))),
+        ]
+
+    @property
+    def graphed(self) -> bool:
+        """Whether a step was captured into a graph, which calls no hook when it is replayed, or is meant to be."""
+        groups = (group for each in self._own() for group in each.param_groups)
+        return self._captured or any(group.get("capturable") for group in groups)
+
+    def called_since(self) -> bool:
+        """Return whether every optimizer of the state has made a step that called its hooks since this was asked last.
+        Of another one it is not known whether a graph makes its steps, captured before there were any hooks."""
+        called, self._called = self._called, weakref.WeakSet()
+        return all(each in called for each in self._own())
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
@@ -70,12 +85,19 @@ class OptimizerHooks:
         for hook in self._hooks:
             hook.remove()
 
-    def _about_to_step(self, *_: object) -> None:
+    def _own(self) -> list[torch.optim.Optimizer]:
+        return [each for each in self._state.values() if isinstance(each, torch.optim.Optimizer)]
+
+    def _about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if is_capturing():
+            self._captured = True
+        else:
+            self._called.add(optimizer)
         if self.before_step is not None:
             self.before_step()
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if id(optimizer) in self._own:
+        if any(each is optimizer for each in self._state.values()):
             self.count += 1
         else:
             self.others.add(optimizer)
@@ -267,8 +289,8 @@ def _calling(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., N
     """Return what calls a method of an object that it does not keep alive: a hook of the process may outlive it."""
 
     def call(optimizer: object, *_: object) -> None:
-        if (stepped := method()) is not None:
-            stepped(optimizer)
+        if (called := method()) is not None:
+            called(optimizer)
 
     return call
 

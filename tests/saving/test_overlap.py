@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ckptman
 from ckptman.saving.staging import Slot, Stager
@@ -99,7 +101,7 @@ def test_what_is_saved_is_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Slot, "copy", slow)
     optimizers = [run.first, run.second] if leads == "first" else [run.second, run.first]
-    optimizers[0].register_step_pre_hook(lambda *_: held.go.set())
+    about_to_step = register_optimizer_step_pre_hook(lambda *_: held.go.set())
     with open_run(tmp_path, run.state, overlap=True) as checkpointer:
         expected = run.values()
         checkpointer.save(1)
@@ -117,6 +119,7 @@ def test_what_is_saved_is_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
         with torch.no_grad():
             for each in run.model.frozen.parameters():
                 each.zero_()
+    about_to_step.remove()
     assert differing(saved_values(tmp_path / ONE), expected) == []
 
 
@@ -196,11 +199,31 @@ def test_a_run_that_ends_with_an_error_waits_for_its_copy(tmp_path: Path, monkey
 
 
 def test_the_hooks_go_with_the_run(tmp_path: Path) -> None:
-    run = Run()
-    before = len(run.first._optimizer_step_pre_hooks), len(run.second._optimizer_step_post_hooks)
+    run, hooks = Run(), [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    before = [len(each) for each in hooks]
     with open_run(tmp_path, run.state, overlap=True):
-        assert len(run.first._optimizer_step_pre_hooks) == before[0] + 1
-    assert (len(run.first._optimizer_step_pre_hooks), len(run.second._optimizer_step_post_hooks)) == before
+        assert [len(each) for each in hooks] == [each + 1 for each in before]
+    assert [len(each) for each in hooks] == before
+
+
+def test_an_optimizer_that_has_taken_the_place_of_another_waits_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, held = Run(), HeldUp(monkeypatch)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        for step in (1, 2):
+            expected = run.values()
+            held.go.clear()
+            held.copied.clear()
+            checkpointer.save(step)
+            threading.Timer(0.1, held.go.set).start()
+            new = torch.optim.AdamW(run.model.first.parameters(), lr=0.1)
+            run.backward(step)
+            new.step()
+            assert held.copied.is_set(), "the parameters changed while they were copied"
+            checkpointer.wait()
+            assert differing(saved_values(tmp_path / f"step-{step:010d}"), expected) == []
+            run.state["first"] = run.first = new
 
 
 def test_a_learning_rate_that_a_schedule_changes_before_the_step(

@@ -1,0 +1,517 @@
+"""Private copies of what is on a device, a pretended one: streams, pinned memory, graphs, and what goes wrong there."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ckptman
+from ckptman.saving import staging
+from ckptman.saving.staging import Slot, Staged, Stager
+from ckptman.saving.write_plan import RankFile
+from ckptman.state import accelerators
+from ckptman.state.file_layout import Image
+from tests.helpers.fake_device import FakeDevice, OnDevice, Stream, fake_devices
+from tests.saving.test_staging import WAIT, behind, differing, file_of
+
+ZERO = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def device() -> Iterator[FakeDevice]:
+    with fake_devices(count=2) as made:
+        yield made
+
+
+@pytest.fixture
+def stager() -> Iterator[Stager]:
+    made = Stager(SimpleNamespace(idle=False))  # type: ignore[arg-type]
+    made._has_room = lambda file: True  # type: ignore[method-assign]
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_buffers_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerators, "_free", accelerators.deque())
+    monkeypatch.setattr(accelerators, "_warned", False)
+
+
+def staged_values(staged: Staged, file: RankFile, number: int) -> torch.Tensor:
+    """What a slot holds of a tensor of float32."""
+    _, shape = file.pieces[number], file.pieces[number].sizes
+    count = torch.Size(shape).numel()
+    return torch.frombuffer(staged.slot.memory, dtype=torch.float32, count=count, offset=file.places[number].payload)
+
+
+class Three:
+    """Tensors "a", "b" and "c" of ones, twos and threes; the first two on a device."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        values = {"a": torch.full((300,), 1.0), "b": torch.full((200,), 2.0), "c": torch.full((100,), 3.0)}
+        self.file, on_host = file_of({"x": values})
+        self.names = [piece.name for piece in self.file.pieces]
+        self.device = device
+        self.memory: list[torch.Tensor] = [
+            each if name == "x.c" else device.tensor(each) for name, each in zip(self.names, on_host)
+        ]
+
+    def number(self, name: str) -> int:
+        return self.names.index(f"x.{name}")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.memory[self.number(name)]
+
+    def staged(self, staged: Staged) -> dict[str, float]:
+        """The value that fills each staged tensor."""
+        found = {name: staged_values(staged, self.file, self.number(name)).unique().tolist() for name in "abc"}
+        assert all(len(each) == 1 for each in found.values()), found
+        return {name: each[0] for name, each in found.items()}
+
+
+def test_a_copy_is_of_what_the_step_has_made_and_complete_when_the_save_returns(
+    device: FakeDevice, stager: Stager
+) -> None:
+    three = Three(device)
+    stager.prepare(three.file, three.memory)
+    done: list[Staged] = []
+    go = device.main.hold()
+    three["a"].fill_(7.0)  # the step has not ended yet
+    with behind(lambda: done.append(stager.stage(three.file, three.memory))) as returned:
+        assert not returned.wait(0.2)
+        go.set()
+    assert three.staged(done[0]) == {"a": 7.0, "b": 2.0, "c": 3.0}
+
+
+def test_the_host_waits_for_nothing_where_the_copy_may_run_on(device: FakeDevice, stager: Stager) -> None:
+    three = Three(device)
+    stager.prepare(three.file, three.memory)
+    with device.main.held():
+        three["a"].fill_(7.0)
+        staged = stager.stage(three.file, three.memory, {three.number("b")})
+        three["a"].fill_(8.0)  # the next forward changes what it may
+        assert not staged.is_complete
+        staged.wait_staged()
+        three["b"].fill_(9.0)  # and the next optimizer step the rest
+    staged.wait()
+    assert three.staged(staged) == {"a": 7.0, "b": 2.0, "c": 3.0}
+    assert device.values(three["a"]).unique() == 8.0
+    assert device.values(three["b"]).unique() == 9.0
+
+
+def test_each_stream_that_steps_waits_while_the_copy_runs(device: FakeDevice, stager: Stager) -> None:
+    three = Three(device)
+    side = device.Stream(ZERO)
+    stager._streams[ZERO] = device.Stream(ZERO)
+    numbers = {three.number("a"), three.number("b")}
+    with stager._streams[ZERO].held():
+        staged = stager.stage(three.file, three.memory, numbers)
+        staged.wait_staged()
+        three["a"].fill_(8.0)
+        with device.stream(side):
+            staged.wait_staged()
+            three["b"].fill_(9.0)
+    staged.wait()
+    assert staged.is_complete
+    assert three.staged(staged) == {"a": 1.0, "b": 2.0, "c": 3.0}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_freed_after_a_save_is_not_written_over_before_it_is_copied(
+    device: FakeDevice, stager: Stager, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    three, copy, gates = Three(device), Slot.copy, []
+    number = three.number("a")
+    stager.prepare(three.file, three.memory)
+    done: list[Staged] = []
+
+    def held_up(slot: Slot, memory: Any, numbers: Any) -> None:
+        if number in numbers:
+            gates.append(device.current_stream(ZERO).hold())
+        copy(slot, memory, numbers)
+
+    def save() -> None:
+        memory, three.memory = three.memory, []
+        done.append(stager.stage(three.file, memory, {number} if overlap else set()))
+        del memory
+
+    monkeypatch.setattr(Slot, "copy", held_up)
+    with behind(save) as saved:
+        assert saved.wait(WAIT if overlap else 0.2) == overlap
+        device.main.finish()
+        gates[0].set()
+    done[0].wait()
+    device.main.finish()
+    assert three.staged(done[0]) == {"a": 1.0, "b": 2.0, "c": 3.0}
+
+
+def test_tensors_of_the_host_are_copied_behind_the_training_beside_a_device_too(
+    device: FakeDevice, stager: Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three, threads, copy = Three(device), {}, Slot.copy
+
+    def noted(slot: Slot, memory: Any, numbers: Any) -> None:
+        threads.update(dict.fromkeys(numbers, threading.current_thread().name))
+        copy(slot, memory, numbers)
+
+    monkeypatch.setattr(Slot, "copy", noted)
+    staged = stager.stage(three.file, three.memory, {three.number("c")})
+    staged.wait()
+    assert threads[three.number("c")].startswith("ckptman-stage")
+    assert threads[three.number("a")] == threading.current_thread().name
+    assert three.staged(staged) == {"a": 1.0, "b": 2.0, "c": 3.0}
+
+
+def test_no_thread_makes_a_context_on_a_device_of_another_rank(device: FakeDevice, stager: Stager) -> None:
+    device.set_device(1)
+    inner = torch.arange(300.0)
+    file, memory = file_of({"x": {"a": inner}})
+    on_device: list[torch.Tensor] = [device.tensor(memory[0], 1)]
+    staged = stager.stage(file, on_device, {0})
+    staged.wait()
+    assert differing(staged, file, memory) == []
+    staged.release()
+    image = Image([(0, on_device[0])])
+    scratch, found = memoryview(bytearray(4096)), []
+    with behind(lambda: found.append(bytes(image.view(0, scratch))[: inner.nbytes])):
+        pass
+    assert found == [bytes(inner.numpy().tobytes())]
+    stager.close()
+    assert device.contexts == {1}
+
+
+# ---- tensors of classes of their own, and values that hold tensors ---------------------------------------------------
+
+
+def test_a_tensor_made_of_others_is_copied_to_the_host_with_the_rest(device: FakeDevice, stager: Stager) -> None:
+    three = Three(device)
+    parts = device.tensor(torch.full((5,), 1.0)), device.tensor(torch.full((5,), 2.0))
+    stager.prepare(three.file, three.memory)
+    with device.main.held():
+        parts[0].fill_(7.0)
+        staged = stager.stage(three.file, three.memory, {three.number("b")}, [TwoTensor(*parts)])
+        for part in parts:
+            part.fill_(9.0)
+    staged.wait()
+    (special,) = staged.special
+    assert isinstance(special, TwoTensor)
+    assert [each.unique().tolist() for each in (special.a, special.b)] == [[7.0], [2.0]]
+    assert not isinstance(special.a, OnDevice), "nothing is asked of the device when it is pickled"
+
+
+# ---- pinned memory ---------------------------------------------------------------------------------------------------
+
+
+def test_pinned_memory_is_given_up_while_it_is_mapped(device: FakeDevice, stager: Stager) -> None:
+    three, runtime = Three(device), device.runtime
+    stager.stage(three.file, three.memory).release()
+    (size,) = runtime.registered.values()
+    assert size == three.file.end
+    stager.give_back()
+    assert runtime.registered == {}
+    stager.stage(three.file, three.memory).release()
+    stager.close()
+    assert runtime.registered == {}
+    assert runtime.calls == ["register", "unregister"] * 2
+
+
+def test_pinned_memory_that_nobody_gave_up_is_given_up_while_it_is_mapped(device: FakeDevice) -> None:
+    three = Three(device)
+    slot = staging._slot_for(three.file, three.memory)
+    assert len(device.runtime.registered) == 1
+    del slot
+    gc.collect()
+    assert device.runtime.registered == {}
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_a_warning(device: FakeDevice, stager: Stager) -> None:
+    three = Three(device)
+    device.runtime.fails = True
+    with pytest.warns(RuntimeWarning, match=r"host memory cannot be pinned \(2\): .*ulimit -l"):
+        staged = stager.stage(three.file, three.memory)
+    assert three.staged(staged) == {"a": 1.0, "b": 2.0, "c": 3.0}
+    three["a"].fill_(4.0)  # a kernel, which would find the error of the runtime
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = stager.stage(three.file, three.memory)
+    assert second.slot is not staged.slot
+    assert three.staged(second) == {"a": 4.0, "b": 2.0, "c": 3.0}
+
+
+@pytest.mark.parametrize("memfd", [True, False])
+def test_a_fork_leaves_the_memory_of_a_slot_what_it_is(memfd: bool) -> None:
+    """A page of private memory that is written after a fork becomes another one, of which a device does not know."""
+    file, memory = file_of({"x": {"w": torch.zeros(300_000)}})
+    with mock.patch.object(
+        staging, "shared_memory", side_effect=None if memfd else OSError, wraps=staging.shared_memory
+    ):
+        slot = staging._slot_for(file, memory)
+    assert (slot.fd is not None) == memfd
+    place = file.places[0].payload
+    ready, written = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(ready[1], b"r")
+        os.read(written[0], 1)
+        os._exit(slot.memory[place])
+    os.read(ready[0], 1)
+    slot.memory[place] = 77
+    os.write(written[1], b"w")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 77
+    if slot.fd is not None:
+        assert os.pread(slot.fd, 1, place) == bytes([77])
+    for fd in (*ready, *written):
+        os.close(fd)
+    slot.close()
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def failing_put(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    put, calls = staging.put, []
+
+    def failing(*args: Any, **options: Any) -> None:
+        calls.append(1)
+        if len(calls) == at:
+            raise RuntimeError("CUDA error: out of memory")
+        put(*args, **options)
+
+    monkeypatch.setattr(staging, "put", failing)
+
+
+@pytest.mark.parametrize("at", [2, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_slot_is_not_free_while_a_device_still_copies_for_a_save_that_failed(
+    device: FakeDevice, stager: Stager, monkeypatch: pytest.MonkeyPatch, overlap: bool, at: int
+) -> None:
+    """The second copy of three fails, on the device, or the third, on the host."""
+    three = Three(device)
+    stager._streams[ZERO] = device.Stream(ZERO)
+    stager.prepare(three.file, three.memory)
+    failing_put(monkeypatch, at)
+
+    def fail() -> None:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            stager.stage(three.file, three.memory, {three.number("b")} if overlap else set())
+
+    go = stager._streams[ZERO].hold()
+    with behind(fail) as done:
+        assert not done.wait(0.2)
+        assert not stager._slots[0].free
+        go.set()
+    assert stager._slots[0].free
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_device_that_fails_in_the_middle_of_a_copy_fails_the_save(
+    device: FakeDevice, stager: Stager, overlap: bool
+) -> None:
+    three = Three(device)
+    stager.prepare(three.file, three.memory)
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    device.main.submit(fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        stager.stage(three.file, three.memory, {three.number("b")} if overlap else set()).wait()
+    device.error = None
+
+
+# ---- the second slot -------------------------------------------------------------------------------------------------
+
+
+def test_a_save_waits_for_whichever_slot_comes_first(monkeypatch: pytest.MonkeyPatch, stager: Stager) -> None:
+    file, memory = file_of({"x": {"w": torch.zeros(1000)}})
+    first = stager.stage(file, memory)
+    allocate, may_allocate, asked = staging._allocate, threading.Event(), threading.Event()
+
+    def slow(size: int) -> Any:
+        asked.set()
+        assert may_allocate.wait(WAIT)
+        return allocate(size)
+
+    monkeypatch.setattr(staging, "_allocate", slow)
+    second: list[Staged] = []
+    with behind(lambda: second.append(stager.stage(file, memory))) as done:
+        assert asked.wait(WAIT)
+        assert not done.is_set()
+        first.release()
+    assert second[0].slot is first.slot
+    third: list[Staged] = []
+    with behind(lambda: third.append(stager.stage(file, memory))):
+        may_allocate.set()
+    assert third[0].slot is not first.slot
+    assert stager.held_bytes == 2 * file.end
+
+
+# ---- optimizers, and graphs ------------------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(device.tensor(torch.full((1000,), 1.0)))
+        self.register_buffer("seen", device.tensor(torch.zeros(10)))
+
+
+class Run:
+    """A model on a device, and its optimizer, which adds 1 to its parameter in each step."""
+
+    def __init__(self, device: FakeDevice, root: Path, **options: Any) -> None:
+        self.device, self.root = device, root
+        self.model = Model(device)
+        self.optimizer = torch.optim.SGD([self.model.weight], lr=1.0)
+        self.model.weight.grad = device.tensor(torch.full((1000,), -1.0))
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.checkpointer = ckptman.Checkpointer(root, self.state, deadline=None, overlap=True, **options)
+
+    @property
+    def staging_stream(self) -> Stream:
+        assert self.checkpointer._saver._stager is not None
+        streams = self.checkpointer._saver._stager._streams
+        return streams.setdefault(ZERO, self.device.Stream(ZERO))  # type: ignore[no-any-return]
+
+    def saved(self, step: int) -> list[float]:
+        """The values in the parameter of a checkpoint."""
+        found = {"model": {"weight": torch.zeros(1000), "seen": torch.zeros(10)}}
+        ckptman.load(found, self.root / f"step-{step:010d}")
+        return found["model"]["weight"].unique().tolist()  # type: ignore[no-any-return]
+
+
+def test_a_step_waits_on_its_stream_for_the_copy(device: FakeDevice, tmp_path: Path) -> None:
+    run = Run(device, tmp_path)
+    with run.checkpointer:
+        run.optimizer.step()
+        with run.staging_stream.held():
+            run.checkpointer.save(1)
+            for _ in range(3):
+                run.optimizer.step()
+        run.checkpointer.save(2)
+    assert [run.saved(1), run.saved(2)] == [[2.0], [5.0]]
+
+
+def test_an_optimizer_that_was_replaced_waits_too(device: FakeDevice, tmp_path: Path) -> None:
+    run = Run(device, tmp_path)
+    with run.checkpointer:
+        run.optimizer.step()
+        with run.staging_stream.held():
+            run.checkpointer.save(1)
+            torch.optim.SGD([run.model.weight], lr=1.0).step()
+    assert run.saved(1) == [2.0]
+
+
+def captured(run: Run) -> Callable[[], None]:
+    with run.device.capture() as graph:
+        run.optimizer.step()
+    return graph.replay
+
+
+def replays_at_once(run: Run, replay: Callable[[], None]) -> list[float]:
+    """Save, and go on with steps that call no hook, while nothing is copied until the end. Returns what was saved."""
+    step = 1 + max((int(path.name[5:]) for path in run.root.glob("step-*")), default=0)
+    run.checkpointer.save(step)
+    replay()
+    replay()
+    run.checkpointer.wait()
+    return run.saved(step)
+
+
+def test_steps_of_a_graph_do_not_change_what_is_being_copied(device: FakeDevice, tmp_path: Path) -> None:
+    run = Run(device, tmp_path)
+    with run.checkpointer:
+        run.optimizer.step()
+        replay = captured(run)
+        slow(device, run)
+        with pytest.warns(RuntimeWarning, match="captured into a graph"):
+            assert replays_at_once(run, replay) == [2.0]
+        assert replays_at_once(run, replay) == [4.0]
+
+
+def slow(device: FakeDevice, run: Run) -> None:
+    """Let the stream that copies begin 0.1 seconds late."""
+    run.staging_stream.submit(lambda: threading.Event().wait(0.1))
+
+
+def test_steps_of_a_graph_of_before_the_run_do_not_change_what_is_being_copied(
+    device: FakeDevice, tmp_path: Path
+) -> None:
+    model = Model(device)
+    optimizer = torch.optim.SGD([model.weight], lr=1.0)
+    model.weight.grad = device.tensor(torch.full((1000,), -1.0))
+    with device.capture() as graph:
+        optimizer.step()
+    run = Run(device, tmp_path)
+    run.state.update(model=model, optimizer=optimizer)
+    with run.checkpointer:
+        slow(device, run)
+        assert replays_at_once(run, graph.replay) == [1.0]
+
+
+def test_an_optimizer_that_is_meant_for_graphs_is_not_overlapped(device: FakeDevice, tmp_path: Path) -> None:
+    run = Run(device, tmp_path)
+    run.optimizer.param_groups[0]["capturable"] = True
+    with run.checkpointer:
+        run.optimizer.step()
+        slow(device, run)
+        with pytest.warns(RuntimeWarning, match="capturable=True"):
+            run.checkpointer.save(1)
+        assert run.checkpointer._saver._staged == []
+
+
+def test_a_graph_can_be_captured_while_a_save_is_being_copied(device: FakeDevice, tmp_path: Path) -> None:
+    """It neither waits for an event that is not in it, nor does anybody ask the device for one meanwhile."""
+    run = Run(device, tmp_path)
+    with run.checkpointer:
+        run.optimizer.step()
+        slow(device, run)
+        run.checkpointer.save(1)
+        replay = captured(run)
+        replay()
+        replay()
+        device.synchronize()
+    assert run.saved(1) == [2.0]
+    assert device.values(run.model.weight.detach()).unique().tolist() == [4.0]
+
+
+# ---- saves that block ------------------------------------------------------------------------------------------------
+
+
+def test_saves_that_block_go_through_pinned_memory(device: FakeDevice, tmp_path: Path) -> None:
+    values = torch.randn(70_000), torch.randn(500, 300).T, torch.randn(40, 40, dtype=torch.complex64).conj()
+    state = {f"v{number}": device.tensor(each.contiguous().resolve_conj()) for number, each in enumerate(values)}
+    state["v1"] = device.tensor(values[1].T.contiguous()).T
+    asked, pinned = [], device.is_pinned
+    with mock.patch.object(device, "is_pinned", lambda each: asked.append(pinned(each)) or asked[-1]):  # type: ignore[func-returns-value]
+        ckptman.save({"x": state}, tmp_path / "saved")
+    assert asked
+    assert all(asked)
+    found = {"x": {f"v{number}": torch.zeros_like(each.resolve_conj()) for number, each in enumerate(values)}}
+    ckptman.load(found, tmp_path / "saved")
+    assert all(torch.equal(found["x"][f"v{number}"], each) for number, each in enumerate(values))
+
+
+def test_saves_that_block_need_no_pinned_memory(device: FakeDevice, tmp_path: Path) -> None:
+    values = torch.randn(70_000)
+    refused = RuntimeError("CUDA error: out of memory")
+    with (
+        mock.patch.object(device, "empty_pinned", side_effect=refused),
+        pytest.warns(RuntimeWarning, match="host memory cannot be pinned"),
+    ):
+        ckptman.save({"x": device.tensor(values)}, tmp_path / "saved")
+    found = {"x": torch.zeros_like(values)}
+    ckptman.load(found, tmp_path / "saved")
+    assert torch.equal(found["x"], values)
