@@ -118,7 +118,8 @@ class Checkpointer:
         async_save: copy to host memory, then write behind the training; False: training waits until it is durable.
             Where host memory is too small for the copy, a warning says so and saves block as with False.
         overlap: let that copy run on under the next forward and backward, and wait for it only before the next
-            `optimizer.step`. Only for what the optimizers in `state` update, and if nothing else writes to it.
+            `optimizer.step`. Only for what the optimizers in `state` update, and if nothing else writes to it. Where
+            steps are captured into graphs, saves do not overlap.
         nonfinite: what to do about NaN and infinity in metrics, in parameters of modules and in what optimizers keep.
             "keep": mark the checkpoint; the newest finite one is never deleted, and `restore` prefers it. "refuse": the
             save fails. "ignore": do not look, and restore the newest all the same.

@@ -9,6 +9,7 @@ tensors. Of all other objects, which are small, what they gave at the step is ke
 from __future__ import annotations
 
 import copy
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -52,7 +53,7 @@ class OptimizerHooks:
         self.count = 0
         """Steps so far of the optimizers of the state."""
         self.others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._state, self._captured = state, False
+        self._state, self._captured, self._pid = state, False, os.getpid()
         self._called: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hooks = [
             register_optimizer_step_pre_hook(_calling(weakref.WeakMethod(self._about_to_step))),
@@ -93,7 +94,7 @@ class OptimizerHooks:
             self._captured = True
         else:
             self._called.add(optimizer)
-        if self.before_step is not None:
+        if self.before_step is not None and os.getpid() == self._pid:  # a fork has no thread that it could wait for
             self.before_step()
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:

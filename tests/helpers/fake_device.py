@@ -132,6 +132,10 @@ class Event:
         reached = self._reached
         stream.submit(lambda: _await(reached))
 
+    def wait_on_host(self, seconds: float) -> bool:
+        """Return whether it is reached within so long. For tests: no device has this."""
+        return self._reached.wait(seconds)
+
     def synchronize(self) -> None:
         self.module.called()
         _await(self._reached)

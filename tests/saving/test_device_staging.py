@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,13 +98,17 @@ def test_a_copy_is_of_what_the_step_has_made_and_complete_when_the_save_returns(
 def test_the_host_waits_for_nothing_where_the_copy_may_run_on(device: FakeDevice, stager: Stager) -> None:
     three = Three(device)
     stager.prepare(three.file, three.memory)
-    with device.main.held():
-        three["a"].fill_(7.0)
-        staged = stager.stage(three.file, three.memory, {three.number("b")})
-        three["a"].fill_(8.0)  # the next forward changes what it may
+    stager._streams[ZERO] = device.Stream(ZERO)
+    with stager._streams[ZERO].held():
+        with device.main.held():
+            three["a"].fill_(7.0)
+            staged = stager.stage(three.file, three.memory, {three.number("b")})
+            three["a"].fill_(8.0)  # the next forward changes what it may
+            forward = device.main.record_event()
+            staged.wait_staged()
+            three["b"].fill_(9.0)  # and the next optimizer step the rest
         assert not staged.is_complete
-        staged.wait_staged()
-        three["b"].fill_(9.0)  # and the next optimizer step the rest
+        assert not forward.wait_on_host(0.2)
     staged.wait()
     assert three.staged(staged) == {"a": 7.0, "b": 2.0, "c": 3.0}
     assert device.values(three["a"]).unique() == 8.0
@@ -361,6 +366,19 @@ def test_a_save_waits_for_whichever_slot_comes_first(monkeypatch: pytest.MonkeyP
 # ---- optimizers, and graphs ------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def slow(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy from the device takes its time."""
+    copy = Slot.copy
+
+    def slowly(slot: Slot, memory: Any, numbers: Any) -> None:
+        if any(memory[number].device == ZERO for number in numbers):
+            device.current_stream(ZERO).submit(lambda: time.sleep(0.2))
+        copy(slot, memory, numbers)
+
+    monkeypatch.setattr(Slot, "copy", slowly)
+
+
 class Model(torch.nn.Module):
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
@@ -404,6 +422,21 @@ def test_a_step_waits_on_its_stream_for_the_copy(device: FakeDevice, tmp_path: P
     assert [run.saved(1), run.saved(2)] == [[2.0], [5.0]]
 
 
+def test_two_optimizers_on_two_streams_wait_both(device: FakeDevice, tmp_path: Path) -> None:
+    run, side = Run(device, tmp_path), device.Stream(ZERO)
+    other = torch.optim.SGD([torch.nn.Parameter(device.tensor(torch.zeros(3)))], lr=1.0)
+    with run.checkpointer:
+        run.optimizer.step()
+        device.synchronize()
+        with run.staging_stream.held():
+            run.checkpointer.save(1)
+            other.step()
+            with device.stream(side):
+                run.optimizer.step()
+                assert not side.record_event().wait_on_host(0.2)
+    assert run.saved(1) == [2.0]
+
+
 def test_an_optimizer_that_was_replaced_waits_too(device: FakeDevice, tmp_path: Path) -> None:
     run = Run(device, tmp_path)
     with run.checkpointer:
@@ -430,24 +463,18 @@ def replays_at_once(run: Run, replay: Callable[[], None]) -> list[float]:
     return run.saved(step)
 
 
-def test_steps_of_a_graph_do_not_change_what_is_being_copied(device: FakeDevice, tmp_path: Path) -> None:
+def test_steps_of_a_graph_do_not_change_what_is_being_copied(device: FakeDevice, tmp_path: Path, slow: None) -> None:
     run = Run(device, tmp_path)
     with run.checkpointer:
         run.optimizer.step()
         replay = captured(run)
-        slow(device, run)
         with pytest.warns(RuntimeWarning, match="captured into a graph"):
             assert replays_at_once(run, replay) == [2.0]
         assert replays_at_once(run, replay) == [4.0]
 
 
-def slow(device: FakeDevice, run: Run) -> None:
-    """Let the stream that copies begin 0.1 seconds late."""
-    run.staging_stream.submit(lambda: threading.Event().wait(0.1))
-
-
 def test_steps_of_a_graph_of_before_the_run_do_not_change_what_is_being_copied(
-    device: FakeDevice, tmp_path: Path
+    device: FakeDevice, tmp_path: Path, slow: None
 ) -> None:
     model = Model(device)
     optimizer = torch.optim.SGD([model.weight], lr=1.0)
@@ -457,27 +484,26 @@ def test_steps_of_a_graph_of_before_the_run_do_not_change_what_is_being_copied(
     run = Run(device, tmp_path)
     run.state.update(model=model, optimizer=optimizer)
     with run.checkpointer:
-        slow(device, run)
         assert replays_at_once(run, graph.replay) == [1.0]
 
 
-def test_an_optimizer_that_is_meant_for_graphs_is_not_overlapped(device: FakeDevice, tmp_path: Path) -> None:
+def test_an_optimizer_that_is_meant_for_graphs_is_not_overlapped(
+    device: FakeDevice, tmp_path: Path, slow: None
+) -> None:
     run = Run(device, tmp_path)
     run.optimizer.param_groups[0]["capturable"] = True
     with run.checkpointer:
         run.optimizer.step()
-        slow(device, run)
         with pytest.warns(RuntimeWarning, match="capturable=True"):
             run.checkpointer.save(1)
         assert run.checkpointer._saver._staged == []
 
 
-def test_a_graph_can_be_captured_while_a_save_is_being_copied(device: FakeDevice, tmp_path: Path) -> None:
+def test_a_graph_can_be_captured_while_a_save_is_being_copied(device: FakeDevice, tmp_path: Path, slow: None) -> None:
     """It neither waits for an event that is not in it, nor does anybody ask the device for one meanwhile."""
     run = Run(device, tmp_path)
     with run.checkpointer:
         run.optimizer.step()
-        slow(device, run)
         run.checkpointer.save(1)
         replay = captured(run)
         replay()

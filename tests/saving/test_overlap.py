@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -224,6 +225,20 @@ def test_an_optimizer_that_has_taken_the_place_of_another_waits_too(
             checkpointer.wait()
             assert differing(saved_values(tmp_path / f"step-{step:010d}"), expected) == []
             run.state["first"] = run.first = new
+
+
+def test_a_fork_steps_without_waiting_for_a_copy_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, held = Run(), HeldUp(monkeypatch)
+    with open_run(tmp_path, run.state, overlap=True) as checkpointer:
+        expected = run.values()
+        checkpointer.save(1)
+        if not (child := os.fork()):
+            signal.alarm(int(WAIT))
+            run.second.step()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        held.go.set()
+    assert differing(saved_values(tmp_path / ONE), expected) == []
 
 
 def test_a_learning_rate_that_a_schedule_changes_before_the_step(

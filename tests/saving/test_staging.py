@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -23,7 +24,7 @@ import ckptman
 from ckptman.comm.control_group import Channel
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.runtime.journal import read_journal
-from ckptman.saving import staging
+from ckptman.saving import staging, writer
 from ckptman.saving.staging import RESERVE_BYTES, Slot, Staged, Stager
 from ckptman.saving.write_plan import RankFile, plan_save
 from ckptman.saving.writer import CheckpointWriter, Content
@@ -312,6 +313,29 @@ def test_a_copy_that_fails_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> No
             stager.stage(file, memory)
         with behind(lambda: stager.stage(file, memory)):
             pass
+
+
+def test_a_value_that_may_change_is_pickled_before_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On its stream, too: what the value holds may be on a device."""
+    pickled, threads = writer.pickled, []
+
+    def noted(value: Any) -> bytes:
+        if not isinstance(value, int):
+            threads.append(threading.current_thread())
+        return pickled(value)
+
+    monkeypatch.setattr(writer, "pickled", noted)
+    state = {"s": {"w": torch.zeros(10), "n": 5, "text": b"bytes", "array": np.arange(3)}}
+    with ckptman.Checkpointer(tmp_path, state, deadline=None) as checkpointer:
+        checkpointer.save(1)
+    assert len(threads) == 2
+    assert set(threads) == {threading.current_thread()}
+    loaded = {"s": {"w": torch.ones(10), "n": 0, "text": b"", "array": np.zeros(3, dtype=np.int64)}}
+    ckptman.load(loaded, tmp_path / "step-0000000001")
+    assert loaded["s"]["text"] == b"bytes"
+    assert loaded["s"]["array"].tolist() == [0, 1, 2]
 
 
 # ---- saves one after the other ---------------------------------------------------------------------------------------
