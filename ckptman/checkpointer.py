@@ -123,6 +123,8 @@ class Checkpointer:
         nonfinite: what to do about NaN and infinity in metrics, in parameters of modules and in what optimizers keep.
             "keep": mark the checkpoint; the newest finite one is never deleted, and `restore` prefers it. "refuse": the
             save fails. "ignore": do not look, and restore the newest all the same.
+        keep_warm: after each save, read it back into the page cache of this node where memory is left, in place of the
+            one before, so that a restart on this node loads it from memory. Only on file systems of the node itself.
         timeout_seconds: for how long a rank waits for the others before it gives up.
         watchdog: seconds after which a step that does not end counts as stuck and the process is ended (see
             `policies.hang_timeout`); "auto": 600, or less where NCCL gives up before, if there are several ranks or a
@@ -157,6 +159,7 @@ class Checkpointer:
         async_save: bool = True,
         overlap: bool = False,
         nonfinite: OnNonfinite = "keep",
+        keep_warm: bool = False,
         timeout_seconds: float = 1800.0,
         watchdog: Setting = "auto",
         run_id: str | None = None,
@@ -199,6 +202,7 @@ class Checkpointer:
                 background=async_save,
                 overlap=overlap,
                 nonfinite=nonfinite,
+                keep_warm=keep_warm,
             )
             undone.callback(self._saver.close)
             self._timings = Timings(process_started(), end, durable_seconds=self._session.save_seconds)

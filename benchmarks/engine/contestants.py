@@ -21,6 +21,7 @@ from benchmarks.engine.state import State
 Move = Callable[[State, Path], None]
 
 CKPTMAN = "ckptman"
+KEPT_WARM = "ckptman, kept warm"
 CKPTMAN_IN_DCP = "ckptman in dcp.save/load"
 CKPTMAN_ON_DCP = "ckptman, files of plain DCP"
 DCP = "plain DCP"
@@ -149,11 +150,16 @@ _LIBRARIES = [
 ]
 
 
+def raw_loaders(reads: str) -> list[Contestant]:
+    """Those that read from the page cache and check nothing."""
+    return _raw(BUFFERED, reads)
+
+
 def _device(reads: str) -> list[Contestant]:
     return [replace(each, name=each.name.replace("raw", DEVICE_ALONE)) for each in _raw(DEVICE, reads)]
 
 
 SAVERS = [each for each in _LIBRARIES + _raw(RAW, RAW[0].name) + _device(RAW[0].name) if each.save]
-WARM_LOADERS = [each for each in _LIBRARIES + _raw(BUFFERED, RAW[0].name) if each.load]
+WARM_LOADERS = [each for each in _LIBRARIES + raw_loaders(RAW[0].name) if each.load]
 COLD_LOADERS = [each for each in _LIBRARIES + _raw(RAW, CKPTMAN) + _device(CKPTMAN) if each.load]
 """From a cold disk, raw reads are of the very file that ckptman reads: how fast a disk is depends on the place."""

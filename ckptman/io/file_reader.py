@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from ckptman.errors import CorruptError
 from ckptman.io.safe_open import open_regular
-from ckptman.io.threads import ALIGN_BYTES
+from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES
 
 DIRECT_BYTES = 1024 * 1024
 """Less than this is read through the page cache: what follows lies near, and it reads ahead."""
@@ -110,6 +111,26 @@ class FileReader:
             for fd in {self._fd, self._direct_fd} - {-1}:
                 os.close(fd)
             self._fd = self._direct_fd = -1
+
+
+def read_to_cache(path: Path, go_on: Callable[[], bool]) -> None:
+    """Read a file into the page cache and nowhere else, for as long as `go_on()` is true.
+
+    Piece by piece, so that whoever waits for the same disk does not wait for long. Raises: CorruptError, OSError.
+    """
+    with open(open_regular(path), "rb", buffering=0) as file, open(os.devnull, "wb", buffering=0) as nowhere:
+        offset = 0
+        while go_on() and (count := os.sendfile(nowhere.fileno(), file.fileno(), offset, STRIDE_BYTES)):
+            offset += count
+
+
+def drop_from_cache(path: Path) -> None:
+    """Give up the page cache of a file. Raises: CorruptError, OSError."""
+    fd = open_regular(path)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
 
 def after(segments: list[memoryview], count: int) -> list[memoryview]:

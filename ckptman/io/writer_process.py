@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import ckptman
-from ckptman.errors import warn_only
+from ckptman.errors import CorruptError, warn_only
 from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.file_reader import drop_from_cache, read_to_cache
 from ckptman.io.file_writer import FileWriter, Written, write_all
 from ckptman.io.finite_scan import FiniteScan
 from ckptman.io.threads import computing_threads, io_threads
@@ -113,6 +114,13 @@ class WriterProcess:
             scan.found |= found
         return Written.of(blocks, source.size_bytes, file.buffered_because)
 
+    def keep_cached(self, path: Path) -> None:
+        """Have a file read into the page cache from now on, until the next one is to be written. The one that was named
+        before goes from there."""
+        if not self.given_up:
+            with contextlib.suppress(OSError):  # a process that is gone is found by the next save
+                self._started()[0].send(path)
+
     def close(self) -> None:
         """End the process. What it does in vain is over in a few seconds."""
         self._running = None
@@ -168,10 +176,14 @@ def main(fd: int) -> None:
             signal.signal(number, signal.SIG_IGN)  # what a job is told is for the training to answer
     os.nice(_NICE)
     threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
-    pipe = Connection(fd)
+    pipe, cached = Connection(fd), None
     with contextlib.suppress(EOFError, OSError):
         while (asked := pipe.recv()) is not None:
-            pipe.send(_serve(pipe, *asked))
+            if isinstance(asked, Path):
+                _keep_cached(asked, cached, pipe)
+                cached = asked
+            else:
+                pipe.send(_serve(pipe, *asked))
 
 
 def _serve(
@@ -187,6 +199,23 @@ def _serve(
         return error
     finally:
         os.close(memory)
+
+
+def _keep_cached(path: Path, before: Path | None, pipe: Connection) -> None:
+    """Read a file into the page cache in place of another one, behind all others who read from that disk, until
+    something else is to be done."""
+    import psutil
+
+    if before is not None:
+        with contextlib.suppress(OSError, CorruptError):  # it may have been pruned
+            drop_from_cache(before)
+    me = psutil.Process()
+    with contextlib.suppress(OSError, CorruptError, psutil.Error):  # then a load reads it from the disk
+        me.ionice(psutil.IOPRIO_CLASS_IDLE)
+        try:
+            read_to_cache(path, lambda: not pipe.poll())
+        finally:
+            me.ionice(psutil.IOPRIO_CLASS_NONE)
 
 
 def _leave_with(parent: int) -> NoReturn:

@@ -25,6 +25,7 @@ from ckptman.comm.frozen import agree_on_frozen
 from ckptman.comm.replicas import compare_replicas
 from ckptman.errors import CommitError, ConfigError, RankLostError, warn_only
 from ckptman.format.manifest import Nonfinite
+from ckptman.format.paths import data_name, step_folder
 from ckptman.io.failure_cause import FULL
 from ckptman.io.threads import Task, Worker
 from ckptman.policies.retention_rules import nonfinite_text
@@ -35,6 +36,7 @@ from ckptman.saving.refused_values import refused_tensors
 from ckptman.saving.retention_runner import RetentionRunner
 from ckptman.saving.staging import Staged, Stager, refusal
 from ckptman.saving.stale_saves import Stale
+from ckptman.saving.warm_copy import why_not_kept
 from ckptman.saving.write_plan import RankFile, memory_of, plan_save, signature_of
 from ckptman.saving.writer import CheckpointWriter, Committed, Content, Draft, SaveInfo
 from ckptman.state.local_shards import refuse_unfillable
@@ -83,6 +85,7 @@ class Saver:
         background: copy to host memory, and write from there in a thread.
         overlap: what optimizer steps alone change may still be copied when `save` returns.
         nonfinite: whether a save that holds NaN or infinity is marked, or fails, or nobody looks.
+        keep_warm: have the newest checkpoint in the page cache, where there is memory for it.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Saver:
         background: bool,
         overlap: bool = False,
         nonfinite: OnNonfinite = "ignore",
+        keep_warm: bool = False,
     ) -> None:
         self._backend, self._journal, self._claim, self._watchdog = backend, journal, claim, watchdog
         self.channel, self.retention, self._hooks, self._overlap = channel, retention, hooks, overlap
@@ -107,6 +111,9 @@ class Saver:
         self._running: deque[Task[SaveReport]] = deque()
         self._staged: list[Staged] = []
         self._writer = CheckpointWriter(backend.disk, nonfinite)
+        self._keep_warm = keep_warm
+        self._neighbours = 1
+        """How many ranks this host has, this one included."""
         self._file: RankFile | None = None
         self._number = 0
         self._warned: set[str] = set()
@@ -148,15 +155,16 @@ class Saver:
 
         Raises: ConfigError, on every rank alike.
         """
-        file = plan_save(snapshot, control)
+        file, here = plan_save(snapshot, control), socket.gethostname()
         with failing_as_one(), AllRanks[tuple[str, int, int]](control) as needs:
             if refused := list(refused_tensors(file.special(snapshot))):
                 raise ConfigError("; ".join(refused))
-            needs.mine = self._stager.needs(file) if self._stager is not None else ("", 0, 0)
+            needs.mine = self._stager.needs(file) if self._stager is not None else (here, 0, 0)
         self._file = file
+        self._neighbours = sum(host == here for host, _, _ in needs.all)
         if self._stager is None:
             return
-        self._stager.neighbours = sum(host == socket.gethostname() for host, _, _ in needs.all)
+        self._stager.neighbours = self._neighbours
         self._asynchronous = True
         if reason := refusal(needs.all):
             self._block_from_now_on(reason)
@@ -253,6 +261,8 @@ class Saver:
                 self._warned.add("buffered")
                 self._note("direct_io_unavailable", reason=committed.buffered_because)
             self.retention.prune()
+            if self._keep_warm:
+                self._keep_cached(info.step)
         except Exception as error:  # noqa: BLE001 the save is durable: a warning that is an error must not undo it
             self._note("prune_failed", cause=f"{type(error).__name__}: {error}")
         if self.channel.is_leader:
@@ -369,6 +379,19 @@ class Saver:
                 f"{'' if found.tensors else ', unless the metric is infinite and not NaN'}. See where it begins: "
                 f"ckptman list {self._backend.root}",
             )
+
+    def _keep_cached(self, step: int) -> None:
+        """Have what this rank wrote in the page cache, where there is memory for it."""
+        path = self._backend.root / step_folder(step) / data_name(self.channel.rank)
+        try:
+            reason = why_not_kept(path, self._neighbours)
+        except OSError:  # this rank wrote nothing, or the checkpoint is gone again
+            return
+        if reason is None:
+            self._writer.keep_cached(path)
+        elif "warm" not in self._warned:
+            self._note("not_kept_warm", step=step, reason=reason)
+            self._warn_once("warm", f"the newest checkpoint is not kept in the page cache: {reason}")
 
     def _block_from_now_on(self, reason: str) -> None:
         """Save in the training thread from now on: there is no memory to stage in."""

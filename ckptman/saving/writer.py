@@ -256,6 +256,10 @@ class CheckpointWriter:
         """End the process that writes."""
         self._process.close()
 
+    def keep_cached(self, path: Path) -> None:
+        """Have a data file that is durable read into the page cache, in place of the one before."""
+        self._process.keep_cached(path)
+
     def watch(self, step: int, file: RankFile, snapshot: Snapshot, state: Mapping[str, Any], updates: int) -> Watch:
         """Note what is known of the parameters when a save begins, in the training thread, to see whether a save holds
         anything new. `updates`: optimizer steps so far."""

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine.cache import resident_share
 from ckptman.errors import CorruptError
-from ckptman.io.file_reader import DIRECT_BYTES, FileReader, after
-from ckptman.io.threads import ALIGN_BYTES, aligned_memory
+from ckptman.io.durable_files import DISK
+from ckptman.io.file_reader import DIRECT_BYTES, FileReader, after, drop_from_cache, read_to_cache
+from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES, aligned_memory
 
 DATA = random.Random(1).randbytes(2 * DIRECT_BYTES + 777)
 
@@ -113,3 +115,25 @@ def test_what_is_left_of_segments() -> None:
     segments = [memoryview(b"abc"), memoryview(b"defg")]
     assert [bytes(each) for each in after(segments, 4)] == [b"efg"]
     assert after(segments, 7) == []
+
+
+def test_a_file_is_read_to_the_page_cache_until_it_is_enough(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    DISK.write_file(path, bytes(16 * STRIDE_BYTES))
+    drop_from_cache(path)
+    if resident_share(path):
+        pytest.skip("pages of files cannot be given up here")
+    go_on = iter([True, True, False])
+    read_to_cache(path, lambda: next(go_on))
+    assert 2 / 16 <= resident_share(path) < 1
+    drop_from_cache(path)
+    assert not resident_share(path)
+    read_to_cache(path, lambda: True)
+    assert resident_share(path) == 1
+
+
+def test_no_link_is_read_to_the_page_cache(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(path)
+    for call in (lambda: read_to_cache(tmp_path / "link", lambda: True), lambda: drop_from_cache(tmp_path / "link")):
+        with pytest.raises(CorruptError):
+            call()

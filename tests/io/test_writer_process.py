@@ -6,16 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from benchmarks.engine.cache import resident_share
 from ckptman.io import writer_process
 from ckptman.io.checksums import digest_file
 from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.file_reader import drop_from_cache
 from ckptman.io.finite_scan import FiniteScan, Range
 from ckptman.io.threads import ALIGN_BYTES, STRIDE_BYTES
 from ckptman.io.writer_process import Shared, WriterProcess, shared_memory
@@ -115,6 +118,57 @@ def test_an_error_of_the_disk_is_raised_here(
     assert caught.value.filename == str(folder / "y")
 
 
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_last_file_is_kept_in_the_page_cache_and_no_other(
+    tmp_path: Path, process: WriterProcess, source: tuple[Shared, bytes]
+) -> None:
+    shared, data = source
+    files = [tmp_path / name for name in "abc"]
+    for path in files:
+        process.write(path, shared, disk=DISK)
+    if any(map(resident_share, files)):
+        pytest.skip("no direct I/O here: what is written is in the page cache anyway")
+    process.keep_cached(files[0])
+    until(lambda: resident_share(files[0]) == 1)
+    process.keep_cached(files[1])
+    until(lambda: resident_share(files[1]) == 1)
+    assert not resident_share(files[0])
+    files[1].unlink()
+    process.keep_cached(files[2])
+    until(lambda: resident_share(files[2]) == 1)
+    process.keep_cached(files[1])
+    process.keep_cached(files[0])
+    until(lambda: resident_share(files[0]) == 1)
+    assert process.write(tmp_path / "d", shared, disk=DISK) is not None
+    assert (tmp_path / "d").read_bytes() == data
+
+
+def test_it_is_started_to_keep_what_others_wrote(tmp_path: Path, process: WriterProcess) -> None:
+    DISK.write_file(tmp_path / "x", bytes(SIZE))
+    drop_from_cache(tmp_path / "x")
+    process.keep_cached(tmp_path / "x")
+    until(lambda: resident_share(tmp_path / "x") == 1)
+
+
+def test_keeping_a_file_fails_nothing(tmp_path: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
+    shared, _ = source
+    process.keep_cached(tmp_path / "none")
+    assert process.write(tmp_path / "x", shared, disk=DISK) is not None
+    child_of(process).kill()
+    child_of(process).wait(20)
+    process.keep_cached(tmp_path / "x")
+    with pytest.warns(RuntimeWarning, match="threads write them from now on"):
+        process.write(tmp_path / "y", shared, disk=DISK)
+    process.keep_cached(tmp_path / "x")
+    assert process._running is None, "nor is it started again"
+
+
 def test_another_disk_is_left_to_threads(folder: Path, process: WriterProcess, source: tuple[Shared, bytes]) -> None:
     assert process.write(folder / "x", source[0], disk=Disk()) is None
     assert process._running is None
@@ -123,6 +177,7 @@ def test_another_disk_is_left_to_threads(folder: Path, process: WriterProcess, s
 ORPHAN = """
 import os, signal, sys
 from pathlib import Path
+from benchmarks.engine.cache import resident_share
 from ckptman.io import writer_process
 from ckptman.io.durable_files import DISK
 writer_process.LEAST_BYTES = 0

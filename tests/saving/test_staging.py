@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import ckptman
 from ckptman.comm.control_group import Channel
-from ckptman.runtime.host_memory import available_bytes
+from ckptman.runtime.host_memory import available_bytes, spare_bytes
 from ckptman.runtime.journal import read_journal
 from ckptman.saving import staging, writer
 from ckptman.saving.staging import RESERVE_BYTES, Slot, Staged, Stager
@@ -662,5 +662,15 @@ def test_cgroup_v1_pages_of_files_that_belong_to_a_group_below(tmp_path: Path) -
     assert available_bytes(tmp_path / "fs", mine) == 14 * GIB
 
 
+def test_cgroup_what_is_read_again_and_again_is_not_spare(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text(f"MemFree: 5 kB\nActive(file):    {400 * GIB // 1024} kB\n")
+    assert spare_bytes(tmp_path, tmp_path / "none", tmp_path / "meminfo") == 100 * GIB
+    assert spare_bytes(tmp_path, tmp_path / "none", tmp_path / "none") == 500 * GIB
+    root, job = tmp_path / "fs", tmp_path / "fs/job_7"
+    stat = f"active_file {30 * GIB}\ninactive_file {9 * GIB}"
+    put(job, memory__max=64 * GIB, memory__current=60 * GIB, memory__stat=stat)
+    assert spare_bytes(root, own(tmp_path, "0::/job_7\n"), tmp_path / "meminfo") == 13 * GIB
+
+
 def test_this_machine_has_some_memory_left() -> None:
-    assert 0 < available_bytes() <= psutil.virtual_memory().total
+    assert 0 < spare_bytes() <= available_bytes() <= psutil.virtual_memory().total
