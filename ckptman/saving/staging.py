@@ -115,9 +115,12 @@ class Staged:
         self._copied = copier.submit(self.slot.copy, memory, numbers)
         self._tasks.append(self._copied)
 
-    def arrive_behind(self, copier: Worker) -> None:
-        """Have a thread wait for the devices, as nobody else may have to."""
-        self._tasks.append(copier.submit(self.arrive))
+    def arrive_behind(self) -> None:
+        """Have a thread wait for the devices, from now on: once a graph is being captured nobody may begin to."""
+        try:
+            self._tasks.append(_begin(self.arrive))
+        except RuntimeError:  # no thread
+            self.arrive()
 
     def arrive(self) -> None:
         """Wait for the devices. Raises: RuntimeError, if one has failed."""
@@ -227,6 +230,11 @@ class Stager:
     def _drop(self) -> None:
         if self._making is not None:
             self._making.wait()
+        for stream in (
+            self._streams.values() if self._slots else ()
+        ):  # Ctrl-C may have left a copy that nobody waits for
+            with contextlib.suppress(Exception):
+                stream.synchronize()
         self._file, self._making = None, None
         while self._slots:
             self._slots.pop().close()
@@ -268,7 +276,7 @@ class Stager:
         if behind := [number for number in on_host if number in later]:
             staged.copy_behind(self._copier, memory, behind)
         if later and staged.events:
-            staged.arrive_behind(self._copier)
+            staged.arrive_behind()
         staged.slot.copy(memory, [number for number in on_host if number not in later])
         staged.special = [copies[number] if number in copies else _private(each) for number, each in enumerate(special)]
         if not later:
