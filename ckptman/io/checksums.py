@@ -79,6 +79,9 @@ class BlockDigester:
 
 def digest_segments(segments: Sequence[memoryview], block_bytes: int) -> list[bytes]:
     """Return the digests of the blocks that segments make one after the other; the last block may be shorter."""
+    if len(segments) == 1:  # as a rule, and in half the time
+        (whole,) = segments
+        return [xxh3_128_digest(whole[at : at + block_bytes]) for at in range(0, len(whole), block_bytes)]
     digester = BlockDigester(block_bytes)
     for segment in segments:
         digester.update(segment)
