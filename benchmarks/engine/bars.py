@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.engine.contestants import CKPTMAN, CKPTMAN_IN_DCP, DCP, DCP_BEST, DEVICE_ALONE, KEPT_WARM
+from benchmarks.engine.gpu import LOOPS as GPU_LOOPS
+from benchmarks.engine.gpu import OVERLAP, OVERLAP_CALL
 from benchmarks.engine.section import Section
 from benchmarks.planning import Planned
 
@@ -127,11 +129,15 @@ def _planning(planned: list[Planned] | None) -> Iterator[Bar]:
 
 
 def _gpu(sections: Mapping[str, Section]) -> Iterator[Bar]:
-    if (section := sections.get("gpu_stall_ratio")) is not None:
-        later = section.rows.get(f"{CKPTMAN}, later", [])
-        yield Bar("GPU: stall, later ones, over the pinned copy", later, 1.1)
-        later = section.rows.get(f"{CKPTMAN}, overlap, later", [])
-        yield Bar("GPU: stall with overlap, over the pinned copy", later, 0.05)
-    if (section := sections.get("gpu_steps")) is not None:
-        for row in (row for row in section.rows if row.startswith(CKPTMAN)):
-            yield Bar(f"GPU: step time during a save, over no save: {row}", section.rows[row], 1.03)
+    for loop in GPU_LOOPS:
+        if (stall := sections.get(f"gpu_stall, {loop}")) is None:
+            continue
+        what, over = f"GPU, {loop}", sections[f"gpu_stall_ratio, {loop}"].rows
+        yield Bar(f"{what}: stall, later ones, over the pinned copy", over.get(f"{CKPTMAN}, later", []), 1.1)
+        milliseconds = [1000 * seconds for seconds in stall.rows.get(OVERLAP_CALL, [])]
+        yield Bar(f"{what}: time of the call of a save with overlap", milliseconds, 20.0, unit="ms")
+        later = over.get(f"{OVERLAP}, later", [])
+        yield Bar(f"{what}: the same and what its next step waits, over the pinned copy", later, None)
+        steps = sections[f"gpu_steps, {loop}"].rows
+        for name in (CKPTMAN, OVERLAP):
+            yield Bar(f"{what}: step time during a save, over no save: {name}", steps.get(name, []), 1.03)

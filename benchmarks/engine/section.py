@@ -13,12 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: how large a state, how often, and where to write."""
+    """What to run: how large a state, how often, where to write, and on which device what is meant for a GPU."""
 
     state_bytes: int
     repeat: int
     root: Path
     quick: bool
+    device: str = "cuda"
 
     def folder(self, name: str) -> Path:
         """A new, empty folder."""

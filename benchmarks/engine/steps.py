@@ -27,6 +27,7 @@ from benchmarks.engine.team import MeasureError, forked
 QUIET_STEPS = 40
 SAVES = 3
 DISK, SHM = "disk", "/dev/shm"
+SGD = partial(torch.optim.SGD, lr=1e-4)
 
 
 def open_module(state: State, root: Path) -> Iterator[Save]:
@@ -41,10 +42,19 @@ SAVERS = {CKPTMAN: open_module, DCP: open_dcp}
 
 
 class Training:
-    """A small training: `step` does one step of it and returns its seconds."""
+    """A small training: `step` does one step of it and returns its seconds. `idle_bytes`: of a parameter that gets a
+    gradient only once, so that it makes the state larger and no step longer."""
 
     def __init__(
-        self, device: torch.device, width: int = 384, layers: int = 8, batch: int = 96, *, hooks: bool = False
+        self,
+        device: torch.device,
+        width: int,
+        layers: int,
+        batch: int,
+        *,
+        hooks: bool = False,
+        optimizer: Callable[..., torch.optim.Optimizer] = SGD,
+        idle_bytes: int = 0,
     ) -> None:
         torch.manual_seed(0)
         parts: list[nn.Module] = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU())]
@@ -52,16 +62,20 @@ class Training:
         for part in parts if hooks else ():
             part.register_forward_hook(lambda *_: None)
             part.register_full_backward_hook(lambda *_: None)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        if idle_bytes:
+            idle = nn.Parameter(torch.rand(idle_bytes // 4, device=device))
+            idle.grad = torch.zeros_like(idle)
+            self.model.register_parameter("idle", idle)
+        self.optimizer = optimizer(self.model.parameters())
         self._x = torch.randn(batch, width, device=device)
         for _ in range(5):
             self.step()
 
     def step(self) -> float:
         begun = time.perf_counter()
-        self.optimizer.zero_grad()
         self.model(self._x).square().mean().backward()
         self.optimizer.step()
+        self.optimizer.zero_grad()
         if self._x.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - begun

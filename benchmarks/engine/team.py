@@ -24,24 +24,24 @@ class MeasureError(Exception):
     """A process could not do what was asked."""
 
 
-def fresh(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function in a new interpreter."""
-    return _one("spawn", function, arguments)
+def fresh(function: Callable[..., Any], *arguments: Any, limit_seconds: float = LIMIT_SECONDS) -> Any:
+    """The result of a function in a new interpreter. Raises: MeasureError."""
+    return _one("spawn", function, arguments, limit_seconds)
 
 
 def forked(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a function in a fork of this process."""
-    return _one("fork", function, arguments)
+    return _one("fork", function, arguments, LIMIT_SECONDS)
 
 
-def _one(method: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _one(method: str, function: Callable[..., Any], arguments: tuple[Any, ...], limit_seconds: float) -> Any:
     context = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve_once, args=(theirs, function, arguments))  # type: ignore[attr-defined]
     process.start()
     theirs.close()
     try:
-        return _receive(ours)
+        return _receive(ours, limit_seconds)
     finally:
         process.join(10)
         if process.is_alive():
@@ -111,10 +111,10 @@ class Member:
             self._process.kill()
 
 
-def _receive(pipe: Connection) -> Any:
+def _receive(pipe: Connection, limit_seconds: float = LIMIT_SECONDS) -> Any:
     try:
-        if not pipe.poll(LIMIT_SECONDS):
-            raise MeasureError(f"no answer within {LIMIT_SECONDS:.0f} s")
+        if not pipe.poll(limit_seconds):
+            raise MeasureError(f"no answer within {limit_seconds:.0f} s")
         good, value = pipe.recv()
     except EOFError:
         raise MeasureError("the process has died") from None
