@@ -12,7 +12,7 @@ TORCH  ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 JOBS   ?= 3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-all test-torch check format campaign faults bench clean
+.PHONY: help setup demo test test-all test-torch test-gpu check format campaign faults bench clean
 
 help:
 	@echo "make setup     a virtual environment in $(VENV) with ckptman and what it needs"
@@ -20,6 +20,7 @@ help:
 	@echo "make test      the quick tests, the demo and a few real ranks: in under 6 minutes"
 	@echo "make test-all  all tests, Slurm and the docs included, and short versions of the long ones"
 	@echo "make test-torch TORCH=2.11.0  the quick tests on another torch, in an environment of its own"
+	@echo "make test-gpu  what must hold on a GPU, on the GPUs of this machine"
 	@echo "make check     ruff, formatting, mypy --strict, the layers"
 	@echo "make campaign  the long versions: 50 kills and more"
 	@echo "make faults    the fault campaign: thousands of faults, two at a time, and a table at the end"
@@ -54,6 +55,9 @@ test-all: setup
 
 test-torch:
 	$(MAKE) test VENV=.venv-torch-$(TORCH)
+
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu
 
 check: setup
 	$(BIN)/ruff check $(SOURCE)

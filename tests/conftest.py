@@ -31,6 +31,12 @@ def _handlers_stay() -> Iterator[None]:
     assert {each: signal.getsignal(each) for each in before} == before
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under `-m gpu`, collect that folder alone: the others need packages that a machine with a GPU may lack."""
+    is_other = collection_path.parent == TESTS and collection_path.name != "gpu"
+    return True if is_other and config.option.markexpr == "gpu" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs a real Slurm as slow, and let the longest begin first."""
     for item in items:
