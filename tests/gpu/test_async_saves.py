@@ -14,6 +14,7 @@ from tests.dcp.test_values import differing
 from tests.gpu.device import BUSY, Device, Run, busy, check_saved, open_run, saved, values_of
 
 STEPS = 6
+NOT_BEGUN = "the device is still busy, and the copy has not begun"
 
 
 def train_and_save(root: Path, device: Device, **options: bool) -> None:
@@ -102,11 +103,13 @@ def test_two_optimizers_on_two_streams_each_wait(tmp_path: Path, device: Device)
     run = Run(device, hosted=False)
     streams = [device.Stream(), device.Stream()]
     with open_run(tmp_path, run.state, overlap=True) as checkpointer:
-        run.backward(1)
+        run.train_step(1)
+        run.backward(2)
         device.synchronize()
         busy(device)
         kept = {1: run.copies()}
         checkpointer.save(1)
+        assert not device.current_stream().query(), NOT_BEGUN
         for stream, optimizer in zip(streams, (run.first, run.second)):
             with device.stream(stream):
                 optimizer.step()
@@ -126,13 +129,15 @@ def test_memory_that_is_freed_after_a_save_is_not_used_before_it_is_copied(tmp_p
     model.weight.grad = device.tensor(torch.ones(size))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
     optimizer.step()
-    device.synchronize()
-    with device.stream(side):
-        optimizer.state[model.weight]["momentum_buffer"] = torch.full_like(model.weight.detach(), 5.0)
     with open_run(tmp_path, {"model": model, "optimizer": optimizer}, overlap=True) as checkpointer:
+        optimizer.step()
+        device.synchronize()
+        with device.stream(side):
+            optimizer.state[model.weight]["momentum_buffer"] = torch.full_like(model.weight.detach(), 5.0)
         device.synchronize()
         busy(device)
         checkpointer.save(1)
+        assert not device.current_stream().query(), NOT_BEGUN
         optimizer.state[model.weight]["momentum_buffer"] = torch.zeros_like(model.weight.detach())
         with device.stream(side):
             used = [torch.full_like(model.weight.detach(), -7.0) for _ in range(3)]
