@@ -22,6 +22,7 @@ def train_and_save(root: Path, device: Device, **options: bool) -> None:
     with open_run(root, run.state, **options) as checkpointer:
         for step in range(1, STEPS + 1):
             run.train_step(step)
+            busy(device, BUSY / 4)
             kept[step] = run.copies()
             checkpointer.save(step)
     check_saved(root, device, kept)
