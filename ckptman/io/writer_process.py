@@ -9,6 +9,8 @@ process to say, and where there is no such process, threads do the same work.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import ckptman
 from ckptman.errors import CorruptError, warn_only
+from ckptman.io.checksums import BLOCK_BYTES, digests_bytes
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.file_reader import drop_from_cache, read_to_cache
 from ckptman.io.file_writer import FileWriter, Written, write_all
@@ -34,6 +37,7 @@ from ckptman.io.threads import computing_threads, io_threads
 LEAST_BYTES = 64 * 1024 * 1024
 """Less than this is written before a process has begun."""
 _NICE = 5
+_CLOSE_ON_EXEC = 1
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
 _CODE = "import sys; sys.path[:] = {path!r}; from ckptman.io.writer_process import main; main({fd})"
@@ -43,7 +47,7 @@ def shared_memory(size_bytes: int) -> tuple[memoryview, int]:
     """Return zeroed memory that other processes can be given, not touched yet, and its descriptor, which is open as
     long as the memory. Raises: OSError.
     """
-    fd = os.memfd_create("ckptman")
+    fd = _memory_file()
     try:
         os.posix_fallocate(fd, 0, size_bytes)  # a page that is not to be had at first use would kill this process
         memory = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED)
@@ -52,6 +56,18 @@ def shared_memory(size_bytes: int) -> tuple[memoryview, int]:
         raise
     weakref.finalize(memory, os.close, fd)
     return memoryview(memory), fd
+
+
+def _memory_file() -> int:
+    """Return a new file in memory. `os.memfd_create` is missing where Python was built on an old system, which the
+    Python of conda and uv often was. Raises: OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "memfd_create"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    fd = int(libc.memfd_create(b"ckptman", _CLOSE_ON_EXEC))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
 
 
 class Shared(NamedTuple):
@@ -110,6 +126,8 @@ class WriterProcess:
         if isinstance(answer, BaseException):
             raise answer
         blocks, file.buffered_because, found = answer
+        if len(blocks) != digests_bytes(source.size_bytes, BLOCK_BYTES):
+            raise OSError(errno.EIO, "the process that writes is of another version of ckptman", str(path))
         if scan is not None:
             scan.found |= found
         return Written.of(blocks, source.size_bytes, file.buffered_because)
@@ -131,6 +149,7 @@ class WriterProcess:
         pipe.send((path, source, file.buffered_because, scan))
         for fd in (source.fd, file.fd):
             send_handle(pipe, fd, process.pid)
+        os.set_blocking(pipe.fileno(), True)  # it is not, where the program has set a time limit for all sockets
         # A fork of this process may have the other end, too, so that its end alone tells nothing.
         while not pipe.poll(_LOOK_SECONDS):
             if process.poll() is not None:
@@ -141,9 +160,10 @@ class WriterProcess:
         if self._running is None:
             ours, theirs = Pipe()
             with theirs:
-                code = _CODE.format(path=[*sys.path, str(Path(ckptman.__file__).parents[1])], fd=theirs.fileno())
+                path = [*map(str, sys.path), str(Path(ckptman.__file__).parents[1])]
+                code = _CODE.format(path=path, fd=theirs.fileno())
                 process = subprocess.Popen(
-                    [sys.executable, "-c", code],
+                    [sys.executable or "python3", "-c", code],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -175,6 +195,8 @@ def main(fd: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_IGN)  # what a job is told is for the training to answer
     os.nice(_NICE)
+    with contextlib.suppress(OSError):  # where the kernel groups processes by session, that is what counts
+        Path("/proc/self/autogroup").write_text(str(_NICE), encoding="ascii")
     threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
     pipe, cached = Connection(fd), None
     with contextlib.suppress(EOFError, OSError):
@@ -209,8 +231,8 @@ def _keep_cached(path: Path, before: Path | None, pipe: Connection) -> None:
     if before is not None:
         with contextlib.suppress(OSError, CorruptError):  # it may have been pruned
             drop_from_cache(before)
-    me = psutil.Process()
     with contextlib.suppress(OSError, CorruptError, psutil.Error):  # then a load reads it from the disk
+        me = psutil.Process()
         me.ionice(psutil.IOPRIO_CLASS_IDLE)
         try:
             read_to_cache(path, lambda: not pipe.poll())

@@ -42,10 +42,9 @@ class Slot:
 
     Args:
         kinds: dtype and shape of each of the file's tensors.
-        device: whose copies into it need not be waited for, as far as that is to be had; None: they are all on the CPU.
     """
 
-    def __init__(self, file: RankFile, kinds: Sequence[Kind], device: torch.device | None = None) -> None:
+    def __init__(self, file: RankFile, kinds: Sequence[Kind]) -> None:
         self._bytes, self.fd = _allocate(file.end)
         self.memory = view_of(self._bytes)
         self.free = True
@@ -56,9 +55,8 @@ class Slot:
             size = dtype.itemsize * math.prod(shape)
             target = self._bytes[place.payload : place.payload + size].view(dtype).view(shape)
             self._targets.append(target if size else torch.empty_like(target))
+        self.is_for_device = False
         self._unpin: Callable[[], object] = lambda: None
-        if device is not None and file.end:
-            self._pin(device)
 
     def copy(self, memory: Sequence[torch.Tensor], numbers: Collection[int]) -> None:
         """Copy the tensors of these numbers into their places; from a device without waiting for it."""
@@ -71,10 +69,12 @@ class Slot:
         self.memory, self.fd = memoryview(b""), None
         self._bytes, self._targets = torch.empty(0, dtype=torch.uint8, device="cpu"), []
 
-    def _pin(self, device: torch.device) -> None:
-        """Register the memory as it is: torch's own pinned memory is rounded up to a power of two."""
+    def pin(self, device: torch.device) -> None:
+        """Pin the memory, as far as that is to be had, so that copies from the device need not be waited for. It is
+        registered as it is: torch's own pinned memory is rounded up to a power of two."""
+        self.is_for_device = True
         module = torch.get_device_module(device)
-        if not hasattr(module, "cudart"):
+        if not hasattr(module, "cudart") or not len(self._bytes):
             return
         runtime, address = module.cudart(), self._bytes.data_ptr()
         with on_device(device):
@@ -245,14 +245,20 @@ class Stager:
         is_needed = all(not slot.free for slot in self._reclaimed()) and len(self._slots) < SLOTS
         if is_needed and not is_making and self._has_room(file):
             with contextlib.suppress(RuntimeError):  # no thread: then it waits for the first
-                self._making = _begin(self._add_slot, file, [_kind(each) for each in memory], _device_of(memory))
+                self._making = _begin(self._add_slot, file, [_kind(each) for each in memory])
         self._freed.wait_for(lambda: any(slot.free for slot in self._reclaimed()))
-        return next(slot for slot in self._slots if slot.free)
+        slot, device = next(slot for slot in self._slots if slot.free), _device_of(memory)
+        if device is not None and not slot.is_for_device:
+            # Here, where the training waits: it may be capturing a graph at any other time, and nobody may pin then.
+            _begin(slot.pin, device).result()
+        return slot
 
-    def _add_slot(self, file: RankFile, kinds: Sequence[Kind], device: torch.device | None) -> None:
+    def _add_slot(self, file: RankFile, kinds: Sequence[Kind]) -> None:
         with contextlib.suppress(MemoryError, RuntimeError, OSError):  # then saves wait for the first
-            self._slots.append(Slot(file, kinds, device))
-            self._freed.notify()
+            slot = Slot(file, kinds)
+            if self._file is file:  # not where a Ctrl-C left this one to itself
+                self._slots.append(slot)
+                self._freed.notify()
 
     def _has_room(self, file: RankFile) -> bool:
         """Return whether there is memory for one more slot, also if all ranks of this host want one now."""
@@ -336,7 +342,10 @@ def refusal(needs: Sequence[tuple[str, int, int]]) -> str | None:
 
 
 def _slot_for(file: RankFile, memory: Sequence[torch.Tensor]) -> Slot:
-    return Slot(file, [_kind(each) for each in memory], _device_of(memory))
+    slot = Slot(file, [_kind(each) for each in memory])
+    if (device := _device_of(memory)) is not None:
+        slot.pin(device)
+    return slot
 
 
 def _kind(tensor: torch.Tensor) -> Kind:

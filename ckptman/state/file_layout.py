@@ -30,6 +30,7 @@ from ckptman.io.writer_process import Shared
 from ckptman.state.accelerators import buffer_if_any, give_buffer, on_device, record
 
 _SMALL_BYTES = 64 * 1024
+_MOST_BESIDES_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -232,10 +233,11 @@ class Image:
         self.size_bytes = _up(max([len(self._memory), *ends]), ALIGN_BYTES)
 
     def shared(self) -> Shared | None:
-        """Return the same for another process; None where its memory cannot be shared."""
-        if self._fd is None:
-            return None
+        """Return the same for another process; None where its memory cannot be shared, or much of it is not in there:
+        what is handed over besides is copied several times."""
         begin = len(self._memory)
+        if self._fd is None or self.size_bytes - begin > _MOST_BESIDES_BYTES:
+            return None
         return Shared(self._fd, begin, bytes(self.view(begin, memoryview(bytearray(self.size_bytes - begin)))))
 
     def view(self, offset: int, scratch: memoryview) -> memoryview:

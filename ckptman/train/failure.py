@@ -23,7 +23,7 @@ class ErrorReport:
     def tell(self, error: BaseException) -> int:
         """Print an error, unless that was done, and return the exit code that goes with it."""
         if isinstance(error, SystemExit):
-            return error.code if isinstance(error.code, int) else 1
+            return error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error, KeyboardInterrupt):  # the interpreter tells it
             return 128 + signal.SIGINT
         if error is not self._told:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from ckptman.train.rendezvous import meet
 
 ABORT_SECONDS = 20.0
 """How long the end of the process groups may take after an error. A collective that other ranks never join has none."""
+_FLUSH_SECONDS = 5.0
 _BF16_CAPABILITY = (8, 0)
 _GPU_IDS = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
 
@@ -119,6 +121,7 @@ def process_group(
     except BaseException as error:
         code = errors.tell(error)
         if not within(ABORT_SECONDS, dist.destroy_process_group if device.type == "cpu" else abort_default_group):
+            within(_FLUSH_SECONDS, sys.stdout.flush)
             os._exit(code)
         raise
     dist.destroy_process_group()
