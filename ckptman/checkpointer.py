@@ -127,8 +127,8 @@ class Checkpointer:
             one before, so that a restart on this node loads it from memory. Only on file systems of the node itself.
         timeout_seconds: for how long a rank waits for the others before it gives up.
         watchdog: seconds after which a step that does not end counts as stuck and the process is ended (see
-            `policies.hang_timeout`); "auto": 600, or less where NCCL gives up before, if there are several ranks or a
-            chain; None: no watchdog.
+            `policies.hang_timeout`); "auto": 600 (555 with NCCL, which gives up at 600) where there are several
+            ranks, or a chain; None: no watchdog.
         run_id: the name of the run in manifests and the journal; None: that of the newest checkpoint in `root`, or a
             new one.
 

@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +93,7 @@ def beside_saves(loop: str, plan: Plan) -> list[Section]:
         try:
             saves = fresh(_saves, name, loop, size, root, plan, until, limit_seconds=LIMIT_SECONDS)
         except MeasureError as error:
+            print(error, file=sys.stderr)
             stall.missing[name] = last_line(str(error))
             continue
         finally:
@@ -211,6 +213,7 @@ def rates(plan: Plan) -> list[Section]:
             try:
                 moved = fresh(_moves, name, size, root, plan, until, limit_seconds=LIMIT_SECONDS)
             except MeasureError as error:
+                print(error, file=sys.stderr)
                 save.missing[name] = load.missing[name] = last_line(str(error))
                 continue
             finally:

@@ -71,8 +71,14 @@ def _after_saves(plan: Plan, state: State) -> Section:
     try:
         for number in range(plan.repeat + 1):
             for name, save in savers.items():
+                if name in section.missing:
+                    continue
                 run_root = plan.folder("load") / "run"
-                seconds = forked(save, state, run_root)
+                try:
+                    seconds = forked(save, state, run_root)
+                except MeasureError as error:
+                    section.missing[name] = last_line(str(error))
+                    continue
                 if name == KEPT_WARM and number:
                     warm_after.append(seconds)
                 loads = [name, *(each.name for each in raw if name == KEPT_WARM)]
@@ -90,8 +96,9 @@ def _after_saves(plan: Plan, state: State) -> Section:
             member.close()
     shutil.rmtree(plan.root / "load")
     section.sort(members)
-    low, middle, high = min(warm_after), statistics.median(warm_after), max(warm_after)
-    section.notes.append(f"all of it was warm {low:.1f}, {middle:.1f}, {high:.1f} s after it was durable")
+    if warm_after:
+        low, middle, high = min(warm_after), statistics.median(warm_after), max(warm_after)
+        section.notes.append(f"all of it was warm {low:.1f}, {middle:.1f}, {high:.1f} s after it was durable")
     return section
 
 

@@ -24,7 +24,7 @@ _NAMED = 8
 class HangReport:
     """Who of the ranks still answers, asked in the store of the default process group. Only ranks that are stuck do."""
 
-    def __init__(self, rank: int, world_size: int, attempt: int, leader: Process | None = None) -> None:
+    def __init__(self, rank: int, world_size: int, attempt: int | str, leader: Process | None = None) -> None:
         self._rank, self._world_size = rank, world_size
         self._leader = leader
         self._prefix = f"ckptman/stalled/{attempt}"

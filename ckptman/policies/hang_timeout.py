@@ -26,33 +26,33 @@ class Patience:
     """The longest silence that is allowed: `factor` times the longest pause of that kind so far, but never less than a
     floor, which is `floor_seconds` in a step and three times that while a run starts or saves.
 
-    A pause is the time between two signs of life. `ceiling_seconds` is the most that is allowed where a collective of
-    the training may be what a rank waits for: anywhere but in a restore, and in a save once it is copied from the
-    devices. None: there is no such limit.
+    A pause is the time between two signs of life. After `speak_seconds` without one a rank says where it is, and goes
+    on, if a collective of the training may be what it waits for: anywhere but in a restore, and in a save once it is
+    copied from the devices. None: it does not.
 
-    Raises: IntervalError (a floor or a ceiling that is not above 0, a factor below 1).
+    Raises: IntervalError (seconds that are not above 0, a factor below 1).
     """
 
     floor_seconds: float = 600.0
     factor: float = 3.0
-    ceiling_seconds: float | None = None
+    speak_seconds: float | None = None
 
     def __post_init__(self) -> None:
         check_positive("watchdog", "floor_seconds", self.floor_seconds)
         check_at_least("watchdog", "factor", self.factor, 1)
-        if self.ceiling_seconds is not None:
-            check_positive("watchdog", "ceiling_seconds", self.ceiling_seconds)
+        if self.speak_seconds is not None:
+            check_positive("watchdog", "speak_seconds", self.speak_seconds)
 
     @property
     def look_seconds(self) -> float:
         """The time between two looks at the clock."""
-        return min(self.limit_seconds("step") / _LOOKS, _LONGEST_LOOK_SECONDS)
+        shortest = min(self.floor_seconds, self.speak_seconds or self.floor_seconds)
+        return min(shortest / _LOOKS, _LONGEST_LOOK_SECONDS)
 
     def limit_seconds(self, doing: Doing, longest_seconds: float = 0.0) -> float:
         """For how long a rank may be silent, when `longest_seconds` is the longest pause of this kind so far."""
         floor = self.floor_seconds * (1.0 if doing == "step" else SLOW)
-        limit = max(floor, self.factor * longest_seconds)
-        return limit if self.ceiling_seconds is None or doing in _FILES else min(limit, self.ceiling_seconds)
+        return max(floor, self.factor * longest_seconds)
 
     def notice_seconds(self, doing: Doing, longest_seconds: float = 0.0) -> float:
         """After how long at the latest a silence is noticed: it is looked for only now and then."""
@@ -60,7 +60,7 @@ class Patience:
 
 
 def ahead_of(abort_seconds: float) -> float:
-    """Return the `ceiling_seconds` with which the watchdog speaks before a collective is aborted, after that long."""
+    """Return the `speak_seconds` with which the watchdog speaks before a collective is aborted, after that long."""
     return max(abort_seconds / 2, abort_seconds - _AHEAD_SECONDS)
 
 
@@ -75,6 +75,7 @@ class Progress:
         self.longest_seconds: dict[Doing, float] = dict.fromkeys(get_args(Doing), 0.0)
         """The longest pause of each kind so far."""
         self._last: tuple[float, Doing, int] = (0.0, "start", 0)
+        self._told: tuple[float, Doing, int] | None = None
         self._saves: dict[int, tuple[float, int]] = {}
         self._count = 0
 
@@ -101,6 +102,14 @@ class Progress:
         """The limit for what the rank is at."""
         doing = self._last[1]
         return self.patience.limit_seconds(doing, self.longest_seconds[doing])
+
+    def late(self, now: float) -> Stall | None:
+        """Return the silence that is to be told, once; None: there is none."""
+        (since, doing, step), limit = self._last, self.patience.speak_seconds
+        if limit is None or doing in _FILES or now - since <= limit or self._told == self._last:
+            return None
+        self._told = (since, doing, step)
+        return Stall(doing, step, False, now - since, self.limit_seconds)
 
     def overdue(self, now: float) -> Stall | None:
         """Return what has been silent for longer than its limit; None: nothing."""

@@ -21,6 +21,8 @@ from ckptman.io.durable_files import DISK
 from ckptman.io.threads import Flag
 from ckptman.policies.hang_timeout import Doing, Patience, Progress, Stall
 
+OnLate = Callable[[Stall], None]
+"""What tells of a silence that may end by itself. It is called in the thread of the watchdog."""
 OnStall = Callable[[Stall, Callable[[float], None]], None]
 """What ends the process. It is called in the thread of the watchdog with what is stuck, and with a function that says
 how many seconds that may take: after that the backstop ends the process."""
@@ -47,12 +49,12 @@ class Watchdog:
     one that is thrown away.
     """
 
-    def __init__(self, patience: Patience | None, on_stall: OnStall) -> None:
+    def __init__(self, patience: Patience | None, on_stall: OnStall, on_late: OnLate = lambda _: None) -> None:
         self.patience = patience
         self.awake_seconds = 0.0
         """For how long this watchdog has been awake."""
         self.progress = Progress(patience or Patience())
-        self._on_stall = on_stall
+        self._on_stall, self._on_late = on_stall, on_late
         self._closed = Flag()
         self._thread: threading.Thread | None = None
 
@@ -99,6 +101,8 @@ class Watchdog:
         stall = self.progress.overdue(self.awake_seconds)
         if stall is None:
             _backstop.arm(_BACKSTOP_LIMITS * self.progress.limit_seconds)
+            if (late := self.progress.late(self.awake_seconds)) is not None:
+                self._on_late(late)
             return False
         self._on_stall(stall, _backstop.arm)
         return True

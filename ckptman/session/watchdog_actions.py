@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Literal
 
 import torch.distributed as dist
@@ -13,39 +13,46 @@ import torch.distributed as dist
 from ckptman._torch_compat import abort_default_group, group_timeouts
 from ckptman.comm.control_group import Channel
 from ckptman.comm.hang_report import HangReport, this_process
-from ckptman.errors import EXIT_STALLED, ConfigError, warn_only
+from ckptman.errors import EXIT_STALLED, ConfigError
 from ckptman.format.paths import journal_path, outcome_path, stacks_path
 from ckptman.policies.hang_timeout import Patience, Stall, ahead_of
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.outcome import ATTEMPT_ENV, read_outcome, report_node
-from ckptman.runtime.watchdog import PART_SECONDS, Watchdog, end_process, within
+from ckptman.runtime.watchdog import PART_SECONDS, Watchdog, end_process, say, within, write_stacks
 from ckptman.session.run_session import RunSession
 
 Setting = float | Patience | Literal["auto"] | None
 _LEADER, _DEPUTY = 0, 1
+_AUTO_SECONDS = 600.0
 _IF_NO_HANG = ". If nothing hung, give watchdog= more seconds, or call beat() meanwhile"
 
 
 def patience_of(
     setting: Setting, world_size: int, environ: Mapping[str, str], abort_seconds: float | None = None
 ) -> Patience | None:
-    """Return what `watchdog=` means. "auto": on where ranks can wait for each other, and where a chain would go on, and
-    ahead of NCCL, which aborts a collective after `abort_seconds` (None: there is no NCCL).
+    """Return what `watchdog=` means. "auto": on where ranks can wait for each other, and where a chain would go on.
+
+    It speaks ahead of NCCL, which aborts a collective after `abort_seconds` (None: there is no NCCL).
 
     Raises: ConfigError.
     """
-    if setting == "auto":
-        if world_size == 1 and not environ.get(ATTEMPT_ENV):
-            return None
-        return Patience(ceiling_seconds=None if abort_seconds is None else ahead_of(abort_seconds))
-    if setting is None or isinstance(setting, Patience):
-        return setting
-    if isinstance(setting, bool) or not isinstance(setting, int | float):
+    if setting is None or (setting == "auto" and world_size == 1 and not environ.get(ATTEMPT_ENV)):
+        return None
+    if isinstance(setting, bool) or not (setting == "auto" or isinstance(setting, int | float | Patience)):
         raise ConfigError(
             f"watchdog is the seconds after which a step that does not end counts as stuck, or 'auto', or None for no "
             f"watchdog, not {setting!r}"
         )
-    return Patience(float(setting))
+    if isinstance(setting, Patience):
+        patience = setting
+    elif setting != "auto":
+        patience = Patience(float(setting))
+    else:  # as long as NCCL waits if nothing else is said, less what it takes to be ahead of it
+        ahead = _AUTO_SECONDS if abort_seconds is None else ahead_of(max(abort_seconds, _AUTO_SECONDS))
+        patience = Patience(min(_AUTO_SECONDS, ahead))
+    if abort_seconds is None or patience.speak_seconds is not None:
+        return patience
+    return replace(patience, speak_seconds=ahead_of(abort_seconds))
 
 
 def make_watchdog(setting: Setting, control: Channel, session: RunSession) -> Watchdog:
@@ -54,28 +61,16 @@ def make_watchdog(setting: Setting, control: Channel, session: RunSession) -> Wa
     # The smallest on any rank: all look at about the same time, and some ranks are in more groups than others.
     abort_seconds = min((each for found in control.gather(group_timeouts("nccl")) for each in found), default=None)
     patience = patience_of(setting, control.world_size, os.environ, abort_seconds)
-    if control.is_leader and patience is not None and abort_seconds is not None:
-        _warn_if_late(patience, abort_seconds)
     # Told now: where rank 0 keeps the store, nobody could ask for it later.
     report = HangReport(control.rank, control.world_size, session.number, control.broadcast(this_process()))
     look_seconds = (patience or Patience()).look_seconds
-    watchdog = Watchdog(patience, LastWords(report, session, control.rank, control.world_size, look_seconds))
+    words = LastWords(report, session, control.rank, control.world_size, look_seconds)
+    watchdog = Watchdog(patience, words, words.speak)
     if patience is not None:
         report.register()
         session.note("watchdog", **asdict(patience))
     watchdog.start()
     return watchdog
-
-
-def _warn_if_late(patience: Patience, abort_seconds: float) -> None:
-    """Warn where NCCL would end a rank that is stuck in a step before the watchdog says who is."""
-    limit, ceiling = patience.limit_seconds("step"), ahead_of(abort_seconds)
-    if limit > ceiling:
-        warn_only(
-            f"watchdog={limit:g} and NCCL, which aborts a collective after {abort_seconds:g} s: of ranks that hang in "
-            f"one, it ends each before the watchdog can say who is silent. Give watchdog= at most {ceiling:g} seconds, "
-            f"or the process groups a longer timeout= (init_process_group, new_group)"
-        )
 
 
 class LastWords:
@@ -95,10 +90,24 @@ class LastWords:
 
     def __call__(self, stall: Stall, arm: Callable[[float], None]) -> None:
         arm(self._report_seconds + 8 * PART_SECONDS)
-        text = f"rank {self._rank} of {self._world_size} (host {socket.gethostname()}, pid {os.getpid()}): {stall}"
-        stacks = stacks_path(self._session.root, self._session.number, self._rank)
+        text, stacks = self._text(stall), stacks_path(self._session.root, self._session.number, self._rank)
         saying = (self._report_seconds + 4 * PART_SECONDS, lambda: self._say(stall))
         end_process(text, stacks, [saying, (PART_SECONDS, abort_process_group)])
+
+    def speak(self, stall: Stall) -> None:
+        """Say where this rank is, and who else is silent, while the process goes on: NCCL may end it soon."""
+        text, stacks = self._text(stall), stacks_path(self._session.root, self._session.number, self._rank)
+        within(PART_SECONDS, lambda: write_stacks(stacks, text))
+        # Each silence is told by itself: an answer to an earlier one says nothing of this one.
+        report = HangReport(self._rank, self._world_size, f"{self._session.number}/{stall.doing}-{stall.step}")
+        within(PART_SECONDS, lambda: report.answer(stall.where))
+        if self._rank in (_LEADER, _DEPUTY):
+            within(self._report_seconds + PART_SECONDS, lambda: report.call(self._report_seconds))
+            text = f"{text}; {report.text()}"
+        within(PART_SECONDS, lambda: say(f"{text}; it goes on; stacks are in {stacks}"))
+
+    def _text(self, stall: Stall) -> str:
+        return f"rank {self._rank} of {self._world_size} (host {socket.gethostname()}, pid {os.getpid()}): {stall}"
 
     def _say(self, stall: Stall) -> None:
         report = self._report

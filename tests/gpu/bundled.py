@@ -38,6 +38,7 @@ SHAPE = {
     "data.micro_batch": 2,
     "optimizer.warmup_steps": 3,
     "parallel.device": "cuda",
+    "parallel.compute_dtype": "float32",
     "run.steps": STEPS,
     "run.log_every": 1,
     "checkpoint.every_steps": 100,

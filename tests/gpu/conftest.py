@@ -46,6 +46,8 @@ def two_gpus() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """All of this folder are scenarios. From Python 3.12 on a fork of a process with threads is warned of."""
+    if asks_for_gpu(config) and not torch.cuda.is_available():
+        raise pytest.UsageError(NO_GPU)
     for item in (item for item in items if item.path.parent == FOLDER):
         item.add_marker(pytest.mark.gpu)
         item.add_marker(pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"))
@@ -58,6 +60,4 @@ def reason_to_skip(config: pytest.Config, fixtures: Collection[str]) -> str:
     needs = 2 if "two_gpus" in fixtures else 1 if "cuda" in fixtures else 0
     if not asks_for_gpu(config):
         return NOT_ASKED if needs else ""
-    if not torch.cuda.is_available():
-        return NO_GPU
     return "needs two GPUs" if needs > torch.cuda.device_count() else ""

@@ -62,13 +62,17 @@ def busy(device: Device, seconds: float = BUSY) -> None:
 
 @cache
 def _cycles_per_second() -> float:
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for cycles in (1_000_000, 50_000_000):  # the first one wakes the device
+    """The highest of some, once the clock of the device has come up."""
+    torch.cuda._sleep(1_000_000_000)
+    found, cycles = [], 50_000_000
+    for _ in range(3):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record()
         torch.cuda._sleep(cycles)
         ended.record()
         ended.synchronize()
-    return 1000 * cycles / begun.elapsed_time(ended)
+        found.append(1000 * cycles / begun.elapsed_time(ended))
+    return max(found)
 
 
 class Net(nn.Module):

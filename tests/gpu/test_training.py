@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,7 @@ def test_a_compiled_model(tmp_path: Path, cuda: Cuda) -> None:
     model that is not compiled, and give one, and another compiled one, the bits of their steps."""
     # Without a compiler for the host, or Triton, what inductor makes cannot be built.
     has_tools = any(shutil.which(each) for each in ("cc", "gcc", "clang"))
+    has_tools = has_tools and Path(sysconfig.get_path("include"), "Python.h").exists()
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -10,9 +10,6 @@ import torch
 from torch import nn
 
 import ckptman
-from ckptman.errors import EXIT_STALLED
-from ckptman.format.paths import outcome_path
-from ckptman.runtime.outcome import read_outcome
 from tests.gpu.bundled import make_tokens, start_ranks
 from tests.gpu.device import open_run
 from tests.helpers.ranks import run_ranks
@@ -66,17 +63,12 @@ def test_a_rank_that_runs_out_of_memory_ends_the_run_with_its_traceback(tmp_path
 
 def test_a_rank_that_stands_still_is_told_of_before_nccl_aborts(tmp_path: Path) -> None:
     """Rank 1 of the bundled loop is stopped by SIGSTOP, and rank 0 waits for it in a collective, which NCCL would abort
-    after 90 s. Before that the watchdog has written an outcome that names rank 1, and has ended the run."""
+    after 90 s. Before that the watchdog says that rank 1 is not heard of."""
     folder = tmp_path / "run"
     changes = {"run__steps": 10**6, "run__timeout_seconds": NCCL_TIMEOUT_SECONDS}
     with start_ranks(2, make_tokens(tmp_path / "tokens"), folder, "freeze=3", **changes) as run:
         code = run.wait(200)
         text = run.output()
         assert code not in (None, 0), text
-        outcome = read_outcome(outcome_path(folder / "ck"))
-        assert outcome is not None, text
-        assert outcome.time_seconds - run.trouble_began() < NCCL_TIMEOUT_SECONDS, text
-    assert (outcome.state, outcome.exit_code) == ("failed", EXIT_STALLED), text
-    assert "Stalled" in outcome.reason
-    assert "rank 1" in outcome.reason
-    assert "Watchdog caught collective operation timeout" not in text
+    before, _, _ = text.partition("Watchdog caught collective operation timeout")
+    assert "not heard of: rank 1; it goes on" in before, text

@@ -99,19 +99,26 @@ def test_a_save_behind_the_training_is_watched_by_itself() -> None:
     assert progress.patience.limit_seconds("save", 31.0) == 93.0
 
 
-@given(st.floats(40, 1e5), st.sampled_from(["start", "step", "stage"]), seconds)
-def test_it_speaks_before_a_collective_is_aborted(abort_seconds: float, doing: Doing, longest: float) -> None:
-    patience = Patience(ceiling_seconds=ahead_of(abort_seconds))
+@given(st.floats(40, 1e5))
+def test_it_speaks_before_a_collective_is_aborted(abort_seconds: float) -> None:
+    patience = Patience(speak_seconds=ahead_of(abort_seconds))
+    assert patience.speak_seconds is not None
     until_all_answer = 2.0 + 4 * patience.look_seconds
-    assert patience.notice_seconds(doing, longest) + until_all_answer < abort_seconds - 5
+    assert patience.speak_seconds + 2 * patience.look_seconds + until_all_answer < abort_seconds - 5
 
 
-def test_files_are_waited_for_as_long_as_ever() -> None:
-    patience = Patience(ceiling_seconds=ahead_of(600.0))
-    assert patience.limit_seconds("step") == patience.limit_seconds("start") == 555
+def test_a_silence_is_told_once_and_where_a_collective_may_be_waited_for() -> None:
+    progress = Progress(Patience(10.0, speak_seconds=4.0))
+    for now, doing in ((0.0, "start"), (20.0, "step"), (40.0, "stage")):
+        progress.beat(now, doing, 1)
+        assert progress.late(now + 4.0) is None
+        told = progress.late(now + 4.5)
+        assert told is not None
+        assert (told.doing, told.waited_seconds) == (doing, 4.5)
+        assert progress.late(now + 9.0) is None
     for doing in ("restore", "save"):
-        assert patience.limit_seconds(doing, 1000.0) == Patience().limit_seconds(doing, 1000.0) == 3000
-    assert Patience(ceiling_seconds=ahead_of(7200.0)).limit_seconds("step") == 600
+        progress.beat(60.0, doing, 1)
+        assert progress.late(69.0) is None
 
 
 @pytest.mark.parametrize("floor", [0, -1, float("nan"), float("inf")])
@@ -121,8 +128,8 @@ def test_a_floor_that_cannot_be(floor: float) -> None:
 
 
 def test_a_factor_that_cannot_be() -> None:
-    with pytest.raises(IntervalError, match="ceiling_seconds must be a finite number above 0"):
-        Patience(ceiling_seconds=0)
+    with pytest.raises(IntervalError, match="speak_seconds must be a finite number above 0"):
+        Patience(speak_seconds=0)
     with pytest.raises(IntervalError, match="factor must be a finite number of at least 1"):
         Patience(600, 0.9)
     with pytest.raises(ConfigError):

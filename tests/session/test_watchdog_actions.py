@@ -272,21 +272,55 @@ def test_the_watchdog_speaks_before_nccl(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {"a": 1}, deadline=None) as checkpointer:
         patience = checkpointer._watchdog.patience
         assert patience is not None
-        assert [patience.limit_seconds(doing) for doing in ("start", "step", "stage")] == [555] * 3
+        assert patience == Patience(555.0, speak_seconds=555.0)
     (event,) = [each for each in read_journal(journal_path(tmp_path))[0] if each["event"] == "watchdog"]
-    assert (event["floor_seconds"], event["factor"], event["ceiling_seconds"]) == (600, 3, 555)
+    assert (event["floor_seconds"], event["factor"], event["speak_seconds"]) == (555, 3, 555)
 
 
 @pytest.mark.usefixtures("nccl")
-def test_a_limit_of_the_user_stays_and_is_warned_of(tmp_path: Path) -> None:
-    with (
-        pytest.warns(RuntimeWarning, match=r"watchdog=900 and NCCL.*after 600 s.*at most 555 seconds"),
-        Checkpointer(tmp_path, {"a": 1}, deadline=None, watchdog=900) as checkpointer,
-    ):
-        assert checkpointer._watchdog.patience == Patience(900.0)
-    with Checkpointer(tmp_path, {"a": 1}, deadline=None, watchdog=500) as checkpointer:
+@pytest.mark.parametrize("setting", [900, Patience(900.0)])
+def test_a_limit_of_the_user_stays(tmp_path: Path, setting: float | Patience) -> None:
+    with Checkpointer(tmp_path, {"a": 1}, deadline=None, watchdog=setting) as checkpointer:
         checkpointer.restore()
-        assert checkpointer._watchdog.patience == Patience(500.0)
+        assert checkpointer._watchdog.patience == Patience(900.0, speak_seconds=555.0)
+
+
+@pytest.mark.parametrize(
+    ("abort_seconds", "floor", "speak"), [(10.0, 555, 5), (300.0, 555, 255), (600.0, 555, 555), (7200.0, 600, 7155)]
+)
+def test_groups_that_wait_for_less_end_no_step_earlier(abort_seconds: float, floor: float, speak: float) -> None:
+    assert patience_of("auto", 2, {}, abort_seconds) == Patience(floor, speak_seconds=speak)
+
+
+def train_and_listen(root: str) -> str:
+    """What the watchdog of this rank says, whose limit is far away, while rank 1 stands still for a while."""
+    import torch.distributed as dist
+
+    app, said = App((2,)), Path(root, f"said-{dist.get_rank()}")
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    with Checkpointer(root, app.state, deadline=None, watchdog=Patience(600.0, speak_seconds=2.0)) as checkpointer:
+        for step in range(checkpointer.restore() + 1, 4):
+            if step == 3 and dist.get_rank() == 1:
+                say("hangs")
+                stop_myself()
+            app.train_step()
+            checkpointer.step(step)
+    return said.read_text()
+
+
+@pytest.mark.slow
+def test_it_says_who_is_silent_and_goes_on(tmp_path: Path) -> None:
+    with start_ranks(2, train_and_listen, str(tmp_path)) as world:
+        world.await_message(1, "hangs")
+        until = time.monotonic() + 60
+        while "it goes on" not in (tmp_path / "said-0").read_text() and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(world.processes[1].pid or 0, signal.SIGCONT)
+        said = world.results()[0]
+    assert "rank 0 of 2 (host " in said
+    assert "(limit 600 s) in what came after step 2" in said
+    assert "; not heard of: rank 1; it goes on; stacks are in " in said
+    assert "in train_step" in stacks_path(tmp_path, 1, 0).read_text()
 
 
 @pytest.mark.parametrize("behind", [True, False])
