@@ -178,6 +178,8 @@ class Stager:
     def needs(self, file: RankFile) -> tuple[str, int, int]:
         """Return this host, the bytes that a slot for `file` takes, and those that are left once the slots of before
         are given back."""
+        if self._making is not None:  # what it takes is held only when it is made
+            self._making.wait()
         return socket.gethostname(), file.end, available_bytes() + self.held_bytes
 
     @property
