@@ -278,7 +278,7 @@ def test_hooks_and_averaged_weights(tmp_path: Path, rng: random.Random) -> None:
     def make() -> dict[str, Any]:
         return {"callbacks": [EarlyStopping("val_loss", patience=9), WeightAveraging()]}
 
-    # Not at the very last step: a fit() with nothing left to train calls no on_train_end, where averages are put in place.
+    # Not at the very last step: a fit() that has nothing to train calls no on_train_end, which puts averages in place.
     ends = [Plan(rng.randint(1, 17)), Plan(rng.randint(1, 17))]
     whole, cut = ends_alike(tmp_path, [Plan(3), *ends], model=Hooked, make=make, val_check_interval=1.0)
     assert cut.lightning_module.losses == whole.lightning_module.losses
