@@ -86,11 +86,11 @@ def _stalls(sections: Mapping[str, Section]) -> Iterator[Bar]:
         rows = section.rows
         yield Bar("stall of an async save, later ones, over a warm memcpy", rows.get(f"{CKPTMAN}, later", []), 1.15)
         yield Bar("stall of an async save, first over second", rows.get(f"{CKPTMAN}, first to second", []), 1.5)
-    if (section := sections.get("steps")) is not None:
+    for section in (each for key, each in sections.items() if key.startswith("steps, ")):
         for row in (row for row in section.rows if row.startswith(f"{CKPTMAN}, ")):
             asked = (bound for what, bound in STEP_BARS.items() if row == f"{CKPTMAN}, {what}")
             yield Bar(f"step time during a save, over no save: {row}", section.rows[row], next(asked, None))
-    if (section := sections.get("steps_lost")) is not None:
+    for section in (each for key, each in sections.items() if key.startswith("steps_lost, ")):
         for row in (row for row in section.rows if row.startswith(f"{DCP}, ")):
             ours = row.replace(DCP, CKPTMAN, 1)
             yield Bar(f"training lost to a save, over that to {DCP}: {ours}", section.ratios(ours, row), 0.5)

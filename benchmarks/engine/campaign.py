@@ -34,7 +34,7 @@ PARTS: dict[str, list[Measure]] = {
     "load": [load.measure],
     "save": [save.measure],
     "stall": [stall.measure],
-    "steps": [steps.measure],
+    "steps": [*steps.PARTS],
     "bytes": [traffic.measure],
     "memory": [memory.measure],
     "planning": [],

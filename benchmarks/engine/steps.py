@@ -88,28 +88,32 @@ LOOPS: dict[str, Callable[[], Training]] = {
 }
 
 
-def measure(plan: Plan) -> list[Section]:
-    """Two sections. Call in a process of its own."""
+def measure(loop: str, plan: Plan) -> list[Section]:
+    """Two sections of one loop. Call in a process of its own."""
     state = fill(empty_state(plan.state_bytes))
-    inflation = Section("steps", "Step time while a save is in the background, against no save", "x")
-    lost = Section("steps_lost", "Training lost to one save in the background, besides its stall", "s")
+    inflation = Section(f"steps, {loop}", f"Step time while a save is in the background, over no save, {loop}", "x")
+    lost = Section(
+        f"steps_lost, {loop}", f"Training lost to one save in the background, besides its stall, {loop}", "s"
+    )
     places = {DISK: plan.folder("steps")}
     if os.access(SHM, os.W_OK):
         places[SHM] = Path(SHM) / f"ckptman-bench-{os.getpid()}"
     for number in range(plan.repeat):
-        for loop in LOOPS:
-            for place, root in places.items():
-                for name, opened in SAVERS.items():
-                    row = f"{name}, {place}, {loop}"
-                    try:
-                        ratio, seconds = forked(_beside_saves, opened, state, root, loop)
-                        inflation.add(row, ratio)
-                        lost.add(row, seconds)
-                    except MeasureError as error:
-                        inflation.missing[row] = last_line(str(error))
-                    shutil.rmtree(root, ignore_errors=True)
-        say(f"steps: round {number + 1} of {plan.repeat}")
+        for place, root in places.items():
+            for name, opened in SAVERS.items():
+                row = f"{name}, {place}, {loop}"
+                try:
+                    ratio, seconds = forked(_beside_saves, opened, state, root, loop)
+                    inflation.add(row, ratio)
+                    lost.add(row, seconds)
+                except MeasureError as error:
+                    inflation.missing[row] = last_line(str(error))
+                shutil.rmtree(root, ignore_errors=True)
+        say(f"steps, {loop}: round {number + 1} of {plan.repeat}")
     return [inflation, lost]
+
+
+PARTS = [partial(measure, loop) for loop in LOOPS]
 
 
 def _beside_saves(

@@ -16,6 +16,8 @@ SLOW = 3.0
 """Starting and saving may take that many times as long as a step: both depend on a file system that others use too."""
 _FILES: tuple[Doing, ...] = ("restore", "save")
 """While it is at these, a rank waits for files and for no collective of the training."""
+_LIKE = 1.25
+"""A pause that is so many times as long as the longest one so far is still like it."""
 _AHEAD_SECONDS = 45.0
 """What the watchdog needs for its own work: it looks now and then, asks the others, and writes."""
 _LOOKS, _LONGEST_LOOK_SECONDS = 20, 5.0
@@ -28,7 +30,7 @@ class Patience:
 
     A pause is the time between two signs of life. After `speak_seconds` without one a rank says where it is, and goes
     on, if a collective of the training may be what it waits for: anywhere but in a restore, and in a save once it is
-    copied from the devices. None: it does not.
+    copied from the devices. Pauses like those that were seen before are not told. None: it tells none.
 
     Raises: IntervalError (seconds that are not above 0, a factor below 1).
     """
@@ -105,8 +107,10 @@ class Progress:
 
     def late(self, now: float) -> Stall | None:
         """Return the silence that is to be told, once; None: there is none."""
-        (since, doing, step), limit = self._last, self.patience.speak_seconds
-        if limit is None or doing in _FILES or now - since <= limit or self._told == self._last:
+        (since, doing, step), speak_seconds = self._last, self.patience.speak_seconds
+        if speak_seconds is None or doing in _FILES or self._told == self._last:
+            return None
+        if now - since <= max(speak_seconds, _LIKE * self.longest_seconds[doing]):
             return None
         self._told = (since, doing, step)
         return Stall(doing, step, False, now - since, self.limit_seconds)

@@ -121,6 +121,14 @@ def test_a_silence_is_told_once_and_where_a_collective_may_be_waited_for() -> No
         assert progress.late(69.0) is None
 
 
+def test_a_pause_like_those_before_is_not_told() -> None:
+    progress = Progress(Patience(100.0, speak_seconds=4.0))
+    for step in range(1, 4):
+        progress.beat(20.0 * step, "step", step)
+    assert progress.late(60.0 + 25.0) is None
+    assert progress.late(60.0 + 25.5) is not None
+
+
 @pytest.mark.parametrize("floor", [0, -1, float("nan"), float("inf")])
 def test_a_floor_that_cannot_be(floor: float) -> None:
     with pytest.raises(IntervalError, match="floor_seconds must be a finite number above 0"):
