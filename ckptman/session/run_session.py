@@ -224,7 +224,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int) -> RunSes
     if not entries:
         refuse_other_checkpoints(backend.root)
     manifests = [entry.manifest for entry in entries if entry.manifest is not None]
-    run_id = run_id or (manifests[-1].run_id if manifests else "") or uuid.uuid4().hex[:12]
+    run_id = run_id or (manifests[-1].run_id if manifests else _last_run_id(backend.root)) or uuid.uuid4().hex[:12]
     job_id = os.environ.get("SLURM_JOB_ID")
     held = _claim(backend.root, run_id, job_id, disk)
     try:
@@ -315,6 +315,14 @@ def _run_ids(root: Path, run_id: str | None) -> frozenset[str]:
         past = {str(event["run_id"]) for event in _events(root) if event.get("run_id")}
         return frozenset({*past, *([run_id] if run_id else [])})
     return frozenset([run_id] if run_id else [])
+
+
+def _last_run_id(root: Path) -> str:
+    """Return the id of the last attempt that saved nothing to disk; "" where there was none."""
+    with contextlib.suppress(OSError):
+        named = [str(event["run_id"]) for event in _events(root) if event.get("run_id")]
+        return named[-1] if named else ""
+    return ""
 
 
 def _number(events: Sequence[Mapping[str, Any]]) -> int:

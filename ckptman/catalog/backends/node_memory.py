@@ -1,0 +1,287 @@
+"""What one node holds of a run's checkpoints in memory: folders of ordinary checkpoints, each with some of its files.
+
+    /dev/shm/ckptman-1000/4f1c...-nid001234/   one run on one node; nobody but its owner may enter
+        owner.json                             whose it is
+        alive                                  locked by every rank of the run, as long as it lives
+        slots/                                 what ranks stage in, and what peers send; checkpoints are links to it
+        step-0000000120/                       of its data files those of this node and of its peers; all others
+
+Such a folder is a checkpoint as soon as it has its manifest, which ranks write when they have heard that every part is
+on as many nodes as it should be. What lies beside the manifest's names is checked by size when it is offered, and block
+by block when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ckptman.errors import CkptmanError, ConfigError, CorruptError, plain
+from ckptman.format.manifest import FORMAT_VERSION, Manifest, parse_manifest, parse_versioned
+from ckptman.format.paths import MANIFEST, parse_step, step_folder
+from ckptman.format.sealed_json import SealError, seal, unseal
+from ckptman.io.durable_files import DISK, Disk
+from ckptman.io.safe_open import read_regular
+
+DEFAULT_PATH = "/dev/shm"
+SLOTS = "slots"
+_OWNER, _ALIVE = "owner.json", "alive"
+_MOST_OWNER_BYTES = 64 * 1024
+_MOST_MANIFEST_BYTES = 64 * 1024 * 1024
+_MODE = 0o700
+
+
+class Owner(BaseModel):
+    """Whose a folder is. `pid`, `started`: of the process that started the ranks of this node, which may start them
+    anew."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
+    format_version: int = FORMAT_VERSION
+    root_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    root: Annotated[str, Field(max_length=8192)]
+    node: Annotated[str, Field(max_length=512)]
+    run_id: Annotated[str, Field(max_length=8192)] = ""
+    job_id: str | None = None
+    pid: int = 0
+    started: float = 0.0
+
+    @classmethod
+    def of_this_process(cls, root_id: str, root: Path, node: str, run_id: str, job_id: str | None) -> Owner:
+        """Return the owner that a rank of a run writes down."""
+        parent = psutil.Process(os.getppid()) if psutil.pid_exists(os.getppid()) else psutil.Process()
+        return cls(
+            root_id=root_id,
+            root=str(root.absolute()),
+            node=node,
+            run_id=run_id,
+            job_id=job_id,
+            pid=parent.pid,
+            started=parent.create_time(),
+        )
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether what started the ranks is still there, and may start them anew."""
+        with contextlib.suppress(psutil.Error):
+            return self.pid > 1 and abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
+        return False
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a node has of one checkpoint: its manifest, None where only others may have it, and files with their
+    sizes."""
+
+    step: int
+    manifest: Manifest | None
+    sizes: Mapping[str, int]
+
+
+class NodeMemory:
+    """The folder of one run in the memory of this node.
+
+    Args:
+        base: a folder in memory that all users of the node have, such as /dev/shm.
+        root_id: identity of the run's root.
+        node: name of this node: nodes that share a disk keep apart.
+    """
+
+    def __init__(self, base: Path, root_id: str, node: str, disk: Disk = DISK) -> None:
+        self.base, self.root_id, self.node, self.disk = base, root_id, node, disk
+        self.folder = user_folder(base) / f"{root_id}-{node.replace('/', '_')}"
+        self.slots = self.folder / SLOTS
+        self._alive: int | None = None
+
+    @classmethod
+    def at(cls, folder: Path, disk: Disk = DISK) -> NodeMemory:
+        """Return what lies in a folder that `found_on` gave."""
+        root_id, _, node = folder.name.partition("-")
+        return cls(folder.parent.parent, root_id, node, disk)
+
+    def open(self, owner: Owner) -> None:
+        """Make the folder where it is missing, and hold it as long as this process lives.
+
+        Raises: ConfigError: it cannot be used, and why.
+        """
+        check_base(self.base)
+        try:
+            for folder in (self.folder.parent, self.folder, self.slots):
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(_MODE)
+                check_private(folder)
+            self.disk.replace_file(self.folder / _OWNER, seal(owner.model_dump_json(indent=1).encode()))
+            self._alive = os.open(self.folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            # Of this process alone: a lock of an open file would live on in every fork of it.
+            fcntl.lockf(self._alive, fcntl.LOCK_SH)
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be made ({error.strerror or error})") from error
+
+    def close(self) -> None:
+        """Let go of the folder, which stays as it is."""
+        fd, self._alive = self._alive, None
+        if fd is not None:
+            os.close(fd)
+
+    def owner(self) -> Owner:
+        """Return whose it is. Raises: CorruptError, OSError."""
+        path = self.folder / _OWNER
+        try:
+            return Owner.model_validate(parse_versioned(path, unseal(path, read_regular(path, _MOST_OWNER_BYTES))))
+        except (ValidationError, SealError) as error:
+            raise CorruptError(f"{path} is not what ckptman writes there ({plain(error)})") from None
+
+    def is_alive(self) -> bool:
+        """Return whether a rank of the run lives on this node. Not for a process that holds it itself."""
+        try:
+            fd = os.open(self.folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            return True
+        finally:
+            os.close(fd)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def path_of(self, step: int) -> Path:
+        """Return the folder of a step."""
+        return self.path_of_name(step_folder(step))
+
+    def path_of_name(self, name: str) -> Path:
+        """Return the same by its name, as on any other node."""
+        return self.folder / name
+
+    def parts(self) -> list[Part]:
+        """Return what is here, by step. What cannot be read is left out: others may have it."""
+        found = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as items:
+            names = [(parse_step(item.name), Path(item.path)) for item in items]
+            for name, folder in names:
+                if name is None or name.kind != "step":
+                    continue
+                with contextlib.suppress(OSError):
+                    found.append(Part(name.step, _manifest_in(folder), _sizes_in(folder)))
+        return sorted(found, key=lambda part: part.step)
+
+    def begin(self, step: int) -> Path:
+        """Return a new folder for a step; what had its name goes. Raises: OSError."""
+        self.drop(step)
+        folder = self.path_of(step)
+        folder.mkdir(_MODE)
+        return folder
+
+    def commit(self, step: int, manifest: bytes) -> None:
+        """Make it a checkpoint. Raises: OSError."""
+        self.disk.replace_file(self.path_of(step) / MANIFEST, manifest)
+
+    def drop(self, step: int) -> None:
+        """Remove a checkpoint, its manifest first: what is left is none at any moment. Raises: OSError."""
+        folder = self.path_of(step)
+        self.disk.remove_file(folder / MANIFEST)
+        self.disk.remove_tree(folder)
+
+    def clear(self) -> None:
+        """Remove the folder and all that is in it. Raises: OSError."""
+        self.close()
+        for part in self.parts():
+            self.drop(part.step)
+        self.disk.remove_tree(self.folder)
+        self.disk.remove_empty_folder(self.folder.parent)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that all of it takes: files that have several names count once."""
+        inodes = {}
+        for top, _, names in os.walk(self.folder):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    found = os.lstat(Path(top) / name)
+                    inodes[found.st_ino] = found.st_blocks * 512
+        return sum(inodes.values())
+
+
+def user_folder(base: Path) -> Path:
+    """Return where all that this user has in a node's memory is."""
+    return base / f"ckptman-{os.getuid()}"
+
+
+def found_on(base: Path) -> list[NodeMemory]:
+    """Return what runs of this user have, or have left, in the memory of this node. Raises: ConfigError, where the
+    folder is not this user's."""
+    folder = user_folder(base)
+    try:
+        check_private(folder)
+        with os.scandir(folder) as items:
+            names = sorted(item.name for item in items if item.is_dir(follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be used ({error.strerror or error})") from error
+    return [NodeMemory.at(folder / name) for name in names if "-" in name]
+
+
+def left_behind(base: Path, is_over: Mapping[str, bool]) -> Iterator[NodeMemory]:
+    """Yield what nobody will go on from any more: no rank lives, nor what started them, nor their job.
+
+    `is_over`: of jobs, by id, whether they are known to have ended; one that is not in there may live.
+    """
+    for memory in found_on(base):
+        try:
+            owner = memory.owner()
+            if memory.is_alive() or owner.is_supervised:
+                continue
+        except FileNotFoundError:
+            continue  # it is being made
+        except (CkptmanError, OSError):
+            yield memory
+            continue
+        if owner.job_id is None or is_over.get(owner.job_id, False):
+            yield memory
+
+
+def check_base(base: Path) -> None:
+    """Raises: ConfigError where a folder cannot hold checkpoints in memory."""
+    if not base.is_dir():
+        raise ConfigError(f"{base} is not there, or is no folder: name one that is in memory on each node")
+    if not os.access(base, os.W_OK | os.X_OK):
+        raise ConfigError(f"{base} is not this user's to write to")
+
+
+def check_private(folder: Path) -> None:
+    """Raises: OSError where others have made a folder, or may look into it: what they put there is never read."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(folder))
+    if found.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, f"user {found.st_uid} has made it", str(folder))
+    if found.st_mode & 0o077:
+        folder.chmod(_MODE)
+
+
+def _manifest_in(folder: Path) -> Manifest | None:
+    path = folder / MANIFEST
+    try:
+        return parse_manifest(path, read_regular(path, _MOST_MANIFEST_BYTES))
+    except (FileNotFoundError, CkptmanError):
+        return None
+
+
+def _sizes_in(folder: Path) -> dict[str, int]:
+    with os.scandir(folder) as items:
+        files = [item for item in items if item.is_file(follow_symlinks=False) and item.name != MANIFEST]
+        return {item.name: item.stat(follow_symlinks=False).st_size for item in files}
