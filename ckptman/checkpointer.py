@@ -216,7 +216,7 @@ class Checkpointer:
                 channel = partial(Channel, timeout_seconds)
                 self._memory = RunMemory.open(memory, self._control, self._session, self._saver, nonfinite, channel)
             if self._memory is not None:
-                undone.callback(self._memory.close, clear=False)
+                undone.callback(self._memory.close)
             self._timings = Timings(process_started(), end, durable_seconds=self._session.save_seconds)
             self._recorder = StepRecorder(self._state, self._hooks)
             self._consensus = StepConsensus(
@@ -499,11 +499,13 @@ class Checkpointer:
         self._session.end(state, self._timings.previous_step, self._stop or "the run ended", self.exit_code)
         self._held.close()
         if self._memory is not None:
-            self._memory.close(clear=True)
+            self._memory.saves.close()
         self._saver.close(tidy=True)
         self._hooks.close()
         # Nobody leaves before the outcome is on disk: a launcher may kill the others when the first one exits.
-        self._control.broadcast(None)
+        self._control.gather(None)
+        if self._memory is not None:
+            self._memory.close(clear=True)
         self._watchdog.close()
         self._session.release()
         self._control.close()
@@ -712,7 +714,7 @@ class Checkpointer:
         self._session.fail(self._timings.previous_step, error)
         self._held.close()
         if self._memory is not None:
-            self._memory.close(clear=False)
+            self._memory.close()
         self._saver.close()
         self._hooks.close()
         self._watchdog.close()

@@ -21,7 +21,7 @@ from ckptman.catalog.backends.node_memory import NodeMemory
 from ckptman.comm.control_group import Channel
 from ckptman.comm.peers import Place, losable_nodes, receivers
 from ckptman.errors import RankLostError
-from ckptman.format.manifest import FileRecord, Nonfinite, parse_manifest
+from ckptman.format.manifest import FileRecord, Manifest, Nonfinite, parse_manifest
 from ckptman.format.paths import new_nonce, values_name
 from ckptman.io.durable_files import DISK
 from ckptman.io.file_writer import InPlace, Written, write_all
@@ -70,8 +70,8 @@ class MemorySaves:
         self._staging: Slot | None = None
         self._committed: Slot | None = None
         self._failures = 0
-        self.step: int | None = None
-        """Of the checkpoint that counts; None: there is none of this process."""
+        self._manifest: Manifest | None = None
+        """Of the checkpoint that counts; None: this process has made none."""
         self.off = ""
         """Why nothing is saved to memory any more; "": it is."""
         self.disk_is_busy: Callable[[], bool] = lambda: False
@@ -102,20 +102,20 @@ class MemorySaves:
             return
         self.forget()
         sizes = control.gather(slot_bytes)
-        taken = control.gather((SLOTS * slot_bytes, self._exchange.needs_bytes(sizes)))
-        needed = sum(sum(taken[rank]) for rank in self._neighbours)
-        # What the slots of the training take is held already, or counted where they are made.
+        taken = control.gather(SLOTS * slot_bytes + self._exchange.needs_bytes(sizes))
+        needed = sum(taken[rank] for rank in self._neighbours)
+        held = self.node.size_bytes  # of slots that were made already, and of the checkpoint that the run went on from
         most = self.tier.max_bytes
-        left = available_bytes() + self._stager.held_bytes - RESERVE_BYTES * len(self._neighbours)
+        left = available_bytes() + held - RESERVE_BYTES * len(self._neighbours)
+        room = _room_of(self.node.base) + held
+        would = f"checkpoints in memory take {_gib(needed)} on {self.node.node}"
         trouble = ""
         if most is not None and needed > most:
-            trouble = f"it would take {_gib(needed)} on {self.node.node}, and max_bytes is {_gib(most)}"
+            trouble = f"{would}, and max_bytes allows {_gib(most)}"
         elif needed > left:
-            trouble = f"it would take {_gib(needed)} on {self.node.node}, of which {_gib(max(0, left))} are left"
-        elif needed > (room := _room_of(self.node.base)):
-            trouble = (
-                f"it would take {_gib(needed)} on {self.node.node}, and {self.node.base} has room for {_gib(room)}"
-            )
+            trouble = f"{would}, and {_gib(max(0, left))} are left there. Ask for more memory (sbatch --mem)"
+        elif needed > room:
+            trouble = f"{would}, and {self.node.base} has room for {_gib(room)}: make it larger, or name another path"
         if said := next(filter(None, control.gather(trouble)), ""):
             self.turn_off(said)
 
@@ -169,15 +169,17 @@ class MemorySaves:
                 if part.step != step:
                     self.node.drop(part.step)
 
-    def close(self, *, clear: bool) -> None:
-        """Stop what runs. `clear`: nobody will go on from what is in memory. Each rank of the node calls it."""
+    def close(self) -> None:
+        """Stop what runs. What counts stays."""
         self._worker.close()
         self._writer.close()
         self._exchange.close()
-        if clear and self._is_first:
+
+    def clear(self) -> None:
+        """Remove all that this node holds: nobody will go on from it, and all ranks have closed."""
+        if self._is_first:
             with contextlib.suppress(OSError):
                 self.node.clear()
-        self.node.close()
 
     # ---- one save ----------------------------------------------------------------------------------------------
 
@@ -187,21 +189,20 @@ class MemorySaves:
         try:
             self._writer.save(channel, draft, content)
             manifest = parse_manifest(folder, self._share(folder, draft.data))
-            self._exchange.run(folder, manifest, self._give_way)
-            channel.run_on_all(lambda: None)  # every part is where it should be
+            self._exchange.run(folder, manifest, self._give_way)  # after it, every part is where it should be
         except BaseException:
             self._staging = None
             with contextlib.suppress(Exception):
                 if self._is_first:
                     self.node.drop(info.step)
-            self._exchange.keep_only(self.step)
+            self._exchange.keep_only(self._manifest.step if self._manifest is not None else None)
             self._stager.freed()
             raise
         if self._is_first:
             self.node.commit(info.step, manifest.to_json())
         self.keep_only(info.step)
         channel.gather(None)  # nobody stages in a slot that is part of a checkpoint
-        self.step, self._committed, self._staging = info.step, self._staging, None
+        self._manifest, self._committed, self._staging = manifest, self._staging, None
         self._exchange.keep_only(info.step)
         self._failures = 0
         self._stager.freed()
@@ -217,16 +218,30 @@ class MemorySaves:
                 return {own: (folder / own).read_bytes()}
             return {}
 
-        def combine(all_values: list[dict[str, bytes]]) -> tuple[bytes, dict[str, bytes]]:
-            files = {name: data for each in all_values for name, data in each.items()}
-            names = [name for name in parse_manifest(folder, manifest).files if is_shared(name) and name not in files]
-            return manifest, files | {name: (folder / name).read_bytes() for name in names}
+        before = self._manifest.files if self._manifest is not None else {}
 
-        manifest, files = self._channel.gather_on_leader(values, combine)
-        if self._is_first:
-            for name, data in files.items():
-                if not (folder / name).exists():
+        def combine(all_values: list[dict[str, bytes]]) -> tuple[bytes, dict[str, bytes | None]]:
+            files = {name: data for each in all_values for name, data in each.items()}
+            records = parse_manifest(folder, manifest).files
+            # What is as it was, such as the places of all tensors, each node has.
+            return manifest, {
+                name: None if before.get(name) == record else files.get(name) or (folder / name).read_bytes()
+                for name, record in records.items()
+                if is_shared(name)
+            }
+
+        manifest, shared = self._channel.gather_on_leader(values, combine)
+
+        def take() -> None:
+            for name, data in shared.items() if self._is_first else ():
+                if (folder / name).exists():
+                    continue
+                if data is not None:
                     DISK.write_file(folder / name, data)
+                elif self._manifest is not None:
+                    DISK.link(self.node.path_of(self._manifest.step) / name, folder / name)
+
+        self._channel.run_on_all(take)
         return manifest
 
     def _give_way(self, seconds: float) -> None:

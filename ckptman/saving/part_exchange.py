@@ -31,10 +31,30 @@ class _Kept:
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         self.path = folder / f"peer-{new_nonce()}"
-        memory, _ = shared_memory(size_bytes, self.path)
-        self.data = torch.frombuffer(memory, dtype=torch.uint8)
+        self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if size_bytes:
+            memory, _ = shared_memory(size_bytes, self.path)
+            self.data = torch.frombuffer(memory, dtype=torch.uint8)
+        self.digests = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.step: int | None = None
         """The checkpoint that it is part of; None: it may be written to."""
+
+
+class _Parts:
+    """What the ranks' data files are, by rank."""
+
+    def __init__(self, manifest: Manifest, world_size: int) -> None:
+        self._files = manifest.files
+        records = (manifest.files.get(data_name(rank)) for rank in range(world_size))
+        self.sizes = [record.bytes if record is not None else 0 for record in records]
+
+    def digests_bytes(self, rank: int) -> int:
+        """Return how many bytes the digests of a part are."""
+        return digests_bytes(self.sizes[rank], BLOCK_BYTES)
+
+    def are_digests(self, rank: int, digests: torch.Tensor) -> bool:
+        """Return whether these are the digests of a part's blocks."""
+        return not len(digests) or xxh3_128_hexdigest(view_of(digests)) == self._files[data_name(rank)].digest
 
 
 class PartExchange:
@@ -49,7 +69,6 @@ class PartExchange:
         self._channel, self._slots, self._disk = channel, slots, disk
         self._to = tuple(receivers[channel.rank])
         self._from = tuple(rank for rank, peers in enumerate(receivers) if channel.rank in peers)
-        self._any = any(receivers)
         self._files: list[_Kept] = []
 
     def needs_bytes(self, part_bytes: Sequence[int]) -> int:
@@ -60,39 +79,65 @@ class PartExchange:
     def run(self, folder: Path, manifest: Manifest, wait: Callable[[float], None]) -> None:
         """Exchange the parts of a checkpoint, of which `folder` has this node's.
 
-        `wait`: called after each round with the seconds that it took. Raises: CorruptError, OSError, RankLostError.
+        `wait`: called after each round with the seconds that it took. Raises on every rank alike: RankFailed;
+        RankLostError.
         """
-        if not self._any:
-            return
-        sizes = [_size(manifest, data_name(rank)) for rank in range(self._channel.world_size)]
-        digests = self._exchange_digests(folder, manifest, sizes)
-        mine = mapped(folder / data_name(self._channel.rank), sizes[self._channel.rank])
-        kept = {rank: self._file_for(sizes[rank], manifest.step) for rank in self._from if sizes[rank]}
+        rank, parts = self._channel.rank, _Parts(manifest, self._channel.world_size)
+        sends = self._to if parts.sizes[rank] else ()
+        kept: dict[int, _Kept] = {}
+        mine: list[torch.Tensor] = []
+
+        def prepare() -> None:  # whoever cannot leaves nobody waiting
+            kept.update({each: self._file_for(parts.sizes[each], manifest.step) for each in self._from})
+            if sends:
+                digests = torch.frombuffer(bytearray((folder / blocks_name(rank)).read_bytes()), dtype=torch.uint8)
+                mine.extend((digests, mapped(folder / data_name(rank), parts.sizes[rank])))
+
         try:
-            wrong: list[int] = []
-            received: dict[int, tuple[int, torch.Tensor]] = {}
-            for begin in range(0, max(sizes, default=0), PIECE_BYTES):
-                began = time.monotonic()
-                sent = {rank: mine[begin : begin + PIECE_BYTES] for rank in self._to if begin < len(mine)}
-                places = {
-                    rank: file.data[begin : min(begin + PIECE_BYTES, sizes[rank])]
-                    for rank, file in kept.items()
-                    if begin < sizes[rank]
-                }
-                arrived = self._channel.begin_exchange(sent, places)
-                wrong += _differing(received, digests)  # of the round before, while this one is under way
-                arrived()
-                received = {rank: (begin, data) for rank, data in places.items()}
-                wait(time.monotonic() - began)
-            wrong += _differing(received, digests)
-            if wrong:
-                raise CorruptError(f"the part of rank {wrong[0]} arrived with other bytes than it was sent with")
-            for rank, file in kept.items():
-                self._disk.link(file.path, folder / data_name(rank))
+            self._channel.run_on_all(prepare)
+            wrong = self._exchange(parts, sends, mine, kept, wait)
+            self._channel.run_on_all(lambda: self._keep(folder, parts, kept, wrong))
         except BaseException:
             for file in kept.values():
                 file.step = None
             raise
+
+    def _exchange(
+        self,
+        parts: _Parts,
+        sends: Sequence[int],
+        mine: Sequence[torch.Tensor],
+        kept: Mapping[int, _Kept],
+        wait: Callable[[float], None],
+    ) -> list[int]:
+        """Return the ranks whose part did not arrive as it was sent. Raises: RankLostError."""
+        for rank, file in kept.items():
+            file.digests = torch.empty(parts.digests_bytes(rank), dtype=torch.uint8, device="cpu")
+        self._channel.begin_exchange(
+            dict.fromkeys(sends, mine[0]) if sends else {},
+            {rank: file.digests for rank, file in kept.items() if len(file.digests)},
+        )()
+        wrong = [rank for rank, file in kept.items() if not parts.are_digests(rank, file.digests)]
+        arrived: dict[int, torch.Tensor] = {}
+        for begin in range(0, max(parts.sizes, default=0), PIECE_BYTES):
+            began, end = time.monotonic(), begin + PIECE_BYTES
+            piece = mine[1][begin:end] if sends else torch.empty(0)
+            places = {rank: file.data[begin:end] for rank, file in kept.items() if begin < len(file.data)}
+            arrive = self._channel.begin_exchange(dict.fromkeys(sends, piece) if len(piece) else {}, places)
+            # Of the round before, while this one is under way.
+            wrong += _differing(begin - PIECE_BYTES, arrived, kept)
+            arrive()
+            arrived, last = places, begin
+            wait(time.monotonic() - began)
+        return wrong + (_differing(last, arrived, kept) if arrived else [])
+
+    def _keep(self, folder: Path, parts: _Parts, kept: Mapping[int, _Kept], wrong: Sequence[int]) -> None:
+        if wrong:
+            raise CorruptError(f"the part of rank {wrong[0]} arrived with other bytes than it was sent with")
+        for rank, file in kept.items():
+            if parts.sizes[rank]:
+                self._disk.write_file(folder / blocks_name(rank), file.digests.numpy().tobytes())
+                self._disk.link(file.path, folder / data_name(rank))
 
     def keep_only(self, step: int | None) -> None:
         """Give up what was received of other checkpoints than that of `step`: their folders are gone."""
@@ -107,21 +152,6 @@ class PartExchange:
                 self._disk.remove_file(file.path)
         self._files = []
 
-    def _exchange_digests(self, folder: Path, manifest: Manifest, sizes: Sequence[int]) -> Mapping[int, bytes]:
-        """Have the digests of the parts that are kept here, as files beside them. Raises: CorruptError, OSError."""
-        rank = self._channel.rank
-        own = (folder / blocks_name(rank)).read_bytes() if sizes[rank] else b""
-        data = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else None
-        wanted = {each: digests_bytes(sizes[each], BLOCK_BYTES) for each in self._from if sizes[each]}
-        received = {each: torch.empty(size, dtype=torch.uint8, device="cpu") for each, size in wanted.items()}
-        self._channel.begin_exchange(dict.fromkeys(self._to, data) if data is not None else {}, received)()
-        found = {each: tensor.numpy().tobytes() for each, tensor in received.items()}
-        for each, digests in found.items():
-            if xxh3_128_hexdigest(digests) != manifest.files[data_name(each)].digest:
-                raise CorruptError(f"the digests of rank {each} arrived with other bytes than they were sent with")
-            self._disk.write_file(folder / blocks_name(each), digests)
-        return found
-
     def _file_for(self, size_bytes: int, step: int) -> _Kept:
         """Return memory that has been used before, where there is some of that size. Raises: OSError."""
         file = next((each for each in self._files if each.step is None and len(each.data) == size_bytes), None)
@@ -133,11 +163,6 @@ class PartExchange:
             self._files.append(file)
         file.step = step
         return file
-
-
-def _size(manifest: Manifest, name: str) -> int:
-    record = manifest.files.get(name)
-    return record.bytes if record is not None else 0
 
 
 def mapped(path: Path, size_bytes: int) -> torch.Tensor:
@@ -153,13 +178,13 @@ def mapped(path: Path, size_bytes: int) -> torch.Tensor:
         os.close(fd)
 
 
-def _differing(received: Mapping[int, tuple[int, torch.Tensor]], digests: Mapping[int, bytes]) -> list[int]:
-    """Return the ranks whose piece has a block that does not match its digest."""
-    return [rank for rank, (begin, data) in received.items() if not _matches(begin, data, digests[rank])]
+def _differing(begin: int, arrived: Mapping[int, torch.Tensor], kept: Mapping[int, _Kept]) -> list[int]:
+    """Return the ranks of whose piece, which begins there, a block does not match its digest."""
+    return [rank for rank, piece in arrived.items() if not _matches(begin, piece, view_of(kept[rank].digests))]
 
 
-def _matches(begin: int, data: torch.Tensor, digests: bytes) -> bool:
-    view, at = view_of(data), begin // BLOCK_BYTES * DIGEST_BYTES
+def _matches(begin: int, piece: torch.Tensor, digests: memoryview) -> bool:
+    view, at = view_of(piece), begin // BLOCK_BYTES * DIGEST_BYTES
     return all(
         xxh3_128_digest(view[low : low + BLOCK_BYTES]) == digests[at + number * DIGEST_BYTES :][:DIGEST_BYTES]
         for number, low in enumerate(range(0, len(view), BLOCK_BYTES))

@@ -48,8 +48,8 @@ class Slot:
     """
 
     def __init__(self, file: RankFile, kinds: Sequence[Kind], path: Path | None = None) -> None:
-        self.path = path
         self._bytes, self.fd = _allocate(file.end, path)
+        self.path = path if path is not None and path.exists() else None
         self.memory = view_of(self._bytes)
         self.free = True
         for start, data in file.literals:
@@ -413,14 +413,24 @@ def _unregister(runtime: Any, device: torch.device, memory: torch.Tensor, parent
 
 def _allocate(size: int, path: Path | None = None) -> tuple[torch.Tensor, int | None]:
     """Return zeroed memory, touched, and its descriptor, where it can be given to another process. It is shared with
-    forks of this process: of private memory a fork would leave this one copies, which a device does not know."""
+    forks of this process: of private memory a fork would leave this one copies, which a device does not know. `path`:
+    the name that it is to have; where there is no room for it, it has none."""
     if not size:
         return torch.empty(0, dtype=torch.uint8, device="cpu"), None
     fd = None
     try:
-        memory, fd = shared_memory(size, path)
+        memory, fd = _named_memory(size, path) or shared_memory(size)
     except OSError:  # not on every kernel
-        if path is not None:
-            raise
         memory = aligned_memory(size, shared=True)
     return flat(memory).zero_(), fd
+
+
+def _named_memory(size: int, path: Path | None) -> tuple[memoryview, int] | None:
+    if path is None:
+        return None
+    try:
+        return shared_memory(size, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            DISK.remove_file(path)
+        return None

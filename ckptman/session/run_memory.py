@@ -94,9 +94,13 @@ class RunMemory:
             self._told_off = True
             _tell_off(self._session, self.saves.off)
 
-    def close(self, *, clear: bool) -> None:
-        """Stop saving to memory. `clear`: nobody will go on from what is there."""
-        self.saves.close(clear=clear)
+    def close(self, *, clear: bool = False) -> None:
+        """Stop saving to memory, and let go of what is there. `clear`: nobody will go on from it, and every rank has
+        closed."""
+        self.saves.close()
+        if clear:
+            self.saves.clear()
+        self._node.close()
 
     def _tell_on(self, tier: MemoryTier, places: Sequence[Place]) -> None:
         nodes = len({place.node for place in places})
@@ -137,7 +141,7 @@ def _meet(control: Channel, node: NodeMemory, owner: Owner) -> list[Place]:
             for path in [*node.slots.iterdir(), *node.folder.glob("seen-*")]:
                 DISK.remove_file(path)  # of ranks that are gone; checkpoints keep what is theirs
             mark.touch(0o600)
-            for other in left_behind(node.base, {}):
+            for other in left_behind(node.base, {}, but=node.folder):
                 with contextlib.suppress(OSError):
                     other.clear()
 

@@ -108,7 +108,10 @@ class StepConsensus:
             return self._policy.decide(self._timings.facts(step, ahead=False, stop=stop)), None
         if isinstance(self._planned, CkptmanError):
             raise self._planned
-        return self._planned, self._planned_memory
+        in_memory = self._planned_memory
+        if self._planned is not None and not self._planned.stop and self.memory is not None and self.memory.is_ready:
+            in_memory = in_memory or self._planned  # what is copied for the disk anyhow
+        return self._planned, in_memory
 
     def _flags(self, step: int, *, ahead: bool) -> list[int]:
         if self._control.is_leader:

@@ -35,6 +35,7 @@ from ckptman.io.safe_open import read_regular
 
 DEFAULT_PATH = "/dev/shm"
 SLOTS = "slots"
+TORCHRUN_ENV = "TORCHELASTIC_RUN_ID"
 _OWNER, _ALIVE = "owner.json", "alive"
 _MOST_OWNER_BYTES = 64 * 1024
 _MOST_MANIFEST_BYTES = 64 * 1024 * 1024
@@ -42,8 +43,8 @@ _MODE = 0o700
 
 
 class Owner(BaseModel):
-    """Whose a folder is. `pid`, `started`: of the process that started the ranks of this node, which may start them
-    anew."""
+    """Whose a folder is. `pid`, `started`: of a torchrun that has started the ranks, and may start them anew; 0: there
+    is none."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
     format_version: int = FORMAT_VERSION
@@ -58,20 +59,17 @@ class Owner(BaseModel):
     @classmethod
     def of_this_process(cls, root_id: str, root: Path, node: str, run_id: str, job_id: str | None) -> Owner:
         """Return the owner that a rank of a run writes down."""
-        parent = psutil.Process(os.getppid()) if psutil.pid_exists(os.getppid()) else psutil.Process()
-        return cls(
-            root_id=root_id,
-            root=str(root.absolute()),
-            node=node,
-            run_id=run_id,
-            job_id=job_id,
-            pid=parent.pid,
-            started=parent.create_time(),
-        )
+        whose = cls(root_id=root_id, root=str(root.absolute()), node=node, run_id=run_id, job_id=job_id)
+        if TORCHRUN_ENV not in os.environ:
+            return whose
+        with contextlib.suppress(psutil.Error):
+            parent = psutil.Process(os.getppid())
+            return whose.model_copy(update={"pid": parent.pid, "started": parent.create_time()})
+        return whose
 
     @property
     def is_supervised(self) -> bool:
-        """Whether what started the ranks is still there, and may start them anew."""
+        """Whether a torchrun is still there that may start the ranks anew."""
         with contextlib.suppress(psutil.Error):
             return self.pid > 1 and abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
         return False
@@ -121,15 +119,16 @@ class NodeMemory:
                 check_private(folder)
             self.disk.replace_file(self.folder / _OWNER, seal(owner.model_dump_json(indent=1).encode()))
             self._alive = os.open(self.folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            # Of this process alone: a lock of an open file would live on in every fork of it.
-            fcntl.lockf(self._alive, fcntl.LOCK_SH)
+            fcntl.flock(self._alive, fcntl.LOCK_SH)
+            _held.add(self._alive)
         except OSError as error:
             raise ConfigError(f"{self.folder} cannot be made ({error.strerror or error})") from error
 
     def close(self) -> None:
         """Let go of the folder, which stays as it is."""
         fd, self._alive = self._alive, None
-        if fd is not None:
+        if fd is not None and fd in _held:
+            _held.discard(fd)
             os.close(fd)
 
     def owner(self) -> Owner:
@@ -141,17 +140,15 @@ class NodeMemory:
             raise CorruptError(f"{path} is not what ckptman writes there ({plain(error)})") from None
 
     def is_alive(self) -> bool:
-        """Return whether a rank of the run lives on this node. Not for a process that holds it itself."""
+        """Return whether a rank of the run lives on this node. Raises: OSError."""
         try:
             fd = os.open(self.folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return False
         try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return False
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
+        except BlockingIOError:
             return True
         finally:
             os.close(fd)
@@ -215,6 +212,20 @@ class NodeMemory:
         return sum(inodes.values())
 
 
+_held: set[int] = set()
+"""Descriptors whose locks say that this process lives."""
+
+
+def _let_go_in_child() -> None:
+    # A fork has the same locks, and may outlive who made them.
+    while _held:
+        with contextlib.suppress(OSError):
+            os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 def user_folder(base: Path) -> Path:
     """Return where all that this user has in a node's memory is."""
     return base / f"ckptman-{os.getuid()}"
@@ -235,12 +246,15 @@ def found_on(base: Path) -> list[NodeMemory]:
     return [NodeMemory.at(folder / name) for name in names if "-" in name]
 
 
-def left_behind(base: Path, is_over: Mapping[str, bool]) -> Iterator[NodeMemory]:
+def left_behind(base: Path, is_over: Mapping[str, bool], but: Path | None = None) -> Iterator[NodeMemory]:
     """Yield what nobody will go on from any more: no rank lives, nor what started them, nor their job.
 
-    `is_over`: of jobs, by id, whether they are known to have ended; one that is not in there may live.
+    `is_over`: of jobs, by id, whether they are known to have ended; one that is not in there may live. `but`: a folder
+    to leave out.
     """
     for memory in found_on(base):
+        if memory.folder == but:
+            continue
         try:
             owner = memory.owner()
             if memory.is_alive() or owner.is_supervised:
