@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.catalog.backends.node_memory import NodeMemory
-from ckptman.comm.control_group import Channel
+from ckptman.comm.control_group import Channel, RankFailed
 from ckptman.comm.peers import Place, losable_nodes, receivers
 from ckptman.errors import RankLostError
 from ckptman.format.manifest import FileRecord, Manifest, Nonfinite, parse_manifest
@@ -147,9 +147,12 @@ class MemorySaves:
             return task.result(), ""
         except Exception as error:  # noqa: BLE001 whatever it is, the disk has what counts
             self._failures += 1
+            why = f"{type(error).__name__}: {error}"
+            if isinstance(error, RankFailed):
+                why = f"rank {error.failure.rank}: {error.failure.text}"
             if isinstance(error, RankLostError) or self._failures >= _TRIES:
-                self.turn_off(str(error))
-            return None, f"{type(error).__name__}: {error}"
+                self.turn_off(why)
+            return None, why
 
     def turn_off(self, why: str) -> None:
         """Save nothing to memory any more."""
