@@ -1,4 +1,4 @@
-"""Runs that are killed, and go on from the memory of the nodes that are left: each rank, or two, is a node of its own."""
+"""Runs that are killed go on from the memory of the nodes that are left; a rank, or two, is a node of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INTERVAL = 3
 @pytest.fixture
 def shm() -> Iterator[Path]:
     """A folder in memory."""
-    folder = Path("/dev/shm") / f"ckptman-test-{os.getpid()}-{os.urandom(4).hex()}"  # noqa: S108
+    folder = Path("/dev/shm") / f"ckptman-test-{os.getpid()}-{os.urandom(4).hex()}"
     folder.mkdir()
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -169,7 +169,8 @@ def test_two_nodes_lost_at_once_cost_what_the_disk_does_not_have(tmp_path: Path,
     results = finished(3, tmp_path / "root", shm, disk_steps=5)
     assert {start for start, _, _ in results} in ({10}, {5})
     said = events(tmp_path / "root", "memory_refused")
-    assert said and "on no node that is left" in said[0]["reason"]
+    assert said
+    assert "on no node that is left" in said[0]["reason"]
 
 
 def test_the_disk_is_taken_where_it_is_newer(tmp_path: Path, shm: Path) -> None:
@@ -197,9 +198,7 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "blocks-00000.bin", "index.json", "chunks.bin", "manifest.json"])
-def test_a_flipped_byte_in_memory_is_never_loaded(
-    tmp_path: Path, shm: Path, name: str, undisturbed: list[Any]
-) -> None:
+def test_a_flipped_byte_in_memory_is_never_loaded(tmp_path: Path, shm: Path, name: str, undisturbed: list[Any]) -> None:
     killed_at(10, 3, tmp_path / "root", shm, disk_steps=4)
     for folder in node_folders(shm):
         for path in folder.glob(f"step-*/{name}"):
@@ -296,7 +295,7 @@ def test_too_little_memory_is_said_before_anything_is_saved_there(tmp_path: Path
 
 def test_a_disk_that_is_no_memory_is_said(tmp_path: Path) -> None:
     said = run_alone(tmp_path / "root", tier(tmp_path, copies=1))
-    assert any("and not in memory" in each for each in said) or tmp_path.stat().st_dev == Path("/dev/shm").stat().st_dev  # noqa: S108
+    assert any("and not in memory" in each for each in said) or tmp_path.stat().st_dev == Path("/dev/shm").stat().st_dev
 
 
 def test_saves_that_fail_turn_it_off_and_training_goes_on(
