@@ -48,6 +48,7 @@ class MemorySaves:
         node: what this node holds, which is open.
         places: where each rank is.
         channel: of these saves alone.
+        in_memory: slots become part of checkpoints; otherwise, on a disk of the node, what is in them is written there.
     """
 
     def __init__(
@@ -58,7 +59,10 @@ class MemorySaves:
         channel: Channel,
         stager: Stager,
         nonfinite: OnNonfinite,
+        *,
+        in_memory: bool = True,
     ) -> None:
+        self._in_memory = in_memory
         self.tier, self.node, self._places, self._channel, self._stager = tier, node, places, channel, stager
         self._is_first = [place.node for place in places].index(places[channel.rank].node) == channel.rank
         self._neighbours = [rank for rank, place in enumerate(places) if place.node == places[channel.rank].node]
@@ -76,9 +80,10 @@ class MemorySaves:
         """Why nothing is saved to memory any more; "": it is."""
         self.disk_is_busy: Callable[[], bool] = lambda: False
         """Whether this rank is writing to disk, to which copies for peers give way."""
-        stager.slots = SLOTS
-        stager.new_file = lambda: node.slots / f"rank-{channel.rank:05d}-{new_nonce()}"
         stager.kept = self._kept
+        if in_memory:
+            stager.slots = SLOTS
+            stager.new_file = lambda: node.slots / f"rank-{channel.rank:05d}-{new_nonce()}"
 
     @property
     def lost_nodes(self) -> int:
@@ -106,9 +111,9 @@ class MemorySaves:
         needed = sum(taken[rank] for rank in self._neighbours)
         held = self.node.size_bytes  # of slots that were made already, and of the checkpoint that the run went on from
         most = self.tier.max_bytes
-        left = available_bytes() + held - RESERVE_BYTES * len(self._neighbours)
+        left = available_bytes() + held - RESERVE_BYTES * len(self._neighbours) if self._in_memory else needed
         room = _room_of(self.node.base) + held
-        would = f"checkpoints in memory take {_gib(needed)} on {self.node.node}"
+        would = f"checkpoints there take {_gib(needed)} on {self.node.node}"
         trouble = ""
         if most is not None and needed > most:
             trouble = f"{would}, and max_bytes allows {_gib(most)}"
@@ -187,12 +192,14 @@ class MemorySaves:
     # ---- one save ----------------------------------------------------------------------------------------------
 
     def _save(self, content: Content | Exception, info: SaveInfo, begun: float, stall_seconds: float) -> SaveReport:
-        channel, folder = self._channel, self.node.path_of(info.step)
+        channel, folder, slot = self._channel, self.node.path_of(info.step), self._staging
         draft = _MemoryDraft(folder, info)
         try:
             self._writer.save(channel, draft, content)
             manifest = parse_manifest(folder, self._share(folder, draft.data))
-            self._exchange.run(folder, manifest, self._give_way)  # after it, every part is where it should be
+            self._exchange.run(folder, manifest, self._give_way)
+            # Every part is where it should be. The one before goes when no node can fail to have this one.
+            channel.run_on_all(lambda: self.node.commit(info.step, manifest.to_json()) if self._is_first else None)
         except BaseException:
             self._staging = None
             with contextlib.suppress(Exception):
@@ -201,11 +208,11 @@ class MemorySaves:
             self._exchange.keep_only(self._manifest.step if self._manifest is not None else None)
             self._stager.freed()
             raise
-        if self._is_first:
-            self.node.commit(info.step, manifest.to_json())
-        self.keep_only(info.step)
+        with contextlib.suppress(OSError):
+            self.keep_only(info.step)
         channel.gather(None)  # nobody stages in a slot that is part of a checkpoint
-        self._manifest, self._committed, self._staging = manifest, self._staging, None
+        self._manifest, self._staging = manifest, None
+        self._committed = slot if self._in_memory else None
         self._exchange.keep_only(info.step)
         self._failures = 0
         self._stager.freed()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +54,14 @@ def found_in(parts: Mapping[str, Sequence[Part]]) -> list[InMemory]:
         holders: dict[str, tuple[str, ...]] = {}
         for node, each in parts.items():
             for part in each:
-                # Of a node that was killed before it had the manifest, the files count all the same: each block of
-                # them is checked when it is read.
+                # Of a node that was killed before it had the manifest, the files count all the same, last: each block
+                # of them is checked when it is read.
                 if part.step != manifest.step or (part.manifest and part.manifest.identity != identity):
                     continue
                 for name, record in manifest.files.items():
                     if part.sizes.get(name) == record.bytes:
-                        holders[name] = (*holders.get(name, ()), node)
+                        others = holders.get(name, ())
+                        holders[name] = (node, *others) if part.manifest else (*others, node)
         found.append(InMemory(manifest, manifest.to_json(), holders))
     return sorted(found, key=lambda each: each.order, reverse=True)
 
@@ -153,9 +153,8 @@ class MemoryRestore:
             source, name = self._rank_of[takes[0]], takes[1]
             size = found.manifest.files[name].bytes
             try:
-                with contextlib.suppress(FileNotFoundError):
-                    self._node.disk.remove_file(folder / name)
-                memory, _ = shared_memory(size, folder / name)
+                self._node.disk.remove_file(folder / f"{name}.part")
+                memory, _ = shared_memory(size, folder / f"{name}.part")
                 received = torch.frombuffer(memory, dtype=torch.uint8)
             except Exception as failed:  # noqa: BLE001
                 error.append(failed)
@@ -166,6 +165,11 @@ class MemoryRestore:
                 {to: sent[begin:end]} if begin < len(sent) else {},
                 {source: received[begin:end]} if begin < len(received) else {},
             )()
+        if takes is not None and not error:
+            try:
+                self._node.disk.rename(folder / f"{takes[1]}.part", folder / takes[1])
+            except OSError as failed:
+                error.append(failed)
 
 
 def _rounds(found: InMemory, needed: Mapping[str, Collection[str]]) -> Iterator[dict[str, tuple[str, str]]]:

@@ -188,7 +188,8 @@ class Restorer:
                     why = f"it cannot be loaded: {error}"
                 else:
                     self.from_memory = True
-                    self._note_restored(each.manifest.step, folder, time.monotonic() - begun, skipped)
+                    seconds = time.monotonic() - begun
+                    self._note_restored(each.manifest.step, folder, seconds, skipped, _why_memory(each, left))
                     return each.manifest.step
             if why:
                 self._attempt.note("memory_refused", step=each.manifest.step, reason=why)
@@ -267,9 +268,12 @@ class Restorer:
             self.held = held.pop_all()
             return skipped
 
-    def _note_restored(self, step: int, folder: Path, seconds: float, skipped: Skipped) -> None:
-        differences: dict[str, Any] = {name: told(names) for name, names in skipped._asdict().items() if names}
-        self._attempt.note("restored", step=step, path=str(folder), seconds=seconds, **differences)
+    def _note_restored(self, step: int, folder: Path, seconds: float, skipped: Skipped, memory: str = "") -> None:
+        """`memory`: why it was loaded from there; "": it was not."""
+        more: dict[str, Any] = {name: told(names) for name, names in skipped._asdict().items() if names}
+        if memory:
+            more["memory"] = memory
+        self._attempt.note("restored", step=step, path=str(folder), seconds=seconds, **more)
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
         entries = self._place.list(abandoned=step is not None)
@@ -353,3 +357,10 @@ class Restorer:
                 f"same (NaN or infinity in {entry.spoilt}). Stop it to bring a finite one back from a copy, or to "
                 f"begin afresh in another root"
             )
+
+
+def _why_memory(found: InMemory, left: list[Entry]) -> str:
+    newest = max(((each.require_manifest().attempt, each.step) for each in left), default=None)
+    if newest is None:
+        return "nothing is on disk yet"
+    return f"step {newest[1]} is the newest on disk" if newest != found.order else "the same is on disk"

@@ -15,7 +15,7 @@ from ckptman.doctor.mount import MEMORY, family_of, find_mount, read_mounts
 from ckptman.errors import CkptmanError, ConfigError, warn_only
 from ckptman.format.paths import new_nonce
 from ckptman.io.durable_files import DISK
-from ckptman.policies.memory_tier import MemoryTier
+from ckptman.policies.memory_tier import DEFAULT_PATH, MemoryTier
 from ckptman.runtime.outcome import this_node
 from ckptman.saving.finite_check import OnNonfinite
 from ckptman.saving.memory_saves import MemorySaves
@@ -62,10 +62,17 @@ class RunMemory:
             why = error.failure.error or error.failure.text if isinstance(error, RankFailed) else error
             _tell_off(session, str(why))
             return None
-        saves = MemorySaves(tier, node, places, channel(), saver.stager, nonfinite)
+        mount = find_mount(read_mounts(), os.path.realpath(node.base))
+        in_memory = mount is None or family_of(mount) is MEMORY
+        saves = MemorySaves(tier, node, places, channel(), saver.stager, nonfinite, in_memory=in_memory)
         saves.disk_is_busy = lambda: saver.is_writing
         found = cls(session, node, saves, MemoryRestore(control, node, places))
         found._tell_on(tier, places)
+        if session.journal is not None and mount is not None and not in_memory and str(tier.path) == DEFAULT_PATH:
+            warn_only(
+                f"{node.base} is not in memory here, but on {family_of(mount).name}: saves there are written "
+                f"to that disk. Name a folder in memory (mount -t tmpfs), or a disk of the node's own on purpose"
+            )
         return found
 
     def start(self, step: int | None) -> None:
@@ -113,13 +120,6 @@ class RunMemory:
                 f"checkpoints in memory have {copies} {'copy' if copies == 1 else 'copies'} instead of {tier.copies}, "
                 f"as there {'is' if nodes == 1 else 'are'} {nodes} node{'' if nodes == 1 else 's'}: they outlive "
                 f"processes, and {'no node' if lost == 0 else f'any {lost} of the nodes'}"
-            )
-        mount = find_mount(read_mounts(), os.path.realpath(self._node.base))
-        family = family_of(mount) if mount is not None else MEMORY
-        if family is not MEMORY:
-            warn_only(
-                f"{self._node.base} is on {family.name}, and not in memory: saves there cost what it costs to write "
-                f"to it. Name a folder in memory, such as /dev/shm"
             )
 
 

@@ -293,9 +293,13 @@ def test_too_little_memory_is_said_before_anything_is_saved_there(tmp_path: Path
     assert not events(tmp_path / "root", "memory_saved")
 
 
-def test_a_disk_that_is_no_memory_is_said(tmp_path: Path) -> None:
-    said = run_alone(tmp_path / "root", tier(tmp_path, copies=1))
-    assert any("and not in memory" in each for each in said) or tmp_path.stat().st_dev == Path("/dev/shm").stat().st_dev
+def test_a_disk_of_each_node_takes_the_place_of_memory(tmp_path: Path, undisturbed: list[Any]) -> None:
+    (disk := tmp_path / "disk").mkdir()
+    killed_at(10, 3, tmp_path / "root", disk)
+    lose(disk, "n1")
+    results = finished(3, tmp_path / "root", disk)
+    assert {start for start, _, _ in results} == {9}
+    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
 
 
 def test_saves_that_fail_turn_it_off_and_training_goes_on(
