@@ -19,9 +19,11 @@ def ring(places: Sequence[Place]) -> list[str]:
 
     `places`: of each rank. The same on every rank, whatever the order in which nodes joined.
     """
+    # A node is there once, even if some of its ranks do not know its domain.
+    domain_of = {place.node: place.domain for place in sorted(set(places))}
     domains: dict[str, list[str]] = {}
-    for place in sorted(set(places)):
-        domains.setdefault(place.domain, []).append(place.node)
+    for node, domain in domain_of.items():
+        domains.setdefault(domain, []).append(node)
     # The largest domain is dealt out first, so that what is left over at the end is of the smallest.
     dealt = [node for nodes in sorted(domains.values(), key=len, reverse=True) for node in nodes]
     order: list[str] = [""] * len(dealt)
@@ -51,6 +53,8 @@ def receivers(places: Sequence[Place], copies: int) -> list[list[int]]:
 
 
 def losable_nodes(holders: Mapping[str, Sequence[str]]) -> int:
-    """Return how many nodes may be lost, whichever they are, before a part is gone. `holders`: of each part the nodes
-    that have it."""
-    return min((len(set(nodes)) for nodes in holders.values()), default=0) - 1
+    """Return how many nodes may be lost, whichever they are, before a part is gone; -1 where one is gone already.
+
+    `holders`: of each part the nodes that have it; of no parts, none may.
+    """
+    return min((len(set(nodes)) for nodes in holders.values()), default=1) - 1
