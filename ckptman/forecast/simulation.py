@@ -120,21 +120,15 @@ def _saved_after(up: float, interval: float, stall: float, settled: float) -> fl
     return interval + (kept - 1) * (interval - stall) if kept else None
 
 
-def play_all(
-    runs: Sequence[Sequence[float]],
-    seconds: float,
-    costs: Costs,
-    interval_seconds: float,
-    memory: InMemory | None = None,
-    survived: Sequence[Sequence[bool]] = (),
-) -> Played:
-    """Several runs of `seconds`, each with failures of its own, added up."""
-    each = [
-        play(failures, seconds, costs, interval_seconds, memory, survived[number] if survived else ())
-        for number, failures in enumerate(runs)
-    ]
-    sums = {part.name: sum(getattr(one, part.name) for one in each) for part in fields(Played)}
-    return Played(**sums | {"interval_seconds": max(interval_seconds, costs.settled_seconds)})
+def play_all(runs: Sequence[Sequence[float]], seconds: float, costs: Costs, interval_seconds: float) -> Played:
+    """Play several runs of `seconds`, each with failures of its own, and add them up."""
+    return add_up([play(failures, seconds, costs, interval_seconds) for failures in runs])
+
+
+def add_up(runs: Sequence[Played]) -> Played:
+    """Add up runs that were played at the same interval."""
+    sums = {part.name: sum(getattr(one, part.name) for one in runs) for part in fields(Played)}
+    return Played(**sums | {"interval_seconds": runs[0].interval_seconds})
 
 
 def play_grid(
