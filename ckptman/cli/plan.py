@@ -179,7 +179,7 @@ def plan(
     limit = limited(retention)
     options = MemoryOptions(**{each.name: given[each.name] for each in fields(MemoryOptions)})
     disk, mesh = best_tier(tiers)[1], (nodes, min(gpus, subject.gpus))
-    in_memory = memory_plan(options, mesh, saving, life, disk, step_seconds)
+    in_memory = memory_plan(options, mesh, saving, life, disk, step_seconds, subject.memory)
     made = Plan(subject, of_gpu, failures, limit.bytes if limit else None, tiers, blocking, step_seconds, in_memory)
     if as_json:
         console.say_json(as_dict(made, explain, room))

@@ -20,7 +20,7 @@ from ckptman.forecast.failure_costs import (
 )
 from ckptman.forecast.figures import Figure
 from ckptman.forecast.save_costs import Life, Saving
-from ckptman.policies.memory_tier import CostShare
+from ckptman.policies.memory_tier import MemoryTier
 from ckptman.policies.retention_rules import size_text
 from ckptman.policies.save_policies import EverySeconds, EverySteps, SavePolicy
 
@@ -64,18 +64,24 @@ def memory_plan(
     life: Life,
     disk: Mapping[str, Figure],
     step_seconds: float | None,
+    tier: MemoryTier | None,
 ) -> MemoryPlan | None:
-    """Return what options come to; None: none is given. `mesh`: nodes, and ranks of each; `disk`: figures of the tier.
+    """Return what options come to; None: none is given. `mesh`: nodes, and ranks of each; `disk`: figures of the tier;
+    `tier`: that of the configuration, for what is left out.
 
     Raises: ConfigError.
     """
-    if not written.wanted:
+    if not written.wanted and tier is None:
         return None
+    tier = tier or MemoryTier()
     if saving.blocking:
         raise ConfigError("--blocking leaves no private copy that could become a checkpoint in memory: leave it out")
     rate, source = parse_rate("--exchange", written.exchange or "5GB/s"), "" if written.exchange else _EXCHANGE_SOURCE
-    nodes = Nodes(*mesh, rate, 2 if written.copies is None else written.copies, source)
-    figures = node_figures(nodes, saving, _policy(written.memory_interval, step_seconds), step_seconds)
+    nodes = Nodes(*mesh, rate, tier.copies if written.copies is None else written.copies, source)
+    policy = _policy(written.memory_interval) or tier.policy
+    if isinstance(policy, EverySteps) and step_seconds is None:
+        raise ConfigError(f"saves to memory go by steps, {policy!r}: say what a step takes, as in --step 2s")
+    figures = node_figures(nodes, saving, policy, step_seconds)
     share = SURVIVED if written.survived is None else parse_share("--survived", written.survived)
     figures.append(
         Figure("survived", share, "share", "of the failures", SURVIVED_SOURCE if written.survived is None else "")
@@ -115,12 +121,10 @@ def memory_lines(made: MemoryPlan) -> Iterator[str]:
         )
 
 
-def _policy(written: str | None, step_seconds: float | None) -> SavePolicy:
-    """Parse how often is saved to memory: `30s`, `20steps`; None: as often as costs 1 %. Raises: ConfigError."""
+def _policy(written: str | None) -> SavePolicy | None:
+    """Parse how often is saved to memory: `30s`, `20steps`. Raises: ConfigError."""
     if written is None:
-        return CostShare()
+        return None
     if (steps := re.fullmatch(r"\s*([0-9]{1,12})\s*steps?\s*", written)) is None:
         return EverySeconds(parse_seconds("--memory-interval", written))
-    if step_seconds is None:
-        raise ConfigError(f"--memory-interval {written}: say what a step takes, as in --step 2s")
     return EverySteps(int(steps[1]))

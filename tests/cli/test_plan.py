@@ -161,6 +161,14 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert made["checkpoint"]["files_bytes"] > made["checkpoint"]["data_files_bytes"]
     assert made["memory"]["gradients_bytes"] == 4 * made["model"]["parameters"]  # micro-batches are accumulated
     assert made["tiers"][0]["kept"] == 2
+    assert "memory_tier" not in made
+    in_memory = ["--set", "checkpoint.memory=true", "--set", "checkpoint.memory_copies=3", "--nodes", "4"]
+    taken = planned(["plan", "--config", "run.toml", "--gpus", "4", *in_memory], capsys)["memory_tier"]
+    assert taken["copies"] == 3
+    steps = ["plan", "--config", "run.toml", *in_memory, "--set", "checkpoint.memory_steps=20"]
+    assert "go by steps, EverySteps(steps=20): say what a step takes" in refused(steps, capsys)
+    assert planned([*steps, "--step", "2s"], capsys)["memory_tier"]["interval_seconds"] == 40
+    assert planned([*steps, "--memory-interval", "1min"], capsys)["memory_tier"]["interval_seconds"] == 60
     wider = planned(["plan", "--config", "run.toml", "--gpus", "4", "--set", "model.dim=128"], capsys)
     assert wider["model"]["parameters"] > made["model"]["parameters"]
     assert wider["memory"]["parameters_bytes"] < wider["memory"]["gradients_bytes"]
