@@ -37,6 +37,8 @@ from ckptman.state.file_layout import Image
 
 _TRIES = 3
 """After so many saves in a row that failed nothing is saved to memory any more."""
+RETRY_SECONDS = 10.0
+"""How long after one that failed the next one is tried."""
 SLOTS = 3
 """One for the checkpoint that counts, one for the next, and one for what is being written to disk."""
 
@@ -74,6 +76,7 @@ class MemorySaves:
         self._staging: Slot | None = None
         self._committed: Slot | None = None
         self._failures = 0
+        self._again_at = 0.0
         self._manifest: Manifest | None = None
         """Of the checkpoint that counts; None: this process has made none."""
         self.off = ""
@@ -97,7 +100,8 @@ class MemorySaves:
     @property
     def is_ready(self) -> bool:
         """Whether a save would begin now, on this rank."""
-        return not self.off and self._running is None and self._stager.has_free_slot()
+        is_idle = self._running is None and time.monotonic() >= self._again_at
+        return not self.off and is_idle and self._stager.has_free_slot()
 
     def plan(self, control: Channel, slot_bytes: int) -> None:
         """See that there is memory for slots of this size, and for copies of the parts of others. Every rank calls it,
@@ -152,6 +156,7 @@ class MemorySaves:
             return task.result(), ""
         except Exception as error:  # noqa: BLE001 whatever it is, the disk has what counts
             self._failures += 1
+            self._again_at = time.monotonic() + RETRY_SECONDS
             why = f"{type(error).__name__}: {error}"
             if isinstance(error, RankFailed):
                 why = f"rank {error.failure.rank}: {error.failure.text}"

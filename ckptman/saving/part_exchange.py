@@ -24,6 +24,8 @@ from ckptman.state.file_layout import view_of
 
 PIECE_BYTES = 16 * 1024 * 1024
 """What is under way between two ranks at a time: whole blocks."""
+_MAPPED = 3
+"""As many slots as there are."""
 
 
 class _Kept:
@@ -70,6 +72,7 @@ class PartExchange:
         self._to = tuple(receivers[channel.rank])
         self._from = tuple(rank for rank, peers in enumerate(receivers) if channel.rank in peers)
         self._files: list[_Kept] = []
+        self._slots_mapped: dict[tuple[int, int], torch.Tensor] = {}
 
     def needs_bytes(self, part_bytes: Sequence[int]) -> int:
         """Return the memory that copies of others take here, where ranks have parts of these sizes: that of the newest
@@ -91,7 +94,7 @@ class PartExchange:
             kept.update({each: self._file_for(parts.sizes[each], manifest.step) for each in self._from})
             if sends:
                 digests = torch.frombuffer(bytearray((folder / blocks_name(rank)).read_bytes()), dtype=torch.uint8)
-                mine.extend((digests, mapped(folder / data_name(rank), parts.sizes[rank])))
+                mine.extend((digests, self._own(folder / data_name(rank), parts.sizes[rank])))
 
         try:
             self._channel.run_on_all(prepare)
@@ -151,6 +154,17 @@ class PartExchange:
             with contextlib.suppress(OSError):
                 self._disk.remove_file(file.path)
         self._files = []
+        self._slots_mapped = {}
+
+    def _own(self, path: Path, size_bytes: int) -> torch.Tensor:
+        """Return the bytes of this rank's part. Slots come again, and what is mapped already need not be touched anew.
+        Raises: OSError."""
+        key = path.stat().st_ino, size_bytes
+        if key not in self._slots_mapped:
+            while len(self._slots_mapped) >= _MAPPED:
+                self._slots_mapped.pop(next(iter(self._slots_mapped)))
+            self._slots_mapped[key] = mapped(path, size_bytes)
+        return self._slots_mapped[key]
 
     def _file_for(self, size_bytes: int, step: int) -> _Kept:
         """Return memory that has been used before, where there is some of that size. Raises: OSError."""

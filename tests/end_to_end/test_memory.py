@@ -309,6 +309,7 @@ def test_saves_that_fail_turn_it_off_and_training_goes_on(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(memory_saves._MemoryWriter, "_write_data", full)
+    monkeypatch.setattr(memory_saves, "RETRY_SECONDS", 0.0)
     app = App()
     with (
         pytest.warns(RuntimeWarning, match="goes on with disk alone: .*No space left"),
