@@ -132,6 +132,7 @@ def test_ranks_that_were_killed_go_on_from_memory_bit_for_bit(
     assert len(run_ids) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["n0", "n1", "n2"])
 def test_any_one_node_may_be_lost(tmp_path: Path, shm: Path, lost: str, undisturbed: list[Any]) -> None:
     killed_at(10, 3, tmp_path / "root", shm)
@@ -141,6 +142,7 @@ def test_any_one_node_may_be_lost(tmp_path: Path, shm: Path, lost: str, undistur
     assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
 
 
+@pytest.mark.slow
 def test_a_spare_node_takes_the_place_of_one_that_is_lost(tmp_path: Path, shm: Path, undisturbed: list[Any]) -> None:
     killed_at(10, 3, tmp_path / "root", shm)
     lose(shm, "n1")
@@ -149,6 +151,7 @@ def test_a_spare_node_takes_the_place_of_one_that_is_lost(tmp_path: Path, shm: P
     assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "per_node"), [(2, 1), (4, 2), (1, 1)])
 def test_other_numbers_of_ranks_and_nodes_go_on_from_memory(
     tmp_path: Path, shm: Path, world: int, per_node: int
@@ -163,6 +166,7 @@ def test_other_numbers_of_ranks_and_nodes_go_on_from_memory(
         assert {start for start, _, _ in results} == {9}
 
 
+@pytest.mark.slow
 def test_two_nodes_lost_at_once_cost_what_the_disk_does_not_have(tmp_path: Path, shm: Path) -> None:
     killed_at(11, 3, tmp_path / "root", shm, disk_steps=5)
     lose(shm, "n0", "n1")
@@ -173,6 +177,7 @@ def test_two_nodes_lost_at_once_cost_what_the_disk_does_not_have(tmp_path: Path,
     assert "on no node that is left" in said[0]["reason"]
 
 
+@pytest.mark.slow
 def test_the_disk_is_taken_where_it_is_newer(tmp_path: Path, shm: Path) -> None:
     root = tmp_path / "root"
     killed_at(10, 2, root, shm)
@@ -184,6 +189,7 @@ def test_the_disk_is_taken_where_it_is_newer(tmp_path: Path, shm: Path) -> None:
     assert {start for start, _, _ in finished(2, root, shm)} == {STEPS}
 
 
+@pytest.mark.slow
 def test_what_another_run_left_in_memory_is_not_read(tmp_path: Path, shm: Path) -> None:
     killed_at(10, 2, tmp_path / "one", shm)
     assert {start for start, _, _ in finished(2, tmp_path / "two", shm)} == {0}
@@ -197,6 +203,7 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["__0_0.distcp", "blocks-00000.bin", "index.json", "chunks.bin", "manifest.json"])
 def test_a_flipped_byte_in_memory_is_never_loaded(tmp_path: Path, shm: Path, name: str, undisturbed: list[Any]) -> None:
     killed_at(10, 3, tmp_path / "root", shm, disk_steps=4)
@@ -208,6 +215,7 @@ def test_a_flipped_byte_in_memory_is_never_loaded(tmp_path: Path, shm: Path, nam
     assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
 
 
+@pytest.mark.slow
 def test_a_save_to_memory_that_was_cut_short_is_none(tmp_path: Path, shm: Path, undisturbed: list[Any]) -> None:
     killed_at(10, 3, tmp_path / "root", shm)
     for folder in node_folders(shm):
@@ -220,6 +228,7 @@ def test_a_save_to_memory_that_was_cut_short_is_none(tmp_path: Path, shm: Path, 
     assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
 
 
+@pytest.mark.slow
 def test_a_node_that_was_killed_before_it_had_the_manifest_is_asked_for_its_parts(tmp_path: Path, shm: Path) -> None:
     killed_at(10, 3, tmp_path / "root", shm)
     lose(shm, "n2")
@@ -229,6 +238,7 @@ def test_a_node_that_was_killed_before_it_had_the_manifest_is_asked_for_its_part
     assert {start for start, _, _ in finished(3, tmp_path / "root", shm)} == {9}
 
 
+@pytest.mark.slow
 def test_a_rollback_leaves_memory_behind(tmp_path: Path, shm: Path) -> None:
     root = tmp_path / "root"
     killed_at(11, 2, root, shm, disk_steps=4)
@@ -293,6 +303,7 @@ def test_too_little_memory_is_said_before_anything_is_saved_there(tmp_path: Path
     assert not events(tmp_path / "root", "memory_saved")
 
 
+@pytest.mark.slow
 def test_a_disk_of_each_node_takes_the_place_of_memory(tmp_path: Path, undisturbed: list[Any]) -> None:
     (disk := tmp_path / "disk").mkdir()
     killed_at(10, 3, tmp_path / "root", disk)
