@@ -13,6 +13,7 @@ from ckptman.cli import console
 from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.select import Root
 from ckptman.errors import CkptmanError, ConfigError
+from ckptman.format import paths
 
 if TYPE_CHECKING:
     from ckptman.catalog.backends.node_memory import NodeMemory, Owner, Part
@@ -33,12 +34,11 @@ Timeout = Annotated[
 ]
 AllDead = Annotated[bool, typer.Option("--all-dead", help="What all runs that are over have left on this node.")]
 OneRoot = Annotated[str | None, path_argument("[ROOT]", "The folder that holds the run's checkpoints on disk.")]
-DEFAULT_PATH = "/dev/shm"
 ALIVE, WAITING, LEFT = "alive", "may go on", "left behind"
 
 
 @memory_app.command("list")
-def list_memory(path: Where = DEFAULT_PATH, as_json: AsJson = False) -> None:
+def list_memory(path: Where = paths.MEMORY_PATH, as_json: AsJson = False) -> None:
     """List what runs of this user hold, or have left, in the memory of this node.
 
     A part is what one rank saved; each is on several nodes, and a checkpoint may be complete between them.
@@ -71,7 +71,7 @@ def flush_memory(
     root: Root,
     nodes: Nodes = None,
     timeout: Timeout = 120.0,
-    path: Where = DEFAULT_PATH,
+    path: Where = paths.MEMORY_PATH,
     as_json: AsJson = False,
 ) -> None:
     """Bring the newest checkpoint in memory to ROOT, after an attempt that ended without a save.
@@ -107,7 +107,7 @@ def flush_memory(
 
 
 @memory_app.command("clear")
-def clear_memory(root: OneRoot = None, all_dead: AllDead = False, path: Where = DEFAULT_PATH) -> None:
+def clear_memory(root: OneRoot = None, all_dead: AllDead = False, path: Where = paths.MEMORY_PATH) -> None:
     """Remove what a run that is over has in the memory of this node.
 
     Never what a run that is alive has: exit code 2.
@@ -124,9 +124,7 @@ def clear_memory(root: OneRoot = None, all_dead: AllDead = False, path: Where = 
         for each in going:
             owner = _owner(each)
             if each.is_alive() or (owner is not None and owner.is_supervised):
-                raise ConfigError(
-                    f"the run of {root} is alive on {each.node}, and uses what it has there: end it first"
-                )
+                raise ConfigError(f"the run of {root} is alive on {each.node}, and needs what is there: end it first")
     freed = sum(map(clear, going))
     staying = len(found_on(base)) if root is None else 0
     stays = f" {console.count(staying, 'run')} may go on, and keep theirs." if staying else ""
@@ -142,34 +140,32 @@ def parts_text(part: Part) -> str:
 
 def in_memory(root: Path) -> list[tuple[NodeMemory, Part]]:
     """Return the checkpoints of a root of which this node has parts. Nothing where that cannot be told."""
-    from ckptman.catalog.backends import node_memory
+    base = Path(paths.MEMORY_PATH)
+    if not os.path.lexists(paths.user_folder(base)):  # as a rule, and it costs nothing
+        return []
+    from ckptman.catalog.backends.node_memory import found_on
     from ckptman.catalog.tier_identity import read_identity
 
-    base = Path(node_memory.DEFAULT_PATH)
-    if not os.path.lexists(node_memory.user_folder(base)):
-        return []
     try:
         identity = read_identity(root)
-        return [
-            (each, part) for each in node_memory.found_on(base) if each.root_id == identity for part in each.parts()
-        ]
+        return [(each, part) for each in found_on(base) if each.root_id == identity for part in each.parts()]
     except CkptmanError:
         return []
 
 
 def superseded(root: Path) -> list[NodeMemory]:
     """Return what runs of a root that are over have left on this node, where the disk has what is as new."""
-    from ckptman.catalog.backends import node_memory
-    from ckptman.catalog.catalog import Catalog
-
-    base, mine = Path(node_memory.DEFAULT_PATH), {each.folder for each, _ in in_memory(root)}
+    base, mine = Path(paths.MEMORY_PATH), {each.folder for each, _ in in_memory(root)}
     if not mine:
         return []
+    from ckptman.catalog.backends.node_memory import left_behind
+    from ckptman.catalog.catalog import Catalog
+
     entries = [each.require_manifest() for each in Catalog(root).scan() if each.complete]
     newest = max(((each.attempt, each.step) for each in entries), default=(0, -1))
     return [
         each
-        for each in node_memory.left_behind(base, _ended(base))
+        for each in left_behind(base, _ended(base))
         if each.folder in mine
         and all((part.manifest.attempt, part.step) <= newest for part in each.parts() if part.manifest is not None)
     ]

@@ -22,6 +22,7 @@ from ckptman.catalog.backends import node_memory
 from ckptman.doctor.finding import Finding, first_number, size_text
 from ckptman.doctor.quota import Run
 from ckptman.errors import CkptmanError, ConfigError
+from ckptman.format import paths
 from ckptman.policies.intervals import seconds_text
 from ckptman.runtime.deadline import deadline_from_environment, run_command
 from ckptman.runtime.host_memory import available_bytes
@@ -68,7 +69,7 @@ def survey(torch: TorchFacts, against_bytes: int | None = None) -> list[Finding]
         *check_job(environ, run_command, time.time(), against_bytes),
         check_memory(available_bytes(), local_processes(environ), against_bytes),
         check_shared_memory(),
-        check_left_in_memory(Path(node_memory.DEFAULT_PATH), environ),
+        check_left_in_memory(Path(paths.MEMORY_PATH), environ),
         check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], torch, against_bytes),
         check_clock(),

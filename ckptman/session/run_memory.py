@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ckptman.catalog.backends.node_memory import NodeMemory, Owner, left_behind
+from ckptman.catalog.backends.node_memory import InMemory, NodeMemory, Owner, left_behind
 from ckptman.catalog.tier_identity import make_identity
 from ckptman.comm.control_group import AllRanks, Channel, RankFailed
 from ckptman.comm.peers import Place
@@ -20,7 +20,7 @@ from ckptman.runtime.outcome import this_node
 from ckptman.saving.finite_check import OnNonfinite
 from ckptman.saving.memory_saves import MemorySaves
 from ckptman.saving.saver import Saver
-from ckptman.session.memory_restore import InMemory, MemoryRestore
+from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession
 from ckptman.session.timings import SaveTimes
 

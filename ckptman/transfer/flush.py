@@ -40,7 +40,6 @@ from ckptman.format.sealed_json import seal, unseal
 from ckptman.io.checksums import BlockDigester
 from ckptman.io.durable_files import DISK, Disk, holding
 from ckptman.io.file_reader import FileReader
-from ckptman.io.file_writer import FileWriter
 from ckptman.io.safe_open import read_regular
 from ckptman.io.threads import STRIDE_BYTES, aligned_memory, io_threads
 
@@ -398,6 +397,8 @@ class _Flush:
 
         Raises: OSError of the root.
         """
+        from ckptman.io.file_writer import FileWriter  # numpy, which most flushes can do without
+
         manifest = candidate.found.manifest
         target, record = self._own / name, manifest.files[name]
         digester, memory = BlockDigester(manifest.block_bytes), aligned_memory(STRIDE_BYTES)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Collection, Mapping
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,16 @@ from ckptman.catalog.tier_identity import make_identity
 from ckptman.format.manifest import Manifest, read_manifest
 from ckptman.format.paths import rank_of
 from tests.helpers.checkpoints import commit
+
+_LIVE_RANK = """
+import sys
+from pathlib import Path
+from ckptman.catalog.backends.node_memory import NodeMemory
+memory = NodeMemory.at(Path(sys.argv[1]))
+memory.open(memory.owner())
+print("open", flush=True)
+sys.stdin.read()
+"""
 
 
 def memory_of(base: Path, root: Path, node: str, job_id: str | None = None, **of_owner: Any) -> NodeMemory:
@@ -51,3 +64,13 @@ def nodes_with(
     for node, ranks in parts.items():
         hold(memories[node], checkpoint, ranks, **changes)
     return memories
+
+
+@contextlib.contextmanager
+def live_rank(memory: NodeMemory) -> Iterator[None]:
+    """While this lasts, a rank of the run lives."""
+    command = [sys.executable, "-c", _LIVE_RANK, str(memory.folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "open\n"
+        yield

@@ -28,12 +28,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, plain
 from ckptman.format.manifest import FORMAT_VERSION, Manifest, parse_manifest, parse_versioned
-from ckptman.format.paths import MANIFEST, parse_data, parse_step, step_folder
+from ckptman.format.paths import MANIFEST, parse_data, parse_step, step_folder, user_folder
 from ckptman.format.sealed_json import SealError, seal, unseal
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_regular
 
-DEFAULT_PATH = "/dev/shm"
 SLOTS = "slots"
 _OWNER, _ALIVE = "owner.json", "alive"
 _MOST_OWNER_BYTES = 64 * 1024
@@ -280,11 +279,6 @@ class NodeMemory:
         return sum(inodes.values())
 
 
-def user_folder(base: Path) -> Path:
-    """Return where all that this user has in a node's memory is."""
-    return base / f"ckptman-{os.getuid()}"
-
-
 def found_on(base: Path) -> list[NodeMemory]:
     """Return what runs of this user have, or have left, in the memory of this node. Raises: ConfigError, where the
     folder is not this user's."""
@@ -297,7 +291,13 @@ def found_on(base: Path) -> list[NodeMemory]:
         return []
     except OSError as error:
         raise _unusable(folder, error) from error
-    return [NodeMemory.at(folder / name) for name in names if _NAME.fullmatch(name)]
+    found = []
+    for name in filter(_NAME.fullmatch, names):
+        with contextlib.suppress(ConfigError):  # others may write to it
+            memory = NodeMemory.at(folder / name)
+            if memory.is_there():
+                found.append(memory)
+    return found
 
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:
