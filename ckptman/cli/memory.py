@@ -122,9 +122,8 @@ def clear_memory(root: OneRoot = None, all_dead: AllDead = False, path: Where = 
     else:
         going = [each for each in found_on(base) if _is_of(each, root)]
         for each in going:
-            owner = _owner(each)
-            if each.is_alive() or (owner is not None and owner.is_supervised):
-                raise ConfigError(f"the run of {root} is alive on {each.node}, and needs what is there: end it first")
+            if why := _why_alive(each):
+                raise ConfigError(f"the run of {root} is not over on {each.node}: {why}. End it first")
     freed = sum(map(clear, going))
     staying = len(found_on(base)) if root is None else 0
     stays = f" {console.count(staying, 'run')} may go on, and keep theirs." if staying else ""
@@ -183,6 +182,18 @@ def _owner(memory: NodeMemory) -> Owner | None:
         return memory.owner()
     except (CkptmanError, OSError):
         return None
+
+
+def _why_alive(memory: NodeMemory) -> str:
+    """Return why a run counts as alive, "" where it does not: not because of the shell in which all this happens."""
+    import psutil
+
+    if memory.is_alive():
+        return "its ranks are alive"
+    owner = _owner(memory)
+    if owner is None or not owner.is_supervised or owner.pid in [each.pid for each in psutil.Process().parents()]:
+        return ""
+    return f"what started its ranks is alive (pid {owner.pid}), and may start them anew"
 
 
 def _is_of(memory: NodeMemory, root: str) -> bool:

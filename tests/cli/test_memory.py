@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ckptman.catalog.backends.node_memory import NodeMemory, found_on
@@ -134,7 +135,7 @@ def test_clear_removes_what_is_over_and_never_what_is_alive(
     with live_rank(memory):
         assert ckptman("memory", "clear", root, "--path", shm) == 2
         said = capsys.readouterr().err
-        assert said == f"Error: the run of {root} is alive on a, and needs what is there: end it first\n"
+        assert said == f"Error: the run of {root} is not over on a: its ranks are alive. End it first\n"
         squeue(tmp_path, "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2", code=1)
         assert ckptman("memory", "clear", "--all-dead", "--path", shm) == 0
         assert capsys.readouterr().out == "Nothing to remove. 3 runs may go on, and keep theirs.\n"
@@ -147,6 +148,20 @@ def test_clear_removes_what_is_over_and_never_what_is_alive(
     assert not list(shm.iterdir())
     assert ckptman("memory", "clear", root, "--path", shm) == 0
     assert capsys.readouterr().out.endswith("Nothing to remove.\n")
+
+
+def test_the_shell_of_the_user_keeps_nothing_alive_and_a_launcher_does(
+    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, shell = tmp_path / "root", psutil.Process(os.getppid())
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as launcher:
+        memory_of(shm, root, "a", pid=launcher.pid, started=psutil.Process(launcher.pid).create_time())
+        assert ckptman("memory", "clear", root, "--path", shm) == 2
+        assert f"what started its ranks is alive (pid {launcher.pid})" in capsys.readouterr().err
+        launcher.kill()
+    memory_of(shm, root, "a", pid=shell.pid, started=shell.create_time())
+    assert ckptman("memory", "clear", root, "--path", shm) == 0
+    assert not found_on(shm)
 
 
 def test_list_of_a_root_shows_what_this_node_holds_of_it(
