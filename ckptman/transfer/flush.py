@@ -344,7 +344,7 @@ class _Flush:
         """Bring some files of a checkpoint, or commit it when nothing is left."""
         self._goal, is_late = candidate, self._idle_seconds > self._timeout_seconds
         if names := self._share(candidate)[: io_threads()]:
-            self._make_draft(candidate.draft)
+            self._make_draft(candidate)
             with ThreadPoolExecutor(len(names), thread_name_prefix="ckptman-flush") as pool:
                 problems = list(pool.map(lambda name: self._bring_file(candidate, name), names))
             self._account(candidate, dict(zip(names, problems)))
@@ -376,9 +376,10 @@ class _Flush:
                     mine.append(name)
         return mine
 
-    def _make_draft(self, draft: Path) -> None:
+    def _make_draft(self, candidate: _Candidate) -> None:
+        draft = candidate.draft
         if draft not in self._leased:
-            self._held.callback(self._clear, draft)
+            self._held.callback(self._clear, candidate)
             self._held.enter_context(lease(self._root, [draft.name], what="memory flush", disk=self._disk))
             self._leased.add(draft)
         with contextlib.suppress(FileExistsError):
@@ -387,10 +388,10 @@ class _Flush:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != self._uid:
             raise OSError(errno.EPERM, "something else has the name of a draft: remove it", str(draft))
 
-    def _clear(self, draft: Path) -> None:
-        """Remove a draft that somebody began anew when it had just been committed."""
-        if self._done.step is not None and draft.exists():
-            self._place.abandon(str(draft))
+    def _clear(self, candidate: _Candidate) -> None:
+        """Remove a draft that was begun anew when it had just been committed."""
+        if candidate.found.order <= self._on_disk and candidate.draft.exists():
+            self._place.abandon(str(candidate.draft))
 
     def _bring_file(self, candidate: _Candidate, name: str) -> str:
         """Move a file to the draft once every byte of it is right and durable. Returns what is wrong with it, or "".
@@ -459,6 +460,8 @@ class _Flush:
 
     def _end(self, found: Sequence[_Candidate], is_unsure: bool) -> Flushed:
         """Return how it ended, when there is nothing left in memory that is newer than on disk, and complete."""
+        if self._manifests:  # whoever committed it may have been killed before that was durable
+            self._disk.sync_folder(self._root)
         step = self._on_disk[1] if self._on_disk != _NOTHING else None
         nodes = len(self._seen)
         if self._goal is not None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptman.catalog import reader_lease, writer_lock
 from ckptman.catalog.backends.node_memory import NodeMemory
 from ckptman.catalog.catalog import Catalog
 from ckptman.catalog.prune import execute, plan_prune
@@ -28,6 +30,7 @@ from ckptman.format.paths import step_folder
 from ckptman.io.durable_files import Disk
 from ckptman.policies.retention_rules import KeepLast
 from ckptman.transfer.flush import Flushed, flush
+from tests.faults.powercut import Flushes, survive, watched
 from tests.helpers.checkpoints import commit, flip_byte, steps_of
 from tests.helpers.faulty_disk import WHEN, Death, Fault, FaultyDisk, holds
 from tests.helpers.node_memory import hold, live_rank, memory_of, nodes_with
@@ -346,6 +349,34 @@ def test_a_flush_that_dies_anywhere_leaves_nothing_that_counts_and_the_next_ends
             assert holds(fresh)[120][0] == 2
             execute(fresh, plan_prune(fresh, None), "cli0badf00d")
             assert not left_in(fresh)
+
+
+@pytest.mark.slow
+def test_what_was_begun_again_and_finished_outlives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (writer_lock, reader_lease):  # whoever died in this process is dead, although its pid is alive
+        monkeypatch.setattr(module, "process_lives", lambda claimant: False)
+    monkeypatch.setattr(writer_lock, "PATIENCE_SECONDS", 0)
+    memory = nodes_with(tmp_path, 120, {"a": range(4)})["a"]
+    commit(tmp_path / "root", 100)
+    before, struck = holds(tmp_path / "root"), 0
+    for number in range(1000):
+        world, flushed = tmp_path / f"world-{number}", tmp_path / f"flushed-{number}"
+        shutil.copytree(tmp_path / "root", world / "root")
+        disk = FaultyDisk(Fault(number))
+        with watched(Flushes(world, flushed)):
+            with contextlib.suppress(Death):
+                flush(world / "root", memory, disk=disk)
+            assert flush(world / "root", memory).step == 120
+        left = survive(world, flushed, tmp_path / f"left-{number}", "everything", random.Random(number))
+        found = holds(left / "root")
+        assert found.items() > before.items()
+        assert found[120][0] == 2
+        struck += disk.struck
+        if not disk.struck:
+            break
+    assert struck > 50
 
 
 def test_the_others_go_on_without_one_that_is_killed(tmp_path: Path) -> None:
