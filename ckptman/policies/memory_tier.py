@@ -15,7 +15,6 @@ from ckptman.policies.parameters import check_count, check_positive, check_range
 from ckptman.policies.save_policies import Decision, DerivedInterval, Facts, SavePolicy
 from ckptman.policies.tiers import AsPath
 
-DEFAULT_PATH = "/dev/shm"
 SHARE = 0.01
 _FIRST_SECONDS = 1.0
 """The first checkpoint in memory, by which its cost is measured, is not made before training has run for so long."""

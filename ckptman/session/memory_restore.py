@@ -3,67 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ckptman.catalog.backends.node_memory import NodeMemory, Part
+from ckptman.catalog.backends.node_memory import InMemory, NodeMemory, Part, found_in
 from ckptman.comm.control_group import Channel
-from ckptman.comm.peers import Place, losable_nodes
+from ckptman.comm.peers import Place
 from ckptman.errors import ConfigError, CorruptError
-from ckptman.format.manifest import Manifest
 from ckptman.format.paths import MANIFEST, blocks_name, rank_of
 from ckptman.io.writer_process import shared_memory
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.saving.memory_saves import is_shared
 from ckptman.saving.part_exchange import PIECE_BYTES, mapped
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """A checkpoint in memory. `holders`: of each of its files the nodes that have it."""
-
-    manifest: Manifest
-    data: bytes
-    holders: Mapping[str, tuple[str, ...]]
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Attempt and step: the newest is the highest, on disk and in memory."""
-        return self.manifest.attempt, self.manifest.step
-
-    @property
-    def missing(self) -> list[str]:
-        """Files that no node has."""
-        return [name for name in self.manifest.files if not self.holders.get(name)]
-
-    @property
-    def lost_nodes(self) -> int:
-        """How many nodes may still be lost before it is."""
-        return losable_nodes(self.holders)
-
-
-def found_in(parts: Mapping[str, Sequence[Part]]) -> list[InMemory]:
-    """Return the checkpoints that nodes have between them, newest first, complete or not. `parts`: of each node."""
-    manifests = {
-        part.manifest.identity: part.manifest for each in parts.values() for part in each if part.manifest is not None
-    }
-    found = []
-    for identity, manifest in manifests.items():
-        holders: dict[str, tuple[str, ...]] = {}
-        for node, each in parts.items():
-            for part in each:
-                # Of a node that was killed before it had the manifest, the files count all the same, last: each block
-                # of them is checked when it is read.
-                if part.step != manifest.step or (part.manifest and part.manifest.identity != identity):
-                    continue
-                for name, record in manifest.files.items():
-                    if part.sizes.get(name) == record.bytes:
-                        others = holders.get(name, ())
-                        holders[name] = (node, *others) if part.manifest else (*others, node)
-        found.append(InMemory(manifest, manifest.to_json(), holders))
-    return sorted(found, key=lambda each: each.order, reverse=True)
 
 
 class MemoryRestore:

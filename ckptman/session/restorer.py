@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.node_memory import InMemory
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.reader_lease import reading
 from ckptman.catalog.rollback_records import standing
@@ -34,7 +35,7 @@ from ckptman.io.threads import Worker
 from ckptman.loading.accepted import Accepted, Skipped, told
 from ckptman.loading.fit import State
 from ckptman.loading.loader import load
-from ckptman.session.memory_restore import InMemory, MemoryRestore
+from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession, refuse_other_checkpoints
 from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.transfer.progress import Meter

@@ -7,20 +7,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ckptman.catalog.backends.node_memory import NodeMemory, Owner, left_behind
+from ckptman.catalog.backends.node_memory import InMemory, NodeMemory, Owner, left_behind
 from ckptman.catalog.tier_identity import make_identity
 from ckptman.comm.control_group import AllRanks, Channel, RankFailed
 from ckptman.comm.peers import Place
 from ckptman.doctor.mount import MEMORY, family_of, find_mount, read_mounts
 from ckptman.errors import CkptmanError, ConfigError, warn_only
-from ckptman.format.paths import new_nonce
+from ckptman.format.paths import MEMORY_PATH, new_nonce
 from ckptman.io.durable_files import DISK
-from ckptman.policies.memory_tier import DEFAULT_PATH, MemoryTier
+from ckptman.policies.memory_tier import MemoryTier
 from ckptman.runtime.outcome import this_node
 from ckptman.saving.finite_check import OnNonfinite
 from ckptman.saving.memory_saves import MemorySaves
 from ckptman.saving.saver import Saver
-from ckptman.session.memory_restore import InMemory, MemoryRestore
+from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession
 from ckptman.session.timings import SaveTimes
 
@@ -68,7 +68,7 @@ class RunMemory:
         saves.disk_is_busy = lambda: saver.is_writing
         found = cls(session, node, saves, MemoryRestore(control, node, places))
         found._tell_on(tier, places)
-        if session.journal is not None and mount is not None and not in_memory and str(tier.path) == DEFAULT_PATH:
+        if session.journal is not None and mount is not None and not in_memory and str(tier.path) == MEMORY_PATH:
             warn_only(
                 f"{node.base} is not in memory here, but on {family_of(mount).name}: saves there are written "
                 f"to that disk. Name a folder in memory (mount -t tmpfs), or a disk of the node's own on purpose"

@@ -17,7 +17,8 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from ckptman.errors import ConfigError, NotFoundError, UnknownKeyError
-from ckptman.policies.memory_tier import DEFAULT_PATH, MemoryTier
+from ckptman.format.paths import MEMORY_PATH
+from ckptman.policies.memory_tier import MemoryTier
 from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast, RetentionPolicy
 from ckptman.policies.save_policies import (
     BeforeDeadline,
@@ -133,7 +134,7 @@ class CheckpointConfig(Section):
     memory: bool = False
     memory_steps: int | None = Field(default=None, gt=0)
     memory_copies: int = Field(default=2, gt=0)
-    memory_path: Path = Path(DEFAULT_PATH)
+    memory_path: Path = Path(MEMORY_PATH)
 
     def memory_tier(self) -> MemoryTier | None:
         """Return what is kept in memory; None: nothing. Raises: ConfigError."""

@@ -17,29 +17,29 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptman.errors import CkptmanError, ConfigError, CorruptError, plain
 from ckptman.format.manifest import FORMAT_VERSION, Manifest, parse_manifest, parse_versioned
-from ckptman.format.paths import MANIFEST, parse_step, step_folder
+from ckptman.format.paths import MANIFEST, parse_data, parse_step, step_folder, user_folder
 from ckptman.format.sealed_json import SealError, seal, unseal
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_regular
 
-DEFAULT_PATH = "/dev/shm"
 SLOTS = "slots"
 TORCHRUN_ENV = "TORCHELASTIC_RUN_ID"
 _OWNER, _ALIVE = "owner.json", "alive"
 _MOST_OWNER_BYTES = 64 * 1024
 _MOST_MANIFEST_BYTES = 64 * 1024 * 1024
 _MODE = 0o700
+_NAME = re.compile(r"[0-9a-f]{32}-.+", re.ASCII | re.DOTALL)
 
 
 class Owner(BaseModel):
@@ -62,6 +62,8 @@ class Owner(BaseModel):
         whose = cls(root_id=root_id, root=str(root.absolute()), node=node, run_id=run_id, job_id=job_id)
         if TORCHRUN_ENV not in os.environ:
             return whose
+        import psutil
+
         with contextlib.suppress(psutil.Error):
             parent = psutil.Process(os.getppid())
             return whose.model_copy(update={"pid": parent.pid, "started": parent.create_time()})
@@ -70,6 +72,8 @@ class Owner(BaseModel):
     @property
     def is_supervised(self) -> bool:
         """Whether a torchrun is still there that may start the ranks anew."""
+        import psutil
+
         with contextlib.suppress(psutil.Error):
             return self.pid > 1 and abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
         return False
@@ -83,6 +87,55 @@ class Part:
     step: int
     manifest: Manifest | None
     sizes: Mapping[str, int]
+
+    @property
+    def data_files(self) -> tuple[int, int | None]:
+        """How many of the ranks' data files are here, and of how many; None: only others may know."""
+        files = {name: record.bytes for name, record in self.manifest.files.items()} if self.manifest else self.sizes
+        names = [name for name in files if parse_data(name) is not None]
+        here = sum(self.sizes.get(name) == files[name] for name in names)
+        return here, len(names) if self.manifest else None
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A checkpoint in memory. `holders`: of each of its files the nodes that have it."""
+
+    manifest: Manifest
+    data: bytes
+    holders: Mapping[str, tuple[str, ...]]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Attempt and step: the newest is the highest, on disk and in memory."""
+        return self.manifest.attempt, self.manifest.step
+
+    @property
+    def missing(self) -> list[str]:
+        """Files that no node has."""
+        return [name for name in self.manifest.files if not self.holders.get(name)]
+
+
+def found_in(parts: Mapping[str, Sequence[Part]]) -> list[InMemory]:
+    """Return the checkpoints that nodes have between them, newest first, complete or not. `parts`: of each node."""
+    # Nodes often share one object, and an identity is a digest of all of it.
+    distinct = {id(part.manifest): part.manifest for each in parts.values() for part in each if part.manifest}
+    identities = {key: manifest.identity for key, manifest in distinct.items()}
+    found = []
+    for identity, manifest in {identities[key]: manifest for key, manifest in distinct.items()}.items():
+        holders: dict[str, tuple[str, ...]] = {}
+        for node, each in parts.items():
+            for part in each:
+                # Of a node that was killed before it had the manifest, the files count all the same, last: each block
+                # of them is checked when it is read.
+                if part.step != manifest.step or (part.manifest and identities[id(part.manifest)] != identity):
+                    continue
+                for name, record in manifest.files.items():
+                    if part.sizes.get(name) == record.bytes:
+                        others = holders.get(name, ())
+                        holders[name] = (node, *others) if part.manifest else (*others, node)
+        found.append(InMemory(manifest, manifest.to_json(), holders))
+    return sorted(found, key=lambda each: each.order, reverse=True)
 
 
 class NodeMemory:
@@ -139,6 +192,17 @@ class NodeMemory:
         except (ValidationError, SealError) as error:
             raise CorruptError(f"{path} is not what ckptman writes there ({plain(error)})") from None
 
+    def is_there(self) -> bool:
+        """Return whether a run has, or has left, something here. Raises: ConfigError where others may have made it."""
+        try:
+            for folder in (self.folder.parent, self.folder):
+                check_private(folder)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise _unusable(self.folder, error) from error
+        return True
+
     def is_alive(self) -> bool:
         """Return whether a rank of the run lives on this node. Raises: OSError."""
         try:
@@ -167,7 +231,8 @@ class NodeMemory:
         """Return what is here, by step. What cannot be read is left out: others may have it."""
         found = []
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as items:
-            names = [(parse_step(item.name), Path(item.path)) for item in items]
+            folders = [item for item in items if item.is_dir(follow_symlinks=False)]
+            names = [(parse_step(item.name), Path(item.path)) for item in folders]
             for name, folder in names:
                 if name is None or name.kind != "step":
                     continue
@@ -226,11 +291,6 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-def user_folder(base: Path) -> Path:
-    """Return where all that this user has in a node's memory is."""
-    return base / f"ckptman-{os.getuid()}"
-
-
 def found_on(base: Path) -> list[NodeMemory]:
     """Return what runs of this user have, or have left, in the memory of this node. Raises: ConfigError, where the
     folder is not this user's."""
@@ -242,8 +302,30 @@ def found_on(base: Path) -> list[NodeMemory]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be used ({error.strerror or error})") from error
-    return [NodeMemory.at(folder / name) for name in names if "-" in name]
+        raise _unusable(folder, error) from error
+    found = []
+    for name in filter(_NAME.fullmatch, names):
+        with contextlib.suppress(ConfigError):  # others may write to it
+            memory = NodeMemory.at(folder / name)
+            if memory.is_there():
+                found.append(memory)
+    return found
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{folder} cannot be used ({error.strerror or error})")
+
+
+def job_ids(base: Path) -> set[str]:
+    """Return the jobs whose runs have something in the memory of this node, and of which no rank lives there. Raises:
+    ConfigError."""
+    ids = set()
+    for memory in found_on(base):
+        with contextlib.suppress(CkptmanError, OSError):
+            owner = memory.owner()
+            if owner.job_id is not None and not memory.is_alive():
+                ids.add(owner.job_id)
+    return ids
 
 
 def left_behind(base: Path, is_over: Mapping[str, bool], but: Path | None = None) -> Iterator[NodeMemory]:
@@ -256,8 +338,10 @@ def left_behind(base: Path, is_over: Mapping[str, bool], but: Path | None = None
         if memory.folder == but:
             continue
         try:
+            if memory.is_alive():
+                continue
             owner = memory.owner()
-            if memory.is_alive() or owner.is_supervised:
+            if owner.is_supervised:
                 continue
         except FileNotFoundError:
             continue  # it is being made
@@ -277,12 +361,14 @@ def check_base(base: Path) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Raises: OSError where others have made a folder, or may look into it: what they put there is never read."""
+    """Raises: OSError where others have made a folder, or may put something into it, which is never read."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(folder))
     if found.st_uid != os.getuid():
         raise PermissionError(errno.EPERM, f"user {found.st_uid} has made it", str(folder))
+    if found.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "others may write to it: remove it", str(folder))
     if found.st_mode & 0o077:
         folder.chmod(_MODE)
 
