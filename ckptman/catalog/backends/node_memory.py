@@ -124,16 +124,15 @@ def found_in(parts: Mapping[str, Sequence[Part]]) -> list[InMemory]:
     found = []
     for identity, manifest in {identities[key]: manifest for key, manifest in distinct.items()}.items():
         holders: dict[str, tuple[str, ...]] = {}
-        for node, each in parts.items():
-            for part in each:
-                # Of a node that was killed before it had the manifest, the files count all the same, last: each block
-                # of them is checked when it is read.
-                if part.step != manifest.step or (part.manifest and identities[id(part.manifest)] != identity):
-                    continue
-                for name, record in manifest.files.items():
-                    if part.sizes.get(name) == record.bytes:
-                        others = holders.get(name, ())
-                        holders[name] = (node, *others) if part.manifest else (*others, node)
+        # Of a node that was killed before it had the manifest, the files count all the same, last: each block of them
+        # is checked when it is read.
+        held = [(node, part) for node, each in parts.items() for part in each if part.step == manifest.step]
+        for node, part in sorted(held, key=lambda each: each[1].manifest is None):
+            if part.manifest is not None and identities[id(part.manifest)] != identity:
+                continue
+            for name, record in manifest.files.items():
+                if part.sizes.get(name) == record.bytes:
+                    holders[name] = (*holders.get(name, ()), node)
         found.append(InMemory(manifest, manifest.to_json(), holders))
     return sorted(found, key=lambda each: each.order, reverse=True)
 
