@@ -7,12 +7,13 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from ckptman.errors import EXIT_AGAIN, EXIT_OK
 
 _RUN_ID, _MOST_RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"
-_NAMES = ("torchrun", "torch.distributed.run", "torch/distributed/run.py")
-"""Words of its command line; `python -m ckptman.train.torchrun` has one of them too."""
+_NAMES = ("torchrun", "torch.distributed.run", "ckptman.train.torchrun")
+"""Among the first words of its command line; the first may be a path."""
 
 
 def restarts_ranks(environ: Mapping[str, str]) -> bool:
@@ -50,6 +51,6 @@ def _end_launcher(pid: int) -> None:
         return
     with suppress(psutil.Error):
         for parent in psutil.Process().parents():
-            if any(name in word for word in parent.cmdline()[:4] for name in _NAMES):
+            if any(Path(word).name in _NAMES for word in parent.cmdline()[:4]):
                 parent.send_signal(signal.SIGTERM)
                 return
