@@ -19,7 +19,7 @@ import torch
 from ckptman.catalog.backends.tiered import backend_for
 from ckptman.comm.control_group import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
 from ckptman.comm.frozen import agree_on_frozen
-from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, warn, warn_only
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, SuspectError, warn, warn_only
 from ckptman.format.paths import MAX_STEP
 from ckptman.io.durable_files import DISK
 from ckptman.loading.accepted import Accepted
@@ -28,6 +28,7 @@ from ckptman.policies.retention import RetentionPolicy
 from ckptman.policies.save_policies import BeforeDeadline, InitTimeInterval, OnStop, SavePolicy
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.deadline import deadline_from_environment
+from ckptman.runtime.launcher import code_for_again, end_launcher_at_exit
 from ckptman.runtime.log import show_by_default, tell
 from ckptman.runtime.signals import SignalHandler
 from ckptman.saving.finite_check import OnNonfinite
@@ -279,13 +280,14 @@ class Checkpointer:
 
         Raises:
             NotFoundError: there is no such step or path.
-            CorruptError: nothing good is left (SuspectError: nothing that did not crash the run twice).
+            CorruptError: nothing good is left (SuspectError: nothing that did not crash the run twice; or torchrun has
+                restarted the ranks at this step again and again).
             FormatVersionError: a newer ckptman wrote it.
             MismatchError: names or shapes differ that are not accepted, found before a byte is copied.
             RootError: the root cannot be read.
             ConfigError: a folder in the root is a checkpoint, but not one of a run; a pattern of `missing` names
                 nothing; or ranks differ in the arguments.
-            SystemExit: with code 75, a signal asked to stop meanwhile: there is nothing to save yet.
+            SystemExit: with `exit_code`, a signal asked to stop meanwhile: there is nothing to save yet.
         """
         self._check_usable()
         self._watchdog.beat("restore", 0)
@@ -319,6 +321,9 @@ class Checkpointer:
         if self._memory is not None:
             self._memory.start(found if restorer.from_memory else None)
         self._timings.start(found or 0, restored=found is not None)
+        if not allow_suspect:
+            with failing_as_one():
+                self._control.run_on_leader(self._session.refuse_in_vain)
         self._rehearse_early()
         self._leave_if_asked()
         self._watchdog.beat("start", 0)
@@ -418,8 +423,11 @@ class Checkpointer:
 
     @property
     def exit_code(self) -> int:
-        """The code to exit with: 0, the run is finished; 75, it saved and wants to be started again."""
-        return EXIT_OK if self._stop is None else EXIT_AGAIN
+        """The code to exit with: 0, the run is finished; 75, it saved and wants to be started again.
+
+        Always 0 under a torchrun that restarts ranks, which would take 75 for a crash: the outcome on disk says which.
+        """
+        return EXIT_OK if self._stop is None else code_for_again(os.environ)
 
     @property
     def run_id(self) -> str:
@@ -496,7 +504,8 @@ class Checkpointer:
         """Write the outcome, and stop all that works behind the training."""
         self._watchdog.beat("save", self._timings.previous_step)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
-        self._session.end(state, self._timings.previous_step, self._stop or "the run ended", self.exit_code)
+        code = EXIT_OK if self._stop is None else EXIT_AGAIN
+        self._session.end(state, self._timings.previous_step, self._stop or "the run ended", code)
         self._held.close()
         if self._memory is not None:
             self._memory.saves.close()
@@ -608,7 +617,7 @@ class Checkpointer:
         if (stop := self._consensus.asked_to_stop()) is not None:
             self._stop = stop
             self._session.note("stop_asked", step=self._timings.previous_step, reason=stop)
-            raise SystemExit(EXIT_AGAIN)
+            raise SystemExit(code_for_again(os.environ))
 
     # ---- saving and restoring ----------------------------------------------------------------------------------
 
@@ -706,6 +715,8 @@ class Checkpointer:
 
     def _write_the_failure(self, error: BaseException) -> None:
         self._session.blame(error)
+        if isinstance(error, SuspectError):
+            end_launcher_at_exit(os.environ)
         # A save that runs may be a second from durable, and is bounded by its own timeout.
         self._watchdog.beat("save", self._timings.previous_step)
         _, failed = self._saver.wait()
