@@ -53,6 +53,7 @@ _HOME = {
     "KeepMonthly": "ckptman.policies.calendar",
     "AtMost": "ckptman.policies.retention_rules",
     "Tier": "ckptman.policies.tiers",
+    "MemoryTier": "ckptman.policies.memory_tier",
     "RetentionPolicy": "ckptman.policies.retention",
     "BusyError": "ckptman.errors",
     "CkptmanError": "ckptman.errors",
@@ -75,6 +76,7 @@ __all__ = [
     "Checkpointer",
     "CkptmanError",
     "ElasticSampler",
+    "MemoryTier",
     "RNGState",
     "ResumableLoader",
     "SignalHandler",
@@ -141,6 +143,7 @@ if TYPE_CHECKING:
     from ckptman.policies.calendar import KeepMonthly as KeepMonthly
     from ckptman.policies.calendar import KeepWeekly as KeepWeekly
     from ckptman.policies.calendar import KeepWithin as KeepWithin
+    from ckptman.policies.memory_tier import MemoryTier as MemoryTier
     from ckptman.policies.retention import KeepBest as KeepBest
     from ckptman.policies.retention import KeepEvery as KeepEvery
     from ckptman.policies.retention import KeepLast as KeepLast

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import metadata as _dcp_metadata
 from torch.distributed.tensor import DTensor
 
-from ckptman.errors import ConfigError
+from ckptman.errors import ConfigError, RankLostError
 
 try:
     from torch._C import PyTorchFileReader as _PyTorchFileReader
@@ -136,3 +136,54 @@ def make_dtensor(
     spec = DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))
     made: torch.Tensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
     return made
+
+
+def keep_spare_nodes_waiting() -> None:
+    """Have torchrun of this process keep nodes in reserve for whom there is no place, whatever list they are on.
+
+    Raises: ConfigError (this torch does it in another way).
+    """
+    try:
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+            DynamicRendezvousHandler,
+            _Action,
+            _RendezvousJoinOp,
+        )
+
+        join, waiting = _RendezvousJoinOp.__call__, DynamicRendezvousHandler.num_nodes_waiting
+        reserve = _Action.ADD_TO_REDUNDANCY_LIST
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"torch {torch.__version__} keeps nodes in reserve in a way that ckptman does not know ({error}): render "
+            f"the batch script without spare_nodes"
+        ) from error
+
+    def is_full(state: Any, settings: Any) -> bool:
+        return bool(state.complete and len(state.participants) >= settings.max_nodes)
+
+    def join_or_wait(self: Any, ctx: Any, deadline: float) -> Any:
+        state = ctx.state
+        if is_full(state, ctx.settings) and ctx.node in state.wait_list and not state.closed:
+            state.wait_list.discard(ctx.node)
+            return reserve
+        return join(self, ctx, deadline)
+
+    def nodes_with_a_place(self: Any) -> int:
+        found = waiting(self)
+        return 0 if is_full(self._state_holder.state, self._settings) else found
+
+    setattr(_RendezvousJoinOp, "__call__", join_or_wait)  # noqa: B010 a type checker knows methods as fixed
+    setattr(DynamicRendezvousHandler, "num_nodes_waiting", nodes_with_a_place)  # noqa: B010
+
+
+def run_torchrun() -> None:
+    """Run torchrun with the arguments of this process. Raises: SystemExit, RankLostError (the rendezvous is gone)."""
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+    from torch.distributed.run import main
+
+    try:
+        main()
+    except RendezvousConnectionError:
+        raise RankLostError(
+            "the torchrun of the first node has ended, and the rendezvous with it: this one ends too"
+        ) from None

@@ -19,21 +19,25 @@ import torch
 from ckptman.catalog.backends.tiered import backend_for
 from ckptman.comm.control_group import Call, Channel, await_ranks, failing_as_one, refuse_other_calls
 from ckptman.comm.frozen import agree_on_frozen
-from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, warn, warn_only
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CkptmanError, CommitError, ConfigError, SuspectError, warn, warn_only
 from ckptman.format.paths import MAX_STEP
 from ckptman.io.durable_files import DISK
 from ckptman.loading.accepted import Accepted
+from ckptman.policies.memory_tier import MemoryTier
 from ckptman.policies.retention import RetentionPolicy
 from ckptman.policies.save_policies import BeforeDeadline, InitTimeInterval, OnStop, SavePolicy
 from ckptman.policies.tiers import Tier
 from ckptman.runtime.deadline import deadline_from_environment
+from ckptman.runtime.launcher import code_for_again, end_launcher_at_exit
 from ckptman.runtime.log import show_by_default, tell
 from ckptman.runtime.signals import SignalHandler
 from ckptman.saving.finite_check import OnNonfinite
 from ckptman.saving.retention_runner import OnFull, RetentionRunner
-from ckptman.saving.saver import Preflight, Saver, SaveReport
+from ckptman.saving.saver import Preflight, Saver
+from ckptman.saving.writer import SaveReport
 from ckptman.session.arguments import check_arguments, step_number
 from ckptman.session.restorer import Restorer
+from ckptman.session.run_memory import RunMemory
 from ckptman.session.run_session import RunSession
 from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.timings import Timings, process_started
@@ -125,6 +129,8 @@ class Checkpointer:
             save fails. "ignore": do not look, and restore the newest all the same.
         keep_warm: after each save, read it back into the page cache of this node where memory is left, in place of the
             one before, so that a restart on this node loads it from memory. Only on file systems of the node itself.
+        memory: save to the memory of the nodes, too, and more often (see `MemoryTier`); None: to disk alone. Where that
+            cannot be, a warning says why, and training goes on with disk alone.
         timeout_seconds: for how long a rank waits for the others before it gives up.
         watchdog: seconds after which a step that does not end counts as stuck and the process is ended (see
             `policies.hang_timeout`); "auto": 600 (555 with NCCL, which gives up at 600) where there are several
@@ -160,6 +166,7 @@ class Checkpointer:
         overlap: bool = False,
         nonfinite: OnNonfinite = "keep",
         keep_warm: bool = False,
+        memory: MemoryTier | None = None,
         timeout_seconds: float = 1800.0,
         watchdog: Setting = "auto",
         run_id: str | None = None,
@@ -205,15 +212,23 @@ class Checkpointer:
                 keep_warm=keep_warm,
             )
             undone.callback(self._saver.close)
+            self._memory = None
+            if memory is not None:
+                channel = partial(Channel, timeout_seconds)
+                self._memory = RunMemory.open(memory, self._control, self._session, self._saver, nonfinite, channel)
+            if self._memory is not None:
+                undone.callback(self._memory.close)
             self._timings = Timings(process_started(), end, durable_seconds=self._session.save_seconds)
             self._recorder = StepRecorder(self._state, self._hooks)
             self._consensus = StepConsensus(
                 self._control, self._policy, self._timings, handler, self._saver, self._recorder
             )
+            self._consensus.memory = self._memory.saves if self._memory is not None else None
             self._held = contextlib.ExitStack()
             """Keeps the checkpoint that the run went on from, as long as the run lasts."""
             self._restored_from: int | None = None
-            self._ready = not self._session.finds_checkpoints
+            in_memory = self._memory.restore.look() if self._memory is not None else []
+            self._ready = not (self._session.finds_checkpoints or in_memory)
             self._rehearsed = False
             self._last: _Step | None = None
             self._stepped = False
@@ -265,13 +280,14 @@ class Checkpointer:
 
         Raises:
             NotFoundError: there is no such step or path.
-            CorruptError: nothing good is left (SuspectError: nothing that did not crash the run twice).
+            CorruptError: nothing good is left (SuspectError: nothing that did not crash the run twice; or torchrun has
+                restarted the ranks at this step again and again).
             FormatVersionError: a newer ckptman wrote it.
             MismatchError: names or shapes differ that are not accepted, found before a byte is copied.
             RootError: the root cannot be read.
             ConfigError: a folder in the root is a checkpoint, but not one of a run; a pattern of `missing` names
                 nothing; or ranks differ in the arguments.
-            SystemExit: with code 75, a signal asked to stop meanwhile: there is nothing to save yet.
+            SystemExit: with `exit_code`, a signal asked to stop meanwhile: there is nothing to save yet.
         """
         self._check_usable()
         self._watchdog.beat("restore", 0)
@@ -285,9 +301,10 @@ class Checkpointer:
         prefer_finite = self._nonfinite != "ignore"
         beat = partial(self._watchdog.beat, "restore", 0)
         beat()
-        restorer = Restorer(self._control, self._backend, self._session, beat, accepted, prefer_finite)
+        memory = self._memory.restore if self._memory is not None else None
+        restorer = Restorer(self._control, self._backend, self._session, beat, accepted, prefer_finite, memory)
         with failing_as_one():
-            if path is None or self._session.finds_checkpoints:
+            if path is None or self._session.finds_checkpoints or restorer.finds_in_memory():
                 found = restorer.best(self._state, step, allow_suspect=allow_suspect)
             else:
                 found = restorer.at(self._state, Path(path))
@@ -301,7 +318,12 @@ class Checkpointer:
         self._held.close()
         self._held = restorer.held
         self._saver.retention.damaged = restorer.damaged
+        if self._memory is not None:
+            self._memory.start(found if restorer.from_memory else None)
         self._timings.start(found or 0, restored=found is not None)
+        if not allow_suspect:
+            with failing_as_one():
+                self._control.run_on_leader(self._session.refuse_in_vain)
         self._rehearse_early()
         self._leave_if_asked()
         self._watchdog.beat("start", 0)
@@ -338,6 +360,8 @@ class Checkpointer:
             self._session.note(news[0], step=step, **news[1])
         if reports := self._saver.poll():
             self._account_for(reports, None)
+        if self._memory is not None:
+            self._memory.account(self._timings.memory_saves)
         agreed = self._consensus.at(step)
         stride = max(1, step - self._timings.previous_step)
         reason = None
@@ -384,7 +408,7 @@ class Checkpointer:
         outcomes = self._control.gather((failure is not None, self._saver.reported))
         self._saver.reported = max(reported for _, reported in outcomes)
         if failure is None and any(failed for failed, _ in outcomes):
-            step = self._timings.saved_step or 0
+            step = self._timings.saves.saved_step or 0
             failure = CommitError(step, -1, "another rank reports that its part of it failed")
         self.beat()
         self._account_for(reports, failure)
@@ -399,8 +423,11 @@ class Checkpointer:
 
     @property
     def exit_code(self) -> int:
-        """The code to exit with: 0, the run is finished; 75, it saved and wants to be started again."""
-        return EXIT_OK if self._stop is None else EXIT_AGAIN
+        """The code to exit with: 0, the run is finished; 75, it saved and wants to be started again.
+
+        Always 0 under a torchrun that restarts ranks, which would take 75 for a crash: the outcome on disk says which.
+        """
+        return EXIT_OK if self._stop is None else code_for_again(os.environ)
 
     @property
     def run_id(self) -> str:
@@ -424,7 +451,7 @@ class Checkpointer:
         What is still being saved in the background does not count, and a rank may learn a step later than another
         that a save is durable: after `wait` all ranks have the same.
         """
-        return self._timings.durable_step
+        return self._timings.saves.durable_step
 
     # ---- the block ---------------------------------------------------------------------------------------------
 
@@ -477,12 +504,17 @@ class Checkpointer:
         """Write the outcome, and stop all that works behind the training."""
         self._watchdog.beat("save", self._timings.previous_step)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
-        self._session.end(state, self._timings.previous_step, self._stop or "the run ended", self.exit_code)
+        code = EXIT_OK if self._stop is None else EXIT_AGAIN
+        self._session.end(state, self._timings.previous_step, self._stop or "the run ended", code)
         self._held.close()
+        if self._memory is not None:
+            self._memory.saves.close()
         self._saver.close(tidy=True)
         self._hooks.close()
         # Nobody leaves before the outcome is on disk: a launcher may kill the others when the first one exits.
-        self._control.broadcast(None)
+        self._control.gather(None)
+        if self._memory is not None:
+            self._memory.close(clear=True)
         self._watchdog.close()
         self._session.release()
         self._control.close()
@@ -491,11 +523,13 @@ class Checkpointer:
     def _save_the_end(self, stop: str | None) -> None:
         """Save the last step if it is not saved, as `step` saw it, or not at all: its name would be a lie then."""
         self._stop, last = stop, self._last
-        if last is None or last.step == self._timings.saved_step:
+        if last is None or last.step == self._timings.saves.saved_step:
             return
         if why := next(filter(None, self._control.gather(self._recorder.changed(last.state))), ""):
             if self._control.is_leader:
-                saved = "nothing" if self._timings.saved_step is None else f"step {self._timings.saved_step}"
+                saved = (
+                    "nothing" if self._timings.saves.saved_step is None else f"step {self._timings.saves.saved_step}"
+                )
                 warn_only(
                     f"step {last.step}, the last one, is not saved at the end of the run: {why}. What is there is "
                     f"{saved}. To have the last step too, call save(step) after it, or leave the loop right after "
@@ -551,11 +585,13 @@ class Checkpointer:
         elif agreed.failed > self._saver.reported:
             self._raise_failure(step, agreed.failed)
         with failing_as_one():
-            decision = self._control.run_on_leader(lambda: self._consensus.decision(step, agreed.stop))
+            decision, in_memory = self._control.run_on_leader(lambda: self._consensus.decisions(step, agreed.stop))
         if decision is not None and decision.stop and agreed.stop is None:
             self._end_running_save()
         if decision is not None:
-            self._save(step, metrics, decision.reason)
+            self._save(step, metrics, decision.reason, to_memory=in_memory is not None)
+        elif in_memory is not None:
+            self._save(step, metrics, in_memory.reason, to_disk=False, to_memory=True)
         if agreed.stop is not None or (decision is not None and decision.stop):
             why = agreed.stop or (decision.reason if decision is not None else "")
             self._session.note("stop_asked", step=step, reason=why)
@@ -567,7 +603,7 @@ class Checkpointer:
         """Wait until this rank knows too that save `number` failed, as some rank does, and raise on all of them."""
         self.wait()
         self._saver.reported = number
-        self._timings.save_failed()
+        self._timings.saves.failed()
         raise CommitError(step, -1, "another rank reports that its part of the save failed")
 
     def _end_running_save(self) -> None:
@@ -581,12 +617,19 @@ class Checkpointer:
         if (stop := self._consensus.asked_to_stop()) is not None:
             self._stop = stop
             self._session.note("stop_asked", step=self._timings.previous_step, reason=stop)
-            raise SystemExit(EXIT_AGAIN)
+            raise SystemExit(code_for_again(os.environ))
 
     # ---- saving and restoring ----------------------------------------------------------------------------------
 
     def _save(
-        self, step: int, metrics: Mapping[str, Any] | None, reason: str, state: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        reason: str,
+        state: Mapping[str, Any] | None = None,
+        *,
+        to_disk: bool = True,
+        to_memory: bool = False,
     ) -> None:
         """Save, stage by stage; `state`: as the last step saw it, where that is not what it is now."""
         state = self._state if state is None else state
@@ -599,9 +642,13 @@ class Checkpointer:
             self._saver.channel = Channel(self._timeout_seconds)
         self._plan(found)
         info = self._session.save_info(self._control, step, reason, found.snapshot, self._restored_from, metrics)
-        self._timings.save_begins(step)
+        memory = self._memory.saves if to_memory and self._memory is not None else None
+        if to_disk:
+            self._timings.saves.begins(step)
+        if memory is not None:
+            self._timings.memory_saves.begins(step)
         try:
-            report = self._saver.save(state, found.snapshot, info)
+            report = self._saver.save(state, found.snapshot, info, to_disk=to_disk, memory=memory)
         except CommitError as error:
             self._account_for([], error)
         else:
@@ -611,15 +658,19 @@ class Checkpointer:
         """Make a plan where that of the save before does not fit any more."""
         if not found.fits:
             self.wait()
+            if self._memory is not None:
+                self._memory.saves.forget()
             self._saver.plan(self._control, found.snapshot)
+            if self._memory is not None:
+                self._memory.plan(self._control, self._saver)
 
     def _account_for(self, reports: list[SaveReport], failure: CommitError | None) -> None:
         """Let the policies know how saves ended. Raises: the failure."""
         for report in reports:
-            self._timings.save_ended(report)
+            self._timings.saves.ended(report)
             self._session.committed()
         if failure is not None:
-            self._timings.save_failed()
+            self._timings.saves.failed()
             raise failure
 
     def _preflight(self, state: Mapping[str, Any]) -> Preflight:
@@ -664,6 +715,8 @@ class Checkpointer:
 
     def _write_the_failure(self, error: BaseException) -> None:
         self._session.blame(error)
+        if isinstance(error, SuspectError):
+            end_launcher_at_exit(os.environ)
         # A save that runs may be a second from durable, and is bounded by its own timeout.
         self._watchdog.beat("save", self._timings.previous_step)
         _, failed = self._saver.wait()
@@ -671,6 +724,8 @@ class Checkpointer:
             warn(str(failed))
         self._session.fail(self._timings.previous_step, error)
         self._held.close()
+        if self._memory is not None:
+            self._memory.close()
         self._saver.close()
         self._hooks.close()
         self._watchdog.close()

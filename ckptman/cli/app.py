@@ -31,6 +31,7 @@ _VERBS = {
     "adopt": "adopt:adopt",
     "copy": "copy:copy",
     "drain": "drain:drain",
+    "memory": "memory:memory_app",
     "prune": "prune:prune",
     "pin": "pin:pin",
     "unpin": "pin:unpin",

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptman.cli import console
+from ckptman.cli.memory import describe_parts, in_memory, parts_text
 from ckptman.cli.options import AsJson, path_argument
 from ckptman.format.foreign import ForeignCheckpoint, foreign_in
 from ckptman.format.paths import check_is_no_checkpoint
 
 if TYPE_CHECKING:
+    from ckptman.catalog.backends.node_memory import NodeMemory, Part
     from ckptman.catalog.catalog import Entry
     from ckptman.catalog.verified import Verified
     from ckptman.format.paths import StepName
@@ -36,6 +38,7 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
     notes: dict[Path, Verified | None] = {}
     leftovers: list[tuple[Path, StepName]] = []
     others: list[ForeignCheckpoint] = []
+    held: list[tuple[NodeMemory, Part]] = []
     if (url := find_url(root)) is not None:  # where there are no notes and no leftovers
         from ckptman.catalog.backends.object_store import ObjectBackend
 
@@ -45,13 +48,15 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
         catalogue = Catalog(folder)
         entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
         notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
-        others = foreign_in(folder, catalogue.names())
+        others, held = foreign_in(folder, catalogue.names()), in_memory(folder)
     where = url or str(Path(root))
     if as_json:
         unfinished = [{"path": str(path), "step": parsed.step, "kind": parsed.kind} for path, parsed in leftovers]
         checkpoints = [describe(entry, notes.get(entry.path)) for entry in entries]
         foreign = list(map(_describe_foreign, others))
-        console.say_json({"root": where, "checkpoints": checkpoints, "leftovers": unfinished, "foreign": foreign})
+        memory = describe_parts(held)
+        told = {"root": where, "checkpoints": checkpoints, "leftovers": unfinished, "foreign": foreign}
+        console.say_json({**told, "memory": memory})
         return
     if entries:
         now = time.time()
@@ -65,6 +70,9 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
         console.say(*console.table(headers, rows, right="step age size ranks"), "")
     damaged = {path for path, note in notes.items() if note is not None and note.damaged}
     console.say(_summary(where, entries, damaged, len(leftovers)))
+    if held:
+        parts = "; ".join(f"step {part.step}, {parts_text(part)} parts" for _, part in held)
+        console.say(f"In the memory of this node: {parts}. Other nodes may hold more; ckptman memory list says whose.")
     if others:
         console.say("", *_foreign_lines(others))
 

@@ -100,6 +100,13 @@ def parse_rate(option: str, written: str) -> float:
     raise ConfigError(f"{option}: a rate above 0 with its unit, such as 5GB/s or 800MiB/s, not {written!r}")
 
 
+def parse_share(option: str, share: float) -> float:
+    """Return a share. Raises: ConfigError unless it is from 0 to 1."""
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{option}: a share from 0 to 1, such as 0.9, not {share!r}")
+    return share
+
+
 def parse_count(option: str, written: str) -> int:
     """Parse a count of at least 1: `9e9`, `7B` (billions), `350M`, `8192`. Raises: ConfigError."""
     match = _COUNT.fullmatch(written)

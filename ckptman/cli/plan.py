@@ -28,7 +28,8 @@ from ckptman.cli.options import (
     parse_size,
 )
 from ckptman.cli.plan_inputs import PlanOptions, subject_of, tiers_of
-from ckptman.cli.plan_report import Plan, as_dict, lines
+from ckptman.cli.plan_memory import MemoryOptions, memory_plan
+from ckptman.cli.plan_report import Plan, as_dict, best_tier, lines
 from ckptman.errors import ConfigError
 from ckptman.forecast.disk_forecast import Saves, cadence_seconds, disk_figures
 from ckptman.forecast.failure_rates import mtbf_figure, rate_named
@@ -98,6 +99,29 @@ def plan(
     ] = "llama3",
     length: Annotated[str, option("--length", "TIME", "Of the whole run (30d).")] = "30d",
     step: Annotated[str | None, option("--step", "TIME", "Of one step, for rules that go by steps.")] = None,
+    notice: Annotated[str | None, option("--notice", "TIME", "Until a failure is found out (0).")] = None,
+    queue: Annotated[str | None, option("--queue", "TIME", "Of a job that goes on after a failure (0).")] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Save to the memory of the nodes, too. So do the options below.")
+    ] = False,
+    memory_interval: Annotated[
+        str | None,
+        option("--memory-interval", "TIME|STEPS", "How often: 30s, 20steps (as costs 1 % of the time)."),
+    ] = None,
+    copies: Annotated[int | None, option("--copies", "N", "Nodes that each part lies on (2).")] = None,
+    exchange: Annotated[
+        str | None, option("--exchange", "RATE", "What a node sends to others behind the training (5GB/s).")
+    ] = None,
+    host_memory: Annotated[
+        str | None, option("--host-memory", "SIZE", "Of one node, such as 1TB: does it fit?")
+    ] = None,
+    restart_in_place: Annotated[
+        str | None,
+        option("--restart-in-place", "TIME", "From a fault to the first new step inside the same allocation."),
+    ] = None,
+    survived: Annotated[
+        float | None, option("--survived", "SHARE", "Of the failures that checkpoints in memory survive (0.9).")
+    ] = None,
     keep_last: KeepLastOption = None,
     keep_every: KeepEveryOption = None,
     keep_best: KeepBestOption = None,
@@ -116,7 +140,8 @@ def plan(
     """What a run will need, before it spends a GPU hour.
 
     Memory of a GPU, size of a checkpoint, seconds and stall of a save on each tier, the interval, goodput at a given
-    rate of failures, disk under the keep rules, and how early to be warned. Sizes are in powers of 1000.
+    rate of failures, disk under the keep rules, and how early to be warned. With --memory, what a failure costs by
+    disk alone, with checkpoints in memory, and with restarts inside the allocation. Sizes are in powers of 1000.
     """
     given = locals()
     check_positive("plan", "--factor", factor)
@@ -132,7 +157,9 @@ def plan(
     else:
         failures = Figure("mtbf", parse_seconds("--mtbf", mtbf), "seconds", "as given")
     saving = Saving(subject.total_bytes, subject.largest_bytes, copying, blocking, "" if staging else _STAGING_SOURCE)
-    life = Life(init_seconds, failures.value, factor, "" if init else _INIT_SOURCE)
+    noticed = 0.0 if notice is None else parse_seconds("--notice", notice)
+    waited = 0.0 if queue is None else parse_seconds("--queue", queue)
+    life = Life(init_seconds, failures.value, factor, "" if init else _INIT_SOURCE, noticed, waited)
     rules = parse_retention(**{name: given[name] for name in given if name.startswith(("keep_", "max_"))})
     retention = subject.retention if rules is None else rules
     if step_seconds is None and any(isinstance(each, KeepEvery | KeepSteps) for each in rules_of(retention)):
@@ -140,27 +167,32 @@ def plan(
     tiers = []
     for each in tiers_of(tier or [], nodes, subject.gpus):
         figures = tier_figures(each, saving, life)
-        interval, who = _cadence(subject.save_policy, figures, step_seconds)
+        interval, who = _cadence(subject.save_policy, figures, init_seconds, step_seconds)
         saves = Saves(run_seconds, interval, step_seconds or 1.0)
         figures += disk_figures(retention, subject.total_bytes, saves, who)
         tiers.append((each, {figure.name: figure for figure in figures}))
-    memory = memory_figures(subject.weights, subject.shape, subject.batch)
+    of_gpu = memory_figures(subject.weights, subject.shape, subject.batch)
     if not blocking:
         host = min(gpus, subject.gpus) * subject.largest_bytes
         words = f"{min(gpus, subject.gpus)} GPUs of a node x {subject.largest_bytes:,} B: their private copies"
-        memory.append(Figure("host_copy_of_a_node", host, "bytes", words))
+        of_gpu.append(Figure("host_copy_of_a_node", host, "bytes", words))
     limit = limited(retention)
-    made = Plan(subject, memory, failures, limit.bytes if limit else None, tiers, blocking, step_seconds)
+    options = MemoryOptions(**{each.name: given[each.name] for each in fields(MemoryOptions)})
+    disk, mesh = best_tier(tiers)[1], (nodes, min(gpus, subject.gpus))
+    in_memory = memory_plan(options, mesh, saving, life, disk, step_seconds, subject.memory)
+    made = Plan(subject, of_gpu, failures, limit.bytes if limit else None, tiers, blocking, step_seconds, in_memory)
     if as_json:
         console.say_json(as_dict(made, explain, room))
     else:
         console.say(*lines(made, explain, room))
 
 
-def _cadence(policy: SavePolicy | None, figures: list[Figure], step_seconds: float | None) -> tuple[float, str]:
+def _cadence(
+    policy: SavePolicy | None, figures: list[Figure], init_seconds: float, step_seconds: float | None
+) -> tuple[float, str]:
     """Return the seconds between saves, by the configuration if it says them, else by the plan; and by which."""
     value = {each.name: each.value for each in figures}
-    own = cadence_seconds(policy, value["stall"], value["save"], value["restart"], step_seconds)
+    own = cadence_seconds(policy, value["stall"], value["save"], init_seconds + value["load"], step_seconds)
     seconds, who = value["interval"], ""
     if own is not None:
         seconds, who = own, " (by the configuration, no shorter than a save)"

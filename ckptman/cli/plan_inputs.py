@@ -26,6 +26,7 @@ from ckptman.forecast.failure_rates import MOST_GPUS
 from ckptman.forecast.figures import Figure
 from ckptman.forecast.gpu_memory import Batch, Shape, Weights, likely_shape
 from ckptman.forecast.save_costs import TABLE, TABLE_SOURCE, TierRates
+from ckptman.policies.memory_tier import MemoryTier
 from ckptman.policies.parameters import check_count
 from ckptman.policies.retention_rules import RetentionPolicy, size_text
 from ckptman.policies.save_policies import SavePolicy
@@ -87,6 +88,7 @@ class Subject:
     largest_bytes: int
     retention: RetentionPolicy | None = None
     save_policy: SavePolicy | None = None
+    memory: MemoryTier | None = None
 
     @property
     def gpus(self) -> int:
@@ -210,7 +212,12 @@ def _of_config(written: PlanOptions) -> Subject:
         accumulates=share > data.micro_batch,
     )
     checkpoint = config.checkpoint
-    return replace(subject, retention=checkpoint.retention(), save_policy=checkpoint.save_policy())
+    return replace(
+        subject,
+        retention=checkpoint.retention(),
+        save_policy=checkpoint.save_policy(),
+        memory=checkpoint.memory_tier(),
+    )
 
 
 def _of_model(written: PlanOptions, model: str) -> Subject:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptman.cli import console
 from ckptman.cli.plan_inputs import Subject
+from ckptman.cli.plan_memory import MemoryPlan, memory_lines
 from ckptman.forecast.disk_forecast import intervals_of
 from ckptman.forecast.figures import Figure
 from ckptman.forecast.save_costs import BOUND_SECONDS, TierRates
@@ -27,6 +28,7 @@ class Plan:
     tiers: list[tuple[TierRates, dict[str, Figure]]]
     blocking: bool
     step_seconds: float | None
+    in_memory: MemoryPlan | None = None
 
 
 _SAVES = ("tier", "rate", "save", "stall", "load", "warning", "kept", "disk")
@@ -53,15 +55,22 @@ def lines(made: Plan, explain: bool, room: int | None) -> list[str]:
         names = [_NAMES.get(each, each) for each in headers[1:]]
         cells = [(console.plain(tier.name), *(figures[name].text for name in names)) for tier, figures in made.tiers]
         lines += ["", *console.table(headers, cells, right=_RIGHT)]
+    if made.in_memory is not None:
+        lines += ["", *memory_lines(made.in_memory)]
     lines += ["", f"failures: one in {made.failures.text} ({made.failures.formula})", *_advice(made)]
     return [*lines, *_explained(made)] if explain else lines
+
+
+def best_tier(tiers: Sequence[tuple[TierRates, dict[str, Figure]]]) -> tuple[TierRates, dict[str, Figure]]:
+    """Return the tier to save to: of those that outlive a node, where there are any, the one that yields most."""
+    return max(tiers, key=lambda each: (each[0].lasts, each[1]["goodput"].value))
 
 
 def _advice(made: Plan) -> list[str]:
     """Return what to do, by the numbers: the tier that yields most, and what to write where."""
     lines = []
-    if lasting := [each for each in made.tiers if each[0].lasts]:
-        tier, figures = max(lasting, key=lambda each: each[1]["goodput"].value)
+    tier, figures = best_tier(made.tiers)
+    if tier.lasts:
         interval = math.ceil(figures["interval"].value)
         where = f"save to {console.plain(tier.name)}: " if len(made.tiers) > 1 else "save "
         lines.append(
@@ -116,6 +125,9 @@ def _remarks(made: Plan, tier: TierRates, figures: dict[str, Figure]) -> Iterato
 
 def _explained(made: Plan) -> list[str]:
     sections = [("checkpoint", made.subject.checkpoint), ("memory", made.memory), ("failures", [made.failures])]
+    if made.in_memory is not None:
+        sections.append(("in memory", [*made.in_memory.figures.values()]))
+        sections += [(f"after a failure: {name}", figures) for name, figures in made.in_memory.ways.items()]
     sections += [(f"tier {console.plain(tier.name)}", [*figures.values()]) for tier, figures in made.tiers]
     lines = []
     for title, figures in sections:
@@ -131,6 +143,11 @@ def as_dict(made: Plan, explain: bool, room: int | None) -> dict[str, Any]:
         return {each.key: each.as_dict() if explain else each.value for each in figures}
 
     subject, shape = made.subject, made.subject.shape
+    in_memory: dict[str, Any] = {}
+    if (found := made.in_memory) is not None:
+        host = {} if found.host_bytes is None else {"host_bytes": found.host_bytes}
+        in_memory["memory_tier"] = values(found.figures.values()) | host
+        in_memory["after_a_failure"] = [{"name": name, **values(figures)} for name, figures in found.ways.items()]
     return {
         "model": {
             "title": subject.title,
@@ -147,4 +164,5 @@ def as_dict(made: Plan, explain: bool, room: int | None) -> dict[str, Any]:
         "failures": values([made.failures]),
         "blocking": made.blocking,
         "tiers": [{"name": tier.name, **values(figures.values())} for tier, figures in made.tiers],
+        **in_memory,
     }

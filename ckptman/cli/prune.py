@@ -7,13 +7,14 @@ import gc
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptman.cli import console
+from ckptman.cli.memory import clear, superseded
 from ckptman.cli.options import (
     AsJson,
     KeepBestOption,
@@ -173,6 +174,7 @@ def _prune_many(paths: list[Path], wishes: _Wishes) -> None:
 
 def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError | None]:
     """Prune one root, say what was done, and return it as data; and what could not be removed. Raises: CkptmanError."""
+    from ckptman.catalog.orphans import Leftover
     from ckptman.catalog.prune import Pruned, one_at_a_time, plan_prune
 
     check_is_root(root)
@@ -180,14 +182,20 @@ def _prune_one(root: Path, wishes: _Wishes) -> tuple[dict[str, Any], RootError |
     with nullcontext() if wishes.dry_run else one_at_a_time(root):
         plan = plan_prune(root, policy)
         check_meant(root, policy, plan.verdicts, stored=wishes.policy is None)
-        if not wishes.as_json and (said := lines(plan, with_checkpoints=not wishes.leftovers_only)):
+        memory = superseded(root)
+        left = [Leftover(each.folder, None, "in memory, of a run that is over", each.size_bytes) for each in memory]
+        shown = replace(plan, leftovers=[*plan.leftovers, *left])
+        if not wishes.as_json and (said := lines(shown, with_checkpoints=not wishes.leftovers_only)):
             console.say(*said)
         pruned = None if wishes.dry_run else Pruned()
         failed = _carry_out(root, plan, wishes, pruned) if pruned is not None else None
+        if pruned is not None:
+            pruned.freed_bytes += sum(map(clear, memory))
+            pruned.cleared += len(memory)
     others = foreign_in(root, os.listdir(root))  # noqa: PTH208 names alone are wanted
     if not wishes.as_json:
-        console.say(*summary(plan, pruned, others))
-    return as_dict(root, plan, pruned, others), failed
+        console.say(*summary(shown, pruned, others))
+    return as_dict(root, shown, pruned, others), failed
 
 
 def _policy_for(root: Path, wishes: _Wishes) -> RetentionPolicy | None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
 from ckptman.cli import console
-from ckptman.cli.options import AsJson, option, parse_seconds
+from ckptman.cli.options import AsJson, option, parse_seconds, parse_share
 from ckptman.errors import ConfigError, ExistsError
+from ckptman.forecast.failure_costs import IN_PLACE, SURVIVED, WITH_MEMORY
 from ckptman.forecast.failure_rates import mtbf_figure, rate_named
 from ckptman.forecast.figures import time_text
-from ckptman.forecast.goodput import Costs, best_interval_seconds
+from ckptman.forecast.goodput import Costs, InMemory, best_interval_seconds
 from ckptman.forecast.save_costs import BOUND_SECONDS, LEAST_INTERVAL_SECONDS
-from ckptman.forecast.simulation import Played, play, play_all, play_grid
+from ckptman.forecast.simulation import Played, add_up, play, play_grid
 from ckptman.policies.intervals import daly_interval_seconds
+from ckptman.policies.memory_tier import CostShare
 from ckptman.policies.parameters import check_count
 from ckptman.runtime.failure_trace import Trace, read_trace
 
@@ -64,13 +68,30 @@ def simulate(
     interval: Annotated[
         list[str] | None, option("--interval", "TIME", "Play this one too. May be given several times.")
     ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Save to the memory of the nodes, too. So do the options below.")
+    ] = False,
+    memory_interval: Annotated[
+        str | None, option("--memory-interval", "TIME", "How often (as costs 1 % of the time).")
+    ] = None,
+    memory_save: Annotated[
+        str | None, option("--memory-save", "TIME", "Until a checkpoint in memory counts (10s, or as --stall).")
+    ] = None,
+    restart_in_place: Annotated[
+        str | None,
+        option("--restart-in-place", "TIME", "From a fault to the first new step inside the same allocation."),
+    ] = None,
+    survived: Annotated[
+        float | None, option("--survived", "SHARE", "Of the failures that checkpoints in memory survive (0.9).")
+    ] = None,
     svg: Annotated[Path | None, option("--svg", "FILE", "Draw the chart into a file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Play a month of failures against intervals between saves.
 
     Says what each policy yields, beside the best fixed interval that a search finds on the same failures. "derived" is
-    the best interval of `ckptman plan`, without the plan's bound of 15 minutes.
+    the best interval of `ckptman plan`, without the plan's bound of 15 minutes. With --memory, it is played with
+    checkpoints in memory too, and with --restart-in-place with restarts inside the allocation.
     """
     if sum(each is not None for each in (mtbf, gpus, trace)) != 1:
         raise ConfigError("say how often it fails: one of --mtbf 8h, --gpus 1024, --trace FILE")
@@ -84,18 +105,22 @@ def simulate(
     most = max(2 * least, 8 * best_interval_seconds(costs.stall_seconds, min(mean, seconds)))
     grid = play_grid(played, seconds, costs, least, most, _POINTS)
     best = max(grid, key=lambda each: each.goodput)
-    found = []
-    for name, each in [("best fixed", best.interval_seconds), *_intervals(costs, mean, wanted)]:
-        goodputs = sorted(play(failures, seconds, costs, each).goodput for failures in played)
-        edge = len(goodputs) // 20
-        total = play_all(played, seconds, costs, each)
-        of_best = total.goodput / best.goodput if best.goodput else 1.0
-        found.append(_Named(name, total, (goodputs[edge], goodputs[-1 - edge]), of_best))
+    found = [
+        _named(name, best, [play(failures, seconds, costs, each) for failures in played])
+        for name, each in [("best fixed", best.interval_seconds), *_intervals(costs, mean, wanted)]
+    ]
+    share = SURVIVED if survived is None else parse_share("--survived", survived)
+    near: dict[str, InMemory] = {}
+    if memory or any(each is not None for each in (memory_interval, memory_save, restart_in_place, survived)):
+        near = _in_memory(costs, memory_interval, memory_save, restart_in_place)
+        ways = _play_memory(near, share, played, seconds, costs, mean, seed)
+        found += [_named(name, best, each) for name, each in ways]
     chart = _chart(grid[::_CURVE_STEP], found)
     if svg is not None:
         _draw(svg, chart, f"Goodput by interval: {words}")
     if as_json:
-        console.say_json(_as_dict(found, costs, mean, seconds, len(played), seed if recorded is None else None))
+        made = _as_dict(found, costs, mean, seconds, len(played), seed if recorded is None else None)
+        console.say_json(made | _memory_as_dict(near, share))
         return
     s, d, r = (time_text(each) for each in (costs.stall_seconds, costs.settled_seconds, costs.restart_seconds))
     failures = console.count(sum(map(len, played)), "failure")
@@ -103,12 +128,54 @@ def simulate(
     lines = [
         f"{words}; a save blocks {s} and is durable after {d}; a restart takes {r}",
         f"{console.count(len(played), 'run')} of {time_text(seconds)}, {failures} ({origin})",
+        *_memory_lines(near, share),
         "",
         *console.table(_HEADERS, map(_row, found), right=_RIGHT),
         "",
         *chart,
     ]
     console.say(*lines)
+
+
+def _named(name: str, best: Played, runs: Sequence[Played]) -> _Named:
+    goodputs = sorted(each.goodput for each in runs)
+    edge = len(goodputs) // 20
+    total = add_up(runs)
+    of_best = total.goodput / best.goodput if best.goodput else 1.0
+    return _Named(name, total, (goodputs[edge], goodputs[-1 - edge]), of_best)
+
+
+def _in_memory(costs: Costs, interval: str | None, save: str | None, in_place: str | None) -> dict[str, InMemory]:
+    """Return how saves to memory are played, by the way that training goes on after a failure. Raises: ConfigError."""
+    stall = costs.stall_seconds
+    counts = max(stall, _cost("--memory-save", save, None, 10.0))
+    wanted = stall / CostShare().share if interval is None else parse_seconds("--memory-interval", interval)
+    seconds = max(wanted, counts, LEAST_INTERVAL_SECONDS)
+    # What is in memory is on disk before the job ends, which takes as long as a save.
+    restarts = {WITH_MEMORY: costs.restart_seconds + costs.settled_seconds}
+    if in_place is not None:
+        restarts[IN_PLACE] = parse_seconds("--restart-in-place", in_place)
+    return {
+        name: InMemory(Costs(stall, counts, restart), seconds, flushed=name == WITH_MEMORY)
+        for name, restart in restarts.items()
+    }
+
+
+def _play_memory(
+    near: dict[str, InMemory],
+    share: float,
+    played: Sequence[Sequence[float]],
+    seconds: float,
+    costs: Costs,
+    mean: float,
+    seed: int,
+) -> Iterator[tuple[str, list[Played]]]:
+    """Play each way on the same failures, of which the same ones are survived, at the derived interval."""
+    generator = random.Random(f"survived {seed}")
+    survived = [[generator.random() < share for _ in failures] for failures in played]
+    _, interval = _intervals(costs, mean, ())[0]
+    for name, memory in near.items():
+        yield name, [play(each, seconds, costs, interval, memory, lasts) for each, lasts in zip(played, survived)]
 
 
 def _cost(option: str, written: str | None, measured: float | None, likely: float) -> float:
@@ -193,6 +260,30 @@ def _intervals(costs: Costs, mean: float, wanted: Sequence[float]) -> list[tuple
         ("every 15 min", max(least, BOUND_SECONDS)),
         *((f"every {time_text(each)}{held if each < settled else ''}", each) for each in wanted),
     ]
+
+
+def _memory_lines(near: dict[str, InMemory], share: float) -> Iterator[str]:
+    for name, memory in near.items():
+        often, counts, restart = (
+            time_text(each)
+            for each in (memory.interval_seconds, memory.costs.settled_seconds, memory.costs.restart_seconds)
+        )
+        yield f"{name}: every {often}, counts after {counts}; {100 * share:.3g} % of the failures restart in {restart}"
+
+
+def _memory_as_dict(near: dict[str, InMemory], share: float) -> dict[str, Any]:
+    if not near:
+        return {}
+    ways = [
+        {
+            "name": name,
+            "interval_seconds": memory.interval_seconds,
+            "counts_seconds": memory.costs.settled_seconds,
+            "restart_seconds": memory.costs.restart_seconds,
+        }
+        for name, memory in near.items()
+    ]
+    return {"memory": {"survived": share, "ways": ways}}
 
 
 _HEADERS = ("policy", "interval", "saves", "lost", "stalled", "restarting", "goodput", "9 of 10 runs", "of the best")

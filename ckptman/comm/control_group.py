@@ -139,12 +139,24 @@ class Channel:
         """Send flat bytes to some ranks, and receive from them as many as `sizes` says. Exactly these ranks call it,
         each for the others. Raises: RankLostError."""
         received = {rank: torch.empty(size, dtype=torch.uint8, device="cpu") for rank, size in sizes.items()}
+        self.begin_exchange(sent, received)()
+        return received
+
+    def begin_exchange(
+        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]
+    ) -> Callable[[], None]:
+        """Begin the same, into memory that is given. Returns what waits for it, and raises: RankLostError."""
         messages = [dist.P2POp(dist.isend, data, rank, self.group) for rank, data in sent.items()]
         messages += [dist.P2POp(dist.irecv, data, rank, self.group) for rank, data in received.items()]
         with self._contact():
-            for work in dist.batch_isend_irecv(messages):
-                work.wait()
-        return received
+            under_way = dist.batch_isend_irecv(messages) if messages else []
+
+        def wait() -> None:
+            with self._contact():
+                for work in under_way:
+                    work.wait()
+
+        return wait
 
     def close(self) -> None:
         """Free the group. Only where all ranks get here."""

@@ -16,14 +16,18 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from ckptman.catalog.backends import node_memory
 from ckptman.doctor.finding import Finding, first_number, size_text
 from ckptman.doctor.quota import Run
-from ckptman.errors import ConfigError
+from ckptman.errors import CkptmanError, ConfigError
+from ckptman.format import paths
 from ckptman.policies.intervals import seconds_text
 from ckptman.runtime.deadline import deadline_from_environment, run_command
 from ckptman.runtime.host_memory import available_bytes
 from ckptman.scheduler.slurm.batch_script import parse, warned
+from ckptman.scheduler.slurm.commands import ended_jobs
 
 LEAST_TORCH = (2, 11)
 STAGING_SLOTS = 2
@@ -65,6 +69,7 @@ def survey(torch: TorchFacts, against_bytes: int | None = None) -> list[Finding]
         *check_job(environ, run_command, time.time(), against_bytes),
         check_memory(available_bytes(), local_processes(environ), against_bytes),
         check_shared_memory(),
+        check_left_in_memory(Path(paths.MEMORY_PATH), environ),
         check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], torch, against_bytes),
         check_clock(),
@@ -262,6 +267,23 @@ def check_shared_memory() -> Finding:
         return Finding("/dev/shm", "ok", value, "", figures)
     advice = "workers of a data loader die of a bus error when it is full: docker --shm-size, or clear it"
     return Finding("/dev/shm", "warning", value, advice, figures)
+
+
+def check_left_in_memory(base: Path, environ: Mapping[str, str]) -> Finding:
+    """Checkpoints in memory of runs that are over: they take memory from the next job on this node."""
+    name, advice = "memory tier", ""
+    try:
+        left = list(node_memory.left_behind(base, ended_jobs(node_memory.job_ids(base), environ)))
+    except CkptmanError as error:
+        return Finding(name, "warning", str(error), "no run of this user can keep checkpoints in memory here")
+    size = sum(each.size_bytes for each in left)
+    if left:
+        advice = "ckptman memory list shows it; flush brings it to disk, clear --all-dead removes it"
+    value = (
+        f"{size_text(size)} left behind by {len(left)} run{'' if len(left) == 1 else 's'}" if left else "no leftovers"
+    )
+    figures = {"bytes": size, "folders": [str(each.folder) for each in left]}
+    return Finding(name, "warning" if left else "ok", value, advice, figures)
 
 
 def check_open_files(soft: int, hard: int) -> Finding:

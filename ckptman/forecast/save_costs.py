@@ -66,12 +66,21 @@ class Saving:
 @dataclass(frozen=True)
 class Life:
     """How a run lives. `init_seconds`: from the start of a process to the end of its first step, the load left out, and
-    where that number is from; `factor`: of the rule by init time."""
+    where that number is from; `factor`: of the rule by init time. `notice_seconds`: until a failure is found out;
+    `queue_seconds`: until the next job starts."""
 
     init_seconds: float
     mtbf_seconds: float
     factor: float = 4.0
     source: str = ""
+    notice_seconds: float = 0.0
+    queue_seconds: float = 0.0
+
+    def restart_text(self, load_seconds: float) -> str:
+        """Return what a restart from disk takes, part by part."""
+        away = (("noticed", self.notice_seconds), ("queue", self.queue_seconds))
+        parts = [f"{name} {time_text(seconds)}" for name, seconds in away if seconds]
+        return " + ".join([*parts, f"init {time_text(self.init_seconds)}", f"load {time_text(load_seconds)}"])
 
 
 def tier_figures(tier: TierRates, saving: Saving, life: Life) -> list[Figure]:
@@ -84,7 +93,7 @@ def tier_figures(tier: TierRates, saving: Saving, life: Life) -> list[Figure]:
     size = size_text(saving.total_bytes)
     staged = saving.largest_bytes / saving.staging_bytes_per_second
     stall = save if saving.blocking else min(staged, save)
-    restart = life.init_seconds + load
+    restart = life.notice_seconds + life.queue_seconds + life.init_seconds + load
     copied = f"{size_text(saving.largest_bytes)} of a rank / {size_text(saving.staging_bytes_per_second)}/s"
     stalled = "as long as the save: saves block training" if saving.blocking else f"private copy: {copied}"
     if not saving.blocking and staged > save:
@@ -94,9 +103,7 @@ def tier_figures(tier: TierRates, saving: Saving, life: Life) -> list[Figure]:
         Figure("save", save, "seconds", f"{size} / {size_text(tier.write_bytes_per_second)}/s"),
         Figure("load", load, "seconds", f"{size} / {size_text(tier.read_bytes_per_second)}/s"),
         Figure("stall", stall, "seconds", stalled, "" if saving.blocking else saving.source),
-        Figure(
-            "restart", restart, "seconds", f"init {time_text(life.init_seconds)} + load {time_text(load)}", life.source
-        ),
+        Figure("restart", restart, "seconds", life.restart_text(load), life.source),
         *interval_figures(Costs(stall, save, restart), life),
         _warning(save),
     ]
@@ -104,8 +111,10 @@ def tier_figures(tier: TierRates, saving: Saving, life: Life) -> list[Figure]:
 
 def interval_figures(costs: Costs, life: Life) -> list[Figure]:
     """Return the interval by each rule, the one to take, and what it yields. Raises IntervalError."""
-    init = life.factor * costs.restart_seconds
-    daly = daly_interval_seconds(costs.stall_seconds, life.mtbf_seconds, costs.restart_seconds)
+    # A run measures its own start, and not what came before it.
+    start = costs.restart_seconds - life.notice_seconds - life.queue_seconds
+    init = life.factor * start
+    daly = daly_interval_seconds(costs.stall_seconds, life.mtbf_seconds, start)
     best = best_interval_seconds(costs.stall_seconds, life.mtbf_seconds)
     least = max(costs.settled_seconds, LEAST_INTERVAL_SECONDS)
     free = max(least, best)
@@ -113,11 +122,14 @@ def interval_figures(costs: Costs, life: Life) -> list[Figure]:
     unbound = shares(free, costs, life.mtbf_seconds)
     at = shares(taken, costs, life.mtbf_seconds)
     s, m, r = (time_text(each) for each in (costs.stall_seconds, life.mtbf_seconds, costs.restart_seconds))
+    own = time_text(start)
     where, parts = f"T = {time_text(taken)}, S = {s}, M = {m}", f"{_LASTING}; {_BLOCKED}"
     held = "" if taken == best else f", held to {time_text(taken)}"
     return [
-        Figure("interval_by_init", init, "seconds", f"{life.factor:g} x {r}, what a restart costs", "InitTimeInterval"),
-        Figure("interval_by_daly", daly, "seconds", f"S + sqrt(2 (M + R) S + S^2); S = {s}, M = {m}, R = {r}", _SAXENA),
+        Figure("interval_by_init", init, "seconds", f"{life.factor:g} x {own}, what a start costs", "InitTimeInterval"),
+        Figure(
+            "interval_by_daly", daly, "seconds", f"S + sqrt(2 (M + R) S + S^2); S = {s}, M = {m}, R = {own}", _SAXENA
+        ),
         Figure("interval_best", best, "seconds", f"M (1 + S/M + W(-e^(-1 - S/M))); S = {s}, M = {m}", _DALY),
         Figure("interval_bound", BOUND_SECONDS, "seconds", "at least every 15 minutes", "HKUST, a 7B model, 2024"),
         Figure(

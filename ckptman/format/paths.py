@@ -32,6 +32,9 @@ ROOT_ID = "root.json"
 TIER_OF = "tier-of.json"
 """Whose a root is, and whose copies it takes (see `catalog.tier_identity`)."""
 
+MEMORY_PATH = "/dev/shm"
+"""Where runs keep checkpoints in memory, unless their `MemoryTier` says otherwise."""
+
 Kind = Literal["step", "tmp", "old", "abandoned", "trash"]
 # A tag is one that a claim, a lease, a save, a copy or a prune makes. What people add is none: `.old-best`, `.tmp-1`,
 # and `.old-20261122-1530`, as a nonce has a letter.
@@ -139,6 +142,11 @@ def rank_of(name: str) -> int | None:
     """Return the rank of a file of `data_name`, `blocks_name` or `values_name`; None for other names."""
     match = _OF_RANK.fullmatch(name)
     return int(match["data"] or match["other"]) if match else None
+
+
+def user_folder(base: Path) -> Path:
+    """Return where all that this user has in the memory of a node is. `base`: such as `MEMORY_PATH`."""
+    return base / f"ckptman-{os.getuid()}"
 
 
 def run_folder(root: Path) -> Path:

@@ -213,6 +213,10 @@ class Disk:
         with named(source):
             os.rename(source.name, target.name, src_dir_fd=of_source, dst_dir_fd=of_target)
 
+    def link(self, path: Path, name: Path) -> None:
+        """Give a file one more name, which nothing has yet. Raises FileExistsError."""
+        os.link(path, name, follow_symlinks=False)
+
     def remove_file(self, path: Path) -> None:
         """Remove a file or a link; one that is gone already is no error."""
         path.unlink(missing_ok=True)

@@ -73,8 +73,20 @@ def write_source(
     return Written.of(blocks, source.size_bytes, file.buffered_because)
 
 
+class InPlace:
+    """A file that is what it is to be already, and whose bytes are digested only."""
+
+    is_direct = False
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write nothing."""
+
+    def flush(self) -> None:
+        """Flush nothing."""
+
+
 def write_all(
-    file: FileWriter, source: Source, threads: int, look: Callable[[int, memoryview], None] | None = None
+    file: FileWriter | InPlace, source: Source, threads: int, look: Callable[[int, memoryview], None] | None = None
 ) -> bytes:
     """Fill a file from its source and flush it to storage. Return the digests of its blocks. Raises: as
     `write_source`."""

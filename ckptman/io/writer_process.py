@@ -30,7 +30,7 @@ from ckptman.errors import CorruptError, warn_only
 from ckptman.io.checksums import BLOCK_BYTES, digests_bytes
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.file_reader import drop_from_cache, read_to_cache
-from ckptman.io.file_writer import FileWriter, Written, write_all
+from ckptman.io.file_writer import FileWriter, InPlace, Written, write_all
 from ckptman.io.finite_scan import FiniteScan
 from ckptman.io.threads import computing_threads, io_threads
 
@@ -38,16 +38,17 @@ LEAST_BYTES = 64 * 1024 * 1024
 """Less than this is written before a process has begun."""
 _NICE = 5
 _CLOSE_ON_EXEC = 1
+_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
 _CODE = "import sys; sys.path[:] = {path!r}; from ckptman.io.writer_process import main; main({fd})"
 
 
-def shared_memory(size_bytes: int) -> tuple[memoryview, int]:
+def shared_memory(size_bytes: int, path: Path | None = None) -> tuple[memoryview, int]:
     """Return zeroed memory that other processes can be given, not touched yet, and its descriptor, which is open as
-    long as the memory. Raises: OSError.
+    long as the memory. `path`: a new file in memory that it is; None: it has no name. Raises: OSError.
     """
-    fd = _memory_file()
+    fd = _memory_file() if path is None else os.open(path, _NEW_FILE, 0o600)
     try:
         os.posix_fallocate(fd, 0, size_bytes)  # a page that is not to be had at first use would kill this process
         memory = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED)
@@ -110,27 +111,47 @@ class WriterProcess:
         if self.given_up or disk is not DISK or source.size_bytes < LEAST_BYTES:
             return None
         with FileWriter(path, source.size_bytes, disk=disk, flags=os.O_EXCL) as file:
-            try:
-                answer = self._ask(file, path, source, scan)
-            except BaseException as error:
-                self.close()  # before anything else: it may still be writing, from memory that others are given next
-                if not isinstance(error, (OSError, EOFError)):
-                    raise
-                self.given_up = True
+            answer = self._answer(file, path, source, scan)
+            if answer is None:
                 disk.remove_file(path)
-                warn_only(
-                    f"the process that writes checkpoints beside the training is gone ({error or 'it ended'}): threads "
-                    f"write them from now on, which takes more of the training's time"
-                )
                 return None
+        blocks, buffered_because = answer
+        return Written.of(blocks, source.size_bytes, buffered_because)
+
+    def digest(self, path: Path, source: Shared, scan: FiniteScan | None = None) -> Written | None:
+        """Digest a file in memory that `source` is, shown to `scan` meanwhile; nothing is written.
+
+        Returns None where it could not be done here. Raises: OSError.
+        """
+        if self.given_up or source.size_bytes < LEAST_BYTES:
+            return None
+        answer = self._answer(None, path, source, scan)
+        return Written.of(answer[0], source.size_bytes, None) if answer is not None else None
+
+    def _answer(
+        self, file: FileWriter | None, path: Path, source: Shared, scan: FiniteScan | None
+    ) -> tuple[bytes, str | None] | None:
+        """Have a file written, or only digested where there is none. None: there is no process, from now on."""
+        try:
+            answer = self._ask(file, path, source, scan)
+        except BaseException as error:
+            self.close()  # before anything else: it may still be writing, from memory that others are given next
+            if not isinstance(error, (OSError, EOFError)):
+                raise
+            self.given_up = True
+            warn_only(
+                f"the process that writes checkpoints beside the training is gone ({error or 'it ended'}): threads "
+                f"write them from now on, which takes more of the training's time"
+            )
+            return None
         if isinstance(answer, BaseException):
             raise answer
-        blocks, file.buffered_because, found = answer
+        blocks, buffered_because, found = answer
         if len(blocks) != digests_bytes(source.size_bytes, BLOCK_BYTES):
             raise OSError(errno.EIO, "the process that writes is of another version of ckptman", str(path))
         if scan is not None:
             scan.found |= found
-        return Written.of(blocks, source.size_bytes, file.buffered_because)
+        return blocks, buffered_because
 
     def keep_cached(self, path: Path) -> None:
         """Have a file read into the page cache from now on, until the next one is to be written. The one that was named
@@ -144,10 +165,10 @@ class WriterProcess:
         self._running = None
         self._ended()
 
-    def _ask(self, file: FileWriter, path: Path, source: Shared, scan: FiniteScan | None) -> Any:
+    def _ask(self, file: FileWriter | None, path: Path, source: Shared, scan: FiniteScan | None) -> Any:
         pipe, process = self._started()
-        pipe.send((path, source, file.buffered_because, scan))
-        for fd in (source.fd, file.fd):
+        pipe.send((path, source, None if file is None else file.buffered_because, scan, file is not None))
+        for fd in (source.fd, *(() if file is None else (file.fd,))):
             send_handle(pipe, fd, process.pid)
         os.set_blocking(pipe.fileno(), True)  # it is not, where the program has set a time limit for all sockets
         # A fork of this process may have the other end, too, so that its end alone tells nothing.
@@ -209,10 +230,13 @@ def main(fd: int) -> None:
 
 
 def _serve(
-    pipe: Connection, path: Path, source: Shared, buffered_because: str | None, scan: FiniteScan | None
+    pipe: Connection, path: Path, source: Shared, buffered_because: str | None, scan: FiniteScan | None, writes: bool
 ) -> tuple[bytes, str | None, set[str]] | Exception:
-    memory, target = recv_handle(pipe), recv_handle(pipe)
+    memory, target = recv_handle(pipe), recv_handle(pipe) if writes else -1
     try:
+        if not writes:
+            blocks = write_all(InPlace(), source._replace(fd=memory), computing_threads(io_threads()), scan)
+            return blocks, None, set() if scan is None else scan.found
         with FileWriter(path, 0, disk=DISK, buffered_because=buffered_because, fd=target) as file:
             threads = io_threads() if file.is_direct else computing_threads(io_threads())
             blocks = write_all(file, source._replace(fd=memory), threads, scan)

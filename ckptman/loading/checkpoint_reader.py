@@ -333,16 +333,17 @@ def size_of(path: Path) -> int:
         return -1
 
 
-def read_to_load(folder: Path, rank: int | None = None) -> SavedState:
+def read_to_load(folder: Path, rank: int | None = None, *, is_whole: bool = True) -> SavedState:
     """Read the description of a checkpoint that is about to be loaded, and warn where it lost its manifest.
 
-    Rank 0, or whoever loads alone, checks that the files are those that the manifest names, by their sizes.
+    Rank 0, or whoever loads alone, checks that the files are those that the manifest names, by their sizes; where it
+    `is_whole`.
 
     Raises: as `SavedState.read`; CorruptError where a file is another, or where it can be read by torch alone.
     """
     saved = SavedState.read(folder, rank)
     saved.refuse_transformed()
-    if saved.manifest is not None and not rank:
+    if saved.manifest is not None and not rank and is_whole:
         _check_files(folder, saved.manifest)
     if saved.manifest is None and (folder / INDEX).exists() and not rank:
         warn(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from ckptman.loading.accepted import EVERYTHING, Accepted, Skipped, matches_any,
 from ckptman.loading.checkpoint_reader import SavedState, read_to_load
 from ckptman.loading.exchange import read_together
 from ckptman.loading.fit import Fit, FitReport, State, name_as
-from ckptman.loading.read_tensors import NOT_USABLE
+from ckptman.loading.read_tensors import NOT_USABLE, fills_for_all, read_fills
 from ckptman.state.optimizers import as_before_on_error
 from ckptman.state.trainable import Trainable
 
@@ -34,7 +34,14 @@ _TROUBLES: dict[Trouble, str] = {
 
 
 def load(
-    channel: Channel, state: State, folder: Path, accepted: Accepted, *, strict: bool = True, verify: bool = True
+    channel: Channel,
+    state: State,
+    folder: Path,
+    accepted: Accepted,
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    bring: Callable[[Collection[str]], None] | None = None,
 ) -> Skipped:
     """Load a checkpoint into an application's state, in place. Every rank calls it.
 
@@ -44,6 +51,7 @@ def load(
         strict: modules and optimizers must have exactly the names that were saved, and all other state becomes what was
             saved, as for a restore. False: what the state holds is looked for.
         verify: check every block that is read.
+        bring: `folder` has some of the data files only; called on every rank, it brings those that this one needs.
 
     Returns what was skipped.
 
@@ -51,7 +59,7 @@ def load(
     copied; CorruptError if a rank cannot read it, or reads other bytes than were saved: then what its text says is not
     usable.
     """
-    saved = _read_on_all(channel, state, folder)
+    saved = _read_on_all(channel, state, folder, is_whole=bring is None)
     trainables = {name: each for name, each in state.items() if isinstance(each, Trainable)}
     for name, each in trainables.items():
         each.expect(saved.values.get(name, {}))
@@ -60,6 +68,8 @@ def load(
     with ExitStack() as before:
         before.enter_context(as_before_on_error(state.values()))
         skipped = _match_on_all(channel, fit, folder, accepted, strict)
+        if bring is not None:
+            bring({each.chunk.file for each in fills_for_all(saved, fit.targets)})
         with _corrupt_on_all(folder):  # the copies may be too much for the memory of one rank
             channel.run_on_all(
                 lambda: [before.enter_context(each.filled_or_as_before()) for each in trainables.values()]
@@ -67,7 +77,7 @@ def load(
         # Objects that may refuse what they are given come first: then the model is as it was when one does.
         for in_place in (False, True):
             names = fit.names(in_place=in_place)
-            _fill(channel, saved, fit.tensors_of(names), folder, verify)
+            _fill(channel, saved, fit.tensors_of(names), folder, verify, together=bring is None)
             try:
                 channel.run_on_all(partial(fit.apply, names))
             except RankFailed as failed:  # an object refused its state: no older checkpoint would help
@@ -75,7 +85,7 @@ def load(
     return skipped
 
 
-def _read_on_all(channel: Channel, state: State, folder: Path) -> SavedState:
+def _read_on_all(channel: Channel, state: State, folder: Path, *, is_whole: bool) -> SavedState:
     """Read what a checkpoint holds, and see that every rank reads the same one.
 
     Raises on every rank alike: CorruptError; CkptmanError where they see different ones under its name.
@@ -83,7 +93,7 @@ def _read_on_all(channel: Channel, state: State, folder: Path) -> SavedState:
     saved: list[SavedState] = []
 
     def read() -> str:
-        saved.append(read_to_load(folder, channel.rank))
+        saved.append(read_to_load(folder, channel.rank, is_whole=is_whole))
         name_as(state, saved[0])
         return saved[0].identity
 
@@ -132,14 +142,25 @@ def _subject(kinds: Mapping[str, str], names: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _fill(channel: Channel, saved: SavedState, targets: Mapping[str, torch.Tensor], folder: Path, verify: bool) -> None:
-    """Fill the targets of all ranks, reading once what several of them need.
+def _fill(
+    channel: Channel,
+    saved: SavedState,
+    targets: Mapping[str, torch.Tensor],
+    folder: Path,
+    verify: bool,
+    *,
+    together: bool,
+) -> None:
+    """Fill the targets of all ranks, reading once what several of them need, if `together`.
 
     Raises on every rank alike: CorruptError, and then no target is usable.
     """
     try:
         with _corrupt_on_all(folder):
-            read_together(channel, saved, targets, verify=verify)
+            if together:
+                read_together(channel, saved, targets, verify=verify)
+            else:
+                channel.run_on_all(lambda: read_fills(saved, fills_for_all(saved, targets), verify=verify))
     except CkptmanError as error:
         # Others were raised before anything was read, or say it already.
         if type(error) not in (CkptmanError, CorruptError) or "is not usable" in str(error):

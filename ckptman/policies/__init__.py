@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+    from ckptman.policies.memory_tier import CostShare, MemoryTier
     from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, KeepSteps, RetentionPolicy
     from ckptman.policies.save_policies import (
         AtStep,
@@ -28,6 +29,7 @@ __all__ = [
     "AtMost",
     "AtStep",
     "BeforeDeadline",
+    "CostShare",
     "DalyInterval",
     "EverySeconds",
     "EverySteps",
@@ -41,6 +43,7 @@ __all__ = [
     "KeepSteps",
     "KeepWeekly",
     "KeepWithin",
+    "MemoryTier",
     "OnStop",
     "RetentionPolicy",
     "SavePolicy",
@@ -48,12 +51,13 @@ __all__ = [
 ]
 
 
-_MODULES = ("calendar", "retention", "retention_rules", "save_policies", "tiers")
+_MODULES = ("calendar", "memory_tier", "retention", "retention_rules", "save_policies", "tiers")
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES or name in __all__:
         import ckptman.policies.calendar
+        import ckptman.policies.memory_tier
         import ckptman.policies.retention
         import ckptman.policies.retention_rules
         import ckptman.policies.save_policies

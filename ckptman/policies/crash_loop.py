@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 CRASHES = 2
+MOST_IN_VAIN = 3
+"""So many starts of one launch in a row may come to nothing, as so many attempts of a chain may."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,21 @@ def suspects(crashes: Sequence[Crash]) -> dict[int, str]:
             f"(restore(allow_suspect=True), --allow-suspect)"
         )
     return found
+
+
+def starts_in_vain(events: Sequence[Mapping[str, Any]], launch: str) -> int:
+    """Return how many starts of a launch, the latest ones in a row, went on from no later step than the one before.
+
+    A durable save begins a new row. `launch`: as in the events of the starts; torchrun made all starts of one.
+    """
+    count, furthest = 0, -1
+    for event in events:
+        kind, step = event.get("event"), event.get("step")
+        if kind == "attempt_started":
+            is_ours = event.get("launch") == launch
+            count, furthest = (count + 1, furthest) if is_ours else (0, -1)
+        elif kind == "save_durable":
+            count = 0
+        elif kind == "restored" and type(step) is int and step > furthest:
+            count, furthest = min(count, 1), step
+    return count

@@ -59,6 +59,8 @@ def tell_event(event: str, fields: Mapping[str, Any]) -> None:
 
 def _restored(fields: Mapping[str, Any]) -> str:
     line = f"restored step {fields['step']} from {fields['path']} in {seconds_text(fields['seconds'])}"
+    if memory := fields.get("memory"):
+        line = f"restored step {fields['step']} from memory in {seconds_text(fields['seconds'])} ({memory})"
     if missing := fields.get("missing"):
         line += f"; missing in it, and as before: {', '.join(missing)}"
     if unexpected := fields.get("unexpected"):
@@ -70,6 +72,12 @@ def _saved(fields: Mapping[str, Any]) -> str:
     waited = f"training waited {seconds_text(fields['stall_seconds'])}"
     size, seconds = size_text(fields["bytes"]), seconds_text(fields["seconds"])
     return f"saved step {fields['step']}, {size} in {seconds} ({waited}): {fields['reason']}"
+
+
+def _memory_on(fields: Mapping[str, Any]) -> str:
+    copies, nodes, lost = fields["copies"], fields["nodes"], fields["lost_nodes"]
+    outlives = f"any {lost} of {nodes} nodes may be lost" if lost else "they outlive processes, and no node"
+    return f"checkpoints in memory ({fields['path']}), each part on {copies} node{'s' * (copies > 1)}: {outlives}"
 
 
 def _save_failed(fields: Mapping[str, Any]) -> str:
@@ -104,6 +112,7 @@ _LINES: dict[str, tuple[int, Callable[[Mapping[str, Any]], str]]] = {
         logging.INFO,
         lambda fields: f"copied step {fields['step']} to {fields['tier']} in {seconds_text(fields['seconds'])}",
     ),
+    "memory_on": (logging.INFO, _memory_on),
     "stop_asked": (logging.INFO, lambda fields: f"stopping after step {fields['step']}: {fields['reason']}"),
     "finished": (logging.INFO, _finished),
     "stopped": (logging.INFO, _stopped),

@@ -32,13 +32,14 @@ from ckptman.policies.retention_rules import nonfinite_text
 from ckptman.runtime.journal import Journal
 from ckptman.runtime.watchdog import Watchdog
 from ckptman.saving.finite_check import OnNonfinite
+from ckptman.saving.memory_saves import MemorySaves
 from ckptman.saving.refused_values import refused_tensors
 from ckptman.saving.retention_runner import RetentionRunner
 from ckptman.saving.staging import Staged, Stager, refusal
 from ckptman.saving.stale_saves import Stale
 from ckptman.saving.warm_copy import why_not_kept
 from ckptman.saving.write_plan import RankFile, memory_of, plan_save, signature_of
-from ckptman.saving.writer import CheckpointWriter, Committed, Content, Draft, SaveInfo
+from ckptman.saving.writer import CheckpointWriter, Committed, Content, Draft, SaveInfo, SaveReport
 from ckptman.state.local_shards import refuse_unfillable
 from ckptman.state.named_state import (
     Snapshot,
@@ -54,15 +55,6 @@ from ckptman.state.step_record import OptimizerHooks, updated_tensors
 
 _TRIES = 3
 """How often a save is written that finds the disk full, each time with more room."""
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """A save that is durable. `stall_seconds`: training was blocked; `durable_seconds`: from the decision on."""
-
-    step: int
-    stall_seconds: float
-    durable_seconds: float
 
 
 @dataclass(frozen=True)
@@ -179,12 +171,26 @@ class Saver:
                 f"{failed.failure.text}"
             )
 
-    def save(self, state: Mapping[str, Any], snapshot: Snapshot, info: SaveInfo) -> SaveReport | None:
+    def save(
+        self,
+        state: Mapping[str, Any],
+        snapshot: Snapshot,
+        info: SaveInfo,
+        *,
+        to_disk: bool = True,
+        memory: MemorySaves | None = None,
+    ) -> SaveReport | None:
         """Stage and write. In the background, returns None as soon as the copy is made; `wait` gives the report.
+
+        Args:
+            memory: where the same copy becomes a checkpoint in memory; `to_disk` False: there alone.
 
         Every rank calls it, after `plan` of a snapshot of this kind. Raises: CommitError, on every rank alike.
         """
         begun = time.monotonic()
+        if not to_disk:
+            self._save_to_memory(state, snapshot, info, memory, begun)
+            return None
         self._number += 1
         assert self._file is not None
         self._note("save_begun", step=info.step, reason=info.reason)
@@ -202,6 +208,8 @@ class Saver:
         content = self._stage(state, snapshot, info.step, self._stager)
         stall_seconds = time.monotonic() - begun
         self._note("save_staged", step=info.step, seconds=stall_seconds)
+        if memory is not None:
+            memory.begin(content, info, begun, stall_seconds)
         write = partial(self._write, self._number, content, info, begun, stall_seconds)
         try:
             self._running.append(self._stager.saves.submit(write))
@@ -209,6 +217,16 @@ class Saver:
             _release(content)
             raise
         return None
+
+    def _save_to_memory(
+        self, state: Mapping[str, Any], snapshot: Snapshot, info: SaveInfo, memory: MemorySaves | None, begun: float
+    ) -> None:
+        if memory is None or self._stager is None or not self._asynchronous or _is_leaving():
+            return
+        content = self._stage(state, snapshot, info.step, self._stager)
+        memory.begin(content, info, begun, time.monotonic() - begun)
+        if isinstance(content, Content) and isinstance(content.tensors, Staged):
+            content.tensors.slot.free = True  # but for the checkpoint that it becomes
 
     def _stage(
         self, state: Mapping[str, Any], snapshot: Snapshot, step: int, stager: Stager | None
@@ -299,6 +317,21 @@ class Saver:
         self.failed = number
         self._note("save_failed", step=failure.step, rank=failure.rank, cause=failure.cause)
         raise failure from error
+
+    @property
+    def stager(self) -> Stager | None:
+        """What makes the private copies; None: there are none, as saves block."""
+        return self._stager if self._asynchronous else None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Host memory of one private copy of this rank's part."""
+        return self._file.end if self._file is not None else 0
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is being written behind the training."""
+        return any(not each.done() for each in self._running)
 
     # ---- how saves end -----------------------------------------------------------------------------------------
 

@@ -16,11 +16,13 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from ckptman._torch_compat import is_traceable_wrapper_subclass, transform_subclass
+from ckptman.io.durable_files import DISK
 from ckptman.io.threads import Task, Wakeup, Worker, aligned_memory
 from ckptman.io.writer_process import shared_memory
 from ckptman.runtime.host_memory import available_bytes
@@ -42,10 +44,12 @@ class Slot:
 
     Args:
         kinds: dtype and shape of each of the file's tensors.
+        path: a new file in memory that it is, so that others can be given its name; None: it has none.
     """
 
-    def __init__(self, file: RankFile, kinds: Sequence[Kind]) -> None:
-        self._bytes, self.fd = _allocate(file.end)
+    def __init__(self, file: RankFile, kinds: Sequence[Kind], path: Path | None = None) -> None:
+        self._bytes, self.fd = _allocate(file.end, path)
+        self.path = path if path is not None and path.exists() else None
         self.memory = view_of(self._bytes)
         self.free = True
         for start, data in file.literals:
@@ -66,6 +70,9 @@ class Slot:
     def close(self) -> None:
         """Give up the memory, of which the device is told first. Nobody copies into it or reads it any more."""
         self._unpin()
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                DISK.remove_file(self.path)
         self.memory, self.fd = memoryview(b""), None
         self._bytes, self._targets = torch.empty(0, dtype=torch.uint8, device="cpu"), []
 
@@ -157,14 +164,19 @@ class Staged:
 
 
 class Stager:
-    """Makes private copies, in at most `SLOTS` slots.
+    """Makes private copies, in at most `slots` slots.
 
     Args:
-        saves: the thread that writes from the slots. While it is idle, all of them are free.
+        saves: the thread that writes from the slots. While it is idle, all of them are free that are not kept.
     """
 
     def __init__(self, saves: Worker) -> None:
         self.saves = saves
+        self.slots = SLOTS
+        self.new_file: Callable[[], Path | None] = lambda: None
+        """Returns the file in memory that the next slot is to be; None: it needs no name."""
+        self.kept: Callable[[], Collection[Slot]] = lambda: ()
+        """Returns the slots that checkpoints in memory are made of, or are going to be."""
         self.neighbours = 1
         """How many ranks this host has, this one included."""
         self._slots: list[Slot] = []
@@ -191,7 +203,7 @@ class Stager:
         """Make the first slot for a file, so that the first save finds it warm. Raises: MemoryError, RuntimeError."""
         if self._file is not file:
             self.give_back()
-            self._slots.append(_begin(_slot_for, file, memory).result())
+            self._slots.append(_begin(_slot_for, file, memory, self.new_file()).result())
             self._file = file  # last: with a file and no slot, a save would wait for one for ever
 
     def give_back(self) -> None:
@@ -244,12 +256,12 @@ class Stager:
     def _free_slot(self, file: RankFile, memory: Sequence[torch.Tensor]) -> Slot:
         """Return a slot that is free: the first that is given back or made."""
         is_making = self._making is not None and not self._making.done()
-        is_needed = all(not slot.free for slot in self._reclaimed()) and len(self._slots) < SLOTS
+        is_needed = all(not self._is_free(slot) for slot in self._reclaimed()) and len(self._slots) < self.slots
         if is_needed and not is_making and self._has_room(file):
             with contextlib.suppress(RuntimeError):  # no thread: then it waits for the first
                 self._making = _begin(self._add_slot, file, [_kind(each) for each in memory])
-        self._freed.wait_for(lambda: any(slot.free for slot in self._reclaimed()))
-        slot, device = next(slot for slot in self._slots if slot.free), _device_of(memory)
+        self._freed.wait_for(lambda: any(self._is_free(slot) for slot in self._reclaimed()))
+        slot, device = next(slot for slot in self._slots if self._is_free(slot)), _device_of(memory)
         if device is not None and not slot.is_for_device:
             # Here, where the training waits: it may be capturing a graph at any other time, and nobody may pin then.
             _begin(slot.pin, device).result()
@@ -257,10 +269,21 @@ class Stager:
 
     def _add_slot(self, file: RankFile, kinds: Sequence[Kind]) -> None:
         with contextlib.suppress(MemoryError, RuntimeError, OSError):  # then saves wait for the first
-            slot = Slot(file, kinds)
+            slot = Slot(file, kinds, self.new_file())
             if self._file is file:  # not where a Ctrl-C left this one to itself
                 self._slots.append(slot)
                 self._freed.notify()
+
+    def has_free_slot(self) -> bool:
+        """Return whether a copy can be made now, or soon, without waiting for what is written from another slot."""
+        return len(self._slots) < self.slots or any(self._is_free(slot) for slot in self._reclaimed())
+
+    def freed(self) -> None:
+        """Let who waits for a slot look again: one is no longer kept."""
+        self._freed.notify()
+
+    def _is_free(self, slot: Slot) -> bool:
+        return slot.free and slot not in self.kept()
 
     def _has_room(self, file: RankFile) -> bool:
         """Return whether there is memory for one more slot, also if all ranks of this host want one now."""
@@ -343,8 +366,8 @@ def refusal(needs: Sequence[tuple[str, int, int]]) -> str | None:
     return None
 
 
-def _slot_for(file: RankFile, memory: Sequence[torch.Tensor]) -> Slot:
-    slot = Slot(file, [_kind(each) for each in memory])
+def _slot_for(file: RankFile, memory: Sequence[torch.Tensor], path: Path | None = None) -> Slot:
+    slot = Slot(file, [_kind(each) for each in memory], path)
     if (device := _device_of(memory)) is not None:
         slot.pin(device)
     return slot
@@ -388,14 +411,26 @@ def _unregister(runtime: Any, device: torch.device, memory: torch.Tensor, parent
             runtime.cudaHostUnregister(memory.data_ptr())
 
 
-def _allocate(size: int) -> tuple[torch.Tensor, int | None]:
+def _allocate(size: int, path: Path | None = None) -> tuple[torch.Tensor, int | None]:
     """Return zeroed memory, touched, and its descriptor, where it can be given to another process. It is shared with
-    forks of this process: of private memory a fork would leave this one copies, which a device does not know."""
+    forks of this process: of private memory a fork would leave this one copies, which a device does not know. `path`:
+    the name that it is to have; where there is no room for it, it has none."""
     if not size:
         return torch.empty(0, dtype=torch.uint8, device="cpu"), None
     fd = None
     try:
-        memory, fd = shared_memory(size)
+        memory, fd = _named_memory(size, path) or shared_memory(size)
     except OSError:  # not on every kernel
         memory = aligned_memory(size, shared=True)
     return flat(memory).zero_(), fd
+
+
+def _named_memory(size: int, path: Path | None) -> tuple[memoryview, int] | None:
+    if path is None:
+        return None
+    try:
+        return shared_memory(size, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            DISK.remove_file(path)
+        return None

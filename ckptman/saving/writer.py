@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from ckptman.format.manifest import FileRecord, Manifest, Mesh, Nonfinite
 from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, parse_step, step_folder, values_name
 from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.io.durable_files import Disk, holding
-from ckptman.io.file_writer import write_source
+from ckptman.io.file_writer import Written, write_source
 from ckptman.io.finite_scan import FiniteScan
 from ckptman.io.writer_process import WriterProcess
 from ckptman.policies.retention_rules import nonfinite_text, time_to_store
@@ -228,6 +228,15 @@ class Draft:
         )
 
 
+@dataclass(frozen=True)
+class SaveReport:
+    """A save that counts. `stall_seconds`: training was blocked; `durable_seconds`: from the decision until it did."""
+
+    step: int
+    stall_seconds: float
+    durable_seconds: float
+
+
 class Committed(NamedTuple):
     """What is known of a save that was committed: the size of all its files but the manifest; why some bytes did not go
     by direct I/O; whether it is a stale one; what in it is not finite, None where nobody looked."""
@@ -298,7 +307,8 @@ class CheckpointWriter:
     def _write(self, folder: Path, rank: int, content: Content) -> RankResult:
         image, places, objects = content.image()
         scan = content.finite.begin() if content.finite is not None else None
-        result, blocks = write_rank_files(folder, rank, image, content.own_units, self._disk, scan, self._process)
+        write_data = partial(self._write_data, content, image, scan)
+        result, blocks = write_rank_files(folder, rank, image, content.own_units, self._disk, write_data)
         if scan is not None:
             result.nonfinite = tuple(sorted(scan.found)[:MOST_NAMES])
             self._refuse_nonfinite((), result.nonfinite)
@@ -309,6 +319,12 @@ class CheckpointWriter:
         result.own_tensors, result.paths = plan.own_tensors, dict(plan.own_paths)
         result.objects, result.units = objects, content.units
         return result
+
+    def _write_data(self, content: Content, image: Image, scan: FiniteScan | None, path: Path) -> Written:
+        """Write the data file, shown to `scan` meanwhile, by the process beside this one where its memory is shared."""
+        shared = image.shared()
+        written = self._process.write(path, shared, disk=self._disk, scan=scan) if shared is not None else None
+        return written or write_source(path, image, disk=self._disk, look=scan)
 
     def _refuse_nonfinite(self, metrics: Sequence[str], tensors: Sequence[str]) -> None:
         """Let a save fail that holds what is not finite, where the run wants that. Raises: FloatingPointError."""
@@ -335,10 +351,10 @@ def write_rank_files(
     image: Image,
     own_units: Sequence[Mapping[str, Any]],
     disk: Disk,
-    scan: FiniteScan | None = None,
-    process: WriterProcess | None = None,
+    write_data: Callable[[Path], Written] | None = None,
 ) -> tuple[RankResult, bytes]:
-    """Write the files of one rank, durably, shown to `scan` meanwhile; by `process` what is in memory that is shared.
+    """Write the files of one rank, durably; the data file by `write_data` where that is given.
+
     Returns what they are, and the digests of the data file's blocks.
 
     Raises: OSError.
@@ -347,9 +363,8 @@ def write_rank_files(
     small: dict[str, bytes] = {}
     with holding(folder):
         if image.size_bytes:
-            path, shared = folder / data_name(rank), image.shared() if process is not None else None
-            written = process.write(path, shared, disk=disk, scan=scan) if process and shared else None
-            written = written or write_source(path, image, disk=disk, look=scan)
+            path = folder / data_name(rank)
+            written = write_data(path) if write_data is not None else write_source(path, image, disk=disk)
             blocks = written.digests.blocks
             result.files[data_name(rank)] = FileRecord(bytes=image.size_bytes, digest=written.digest)
             result.buffered_because = written.buffered_because

@@ -187,6 +187,8 @@ class Supervisor:
         untold = outcome is None or outcome.state == "running"
         if ending == "crashed" and untold and (why := self._why_from_outside()):
             ending, reason = "interrupted", why
+        elif ending == "crashed" and (down := self._nodes_that_failed()):
+            ending, reason = "interrupted", f"a node failed ({down}); {reason}"
         note_end(chain, attempt, self._slurm, outcome, ending, reason, now, returncode)
         if note := warned_too_late(chain):
             self._say(note)
@@ -220,6 +222,12 @@ class Supervisor:
             if own is not None and own.state != "RUNNING":
                 return f"Slurm ends the job ({own.told})"
         return "Slurm asked it to end: a time limit, a preemption, or scancel" if self._asked else None
+
+    def _nodes_that_failed(self) -> str:
+        """Return the nodes of this job that are gone, while it goes on (--no-kill); "" where that is not so."""
+        with self._refusal("{}. How the nodes are is not known"):
+            return ", ".join(self._slurm.bad_nodes(self._environ.get("SLURM_JOB_NODELIST", "")))
+        return ""
 
     def _stop(self, reason: str) -> None:
         self._say(f"the chain ends: {reason}. Remove the cause; ckptman chain resume goes on with it")

@@ -12,17 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.node_memory import InMemory
 from ckptman.catalog.catalog import Entry
 from ckptman.catalog.reader_lease import reading
+from ckptman.catalog.rollback_records import standing
 from ckptman.catalog.verified import remember_damage
-from ckptman.comm.control_group import Channel, failing_as_one
-from ckptman.errors import CkptmanError, CorruptError, NotFoundError, RootError, SuspectError, plain, warn
+from ckptman.comm.control_group import Channel, RankFailed, failing_as_one
+from ckptman.errors import (
+    CkptmanError,
+    CorruptError,
+    MismatchError,
+    NotFoundError,
+    RankLostError,
+    RootError,
+    SuspectError,
+    plain,
+    warn,
+)
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import MANIFEST
 from ckptman.io.threads import Worker
 from ckptman.loading.accepted import Accepted, Skipped, told
 from ckptman.loading.fit import State
 from ckptman.loading.loader import load
+from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession, refuse_other_checkpoints
 from ckptman.transfer.copy import CopyOptions, copy_checkpoint
 from ckptman.transfer.progress import Meter
@@ -70,8 +83,13 @@ class Restorer:
         beat: Callable[[], None],
         accepted: Accepted,
         prefer_finite: bool,
+        memory: MemoryRestore | None = None,
     ) -> None:
         self._accepted, self._prefer_finite = accepted, prefer_finite
+        self._memory = memory
+        self._in_memory: list[InMemory] | None = None
+        self.from_memory = False
+        """Whether what was loaded is in memory."""
         self._control, self._place, self._attempt, self._beat = control, place, attempt, beat
         self.damaged: set[int] = set()
         """Commit sequences of the checkpoints that were skipped although they look complete."""
@@ -82,7 +100,9 @@ class Restorer:
         """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
         begun = time.monotonic()
         refused: list[str] = []
-        left = list(self._control.run_on_leader(lambda: self._candidates(step, allow_suspect)))
+        left = list(self._control.run_on_leader(lambda: self._candidates_beside_memory(step, allow_suspect)))
+        if (found := self._best_in_memory(state, step, left, allow_suspect)) is not None:
+            return found
         looks = 1
         before: Entry | None = None
         unreachable: CkptmanError | None = None
@@ -128,6 +148,74 @@ class Restorer:
                 f"over them. See whether it is still mounted, or who removed them, and start again",
             )
         return None
+
+    def finds_in_memory(self) -> bool:
+        """Return whether the nodes hold anything of this run, complete or not. Every rank calls it."""
+        return bool(self._looked())
+
+    def _looked(self) -> list[InMemory]:
+        if self._in_memory is None:
+            self._in_memory = self._memory.look() if self._memory is not None else []
+        return self._in_memory
+
+    def _candidates_beside_memory(self, step: int | None, allow_suspect: bool) -> list[Entry]:
+        try:
+            return self._candidates(step, allow_suspect)
+        except NotFoundError:
+            if any(each.manifest.step == step for each in self._in_memory or ()):
+                return []
+            raise
+
+    def _best_in_memory(self, state: State, step: int | None, left: list[Entry], allow_suspect: bool) -> int | None:
+        """Load what is in memory where that is newer than what is on disk, or the same, and say why where it is not."""
+        if self._memory is None or not (found := self._looked()):
+            return None
+        begun = time.monotonic()
+        why_not = self._control.run_on_leader(
+            lambda: [self._why_not(each, step, left, allow_suspect) for each in found]
+        )
+        for each, why in zip(found, why_not):
+            if why is None:
+                try:
+                    self._memory.bring_shared(each)
+                    folder, memory = self._memory.folder_of(each), self._memory
+                    with failing_as_one():
+                        skipped = load(self._control, state, folder, self._accepted, bring=partial(memory.bring, each))
+                except MismatchError:
+                    raise
+                except (CkptmanError, RankFailed) as error:
+                    if isinstance(error, RankLostError):
+                        raise
+                    why = f"it cannot be loaded: {error}"
+                else:
+                    self.from_memory = True
+                    seconds = time.monotonic() - begun
+                    self._note_restored(each.manifest.step, folder, seconds, skipped, _why_memory(each, left))
+                    return each.manifest.step
+            if why:
+                self._attempt.note("memory_refused", step=each.manifest.step, reason=why)
+                if self._control.is_leader:
+                    warn(f"step {each.manifest.step} in memory is not what the run goes on from: {plain(why)}")
+        return None
+
+    def _why_not(self, found: InMemory, step: int | None, left: list[Entry], allow_suspect: bool) -> str | None:
+        """Return why a checkpoint in memory is not loaded; "": because there is a newer one, which is no news."""
+        manifest = found.manifest
+        if step is not None and manifest.step != step:
+            return ""
+        disk = max(((each.require_manifest().attempt, each.step) for each in left), default=(0, -1))
+        if found.order < disk:
+            return ""
+        if missing := found.missing:
+            lost = sorted({name for name in missing if name.startswith("__")}) or missing
+            return f"{len(lost)} of its parts are on no node that is left ({', '.join(lost[:3])})"
+        for rollback in standing(self._place.rollbacks()):
+            if rollback.time_seconds > manifest.time_seconds:
+                return f"it is older than the rollback to step {rollback.to_step}"
+        if self._prefer_finite and (spoilt := Entry(manifest.step, self._place.root, manifest).spoilt):
+            return f"NaN or infinity in {spoilt}"
+        suspects = {} if allow_suspect else self._attempt.suspects()
+        return suspects.get(manifest.step)
 
     def at(self, state: State, folder: Path) -> int:
         """Load the checkpoint in `folder`, whoever wrote it, and return its step; 0 where it does not say."""
@@ -181,9 +269,12 @@ class Restorer:
             self.held = held.pop_all()
             return skipped
 
-    def _note_restored(self, step: int, folder: Path, seconds: float, skipped: Skipped) -> None:
-        differences: dict[str, Any] = {name: told(names) for name, names in skipped._asdict().items() if names}
-        self._attempt.note("restored", step=step, path=str(folder), seconds=seconds, **differences)
+    def _note_restored(self, step: int, folder: Path, seconds: float, skipped: Skipped, memory: str = "") -> None:
+        """`memory`: why it was loaded from there; "": it was not."""
+        more: dict[str, Any] = {name: told(names) for name, names in skipped._asdict().items() if names}
+        if memory:
+            more["memory"] = memory
+        self._attempt.note("restored", step=step, path=str(folder), seconds=seconds, **more)
 
     def _candidates(self, step: int | None, allow_suspect: bool) -> list[Entry]:
         entries = self._place.list(abandoned=step is not None)
@@ -267,3 +358,10 @@ class Restorer:
                 f"same (NaN or infinity in {entry.spoilt}). Stop it to bring a finite one back from a copy, or to "
                 f"begin afresh in another root"
             )
+
+
+def _why_memory(found: InMemory, left: list[Entry]) -> str:
+    newest = max(((each.require_manifest().attempt, each.step) for each in left), default=None)
+    if newest is None:
+        return "nothing is on disk yet"
+    return f"step {newest[1]} is the newest on disk" if newest != found.order else "the same is on disk"

@@ -22,14 +22,15 @@ from ckptman.catalog.prune import PrunePlan, execute
 from ckptman.catalog.tiers import claim_tiers, write_tiers
 from ckptman.catalog.writer_lock import Claim, claim
 from ckptman.comm.control_group import AllRanks, Channel, failing_as_one
-from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, masked, warn, warn_only
+from ckptman.errors import ConfigError, CorruptError, NotFoundError, RootError, SuspectError, masked, warn, warn_only
 from ckptman.format.foreign import foreign_in
 from ckptman.format.paths import DOT, MANIFEST, METADATA, journal_path, outcome_path, parse_step
 from ckptman.io.durable_files import Disk, folder_mode
 from ckptman.io.failure_cause import FULL, cause_of, is_broken_device
-from ckptman.policies.crash_loop import crashes_of, suspects
+from ckptman.policies.crash_loop import MOST_IN_VAIN, crashes_of, starts_in_vain, suspects
 from ckptman.policies.intervals import seconds_text
 from ckptman.runtime.journal import Journal, read_journal
+from ckptman.runtime.launcher import end_launcher_at_exit, launch_of
 from ckptman.runtime.log import tell, tell_event
 from ckptman.runtime.measurements import typical_save_seconds
 from ckptman.runtime.outcome import (
@@ -111,6 +112,19 @@ class RunSession:
         """
         return suspects(crashes_of(_events(self.root)))
 
+    def refuse_in_vain(self) -> None:
+        """Refuse to train on where torchrun has started the ranks again and again, and no start got anywhere.
+
+        Called by the leader after the restore. Raises: SuspectError.
+        """
+        launch = launch_of(os.environ)
+        if launch and starts_in_vain(_events(self.root), launch) > MOST_IN_VAIN:
+            raise SuspectError(
+                f"{self.root}: torchrun has started the ranks {MOST_IN_VAIN} times in a row from the same step, and "
+                f"none of them came to a further checkpoint. This launch ends; remove the cause, which is in the log, "
+                f"and start the run anew (restore(allow_suspect=True), --allow-suspect: go on trying)"
+            )
+
     def committed(self) -> None:
         """Have what the tiers are to get of a durable save copied behind the training."""
         if self.drainer is not None:
@@ -163,8 +177,9 @@ class RunSession:
         return found is not None and (found.state, found.attempt) == ("failed", self.number)
 
     def blame(self, error: BaseException) -> None:
-        """Report this node to the chain where an error says that a device of it is broken."""
+        """Report this node to the chain where an error says that a device of it is broken. torchrun ends there."""
         if is_broken_device(error):
+            end_launcher_at_exit(os.environ)
             with contextlib.suppress(OSError):
                 report_node(this_node(os.environ), masked(str(error)), os.environ)
 
@@ -224,7 +239,7 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int) -> RunSes
     if not entries:
         refuse_other_checkpoints(backend.root)
     manifests = [entry.manifest for entry in entries if entry.manifest is not None]
-    run_id = run_id or (manifests[-1].run_id if manifests else "") or uuid.uuid4().hex[:12]
+    run_id = run_id or (manifests[-1].run_id if manifests else _last_run_id(backend.root)) or uuid.uuid4().hex[:12]
     job_id = os.environ.get("SLURM_JOB_ID")
     held = _claim(backend.root, run_id, job_id, disk)
     try:
@@ -243,6 +258,8 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int) -> RunSes
             write_tiers(backend.root, backend.tiers, disk)
             session.drainer = Drainer(backend.root.absolute(), session.journal)
         where = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}
+        if launch := launch_of(os.environ):
+            where["launch"] = launch
         session.note("attempt_started", sync=True, run_id=run_id, **where)
         session.write_outcome("running", 0, "", 0)
     except BaseException:
@@ -315,6 +332,14 @@ def _run_ids(root: Path, run_id: str | None) -> frozenset[str]:
         past = {str(event["run_id"]) for event in _events(root) if event.get("run_id")}
         return frozenset({*past, *([run_id] if run_id else [])})
     return frozenset([run_id] if run_id else [])
+
+
+def _last_run_id(root: Path) -> str:
+    """Return the id of the last attempt that saved nothing to disk; "" where there was none."""
+    with contextlib.suppress(OSError):
+        named = [str(event["run_id"]) for event in _events(root) if event.get("run_id")]
+        return named[-1] if named else ""
+    return ""
 
 
 def _number(events: Sequence[Mapping[str, Any]]) -> int:

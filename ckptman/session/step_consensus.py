@@ -13,12 +13,13 @@ from ckptman.comm.control_group import Channel
 from ckptman.errors import CkptmanError, ConfigError, RankLostError
 from ckptman.policies.save_policies import Decision, SavePolicy
 from ckptman.runtime.signals import SignalHandler
+from ckptman.saving.memory_saves import MemorySaves
 from ckptman.saving.saver import Saver
 from ckptman.session.timings import Timings
 from ckptman.state.step_record import StepRecorder
 
-_STOP, _SAVE, _FAILED, _SLOW, _STEP, _MINUS_STEP = range(6)
-FLAGS = 6
+_STOP, _SAVE, _FAILED, _SLOW, _STEP, _MINUS_STEP, _MEMORY = range(7)
+FLAGS = 7
 """How many numbers each rank sends."""
 _RANKS = 1 << 32
 """A stop flag is signal number x this + rank, so that the largest flag names a signal and one rank that got it."""
@@ -30,6 +31,8 @@ class Agreed(NamedTuple):
     stop: str | None
     save: bool
     failed: int
+    memory: bool = False
+    """Whether to save to memory."""
 
 
 class StepConsensus:
@@ -60,6 +63,9 @@ class StepConsensus:
         """Whether it takes any rank too long to record the state at each step."""
         self._expected_step = -1
         self._planned: Decision | CkptmanError | None = None
+        self.memory: MemorySaves | None = None
+        """What saves to memory, where anything does."""
+        self._planned_memory: Decision | None = None
 
     def at(self, step: int) -> Agreed | None:
         """Return what the ranks agreed on for `step`, or agree on now if they did not know that it would come; None:
@@ -76,9 +82,9 @@ class StepConsensus:
         if flags[_STEP] != -flags[_MINUS_STEP]:
             raise ConfigError(f"the ranks are at different steps, from {-flags[_MINUS_STEP]} to {flags[_STEP]}")
         self.recording_is_slow |= bool(flags[_SLOW])
-        if not (flags[_STOP] or flags[_SAVE] or flags[_FAILED]):
+        if not (flags[_STOP] or flags[_SAVE] or flags[_FAILED] or flags[_MEMORY]):
             return None
-        return Agreed(_stop_text(flags[_STOP]), bool(flags[_SAVE]), flags[_FAILED])
+        return Agreed(_stop_text(flags[_STOP]), bool(flags[_SAVE]), flags[_FAILED], bool(flags[_MEMORY]))
 
     def asked_to_stop(self) -> str | None:
         """Return the signal that has come on any rank by now, or None. Every rank calls it, before the first step."""
@@ -95,19 +101,33 @@ class StepConsensus:
         if self._exchange.flying:
             self._exchange.collect()
 
-    def decision(self, step: int, stop: str | None) -> Decision | None:
-        """Return the decision behind what was agreed on. Leader only. Raises: what the policy raised."""
+    def decisions(self, step: int, stop: str | None) -> tuple[Decision | None, Decision | None]:
+        """Return the decisions behind what was agreed on: to save, and to save to memory. Leader only. Raises: what the
+        policy raised."""
         if stop is not None:
-            return self._policy.decide(self._timings.facts(step, ahead=False, stop=stop))
+            return self._policy.decide(self._timings.facts(step, ahead=False, stop=stop)), None
         if isinstance(self._planned, CkptmanError):
             raise self._planned
-        return self._planned
+        in_memory = self._planned_memory
+        if self._planned is not None and not self._planned.stop and self.memory is not None and self.memory.is_ready:
+            in_memory = in_memory or self._planned  # what is copied for the disk anyhow
+        return self._planned, in_memory
 
     def _flags(self, step: int, *, ahead: bool) -> list[int]:
         if self._control.is_leader:
-            self._planned = self._plan(step, ahead)
-        slow = int(bool(self._recorder.too_slow))
-        return [self._stop_flag(), int(self._planned is not None), self._saver.failed, slow, step, -step]
+            self._planned, self._planned_memory = self._plan(step, ahead), self._plan_memory(step, ahead)
+        slow, to_memory = int(bool(self._recorder.too_slow)), int(self._planned_memory is not None)
+        return [self._stop_flag(), int(self._planned is not None), self._saver.failed, slow, step, -step, to_memory]
+
+    def _plan_memory(self, step: int, ahead: bool) -> Decision | None:
+        memory = self.memory
+        if memory is None or not memory.is_ready:
+            return None
+        try:
+            return memory.tier.policy.decide(self._timings.facts(step, ahead=ahead, of=self._timings.memory_saves))
+        except Exception as error:  # noqa: BLE001 a user's own policy may raise anything, and the disk has what counts
+            memory.turn_off(f"its save policy failed: {type(error).__name__}: {error}")
+            return None
 
     def _stop_flag(self) -> int:
         received = self._signals.received if self._signals is not None else None

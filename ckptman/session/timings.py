@@ -10,7 +10,59 @@ from typing import Any
 from ckptman.policies.intervals import StepMeter
 from ckptman.policies.retention_rules import is_known_time
 from ckptman.policies.save_policies import Facts
-from ckptman.saving.saver import SaveReport
+from ckptman.saving.writer import SaveReport
+
+
+class SaveTimes:
+    """When saves to one place began and ended, and what they took. All times in seconds.
+
+    `durable_seconds`: what a save took in earlier attempts; it stands until one of this attempt was measured.
+    """
+
+    def __init__(self, monotonic: Callable[[], float], durable_seconds: float | None = None) -> None:
+        self._monotonic = monotonic
+        self.stall_seconds: float | None = None
+        self.durable_seconds = durable_seconds
+        self.durable_step: int | None = None
+        """The step of the last save of this attempt that is durable."""
+        # What a crash now would fall back to: (step or None, when its save began), and the same for what is durable.
+        self._saved: tuple[int | None, float] = (None, monotonic())
+        self._committed: tuple[int | None, float] = self._saved
+        self._begun: deque[tuple[int | None, float]] = deque()
+
+    @property
+    def saved_step(self) -> int | None:
+        """The last step saved, being saved, or restored from."""
+        return self._saved[0]
+
+    @property
+    def seconds_since_save(self) -> float:
+        """Since the last save began, or training did."""
+        return self._monotonic() - self._saved[1]
+
+    def start(self, step: int | None) -> None:
+        """Start training from a checkpoint; None: there is none."""
+        self._saved = self._committed = (step, self._monotonic())
+
+    def begins(self, step: int) -> None:
+        """Note that a save of `step` begins."""
+        self._saved = (step, self._monotonic())
+        self._begun.append(self._saved)
+
+    def ended(self, report: SaveReport) -> None:
+        """Note that a save is durable."""
+        self.stall_seconds, self.durable_seconds = report.stall_seconds, report.durable_seconds
+        self.durable_step = report.step
+        while self._begun:
+            begun = self._begun.popleft()
+            if begun[0] == report.step:
+                self._committed = begun
+                break
+
+    def failed(self) -> None:
+        """Note that a save failed, and none is running: what was committed last is what counts."""
+        self._saved = self._committed
+        self._begun.clear()
 
 
 class Timings:
@@ -34,21 +86,12 @@ class Timings:
         self._process_started, self._wall = process_started, wall
         self._meter = StepMeter()
         self._init_seconds: float | None = None
-        self._stall_seconds: float | None = None
-        self._durable_seconds = durable_seconds
         self._start_step = 0
         self._made = self._step_began = monotonic()
-        self.durable_step: int | None = None
-        """The step of the last save of this attempt that is durable."""
-        # What a crash now would fall back to: (step or None, when its save began), and the same for what is durable.
-        self._saved: tuple[int | None, float] = (None, monotonic())
-        self._committed: tuple[int | None, float] = self._saved
-        self._begun: deque[tuple[int | None, float]] = deque()
-
-    @property
-    def saved_step(self) -> int | None:
-        """The last step saved, being saved, or restored from."""
-        return self._saved[0]
+        self.saves = SaveTimes(monotonic, durable_seconds)
+        """Those to the root of the run."""
+        self.memory_saves = SaveTimes(monotonic)
+        """Those to the memory of the nodes."""
 
     @property
     def step_seconds(self) -> float | None:
@@ -59,8 +102,8 @@ class Timings:
         """Start training after `step`."""
         self._start_step = self.previous_step = step
         self._step_began = self._monotonic()
-        self._saved = (step if restored else None, self._step_began)
-        self._committed = self._saved
+        self.saves.start(step if restored else None)
+        self.memory_saves.start(step if restored else None)
 
     def step_ended(self) -> tuple[str, dict[str, Any]] | None:
         """End a step. Returns what the journal is to say of it, as event and fields; None: nothing.
@@ -81,28 +124,10 @@ class Timings:
         self.previous_step = after
         self._step_began = self._monotonic()
 
-    def save_begins(self, step: int) -> None:
-        """Note that a save of `step` begins."""
-        self._saved = (step, self._monotonic())
-        self._begun.append(self._saved)
-
-    def save_ended(self, report: SaveReport) -> None:
-        """Note that a save is durable."""
-        self._stall_seconds, self._durable_seconds = report.stall_seconds, report.durable_seconds
-        self.durable_step = report.step
-        while self._begun:
-            begun = self._begun.popleft()
-            if begun[0] == report.step:
-                self._committed = begun
-                break
-
-    def save_failed(self) -> None:
-        """Note that a save failed, and none is running: what was committed last is what counts."""
-        self._saved = self._committed
-        self._begun.clear()
-
-    def facts(self, step: int, *, ahead: bool, stop: str | None = None) -> Facts:
-        """Return the facts at the end of `step`; `ahead`: it is the next one, so one step's time is added to now."""
+    def facts(self, step: int, *, ahead: bool, stop: str | None = None, of: SaveTimes | None = None) -> Facts:
+        """Return the facts at the end of `step`; `ahead`: it is the next one, so one step's time is added to now.
+        `of`: which saves they are about; None: those to the root."""
+        of = of or self.saves
         step_seconds = self._meter.step_seconds
         later = step_seconds or 0.0 if ahead else 0.0
         left = None
@@ -111,13 +136,13 @@ class Timings:
         return Facts(
             step,
             self.previous_step,
-            self._saved[0],
+            of.saved_step,
             self._start_step,
-            self._monotonic() - self._saved[1] + later,
+            of.seconds_since_save + later,
             self._init_seconds,
             step_seconds,
-            self._stall_seconds,
-            self._durable_seconds,
+            of.stall_seconds,
+            of.durable_seconds,
             left,
             stop,
         )

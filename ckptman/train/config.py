@@ -17,6 +17,8 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from ckptman.errors import ConfigError, NotFoundError, UnknownKeyError
+from ckptman.format.paths import MEMORY_PATH
+from ckptman.policies.memory_tier import MemoryTier
 from ckptman.policies.retention import KeepBest, KeepEvery, KeepLast, RetentionPolicy
 from ckptman.policies.save_policies import (
     BeforeDeadline,
@@ -114,6 +116,7 @@ class CheckpointConfig(Section):
 
     A stop signal and the deadline always save. Of the intervals, those that are given are combined; with none given
     it is `save_factor = 4`: four times the measured initialisation. With no keep rule every checkpoint is kept.
+    `memory`: save to the memory of the nodes, too, every `memory_steps` or as often as costs 1 % of the time.
     """
 
     root: Path
@@ -128,6 +131,17 @@ class CheckpointConfig(Section):
     keep_last: int | None = Field(default=None, gt=0)
     keep_every: int | None = Field(default=None, gt=0)
     keep_best: int | None = Field(default=None, gt=0)
+    memory: bool = False
+    memory_steps: int | None = Field(default=None, gt=0)
+    memory_copies: int = Field(default=2, gt=0)
+    memory_path: Path = Path(MEMORY_PATH)
+
+    def memory_tier(self) -> MemoryTier | None:
+        """Return what is kept in memory; None: nothing. Raises: ConfigError."""
+        if not self.memory:
+            return None
+        policy = EverySteps(self.memory_steps) if self.memory_steps is not None else None
+        return MemoryTier(policy, self.memory_copies, self.memory_path)
 
     def save_policy(self) -> SavePolicy:
         """Return the save policy. Raises IntervalError."""
@@ -199,6 +213,7 @@ def check_config(document: Mapping[str, Any]) -> Config:
         raise _as_error(problems)
     config.checkpoint.save_policy()
     config.checkpoint.retention()
+    config.checkpoint.memory_tier()
     return config
 
 

@@ -31,6 +31,9 @@ VERBS = {
     "drain": [
         *("ROOT", "--to", "--every", "--follow", "--poll", "--limit", "--threads", "--dry-run", "--json"),
     ],
+    "memory list": ["--path", "--json"],
+    "memory flush": ["ROOT", "--nodes", "--timeout", "--path", "--json"],
+    "memory clear": ["[ROOT]", "--all-dead", "--path"],
     "doctor": ["DIR", "--size", "--against", "--timeout", "--json"],
     "prune": [
         *("ROOT", "--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
@@ -71,6 +74,7 @@ light = (
     ["--version"],
     ["list", root],
     ["path", root, "--best", "loss"],
+    ["memory", "list", "--path", root],
     ["prune", root, "--keep-last", "1", "--dry-run"],
     ["submit", "--scheduler", "local", "--chain-dir", root + "/chain", "--", "true"],
 )
@@ -83,7 +87,8 @@ for runs in (light, with_tensors):
 
 def test_verbs_and_options_are_those_that_users_hold() -> None:
     verbs = dict(typer.main.get_command(make_app()).commands)  # type: ignore[attr-defined]
-    verbs |= {f"chain {name}": verb for name, verb in verbs.pop("chain").commands.items()}
+    for group in ("chain", "memory"):
+        verbs |= {f"{group} {name}": verb for name, verb in verbs.pop(group).commands.items()}
     found = {
         name: [
             each.opts[0] if each.param_type_name == "option" else (each.metavar or each.name)
@@ -118,6 +123,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
         ["submit", "--scheduler", "local"],
         ["submit"],
         ["chain", "wat"],
+        ["memory", "wat"],
     ],
 )
 def test_wrong_usage_is_2_and_says_what_is_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,4 +141,4 @@ def test_looking_needs_no_torch_and_no_rich(tmp_path: Path) -> None:
         [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
     )
     # The chunk table, which tells where tensors lie, is an array; what looks at no tensors needs no NumPy either.
-    assert ran.stderr == "[0, 0, 0, 0, 0] []\n[0, 0, 0] ['numpy']\n"
+    assert ran.stderr == "[0, 0, 0, 0, 0, 0] []\n[0, 0, 0] ['numpy']\n"

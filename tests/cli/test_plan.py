@@ -161,6 +161,14 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert made["checkpoint"]["files_bytes"] > made["checkpoint"]["data_files_bytes"]
     assert made["memory"]["gradients_bytes"] == 4 * made["model"]["parameters"]  # micro-batches are accumulated
     assert made["tiers"][0]["kept"] == 2
+    assert "memory_tier" not in made
+    in_memory = ["--set", "checkpoint.memory=true", "--set", "checkpoint.memory_copies=3", "--nodes", "4"]
+    taken = planned(["plan", "--config", "run.toml", "--gpus", "4", *in_memory], capsys)["memory_tier"]
+    assert taken["copies"] == 3
+    steps = ["plan", "--config", "run.toml", *in_memory, "--set", "checkpoint.memory_steps=20"]
+    assert "go by steps, EverySteps(steps=20): say what a step takes" in refused(steps, capsys)
+    assert planned([*steps, "--step", "2s"], capsys)["memory_tier"]["interval_seconds"] == 40
+    assert planned([*steps, "--memory-interval", "1min"], capsys)["memory_tier"]["interval_seconds"] == 60
     wider = planned(["plan", "--config", "run.toml", "--gpus", "4", "--set", "model.dim=128"], capsys)
     assert wider["model"]["parameters"] > made["model"]["parameters"]
     assert wider["memory"]["parameters_bytes"] < wider["memory"]["gradients_bytes"]
@@ -372,14 +380,100 @@ def test_what_cannot_be_is_one_clear_error(arguments: list[str], told: str, caps
     assert len(message.splitlines()) == 1
 
 
+# ---- checkpoints in memory -------------------------------------------------------------------------------------------
+
+LARGE = ["plan", "--params", "70e9", "--nodes", "64", "--tier", "a=10GB/s", "--mtbf", "8h", "--queue", "30min"]
+
+
+def test_memory_is_planned_where_any_of_its_options_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    without = planned(LARGE, capsys)
+    assert "memory_tier" not in without
+    assert without["tiers"][0]["restart_seconds"] == 1800 + 1200 + 84
+    for option in (
+        ["--memory"],
+        ["--memory-interval", "1min"],
+        ["--copies", "1"],
+        ["--exchange", "1GB/s"],
+        ["--host-memory", "1TB"],
+        ["--restart-in-place", "1min"],
+        ["--survived", "0"],
+    ):
+        made = planned([*LARGE, *option], capsys)
+        assert [each["name"] for each in made["after_a_failure"]] == ["disk alone", "with memory", "restarts in place"]
+        assert {name: value for name, value in made.items() if name in without} == without
+    assert made["memory_tier"]["survived"] == 0
+    assert made["after_a_failure"][2]["goodput"] <= made["after_a_failure"][0]["goodput"]
+
+
+def test_a_failure_costs_less_from_memory_and_least_in_place(capsys: pytest.CaptureFixture[str]) -> None:
+    made = planned([*LARGE, "--notice", "30s", "--restart-in-place", "2min", "--host-memory", "1TB"], capsys)
+    disk, memory, in_place = made["after_a_failure"]
+    assert disk["restart_seconds"] == 30 + 1800 + 1200 + 84
+    assert memory["restart_seconds"] == disk["restart_seconds"] + 84
+    assert in_place["restart_seconds"] == 120
+    assert memory["lost_per_failure_seconds"] == in_place["lost_per_failure_seconds"] < 15
+    assert in_place["cost_per_failure_seconds"] < disk["cost_per_failure_seconds"] / 20
+    assert in_place["goodput"] > disk["goodput"] > memory["goodput"]
+    taken = made["memory_tier"]
+    assert taken["of_a_node_bytes"] == 5 * 8 * math.ceil(840e9 / 512)
+    assert taken["host_bytes"] == 1e12
+    assert taken["stalled"] == pytest.approx(0.01)
+    steps = planned([*LARGE, "--memory-interval", "20 steps", "--step", "3s", "--copies", "3"], capsys)["memory_tier"]
+    assert (steps["interval_seconds"], steps["copies"]) == (60, 3)
+
+
+def test_what_is_said_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*options: str) -> str:
+        assert main([*LARGE, *options]) == 0
+        return capsys.readouterr().out
+
+    assert "after a failure" not in told()
+    assert "memory of a node for it: 65.62 GB of 1 TB\n" in told("--host-memory", "1TB")
+    assert "65.62 GB of 100 GB; /dev/shm has half of that, unless" in told("--host-memory", "100GB")
+    assert "65.62 GB, which does not fit in 64 GB" in told("--host-memory", "64GB")
+    assert "memory of a node for it: 65.62 GB\n" in told("--memory")
+    assert "survives the loss of any one node: 90 % of the failures" in told("--memory")
+    assert "survives the loss of any 2 nodes" in told("--copies", "3")
+    assert "survives that of processes alone" in told("--copies", "1")
+    assert "survives that of processes alone" in told("--memory", "--nodes", "1")
+    assert "with memory alone less of the time is training that lasts" in told("--memory")
+    assert main([each.replace("10GB/s", "0.5GB/s") for each in LARGE] + ["--memory"]) == 0  # saves take half an hour
+    assert "with memory alone" not in capsys.readouterr().out
+    explained = told("--memory", "--explain")
+    assert "of a node = 65.62 GB: (3 slots + 2 x 1 received) x 8 ranks x 1.641 GB" in explained
+    assert "restart = 52.8 min: flush 84 s + queue 30 min + init 20 min + load 84 s" in explained
+    assert "rate assumed, TCP over" in explained
+    assert "8.4 % came from switches and cables" in explained
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--copies", "0"], "--copies must be a whole number of at least 1, not 0"),
+        (["--memory-interval", "20steps"], "say what a step takes, as in --step 2s"),
+        (["--memory-interval", "0steps", "--step", "2s"], "EverySteps: steps must be"),
+        (["--memory-interval", "soon"], "--memory-interval: a time above 0"),
+        (["--survived", "90"], "--survived: a share from 0 to 1, such as 0.9, not 90"),
+        (["--survived", "nan"], "--survived: a share from 0 to 1"),
+        (["--host-memory", "512"], "512GB"),
+        (["--exchange", "fast"], "--exchange"),
+        (["--queue", "-1h"], "--queue: a time above 0"),
+        (["--restart-in-place", "0"], "--restart-in-place: a time above 0"),
+        (["--memory", "--blocking"], "--blocking leaves no private copy"),
+    ],
+)
+def test_memory_that_cannot_be(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told in refused([*SEVEN, *arguments], capsys)
+
+
 def test_planning_and_playing_need_neither_torch_nor_rich(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
     code = """
 import sys
 from ckptman.cli.app import main
 runs = (
-    ["plan", "--params", "7B", "--json"],
-    ["simulate", "--mtbf", "5h", "--runs", "2", "--json"],
+    ["plan", "--params", "7B", "--memory", "--json"],
+    ["simulate", "--mtbf", "5h", "--runs", "2", "--memory", "--json"],
     ["plan", "--config", sys.argv[1], "--json"],
 )
 for run in runs:

@@ -236,6 +236,52 @@ def test_random_traces_are_played_whole(tmp_path: Path, capsys: pytest.CaptureFi
     assert by_name(made)["derived"]["of_best"] > 0.98  # the search knows these very failures
 
 
+# ---- checkpoints in memory -------------------------------------------------------------------------------------------
+
+LARGE = ["--mtbf", "8h", "--stall", "0.2s", "--save", "84s", "--restart", "50min"]
+
+
+def test_memory_and_restarts_in_place_are_played_on_the_same_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = played(LARGE, capsys)
+    made = played([*LARGE, "--memory", "--restart-in-place", "2min"], capsys)
+    policies = by_name(made)
+    assert [each for each in made["policies"] if each["name"] in by_name(alone)] == alone["policies"]
+    assert made["memory"]["survived"] == 0.9
+    ways = {each["name"]: each for each in made["memory"]["ways"]}
+    assert ways["with memory"]["restart_seconds"] == 50 * 60 + 84
+    assert ways["restarts in place"]["restart_seconds"] == 120
+    assert {(each["interval_seconds"], each["counts_seconds"]) for each in ways.values()} == {(20, 10)}
+    for name in ways:
+        assert policies[name]["lost_seconds"] < policies["derived"]["lost_seconds"] / 2
+    assert policies["restarts in place"]["goodput"] > 0.97 > 0.9 > policies["derived"]["goodput"]
+    assert [each["name"] for each in played([*LARGE, "--memory"], capsys)["policies"]][-1] == "with memory"
+
+
+def test_what_memory_survives_nothing_of_is_played_as_disk_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--memory-interval", "10min", "--restart-in-place", "1min"]
+    none = by_name(played([*LARGE, "--survived", "0", *arguments], capsys))
+    assert none["restarts in place"]["lost_seconds"] == pytest.approx(none["derived"]["lost_seconds"], rel=0.02)
+    every = by_name(played([*LARGE, "--survived", "1", *arguments], capsys))
+    some = by_name(played([*LARGE, "--survived", "0.5", *arguments], capsys))
+    found = [each["restarts in place"]["goodput"] for each in (none, some, every)]
+    assert found == sorted(found)
+
+
+def test_the_table_says_how_memory_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *LARGE, "--runs", "3", "--memory-save", "30s", "--restart-in-place", "2min"]) == 0
+    out = capsys.readouterr().out
+    assert "\nwith memory: every 30 s, counts after 30 s; 90 % of the failures restart in 51.4 min\n" in out
+    assert "\nrestarts in place: every 30 s, counts after 30 s; 90 % of the failures restart in 120 s\n" in out
+    assert " %  restarts in place\n" in out
+
+
+def test_a_trace_is_played_with_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t").write_text("30h\n50h\nend 60h\n")
+    one, again = (played(["--trace", str(tmp_path / "t"), "--memory"], capsys) for _ in range(2))
+    assert one == again
+    assert by_name(one)["with memory"]["lost_seconds"] < by_name(one)["derived"]["lost_seconds"]
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +302,9 @@ def test_random_traces_are_played_whole(tmp_path: Path, capsys: pytest.CaptureFi
         (["--mtbf", "9999999d", "--runs", "999999999"], "give fewer --runs"),
         (["--mtbf", "8h", "--interval", "0"], "a time above 0"),
         (["--mtbf", "8h", "--length", "x"], "a time above 0"),
+        (["--mtbf", "8h", "--survived", "1.5"], "--survived: a share from 0 to 1"),
+        (["--mtbf", "8h", "--memory-interval", "0"], "--memory-interval: a time above 0"),
+        (["--mtbf", "8h", "--restart-in-place", "no"], "--restart-in-place: a time above 0"),
         (["--trace", "none.txt"], "there is no trace none.txt"),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptman.errors import IntervalError
-from ckptman.forecast.goodput import Costs, best_interval_seconds, shares
+from ckptman.forecast.goodput import Costs, InMemory, best_interval_seconds, goodput_with_memory, shares
 from ckptman.forecast.simulation import Played, play, play_all, play_grid
 from ckptman.policies.intervals import daly_interval_seconds, young_interval_seconds
 
@@ -237,3 +237,93 @@ def test_a_grid_is_fine_enough_for_the_best_to_be_in_it() -> None:
         assert best.goodput >= 0.997 * each.goodput
     found = play_grid([failures], failures[-1], Costs(1, 1, 1), 5, 80, 5)
     assert [each.interval_seconds for each in found] == pytest.approx([5, 10, 20, 40, 80])
+
+
+# ---- with checkpoints in memory --------------------------------------------------------------------------------------
+
+
+@quick
+@given(
+    gaps=st.lists(st.tuples(st.floats(0, 5_000), st.booleans()), max_size=30),
+    stall=st.floats(0, 300),
+    more=st.floats(0, 300),
+    restart=st.floats(0, 2_000),
+    interval=st.floats(1, 10_000),
+    near=st.tuples(st.floats(0, 20), st.floats(0, 20), st.floats(0, 300), st.floats(0, 200), st.booleans()),
+    seconds=st.floats(1, 20_000),
+)
+def test_all_time_is_accounted_for_with_memory(
+    gaps: list[tuple[float, bool]],
+    stall: float,
+    more: float,
+    restart: float,
+    interval: float,
+    near: tuple[float, float, float, float, bool],
+    seconds: float,
+) -> None:
+    failures, survived, time = [], [], 0.0
+    for gap, survives in gaps:
+        time += gap
+        if time < seconds:
+            failures.append(time)
+            survived.append(survives)
+    costs = Costs(stall, stall + more, restart)
+    memory = InMemory(Costs(near[0], near[0] + near[1], near[2]), near[0] + near[1] + near[3] + 0.1, near[4])
+    played = play(failures, seconds, costs, interval, memory, survived)
+    parts = (played.good_seconds, played.lost_seconds, played.stalled_seconds, played.restarting_seconds)
+    assert min(parts) >= -1e-6
+    assert sum(parts) == pytest.approx(seconds, abs=1e-5)
+    assert played.failures == len(failures)
+    # Where memory survives nothing, it costs its stalls and no more.
+    if not near[0]:
+        alone = play(failures, seconds, costs, interval, memory, [False] * len(failures))
+        assert alone.good_seconds == pytest.approx(play(failures, seconds, costs, interval).good_seconds, abs=1e-6)
+
+
+def test_a_failure_that_memory_survives_loses_its_interval_alone() -> None:
+    costs, memory = Costs(0, 0, 100), InMemory(Costs(0, 2, 10), 20)
+    played = play([95.0], 500.0, costs, 60.0, memory, [True])
+    assert (played.lost_seconds, played.restarting_seconds) == (15, 10)
+    assert play([95.0], 500.0, costs, 60.0, memory, [False]).lost_seconds == 35
+    assert play([81.0], 500.0, costs, 60.0, memory, [True]).lost_seconds == 21  # the save at 80 does not count yet
+    assert play([61.0], 500.0, costs, 60.0, memory, [True]).lost_seconds == 1  # the disk has a newer one
+    stalls = play([], 100.0, Costs(0, 0, 0), 1000.0, InMemory(Costs(1, 2, 10), 20))
+    assert (stalls.good_seconds, stalls.stalled_seconds, stalls.saves) == (96, 4, 5)
+
+
+def test_what_is_in_memory_alone_is_lost_with_it() -> None:
+    costs = Costs(0, 0, 100)
+    in_place, flushed = (InMemory(Costs(0, 0, 10), 20, flushed=each) for each in (False, True))
+    # 40 s were in memory alone when the second failure came: 30 s after the first, 20 s of them in memory.
+    assert play([50.0, 90.0], 1000.0, costs, 60.0, in_place, [True, False]).lost_seconds == 10 + 40 + 30
+    assert play([50.0, 90.0], 1000.0, costs, 60.0, flushed, [True, False]).lost_seconds == 10 + 30
+    assert play([50.0, 90.0], 1000.0, costs, 60.0, in_place, [True, True]).lost_seconds == 10 + 10
+    # A save to disk takes it in, and a failure that hits the restart takes it, too.
+    assert play([50.0, 130.0], 1000.0, costs, 60.0, in_place, [True, False]).lost_seconds == 10 + 10
+    assert play([50.0, 55.0], 1000.0, costs, 60.0, in_place, [True, False]).lost_seconds == 50
+
+
+@pytest.mark.parametrize("mean", [HOUR, 8 * HOUR])
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
+def test_the_goodput_with_memory_is_what_is_played(mean: float, flushed: bool, share: float) -> None:
+    failures = at_random(mean)
+    generator = random.Random(SEED)
+    survived = [generator.random() < share for _ in failures]
+    costs = Costs(2, 60, 30 * MINUTE)
+    memory = InMemory(Costs(1, 5, 32 * MINUTE if flushed else 90.0), 100, flushed)
+    interval = best_interval_seconds(2, mean)
+    played = play(failures, failures[-1], costs, interval, memory, survived)
+    told = goodput_with_memory(interval, costs, memory, mean, share)
+    assert told == pytest.approx(played.goodput, rel=0.02)
+    assert told >= shares(interval, costs, mean).good or flushed
+
+
+def test_without_memory_the_goodput_is_that_of_the_disk() -> None:
+    costs, memory = Costs(2, 60, 1800), InMemory(Costs(0, 0, 90), 100)
+    assert goodput_with_memory(400, costs, memory, HOUR, 0.0) == pytest.approx(shares(400, costs, HOUR).good)
+    with pytest.raises(IntervalError, match="no shorter than a save"):
+        InMemory(Costs(1, 60, 0), 30)
+    for interval in (0.0, math.nan):
+        with pytest.raises(IntervalError, match="interval_seconds"):
+            InMemory(Costs(0, 0, 0), interval)

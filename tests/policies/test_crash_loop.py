@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 import ckptman
-from ckptman.format.paths import journal_path
-from ckptman.policies.crash_loop import Crash, crashes_of, suspects
+from ckptman.format.paths import journal_path, outcome_path
+from ckptman.policies.crash_loop import MOST_IN_VAIN, Crash, crashes_of, starts_in_vain, suspects
 from ckptman.runtime.journal import read_journal
+from ckptman.runtime.outcome import read_outcome
 
 
 def attempt(number: int, *events: tuple[str, int], cause: str | None = "program") -> list[dict[str, Any]]:
@@ -188,3 +190,87 @@ def test_an_attempt_that_is_no_number_does_not_keep_a_run_from_its_checkpoints(n
     with journal_path(tmp_path).open("a") as file:
         file.writelines(json.dumps({**event, "step": 3}) + "\n" for event in events)
     assert Poisoned(False).run(tmp_path, 4) == 3
+
+
+def start(launch: str | None, *events: tuple[str, int]) -> list[dict[str, Any]]:
+    """The events of one start of the ranks, and pairs of a kind and a step."""
+    return [{"event": "attempt_started", "launch": launch}, *({"event": kind, "step": step} for kind, step in events)]
+
+
+SAVED = ("save_durable", 110)
+
+
+@pytest.mark.parametrize(
+    ("starts", "count"),
+    [
+        ([], 0),
+        ([start("a")], 1),
+        ([start("a"), start("a")], 2),  # from 0, where there is no checkpoint
+        ([start("a", RESTORED), start("a", RESTORED), start("a", RESTORED)], 3),
+        ([start("a", RESTORED), start("a", ("restored", 50))], 2),  # the newest one is suspect
+        (
+            [start("a", RESTORED), start("a", RESTORED), start("a", ("restored", 104))],
+            1,
+        ),  # in memory it got on
+        ([start("a", RESTORED), start("a", RESTORED, SAVED), start("a", ("restored", 110))], 1),
+        ([start("a", RESTORED), start("a", RESTORED), start("b", RESTORED)], 0),
+        ([start("b", RESTORED), start("b", RESTORED), start("a", RESTORED)], 1),
+        ([start(None, RESTORED), start("a", RESTORED), start("a", RESTORED)], 2),
+    ],
+)
+def test_starts_of_one_launch_that_come_to_nothing(starts: list[list[dict[str, Any]]], count: int) -> None:
+    assert starts_in_vain([event for told in starts for event in told], "a") == count
+
+
+def test_a_launch_ends_that_comes_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr("ckptman.checkpointer.end_launcher_at_exit", ended.append)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "4711")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "100")
+    state = {"x": {"w": torch.zeros(3)}}
+
+    def killed(**options: Any) -> None:
+        """As a rank that was killed from outside: it is the program's fault for all that anybody knows."""
+        checkpointer = ckptman.Checkpointer(tmp_path, state, deadline=None)
+        with checkpointer:
+            checkpointer.restore(**options)
+            checkpointer.step(1)
+            raise OSError(errno.EIO, "Input/output error", "/datasets/tokens.bin")
+
+    for _ in range(MOST_IN_VAIN):
+        with pytest.raises(OSError, match="Input/output"):
+            killed()
+    assert ended == []
+    with pytest.raises(ckptman.SuspectError, match="started the ranks 3 times in a row from the same step"):
+        killed()
+    assert len(ended) == 1
+    with pytest.raises(OSError, match="Input/output"):
+        killed(allow_suspect=True)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "4712")  # the next job of the chain
+    with pytest.raises(OSError, match="Input/output"):
+        killed()
+
+
+def test_a_planned_stop_ends_with_0_where_ranks_are_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "4711")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    state = {"x": {"w": torch.zeros(3)}}
+    with ckptman.SignalHandler() as signals:
+        with ckptman.Checkpointer(tmp_path, state, signals=signals, deadline=None) as checkpointer:
+            checkpointer.restore()
+            signal.raise_signal(signal.SIGTERM)
+            checkpointer.step(1)
+            checkpointer.step(2)
+        assert checkpointer.exit_code == 0
+        outcome = read_outcome(outcome_path(tmp_path))
+        assert outcome is not None
+        assert (outcome.state, outcome.exit_code) == ("stopped", 75)
+        with (
+            pytest.raises(SystemExit) as caught,
+            ckptman.Checkpointer(tmp_path, state, signals=signals) as checkpointer,
+        ):
+            checkpointer.restore()
+        assert caught.value.code == 0
+    outcome = read_outcome(outcome_path(tmp_path))
+    assert outcome is not None
+    assert outcome.state == "stopped"

@@ -344,10 +344,10 @@ def test_a_save_waits_for_whichever_slot_comes_first(monkeypatch: pytest.MonkeyP
     first = stager.stage(file, memory)
     allocate, may_allocate, asked = staging._allocate, threading.Event(), threading.Event()
 
-    def slow(size: int) -> Any:
+    def slow(size: int, path: Any) -> Any:
         asked.set()
         assert may_allocate.wait(WAIT)
-        return allocate(size)
+        return allocate(size, path)
 
     monkeypatch.setattr(staging, "_allocate", slow)
     second: list[Staged] = []

@@ -233,7 +233,7 @@ def test_the_first_save_finds_its_memory_warm_also_in_a_loop_that_saves_without_
             checkpointer.save(1)
     allocated: list[int] = []
     real = staging._allocate
-    monkeypatch.setattr(staging, "_allocate", lambda size: allocated.append(size) or real(size))
+    monkeypatch.setattr(staging, "_allocate", lambda size, path: allocated.append(size) or real(size, path))
     with ckptman.Checkpointer(tmp_path, contents()) as checkpointer:
         checkpointer.restore()
         assert len(allocated) == 1

@@ -60,9 +60,10 @@ def bash(text: str, folder: Path, *arguments: str, **environ: str) -> subprocess
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name, body in {
-        "srun": 'printf "<%s>" "$@"; echo; env | sort; printf "strange<%s>" "${STRANGE-}"; exit "${CODE:-0}"',
+        "srun": 'printf "<%s>" "$@"; echo; env | sort; printf "strange<%s>\\n" "${STRANGE-}"; exit "${CODE:-0}"',
         "scontrol": "printf 'n7\\nn8\\n'",
         "squeue": 'echo "${END-2037-01-02T03:04:05}"; echo "squeue $*" >&2',
+        "sinfo": "printf 'n7 mix\\nn7 mix\\nn8 down*\\nn9 idle*\\n'",
         "module": 'printf "module<%s>\\n" "$@"',
     }.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -120,6 +121,8 @@ def test_shellcheck_has_nothing_to_say(name: str, tmp_path: Path) -> None:
     full = {"modules": "cuda/12 python", "venv": "my env", "env.A": "b", "mem": "1G", "account": "me"}
     if name in TRAINING:
         full |= {"container": "a b.sif", "container_binds": "/x"}
+    if name == "torchrun":
+        full |= {"restarts": "3", "spare_nodes": "1"}
     for number, given in enumerate(([], settings(full))):
         path = tmp_path / f"{number}.sbatch"
         path.write_text(script(name, *given))
@@ -181,7 +184,7 @@ def test_what_the_training_said_on_disk_comes_before_what_a_launcher_makes_of_it
     def code(of_launcher: int, **environ: str) -> int:
         return bash(text, tmp_path, CODE=str(of_launcher), **array, **environ).returncode
 
-    for state, codes in {"stopped": [75, 75, 0], "running": [143, 1, 0], "failed": [143, 1, 0]}.items():
+    for state, codes in {"stopped": [75, 75, 75], "running": [143, 1, 0], "failed": [143, 1, 0]}.items():
         outcome.write_text(json.dumps({"state": state}, indent=1))
         assert [code(each, CKPTMAN_OUTCOME=str(outcome)) for each in (143, 1, 0)] == codes
     assert code(1, CKPTMAN_OUTCOME=str(tmp_path / "none")) == 1
@@ -201,6 +204,58 @@ def test_a_container(tmp_path: Path) -> None:
     assert "<--kill-on-bad-exit=1><a>" in ran.stdout
     ran = bash(script("torchrun", "container=x", "container_command=apptainer exec", "command=a"), tmp_path)
     assert "<apptainer><exec><x><torchrun><--nnodes=2>" in ran.stdout
+
+
+def calls_of(ran: subprocess.CompletedProcess[str]) -> list[str]:
+    """The calls of srun, in the order in which they were told."""
+    return [line for line in ran.stdout.splitlines() if line.startswith("<--")]
+
+
+def test_restarts_within_the_job(tmp_path: Path) -> None:
+    text = script("torchrun", "restarts=3", "nodes=2", "command=a")
+    assert options(text).keys() >= {"--no-kill"}
+    assert options(text)["--nodes"] == "2"
+    ran = bash(text, tmp_path, SLURMD_NODENAME="n7")
+    [launch] = [call for call in calls_of(ran) if "torchrun" in call]
+    assert launch.startswith("<--kill-on-bad-exit=1><torchrun><--max-restarts=3><--nnodes=2>")
+    assert "\nTORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in ran.stdout
+    assert "done><watch><n7>" in ran.stdout
+    plain = script("torchrun", "restarts=0")
+    assert plain == script("torchrun")
+    assert not re.search("watch=|TCP_STORE|max-restarts", plain)
+    assert "--no-kill" not in options(plain)
+
+
+def test_spare_nodes(tmp_path: Path) -> None:
+    text = script("torchrun", "restarts=1", "nodes=2", "spare_nodes=2", "command=a", "container=x")
+    assert options(text)["--nodes"] == "4"
+    outcome = tmp_path / "outcome"
+    outcome.write_text(json.dumps({"state": "finished"}, indent=1))
+    ran = bash(text, tmp_path, SLURM_JOB_NUM_NODES="4", SLURMD_NODENAME="n7", CODE="1", CKPTMAN_OUTCOME=str(outcome))
+    [launch] = [call for call in calls_of(ran) if "torchrun" in call]
+    start = (
+        "<--no-kill><--kill-on-bad-exit=0><--wait=0><singularity><exec><--nv><x><python><-m><ckptman.train.torchrun>"
+    )
+    assert launch.startswith(f"{start}<--max-restarts=1><--nnodes=2>")
+    assert ran.returncode == 0  # the spare node, or one that died, ended with another code
+
+
+@pytest.mark.parametrize("name", ["generic", "torchrun", "leonardo", "lumi", "superpod"])
+def test_what_is_in_memory_is_flushed_after_a_crash(name: str, tmp_path: Path) -> None:
+    outcome = tmp_path / "outcome"
+    flushed = {}
+    for state in ("running", "failed", "stopped", "finished"):
+        outcome.write_text(json.dumps({"state": state, "root": "/a b/é", "attempt": 1}, indent=1))
+        ran = bash(script(name, "command=a"), tmp_path, CODE="9", CKPTMAN_OUTCOME=str(outcome), LC_ALL="C.UTF-8")
+        assert ran.returncode == (75 if state == "stopped" else 9)
+        flushed[state] = [call for call in calls_of(ran) if "memory flush" in call]
+    assert flushed["stopped"] == flushed["finished"] == []
+    for state in ("running", "failed"):
+        [call] = flushed[state]
+        assert "<--nodelist=n7><--nodes=1>" in call
+        assert call.endswith("<flush></a b/é>")
+    outcome.unlink()
+    assert "memory flush" not in bash(script(name), tmp_path, CODE="9", CKPTMAN_OUTCOME=str(outcome)).stdout
 
 
 def test_an_environment_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
@@ -271,6 +326,10 @@ def test_the_matrix_asks_for_what_its_largest_points_need() -> None:
         ("generic", "sbatch=--comment=a\nb", "would end the #SBATCH line"),
         ("generic", "container_binds=/x", "there is no container"),
         ("generic", "nodes", "write it as KEY=VALUE"),
+        ("torchrun", "restarts=-1", "restarts: input should be greater than or equal to 0"),
+        ("torchrun", "spare_nodes=1", "when the ranks are restarted; give restarts too"),
+        ("generic", "restarts=3", "in template generic srun starts the ranks, which never starts them anew"),
+        ("lumi", "spare_nodes=1", "ckptman template torchrun restarts ranks within the job"),
         ("lumi", "tasks_per_node=2", "cpu_masks: 8 masks for 2 ranks"),
         ("lumi", "cpu_masks=zz", "cpu_masks: not in the form"),
         ("scaling-matrix", "matrix=1,2", "such as 1x1 1x8 2x8"),

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +127,20 @@ def call(command: Sequence[str], environ: Mapping[str, str], folder: str | None)
     except OSError as error:
         raise SchedulerError(f"{command[0]} cannot be started: {error.strerror}") from error
     return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def ended_jobs(ids: Collection[str], environ: Mapping[str, str]) -> dict[str, bool]:
+    """Return of jobs, by id, whether they are over; nothing where Slurm cannot be asked now. It is asked once."""
+    if not ids:
+        return {}
+    try:
+        answer = call(("squeue", "-h", "-t", "all", "-j", ",".join(sorted(ids)), "-o", _FIELDS), environ, None)
+    except SchedulerError:
+        return {}
+    if answer.code != 0 and "invalid job id" not in answer.said.lower():
+        return {}
+    jobs = {job.id: job for job in _parse(answer.out)}
+    return {id: id not in jobs or jobs[id].over for id in ids}
 
 
 def submission_environment(environ: Mapping[str, str], sbatch: Mapping[str, str]) -> dict[str, str]:

@@ -60,6 +60,8 @@ WHAT = {
     "container_binds": "folders of the host to be seen in there, with commas between them",
     "cpu_masks": "the cores of each rank of a node; empty: as Slurm does it",
     "dmon_seconds": "a line for each GPU in the log of the GPUs that often",
+    "restarts": "so often torchrun starts the ranks anew within the job",
+    "spare_nodes": "so many nodes more, which wait to replace one that dies",
     "matrix": "the points: nodes x ranks of a node, with blanks between them",
 }
 """What each key means, for people."""
@@ -180,6 +182,13 @@ class TrainingKeys(JobKeys):
         return self.tasks_per_node or self.gpus_per_node or 1
 
 
+class TorchrunKeys(TrainingKeys):
+    """torchrun starts the ranks of each node, and can start them anew."""
+
+    restarts: Annotated[int, Field(ge=0)] = 0
+    spare_nodes: Annotated[int, Field(ge=0)] = 0
+
+
 class LeonardoKeys(TrainingKeys):
     """Leonardo Booster: whole nodes of 4 x A100, 32 cores and 494,000 MB."""
 
@@ -247,9 +256,17 @@ class PruneKeys(JobKeys):
 
 
 def check_keys(kind: type[JobKeys], values: Mapping[str, Any], where: str) -> JobKeys:
-    """Checked keys from what a user gave. Raises: UnknownKeyError; ConfigError with one line per wrong value."""
+    """Checked keys from what a user gave.
+
+    Raises: UnknownKeyError; ConfigError with one line per wrong value, or for restarts where there are none.
+    """
     for key in values:
         if key not in kind.model_fields:
+            if key in TorchrunKeys.model_fields and issubclass(kind, TrainingKeys):
+                raise ConfigError(
+                    f"{key}: in {where} srun starts the ranks, which never starts them anew, so a chain takes its next "
+                    f"job after a crash; ckptman template torchrun restarts ranks within the job"
+                )
             raise UnknownKeyError(key, list(kind.model_fields), where)
     try:
         keys = kind.model_validate(values)
@@ -278,6 +295,8 @@ def _misfits(keys: JobKeys) -> Sequence[str]:
         )
     if keys.container_binds and not keys.container and not isinstance(keys, LumiKeys):
         problems.append("container_binds: there is no container; give its image with container=FILE")
+    if isinstance(keys, TorchrunKeys) and keys.spare_nodes and not keys.restarts:
+        problems.append("spare_nodes: a spare node takes over when the ranks are restarted; give restarts too")
     if isinstance(keys, LumiKeys) and keys.cpu_masks and keys.tasks != len(keys.cpu_masks.split(",")):
         problems.append(
             f"cpu_masks: {len(keys.cpu_masks.split(','))} masks for {keys.tasks} ranks of a node; give one for each, "

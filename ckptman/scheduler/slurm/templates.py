@@ -24,6 +24,7 @@ from ckptman.scheduler.slurm.template_keys import (
     PruneKeys,
     SuperpodKeys,
     TokenizeKeys,
+    TorchrunKeys,
     TrainingKeys,
     VerifyKeys,
     check_keys,
@@ -36,6 +37,15 @@ _INCLUDE = re.compile(r"@include (\w+)@")
 _LONE = re.compile(r"\s*@(\w+)@( \\)?")
 _PLAIN = re.compile(r"[\w./:=,@%+~^-]*")
 _DIRECTIVE = "#SBATCH"
+_OWN_STORE = """\
+# Ranks that are restarted meet in a store of their own each time. In torchrun's they would look for each other under a
+# count of restarts, which differs from node to node.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"""
+_FINISHED = """\
+# A node that died on the way, and one that was not needed, end with a code of their own.
+if grep -qs '"state": "finished"' "$CKPTMAN_OUTCOME"; then
+    code=0
+fi"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Template:
 
 TEMPLATES: Mapping[str, Template] = {
     "generic": Template("training: srun starts one task per GPU", TrainingKeys),
-    "torchrun": Template("training: one torchrun per node", TrainingKeys),
+    "torchrun": Template("training: one torchrun per node", TorchrunKeys),
     "leonardo": Template("training on Leonardo: 4 x A100 a node, no internet", LeonardoKeys),
     "lumi": Template("training on LUMI: 8 GCDs a node, in a container", LumiKeys),
     "superpod": Template("training on a SuperPOD: 8 x H100 or H800 a node, with a log of the GPUs", SuperpodKeys),
@@ -150,6 +160,9 @@ def _for_directives(keys: JobKeys) -> dict[str, list[str]]:
             most_nodes, tasks = (max(column) for column in zip(*points(keys)))
             nodes, gpus = nodes or most_nodes, tasks if gpus < 0 else gpus
             found["array"] = [f"0-{len(points(keys)) - 1}"]
+        if isinstance(keys, TorchrunKeys):
+            nodes += keys.spare_nodes
+            found["no_kill"] = ["--no-kill"] * bool(keys.restarts)
         found["nodes"] = [str(nodes)]
         found["tasks_per_node"] = [str(tasks)]
         found["node_cpus"] = [str(tasks * keys.cpus_per_task)]
@@ -172,8 +185,36 @@ def _for_shell(keys: JobKeys) -> dict[str, str]:
         if keys.container:
             binds = [f"--bind={keys.container_binds}"] if keys.container_binds else []
             found["container"] = shlex.join([*shlex.split(keys.container_command), *binds, keys.container])
+        found["finished"] = ""
+    if isinstance(keys, TorchrunKeys):
+        found |= _of_torchrun(keys)
     if isinstance(keys, LumiKeys):
         found["cpu_masks"] = f"--cpu-bind=mask_cpu:{keys.cpu_masks}" if keys.cpu_masks else ""
     if isinstance(keys, MatrixKeys):
         found["points"] = keys.matrix
+    return found
+
+
+def _of_torchrun(keys: TorchrunKeys) -> dict[str, str]:
+    """How torchrun and its step are started, with or without restarts of the ranks within the job."""
+    found = {
+        "step_options": "--kill-on-bad-exit=1",
+        "launcher": "torchrun",
+        "world_nodes": '"$SLURM_JOB_NUM_NODES"',
+        **dict.fromkeys(("max_restarts", "own_store", "first_node", "first_node_end", "finished"), ""),
+    }
+    if keys.restarts:
+        found |= {
+            "max_restarts": f"--max-restarts={keys.restarts}",
+            "own_store": _OWN_STORE,
+            "first_node": _read("_first_node.sh"),
+            "first_node_end": 'kill "$watch" 2> /dev/null\nwait "$watch" 2> /dev/null',
+        }
+    if keys.spare_nodes:
+        found |= {
+            "step_options": "--no-kill --kill-on-bad-exit=0 --wait=0",
+            "launcher": "python -m ckptman.train.torchrun",
+            "world_nodes": str(keys.nodes),
+            "finished": _FINISHED,
+        }
     return found

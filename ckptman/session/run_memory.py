@@ -1,0 +1,174 @@
+"""A run's memory tier: opened on all ranks or on none, and told to the journal. What cannot be in memory is on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ckptman.catalog.backends.node_memory import InMemory, NodeMemory, Owner, left_behind
+from ckptman.catalog.tier_identity import make_identity
+from ckptman.comm.control_group import AllRanks, Channel, RankFailed
+from ckptman.comm.peers import Place
+from ckptman.doctor.mount import MEMORY, family_of, find_mount, read_mounts
+from ckptman.errors import CkptmanError, ConfigError, warn_only
+from ckptman.format.paths import MEMORY_PATH, new_nonce
+from ckptman.io.durable_files import DISK
+from ckptman.policies.memory_tier import MemoryTier
+from ckptman.runtime.outcome import this_node
+from ckptman.saving.finite_check import OnNonfinite
+from ckptman.saving.memory_saves import MemorySaves
+from ckptman.saving.saver import Saver
+from ckptman.session.memory_restore import MemoryRestore
+from ckptman.session.run_session import RunSession
+from ckptman.session.timings import SaveTimes
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class RunMemory:
+    """What a run keeps in the memory of its nodes. Every rank has one, and calls it alike.
+
+    Attributes: `saves` makes checkpoints there, `restore` goes on from one.
+    """
+
+    def __init__(self, session: RunSession, node: NodeMemory, saves: MemorySaves, restore: MemoryRestore) -> None:
+        self._session, self._node, self.saves, self.restore = session, node, saves, restore
+        self._told_off = False
+
+    @classmethod
+    def open(
+        cls,
+        tier: MemoryTier,
+        control: Channel,
+        session: RunSession,
+        saver: Saver,
+        nonfinite: OnNonfinite,
+        channel: Callable[[], Channel],
+    ) -> RunMemory | None:
+        """Open the folders of all nodes. None where one cannot be used: a warning has said why.
+
+        `channel`: makes that of saves to memory. Every rank calls it. Raises: RankLostError.
+        """
+        try:
+            if saver.stager is None:
+                raise ConfigError("async_save=False leaves no private copy that could become one in memory")
+            root_id = control.run_on_leader(lambda: make_identity(session.root, session.run_id))
+            node = NodeMemory(Path(str(tier.path)), root_id, this_node(os.environ))
+            owner = Owner.of_this_process(root_id, session.root, node.node, session.run_id, session.job_id)
+            places = _meet(control, node, owner)
+        except (RankFailed, CkptmanError) as error:
+            why = error.failure.error or error.failure.text if isinstance(error, RankFailed) else error
+            _tell_off(session, str(why))
+            return None
+        mount = find_mount(read_mounts(), os.path.realpath(node.base))
+        in_memory = mount is None or family_of(mount) is MEMORY
+        saves = MemorySaves(tier, node, places, channel(), saver.stager, nonfinite, in_memory=in_memory)
+        saves.disk_is_busy = lambda: saver.is_writing
+        found = cls(session, node, saves, MemoryRestore(control, node, places))
+        found._tell_on(tier, places)
+        if session.journal is not None and mount is not None and not in_memory and str(tier.path) == MEMORY_PATH:
+            warn_only(
+                f"{node.base} is not in memory here, but on {family_of(mount).name}: saves there are written "
+                f"to that disk. Name a folder in memory (mount -t tmpfs), or a disk of the node's own on purpose"
+            )
+        return found
+
+    def start(self, step: int | None) -> None:
+        """Give up all that is not what training goes on from. `step`: of the checkpoint in memory that it is."""
+        self.saves.keep_only(step)
+
+    def plan(self, control: Channel, saver: Saver) -> None:
+        """See that there is memory for what the saver has planned. Every rank calls it, over `control`."""
+        if saver.stager is None:
+            self.saves.turn_off("saves block the training, as there is no memory for a private copy")
+        self.saves.plan(control, saver.slot_bytes)
+
+    def account(self, times: SaveTimes) -> None:
+        """Let the policy know how the last save to memory ended."""
+        report, failed = self.saves.poll()
+        if report is not None:
+            is_first = times.durable_step is None
+            times.ended(report)
+            if is_first:
+                seconds, stall_seconds = report.durable_seconds, report.stall_seconds
+                self._session.note("memory_saved", step=report.step, seconds=seconds, stall_seconds=stall_seconds)
+        elif failed:
+            times.failed()
+            self._session.note("memory_save_failed", cause=failed)
+        if self.saves.off and not self._told_off:
+            self._told_off = True
+            _tell_off(self._session, self.saves.off)
+
+    def close(self, *, clear: bool = False) -> None:
+        """Stop saving to memory, and let go of what is there. `clear`: nobody will go on from it, and every rank has
+        closed."""
+        self.saves.close()
+        if clear:
+            self.saves.clear()
+        self._node.close()
+
+    def _tell_on(self, tier: MemoryTier, places: Sequence[Place]) -> None:
+        nodes = len({place.node for place in places})
+        copies, lost = min(tier.copies, nodes), self.saves.lost_nodes
+        self._session.note("memory_on", nodes=nodes, copies=copies, lost_nodes=lost, path=str(tier.path))
+        if self._session.journal is None:
+            return
+        if copies < tier.copies:
+            warn_only(
+                f"checkpoints in memory have {copies} {'copy' if copies == 1 else 'copies'} instead of {tier.copies}, "
+                f"as there {'is' if nodes == 1 else 'are'} {nodes} node{'' if nodes == 1 else 's'}: they outlive "
+                f"processes, and {'no node' if lost == 0 else f'any {lost} of the nodes'}"
+            )
+
+
+def _meet(control: Channel, node: NodeMemory, owner: Owner) -> list[Place]:
+    """Open the folder of this node on each of its ranks, and return where each rank is.
+
+    Raises on every rank alike: RankFailed; ConfigError, ranks of a node do not see the same memory.
+    """
+    with AllRanks[tuple[Place, str]](control) as ranks:
+        node.open(owner)
+        ranks.mine = Place(node.node, _domain(os.environ)), new_nonce()
+    places = [place for place, _ in ranks.all]
+    nonces = [nonce for _, nonce in ranks.all]
+    first = [place.node for place in places].index(node.node)
+    mark = node.folder / f"seen-{nonces[first]}"
+
+    def tidy() -> None:
+        if control.rank == first:
+            for path in [*node.slots.iterdir(), *node.folder.glob("seen-*")]:
+                DISK.remove_file(path)  # of ranks that are gone; checkpoints keep what is theirs
+            mark.touch(0o600)
+            for other in left_behind(node.base, {}, but=node.folder):
+                with contextlib.suppress(OSError):
+                    other.clear()
+
+    control.run_on_all(tidy)
+    blind = control.gather("" if mark.exists() else node.node)
+    control.gather(None)
+    if control.rank == first:
+        DISK.remove_file(mark)
+    if name := next(filter(None, blind), ""):
+        raise ConfigError(
+            f"the ranks of {name} do not see the same {node.base}: it is private to each container. Start one "
+            f"container per node, or bind the same folder into all"
+        )
+    return places
+
+
+def _domain(environ: Mapping[str, str]) -> str:
+    """Return what fails together with this node, as far as Slurm tells: the switches above it."""
+    return environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
+
+
+def _tell_off(session: RunSession, why: str) -> None:
+    session.note("memory_off", reason=why)
+    if session.journal is not None:
+        warn_only(f"nothing is saved to memory, and training goes on with disk alone: {why}")
+
+
+def newest(found: Sequence[InMemory]) -> InMemory | None:
+    """Return the newest that is complete."""
+    return next((each for each in found if not each.missing), None)

@@ -1,0 +1,243 @@
+"""`ckptman memory list | flush | clear`, and what `list`, `prune` and `doctor` say of the memory of this node."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ckptman.catalog.backends.node_memory import NodeMemory, found_on
+from ckptman.cli.app import main
+from ckptman.doctor.job_environment import check_left_in_memory
+from ckptman.format import paths
+from ckptman.format.paths import journal_path
+from ckptman.runtime.journal import read_journal
+from tests.helpers.checkpoints import commit
+from tests.helpers.faulty_disk import holds
+from tests.helpers.node_memory import hold, live_rank, memory_of, nodes_with
+
+
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The memory of this node, which is called "a"."""
+    monkeypatch.setattr(paths, "MEMORY_PATH", str(tmp_path / "shm"))
+    for name in list(os.environ):
+        if name.startswith("SLURM"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURMD_NODENAME", "a")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # no Slurm
+    return tmp_path / "shm"
+
+
+def squeue(tmp_path: Path, answer: str, code: int = 0) -> None:
+    """A Slurm that gives this answer."""
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    path = tmp_path / "bin" / "squeue"
+    path.write_text(f"#!/bin/sh\n{answer}\nexit {code}\n")
+    path.chmod(0o755)
+
+
+def ckptman(*arguments: object) -> int:
+    return main(list(map(str, arguments)))
+
+
+def test_list_shows_what_each_run_holds_and_whether_it_lives(
+    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ckptman("memory", "list", "--path", shm) == 0
+    assert capsys.readouterr().out == f"No run of this user has anything in {shm}.\n"
+    memory = nodes_with(tmp_path, 120, {"a": [0, 1, 3]})["a"]
+    hold(memory, commit(tmp_path / "made", 130, ranks=4).path, [0], manifest=False)
+    memory_of(shm, tmp_path / "other", "a", job_id="42")
+    (memory_of(shm, tmp_path / "third", "a").folder / "owner.json").write_bytes(b"\x1b[31m")
+    squeue(tmp_path, "echo '42|RUNNING|None|N/A|run.sbatch 1'")
+    with live_rank(memory):
+        assert ckptman("memory", "list", "--path", shm) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert ckptman("memory", "list", "--path", shm, "--json") == 0
+        told = {each["root"]: each for each in json.loads(capsys.readouterr().out)}
+    assert lines[0].split() == ["step", "parts", "memory", "node", "root", "job", "state"]
+    rows = [" ".join(line.split()) for line in lines[1:]]
+    mine = f" a {tmp_path / 'root'} - alive"
+    ends = [
+        *(("120 3 of 4 ", mine), ("130 1, without manifest ", mine)),
+        *(("- - ", f" a {tmp_path / 'other'} 42 may go on"), ("- - ", " a ? - left behind")),
+    ]
+    for begin, end in ends:
+        assert [row for row in rows if row.startswith(begin) and row.endswith(end)]
+    assert len(rows) == len(ends)
+    parts = told[str(tmp_path / "root")]["checkpoints"]
+    assert [(each["step"], each["parts"], each["parts_saved"]) for each in parts] == [(120, 3, 4), (130, 1, None)]
+    assert [told[None]["state"], told[str(tmp_path / "root")]["state"]] == ["left behind", "alive"]
+
+
+def test_flush_brings_it_to_the_root_and_notes_that(
+    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "root"
+    commit(root, 100)
+    nodes_with(tmp_path, 120, {"a": range(4)})
+    assert ckptman("memory", "flush", root, "--path", shm) == 0
+    told = capsys.readouterr().out
+    assert told == f"{root}: step 120 is on disk, from the memory of 1 node. This node brought 11 files, 777 B.\n"
+    assert set(holds(root)) == {100, 120}
+    assert [(each["event"], each["step"]) for each in read_journal(journal_path(root))[0]] == [("memory_flushed", 120)]
+    assert ckptman("memory", "flush", root, "--path", shm, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "root": str(root),
+        "node": "a",
+        "step": 120,
+        "files": 0,
+        "bytes": 0,
+        "committed": None,
+        "why": "step 120 on disk is the same as in memory, or newer",
+    }
+
+
+def test_each_end_of_a_flush_has_its_exit_code(
+    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    commit(root, 100)
+    assert ckptman("memory", "flush", root, "--path", shm) == 0
+    assert capsys.readouterr().out == f"{root}: a holds nothing of it in memory.\n"
+    memory = nodes_with(tmp_path, 120, {"a": [0, 1]})["a"]
+    assert ckptman("memory", "flush", root, "--path", shm, "--timeout", "0.2") == 3
+    assert "2 of its parts are on no node that is left (__2_0.distcp, __3_0.distcp)" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
+    begun = time.monotonic()
+    assert ckptman("memory", "flush", root, "--path", shm, "--timeout", "50") == 3
+    assert time.monotonic() - begun < 30
+    with live_rank(memory):
+        assert ckptman("memory", "flush", root, "--path", shm) == 11
+    assert ckptman("memory", "flush", tmp_path / "nowhere", "--path", shm) == 3
+    assert ckptman("memory", "flush", root, "--timeout", "0") == 2
+    assert ckptman("memory", "flush", root, "--nodes", "0") == 2
+    assert set(holds(root)) == {100}
+
+
+def test_clear_removes_what_is_over_and_never_what_is_alive(
+    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    memory = nodes_with(tmp_path, 120, {"a": [0, 1]})["a"]
+    assert ckptman("memory", "clear", "--path", shm) == 2
+    assert ckptman("memory", "clear", root, "--all-dead", "--path", shm) == 2
+    memory_of(shm, other, "a", job_id="42")
+    memory_of(shm, tmp_path / "over", "a", job_id="41")
+    capsys.readouterr()
+    with live_rank(memory):
+        assert ckptman("memory", "clear", root, "--path", shm) == 2
+        said = capsys.readouterr().err
+        assert said == f"Error: the run of {root} is not over on a: its ranks are alive. End it first\n"
+        squeue(tmp_path, "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2", code=1)
+        assert ckptman("memory", "clear", "--all-dead", "--path", shm) == 0
+        assert capsys.readouterr().out == "Nothing to remove. 3 runs may go on, and keep theirs.\n"
+        squeue(tmp_path, "echo '42|PENDING|Resources|N/A|run.sbatch 1'")
+        assert ckptman("memory", "clear", "--all-dead", "--path", shm) == 0
+        assert capsys.readouterr().out.startswith("Removed what 1 run had, ")
+    assert sorted(each.owner().root for each in found_on(shm)) == [str(other), str(root)]
+    assert ckptman("memory", "clear", other, "--path", shm) == 0
+    assert ckptman("memory", "clear", root, "--path", shm) == 0
+    assert not list(shm.iterdir())
+    assert ckptman("memory", "clear", root, "--path", shm) == 0
+    assert capsys.readouterr().out.endswith("Nothing to remove.\n")
+
+
+def test_the_shell_of_the_user_keeps_nothing_alive_and_a_launcher_does(
+    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, shell = tmp_path / "root", psutil.Process(os.getppid())
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as launcher:
+        memory_of(shm, root, "a", pid=launcher.pid, started=psutil.Process(launcher.pid).create_time())
+        assert ckptman("memory", "clear", root, "--path", shm) == 2
+        assert f"what started its ranks is alive (pid {launcher.pid})" in capsys.readouterr().err
+        launcher.kill()
+    memory_of(shm, root, "a", pid=shell.pid, started=shell.create_time())
+    assert ckptman("memory", "clear", root, "--path", shm) == 0
+    assert not found_on(shm)
+
+
+def test_list_of_a_root_shows_what_this_node_holds_of_it(
+    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "root"
+    commit(root, 100)
+    assert ckptman("list", root) == 0
+    assert "memory" not in capsys.readouterr().out
+    nodes_with(tmp_path, 120, {"a": [0, 1, 3]})
+    memory_of(shm, tmp_path / "other", "a")
+    assert ckptman("list", root) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "In the memory of this node: step 120, 3 of 4 parts. Other nodes may hold more; ckptman memory list says whose."
+    )
+    assert ckptman("list", root, "--json") == 0
+    (held,) = json.loads(capsys.readouterr().out)["memory"]
+    assert (held["step"], held["parts"], held["parts_saved"], held["node"]) == (120, 3, 4, "a")
+    found_on(shm)[0].folder.parent.chmod(0o777)
+    assert ckptman("list", root) == 0  # it is about the root
+    assert "memory" not in capsys.readouterr().out
+
+
+def test_prune_removes_what_a_run_that_is_over_left_once_the_disk_is_as_new(
+    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "root"
+    commit(root, 100)
+    memory = nodes_with(tmp_path, 120, {"a": range(4)})["a"]
+    other = memory_of(shm, tmp_path / "other", "a")
+
+    def stays(*options: str) -> bool:
+        assert ckptman("prune", root, "--keep-last", "1", *options) == 0
+        return memory.folder.exists()
+
+    assert stays()  # it is newer than all that is on disk
+    commit(root, 120)
+    with live_rank(memory):
+        assert stays()
+    capsys.readouterr()
+    assert stays("--dry-run")
+    told = capsys.readouterr().out
+    assert f"clear   {memory.folder.name}" in told
+    assert "in memory, of a run that is over" in told
+    assert not stays()
+    assert "Deleted 1 leftover: " in capsys.readouterr().out
+    assert other.folder.exists()
+
+
+def test_doctor_tells_what_was_left_behind(tmp_path: Path, shm: Path) -> None:
+    assert check_left_in_memory(shm, os.environ).verdict == "ok"
+    memory = nodes_with(tmp_path, 120, {"a": range(4)})["a"]
+    with live_rank(memory):
+        assert check_left_in_memory(shm, os.environ).value == "no leftovers"
+    found = check_left_in_memory(shm, os.environ)
+    assert found.verdict == "warning"
+    assert found.value.endswith("left behind by 1 run")
+    assert "clear --all-dead removes it" in found.advice
+    memory.folder.parent.chmod(0o777)
+    assert "others may write to it" in check_left_in_memory(shm, os.environ).value
+
+
+def test_a_flush_imports_no_torch(tmp_path: Path) -> None:
+    nodes_with(tmp_path, 120, {"a": range(4)})
+    code = "import sys; from ckptman.cli.app import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "memory", "flush", str(tmp_path / "root"), "--path", str(tmp_path / "shm")]
+    environ = {**os.environ, "SLURMD_NODENAME": "a"}
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.endswith("\n0 False\n")
+
+
+def test_a_root_that_never_had_anything_in_memory(
+    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(tmp_path / "root", 100)
+    assert ckptman("memory", "flush", tmp_path / "root", "--path", shm, "--nodes", "7") == 0
+    assert capsys.readouterr().out.endswith("a holds nothing of it in memory.\n")
+    assert not (tmp_path / "root" / ".ckptman").exists()
+    assert not NodeMemory(shm, "0" * 32, "a").folder.exists()

@@ -1,0 +1,361 @@
+"""Runs that are killed go on from the memory of the nodes that are left; a rank, or two, is a node of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import ckptman
+from ckptman.catalog import rollback
+from ckptman.policies import EverySteps, OnStop
+from ckptman.runtime.journal import read_journal
+from ckptman.saving import memory_saves
+from tests.helpers.apps import App
+from tests.helpers.ranks import run_ranks, say, start_ranks
+
+STEPS = 24
+INTERVAL = 3
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A folder in memory."""
+    folder = Path("/dev/shm") / f"ckptman-test-{os.getpid()}-{os.urandom(4).hex()}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def tier(shm: Path, **options: Any) -> ckptman.MemoryTier:
+    return ckptman.MemoryTier(**{"save_policy": EverySteps(INTERVAL), "path": shm, **options})
+
+
+def train(
+    root: Path,
+    shm: Path,
+    per_node: int = 1,
+    stop_at: int | None = None,
+    disk_steps: int = 100,
+    options: dict[str, Any] | None = None,
+    nodes: list[str] | None = None,
+) -> tuple[int, list[tuple[int, float]], dict[str, str]]:
+    """Train, and wait to be killed at `stop_at`, when nothing is being saved to memory. Returns the step that it went
+    on from, the losses and the final digests."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ["SLURMD_NODENAME"] = nodes[rank] if nodes else f"n{rank // per_node}"
+    warnings.simplefilter("ignore")
+    app = App((world,))
+    losses = []
+    with ckptman.Checkpointer(
+        root, app.state, save_policy=EverySteps(disk_steps) | OnStop(), memory=tier(shm, **(options or {}))
+    ) as checkpointer:
+        start = checkpointer.restore()
+        say(f"from {start}")
+        for step in range(start + 1, STEPS + 1):
+            losses.append((step, app.train_step()))
+            checkpointer.step(step)
+            if checkpointer._memory is not None:
+                checkpointer._memory.saves.wait()
+            if step == stop_at:
+                dist.barrier()
+                say("there")
+                threading.Event().wait()
+    return start, losses, app.digests()
+
+
+def killed_at(step: int, world: int, *args: Any, **more: Any) -> None:
+    """Have all ranks killed after a step."""
+    with start_ranks(world, _train, args, {**more, "stop_at": step}) as ranks:
+        for rank in range(world):
+            ranks.await_message(rank, "there")
+        for rank in range(world):
+            ranks.kill(rank, signal.SIGKILL)
+        ranks.join()
+
+
+def finished(world: int, *args: Any, **more: Any) -> list[Any]:
+    found: list[Any] = run_ranks(world, _train, args, more)
+    return found
+
+
+def _train(args: tuple[Any, ...], more: dict[str, Any]) -> Any:
+    return train(*args, **more)
+
+
+def events(root: Path, name: str) -> list[dict[str, Any]]:
+    return [each for each in read_journal(root / ".ckptman" / "journal.jsonl")[0] if each["event"] == name]
+
+
+def lose(shm: Path, *nodes: str) -> None:
+    """Have nodes forget what is in their memory, as after a power cut."""
+    for node in nodes:
+        for folder in shm.glob(f"ckptman-*/*-{node}"):
+            shutil.rmtree(folder)
+
+
+def node_folders(shm: Path) -> list[Path]:
+    return sorted(shm.glob("ckptman-*/*"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What three ranks come to that nobody kills."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return finished(3, folder / "root", folder)
+
+
+def test_ranks_that_were_killed_go_on_from_memory_bit_for_bit(
+    tmp_path: Path, shm: Path, undisturbed: list[Any]
+) -> None:
+    killed_at(10, 3, tmp_path / "root", shm)
+    assert not list((tmp_path / "root").glob("step-*"))
+    results = finished(3, tmp_path / "root", shm)
+    assert {start for start, _, _ in results} == {9}
+    for (_, losses, digests), (_, known_losses, known) in zip(results, undisturbed):
+        assert losses == known_losses[9:]
+        assert digests == known
+    assert not node_folders(shm), "what is finished leaves nothing behind"
+    run_ids = {each["run_id"] for each in events(tmp_path / "root", "attempt_started")}
+    assert len(run_ids) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["n0", "n1", "n2"])
+def test_any_one_node_may_be_lost(tmp_path: Path, shm: Path, lost: str, undisturbed: list[Any]) -> None:
+    killed_at(10, 3, tmp_path / "root", shm)
+    lose(shm, lost)
+    results = finished(3, tmp_path / "root", shm, nodes=["n0", "n1", "n2"])
+    assert {start for start, _, _ in results} == {9}
+    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
+
+
+@pytest.mark.slow
+def test_a_spare_node_takes_the_place_of_one_that_is_lost(tmp_path: Path, shm: Path, undisturbed: list[Any]) -> None:
+    killed_at(10, 3, tmp_path / "root", shm)
+    lose(shm, "n1")
+    results = finished(3, tmp_path / "root", shm, nodes=["n0", "n2", "spare"])
+    assert {start for start, _, _ in results} == {9}
+    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (4, 2), (1, 1)])
+def test_other_numbers_of_ranks_and_nodes_go_on_from_memory(
+    tmp_path: Path, shm: Path, world: int, per_node: int
+) -> None:
+    killed_at(10, 3, tmp_path / "root", shm)
+    lose(shm, "n2")
+    results = finished(world, tmp_path / "root", shm, per_node=per_node)
+    if world == 1:  # of three parts n0 has two
+        assert {start for start, _, _ in results} == {0}
+        assert "parts are on no node" in events(tmp_path / "root", "memory_refused")[0]["reason"]
+    else:
+        assert {start for start, _, _ in results} == {9}
+
+
+@pytest.mark.slow
+def test_two_nodes_lost_at_once_cost_what_the_disk_does_not_have(tmp_path: Path, shm: Path) -> None:
+    killed_at(11, 3, tmp_path / "root", shm, disk_steps=5)
+    lose(shm, "n0", "n1")
+    results = finished(3, tmp_path / "root", shm, disk_steps=5)
+    assert {start for start, _, _ in results} in ({10}, {5})
+    said = events(tmp_path / "root", "memory_refused")
+    assert said
+    assert "on no node that is left" in said[0]["reason"]
+
+
+@pytest.mark.slow
+def test_the_disk_is_taken_where_it_is_newer(tmp_path: Path, shm: Path) -> None:
+    root = tmp_path / "root"
+    killed_at(10, 2, root, shm)
+    kept = tmp_path / "kept"
+    shutil.copytree(shm, kept)
+    finished(2, root, shm)
+    assert not node_folders(shm)
+    shutil.copytree(kept, shm, dirs_exist_ok=True)  # as if a node had come back with what it held long ago
+    assert {start for start, _, _ in finished(2, root, shm)} == {STEPS}
+
+
+@pytest.mark.slow
+def test_what_another_run_left_in_memory_is_not_read(tmp_path: Path, shm: Path) -> None:
+    killed_at(10, 2, tmp_path / "one", shm)
+    assert {start for start, _, _ in finished(2, tmp_path / "two", shm)} == {0}
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["__0_0.distcp", "blocks-00000.bin", "index.json", "chunks.bin", "manifest.json"])
+def test_a_flipped_byte_in_memory_is_never_loaded(tmp_path: Path, shm: Path, name: str, undisturbed: list[Any]) -> None:
+    killed_at(10, 3, tmp_path / "root", shm, disk_steps=4)
+    for folder in node_folders(shm):
+        for path in folder.glob(f"step-*/{name}"):
+            flip(path, path.stat().st_size // 2)
+    results = finished(3, tmp_path / "root", shm, disk_steps=4)
+    assert {start for start, _, _ in results} in ({8}, {4})
+    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
+
+
+@pytest.mark.slow
+def test_a_save_to_memory_that_was_cut_short_is_none(tmp_path: Path, shm: Path, undisturbed: list[Any]) -> None:
+    killed_at(10, 3, tmp_path / "root", shm)
+    for folder in node_folders(shm):
+        newest = max(folder.glob("step-*"))
+        later = newest.with_name("step-0000000012")
+        shutil.copytree(newest, later)
+        (later / "manifest.json").unlink()
+    results = finished(3, tmp_path / "root", shm)
+    assert {start for start, _, _ in results} == {9}
+    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
+
+
+@pytest.mark.slow
+def test_a_node_that_was_killed_before_it_had_the_manifest_is_asked_for_its_parts(tmp_path: Path, shm: Path) -> None:
+    killed_at(10, 3, tmp_path / "root", shm)
+    lose(shm, "n2")
+    for folder in shm.glob("ckptman-*/*-n1"):
+        for manifest in folder.glob("step-*/manifest.json"):
+            manifest.unlink()
+    assert {start for start, _, _ in finished(3, tmp_path / "root", shm)} == {9}
+
+
+@pytest.mark.slow
+def test_a_rollback_leaves_memory_behind(tmp_path: Path, shm: Path) -> None:
+    root = tmp_path / "root"
+    killed_at(11, 2, root, shm, disk_steps=4)
+    plan = partial(rollback.plan_rollback, root, 4)
+    rollback.execute(root, plan, why="a test", by="pytest", time_seconds=time.time())
+    results = finished(2, root, shm, disk_steps=4)
+    assert {start for start, _, _ in results} == {4}
+    assert "rollback" in events(root, "memory_refused")[0]["reason"]
+
+
+def test_restore_of_a_step_takes_it_from_where_it_is(tmp_path: Path, shm: Path) -> None:
+    root = tmp_path / "root"
+    app = App()
+    with ckptman.Checkpointer(
+        root, app.state, save_policy=EverySteps(4), memory=tier(shm, copies=1), signals=None
+    ) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 8):
+            app.train_step()
+            checkpointer.step(step)
+            assert checkpointer._memory is not None
+            checkpointer._memory.saves.wait()
+        assert checkpointer.restore(step=4) == 4
+        with pytest.raises(ckptman.NotFoundError, match="no checkpoint of step 6"):
+            checkpointer.restore(step=6)
+
+
+# ---- what cannot be used ---------------------------------------------------------------------------------------------
+
+
+def run_alone(root: Path, memory: ckptman.MemoryTier) -> list[str]:
+    """Train a few steps, and return what was warned of."""
+    app = App()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with ckptman.Checkpointer(root, app.state, save_policy=EverySteps(4), memory=memory) as checkpointer:
+            checkpointer.restore()
+            for step in range(1, 9):
+                app.train_step()
+                checkpointer.step(step)
+    assert sorted(path.name for path in root.glob("step-*")) == ["step-0000000004", "step-0000000008"]
+    return [str(each.message) for each in said]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"), [("/not/there", "is not there"), ("/proc/self", "cannot be made|not this user's")]
+)
+def test_a_path_that_cannot_be_used_is_said_and_the_disk_has_all(tmp_path: Path, path: str, message: str) -> None:
+    said = run_alone(tmp_path / "root", ckptman.MemoryTier(path=path))
+    assert any("goes on with disk alone" in each and re.search(message, each) for each in said), said
+    assert events(tmp_path / "root", "memory_off")
+
+
+def test_one_node_keeps_one_copy_and_says_so(tmp_path: Path, shm: Path) -> None:
+    said = run_alone(tmp_path / "root", tier(shm))
+    assert any("1 copy instead of 2" in each for each in said), said
+
+
+def test_too_little_memory_is_said_before_anything_is_saved_there(tmp_path: Path, shm: Path) -> None:
+    said = run_alone(tmp_path / "root", tier(shm, copies=1, max_bytes=1000))
+    assert any("max_bytes allows 0.0 GiB" in each for each in said), said
+    assert not events(tmp_path / "root", "memory_saved")
+
+
+@pytest.mark.slow
+def test_a_disk_of_each_node_takes_the_place_of_memory(tmp_path: Path, undisturbed: list[Any]) -> None:
+    (disk := tmp_path / "disk").mkdir()
+    killed_at(10, 3, tmp_path / "root", disk)
+    lose(disk, "n1")
+    results = finished(3, tmp_path / "root", disk)
+    assert {start for start, _, _ in results} == {9}
+    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
+
+
+def test_saves_that_fail_turn_it_off_and_training_goes_on(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(memory_saves._MemoryWriter, "_write_data", full)
+    monkeypatch.setattr(memory_saves, "RETRY_SECONDS", 0.0)
+    app = App()
+    with (
+        pytest.warns(RuntimeWarning, match="goes on with disk alone: .*No space left"),
+        ckptman.Checkpointer(
+            tmp_path / "root", app.state, save_policy=EverySteps(4), memory=tier(shm, copies=1)
+        ) as checkpointer,
+    ):
+        for step in range(1, 20):
+            app.train_step()
+            checkpointer.step(step)
+            assert checkpointer._memory is not None
+            checkpointer._memory.saves.wait()
+    assert len(events(tmp_path / "root", "memory_save_failed")) == 3
+    assert events(tmp_path / "root", "memory_off")
+
+
+def _private(root: Path, shm: Path) -> list[str]:
+    rank = dist.get_rank()
+    os.environ["SLURMD_NODENAME"] = "n0"
+    (shm / str(rank)).mkdir()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        app = App((2,))
+        with ckptman.Checkpointer(root, app.state, memory=tier(shm / str(rank))):
+            app.train_step()
+    return [str(each.message) for each in said]
+
+
+def test_memory_that_is_private_to_each_container_is_said(tmp_path: Path, shm: Path) -> None:
+    said, _ = run_ranks(2, _private, tmp_path / "root", shm)
+    assert any("private to each container" in each for each in said), said
+
+
+def test_a_journal_has_what_was_agreed_on(tmp_path: Path, shm: Path) -> None:
+    finished(3, tmp_path / "root", shm)
+    (on,) = events(tmp_path / "root", "memory_on")
+    assert (on["nodes"], on["copies"], on["lost_nodes"]) == (3, 2, 1)
+    assert json.dumps(on)

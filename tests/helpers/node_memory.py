@@ -1,0 +1,76 @@
+"""What nodes hold in memory, made by hand: parts of a checkpoint in a folder for each node. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptman.catalog.backends.node_memory import NodeMemory, Owner
+from ckptman.catalog.tier_identity import make_identity
+from ckptman.format.manifest import Manifest, read_manifest
+from ckptman.format.paths import rank_of
+from tests.helpers.checkpoints import commit
+
+_LIVE_RANK = """
+import sys
+from pathlib import Path
+from ckptman.catalog.backends.node_memory import NodeMemory
+memory = NodeMemory.at(Path(sys.argv[1]))
+memory.open(memory.owner())
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def memory_of(base: Path, root: Path, node: str, job_id: str | None = None, **of_owner: Any) -> NodeMemory:
+    """The folder of a run that is over, or, if `of_owner` says so, of another one."""
+    root.mkdir(parents=True, exist_ok=True)
+    found = NodeMemory(base, make_identity(root, "run"), node)
+    base.mkdir(exist_ok=True)
+    owner = Owner(root_id=found.root_id, root=str(root.absolute()), node=node, run_id="run", job_id=job_id)
+    found.open(owner.model_copy(update=of_owner))
+    found.close()
+    return found
+
+
+def hold(
+    memory: NodeMemory, checkpoint: Path, ranks: Collection[int], *, manifest: bool = True, **changes: Any
+) -> Manifest:
+    """Put the parts of some ranks of a checkpoint there, with all that belongs to no rank.
+
+    `manifest` False: as when the node was killed before it had it. `changes`: to fields of the manifest.
+    """
+    found = read_manifest(checkpoint).model_copy(update={"attempt": 1, **changes})
+    folder = memory.begin(found.step)
+    for name in found.files:
+        if rank_of(name) is None or rank_of(name) in ranks:
+            shutil.copy(checkpoint / name, folder / name)
+    if manifest:
+        memory.commit(found.step, found.to_json())
+    return found
+
+
+def nodes_with(
+    tmp_path: Path, step: int, parts: Mapping[str, Collection[int]], *, rows: int = 8, **changes: Any
+) -> dict[str, NodeMemory]:
+    """Nodes that hold parts of a step of the root `tmp_path / "root"`, whose ranks are 0 to 3."""
+    checkpoint = commit(tmp_path / "made", step, ranks=4, rows=rows).path
+    memories = {node: memory_of(tmp_path / "shm", tmp_path / "root", node) for node in parts}
+    for node, ranks in parts.items():
+        hold(memories[node], checkpoint, ranks, **changes)
+    return memories
+
+
+@contextlib.contextmanager
+def live_rank(memory: NodeMemory) -> Iterator[None]:
+    """While this lasts, a rank of the run lives."""
+    command = [sys.executable, "-c", _LIVE_RANK, str(memory.folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "open\n"
+        yield

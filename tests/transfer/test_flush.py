@@ -1,0 +1,448 @@
+"""What nodes hold in memory comes to disk: what they agree on, what is said where that cannot be, kills anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from ckptman.catalog import reader_lease, writer_lock
+from ckptman.catalog.backends.node_memory import NodeMemory
+from ckptman.catalog.catalog import Catalog
+from ckptman.catalog.prune import execute, plan_prune
+from ckptman.catalog.rollback import execute as roll_back
+from ckptman.catalog.rollback import plan_rollback
+from ckptman.catalog.writer_lock import claim
+from ckptman.errors import BusyError, CkptmanError, ConfigError, CorruptError, NotFoundError, RootError
+from ckptman.format.manifest import Nonfinite, read_manifest
+from ckptman.format.paths import step_folder
+from ckptman.io.durable_files import Disk
+from ckptman.policies.retention_rules import KeepLast
+from ckptman.transfer.flush import Flushed, flush
+from tests.faults.powercut import Flushes, survive, watched
+from tests.helpers.checkpoints import commit, flip_byte, steps_of
+from tests.helpers.faulty_disk import WHEN, Death, Fault, FaultyDisk, holds
+from tests.helpers.node_memory import hold, live_rank, memory_of, nodes_with
+
+FORK = get_context("fork")
+THREE = {"a": [0, 1, 3], "b": [0, 1, 2], "c": [2, 3]}
+"""Four ranks on three nodes, each part on two."""
+LARGE = 2_000_000
+"""Rows of which each part has more than one piece."""
+
+
+def on_all(
+    root: Path,
+    memories: Sequence[NodeMemory],
+    *,
+    nodes: int | None = None,
+    timeout_seconds: float = 20,
+    late: Sequence[str] = (),
+    act: Callable[[Sequence[BaseProcess]], object] = lambda children: None,
+) -> dict[str, Flushed | CkptmanError]:
+    """Flush on all nodes at the same time, a process each. `late`: nodes that begin later; `act`: meanwhile."""
+    pipes = {memory.node: FORK.Pipe(duplex=False) for memory in memories}
+
+    def work(memory: NodeMemory) -> None:
+        time.sleep(0.7 if memory.node in late else 0)
+        try:
+            result: Flushed | CkptmanError = flush(root, memory, nodes=nodes, timeout_seconds=timeout_seconds)
+        except CkptmanError as error:
+            result = error
+        pipes[memory.node][1].send(result)
+
+    children = [FORK.Process(target=work, args=(memory,)) for memory in memories]
+    for child in children:
+        child.start()
+    for _, writing in pipes.values():
+        writing.close()
+    act(children)
+    told = {}
+    for node, (reading, _) in pipes.items():
+        with contextlib.suppress(EOFError):  # it was killed
+            told[node] = reading.recv()
+    for child in children:
+        child.join()
+    return told
+
+
+def left_in(root: Path) -> list[str]:
+    """Names that are neither a checkpoint nor the run's own."""
+    return [path.name for path in sorted(root.iterdir()) if ".tmp-" in path.name or ".old-" in path.name]
+
+
+def test_each_node_brings_its_share_and_one_commits(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    commit(root, 100, sequence=7)
+    memories = nodes_with(tmp_path, 120, THREE, rows=LARGE, metrics={"loss": float("nan")}, nonfinite=Nonfinite())
+    told = on_all(root, list(memories.values()))
+    assert [each.step for each in told.values() if isinstance(each, Flushed)] == [120, 120, 120]
+    assert sorted(str(each.committed) for each in told.values()) == ["120", "None", "None"]  # type: ignore[union-attr]
+    assert {step: sequence for step, (sequence, _) in holds(root).items()} == {100: 7, 120: 8}
+    made, found = read_manifest(tmp_path / "made" / step_folder(120)), read_manifest(root / step_folder(120))
+    assert found.files == made.files
+    assert found.nonfinite == Nonfinite()
+    assert sum(each.files for each in told.values() if isinstance(each, Flushed)) >= len(made.files)
+    assert not left_in(root)
+    again = on_all(root, list(memories.values()))
+    assert {each.why for each in again.values()} == {"step 120 on disk is the same as in memory, or newer"}  # type: ignore[union-attr]
+    assert steps_of(Catalog(root).scan()) == [100, 120]
+
+
+def test_nodes_that_were_killed_between_commits_agree_on_the_newest(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    memories = nodes_with(tmp_path, 110, {"b": range(4)})
+    memories["a"] = memory_of(tmp_path / "shm", root, "a")
+    newer = commit(tmp_path / "made", 120, ranks=4).path
+    hold(memories["a"], newer, [0, 1])
+    hold(memories["b"], newer, [2, 3], manifest=False)
+    told = on_all(root, list(memories.values()), late=["a"])
+    assert {each.step for each in told.values()} == {120}  # type: ignore[union-attr]
+    assert set(holds(root)) == {120}
+
+
+@pytest.mark.parametrize("late", [[], ["a"], ["b"]])
+def test_what_nobody_has_all_of_does_not_keep_the_one_before_from_disk(tmp_path: Path, late: list[str]) -> None:
+    root = tmp_path / "root"
+    memories = nodes_with(tmp_path, 110, {"a": [0, 1, 2], "b": [2, 3]})
+    newer = commit(tmp_path / "made", 120, ranks=4).path
+    hold(memories["b"], newer, [0, 1])
+    told = on_all(root, list(memories.values()), nodes=2, late=late)
+    assert set(holds(root)) == {110}
+    whys = {each.why for each in told.values()}  # type: ignore[union-attr]
+    last = "step 110 is on disk, from the memory of 2 nodes"
+    # Node a, which has nothing of it, may see that b has gone.
+    assert whys - {last} == {f"{last}; step 120, which is newer, was not complete"}
+
+
+def test_a_save_that_never_ended_keeps_nobody_waiting_once_all_are_there(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    memories = nodes_with(tmp_path, 110, {"a": range(4), "b": range(4)})
+    newer = commit(tmp_path / "made", 120, ranks=4).path
+    for memory in memories.values():
+        hold(memory, newer, [0, 1], manifest=False)
+    begun = time.monotonic()
+    told = on_all(root, list(memories.values()), nodes=2, timeout_seconds=100)
+    assert {each.step for each in told.values()} == {110}  # type: ignore[union-attr]
+    assert time.monotonic() - begun < 30
+    only = flush(root, memories["a"], timeout_seconds=0.3)
+    assert only.why == "step 110 on disk is the same as in memory, or newer"
+
+
+def test_what_is_missing_is_said_and_what_the_run_goes_on_from(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    memories = nodes_with(tmp_path, 120, {"a": [0, 1], "b": [1, 3]})
+    told = on_all(root, list(memories.values()), nodes=2)
+    for error in told.values():
+        assert isinstance(error, NotFoundError)
+        assert str(error) == (
+            "step 120 in memory is not complete: 1 of its parts are on no node that is left (__2_0.distcp). The run "
+            "goes on from its start, as there is nothing on disk"
+        )
+    commit(root, 100)
+    with pytest.raises(NotFoundError, match=r"goes on from step 100, the newest on disk$"):
+        flush(root, memories["a"], timeout_seconds=0.3)
+    assert set(holds(root)) == {100}
+    assert not left_in(root)
+
+
+def test_a_node_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    memories = nodes_with(tmp_path, 120, {"a": [0, 1], "b": [2, 3]})
+    told = on_all(tmp_path / "root", list(memories.values()), late=["b"])
+    assert {each.step for each in told.values()} == {120}  # type: ignore[union-attr]
+
+
+def test_a_part_whose_bytes_changed_comes_from_another_node(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    memories = nodes_with(tmp_path, 120, {"a": range(4), "b": range(4)}, rows=LARGE)
+    for node, rank in (("a", 0), ("a", 2), ("b", 1), ("b", 3)):
+        flip_byte(memories[node].path_of(120) / f"__{rank}_0.distcp")
+    flip_byte(memories["a"].path_of(120) / "index.json")
+    told = on_all(root, list(memories.values()))
+    assert {each.step for each in told.values()} == {120}  # type: ignore[union-attr]
+    assert set(holds(root)) == {120}
+
+
+def test_bytes_that_changed_on_all_nodes_never_get_to_disk(tmp_path: Path) -> None:
+    memories = nodes_with(tmp_path, 120, {"a": range(4)})
+    flip_byte(memories["a"].path_of(120) / "__2_0.distcp")
+    with pytest.raises(CorruptError, match=r"step 120 in memory is not complete: .*__2_0\.distcp has other bytes"):
+        flush(tmp_path / "root", memories["a"], nodes=1)
+    assert not holds(tmp_path / "root")
+
+
+@pytest.mark.parametrize("what", ["shorter", "link", "folder", "gone"])
+def test_what_is_no_file_of_its_size_is_not_brought(tmp_path: Path, what: str) -> None:
+    memories = nodes_with(tmp_path, 120, {"a": range(4)})
+    path = memories["a"].path_of(120) / "__2_0.distcp"
+    data = path.read_bytes()
+    path.unlink()
+    if what == "shorter":
+        path.write_bytes(data[:-1])
+    elif what == "link":
+        (tmp_path / "elsewhere").write_bytes(data)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif what == "folder":
+        path.mkdir()
+    with pytest.raises(NotFoundError, match=r"__2_0\.distcp"):
+        flush(tmp_path / "root", memories["a"], nodes=1)
+    assert not holds(tmp_path / "root")
+
+
+def test_the_newer_attempt_is_newer_at_whatever_step(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    commit(root, 300)
+    commit(root, 120)
+    memories = nodes_with(tmp_path, 120, {"a": range(4)}, attempt=2)
+    assert flush(root, memories["a"]).committed == 120
+    entries = Catalog(root).scan()
+    assert [(each.step, each.sequence, each.require_manifest().attempt) for each in entries] == [
+        (300, 1, 1),
+        (120, 3, 2),
+    ]
+    assert not left_in(root)
+
+
+def test_what_is_on_disk_already_or_was_rolled_back_is_left_where_it_is(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    memories = nodes_with(tmp_path, 120, {"a": range(4)})
+    commit(root, 130)
+    assert flush(root, memories["a"]) == Flushed(130, "step 130 on disk is the same as in memory, or newer")
+    commit(root, 90)
+    hold(memories["a"], commit(tmp_path / "made", 140, ranks=4).path, range(4))
+    roll_back(root, lambda: plan_rollback(root, 130), why="", by="", time_seconds=time.time(), job_id=None)
+    assert flush(root, memories["a"]) == Flushed(130, "what is in memory is older than the last rollback")
+    assert set(holds(root)) == {130}
+
+
+def test_nothing_in_memory_is_no_error(tmp_path: Path) -> None:
+    commit(tmp_path / "root", 90)
+    nothing = NodeMemory(tmp_path / "shm", "0" * 32, "a")
+    assert flush(tmp_path / "root", nothing) == Flushed(90, "a holds nothing of it in memory")
+    with pytest.raises(NotFoundError, match="no checkpoint root"):
+        flush(tmp_path / "nowhere", nothing)
+
+
+def test_only_a_save_that_never_ended(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path / "shm", tmp_path / "root", "a")
+    hold(memory, commit(tmp_path / "made", 120, ranks=4).path, range(4), manifest=False)
+    assert flush(tmp_path / "root", memory, nodes=1).why == "what is in memory was not complete when the run ended"
+
+
+def test_a_run_that_is_alive_is_left_alone(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    memories = nodes_with(tmp_path, 120, {"a": range(4)})
+    with live_rank(memories["a"]), pytest.raises(BusyError, match="is being written to by another run"):
+        flush(root, memories["a"])
+    other = claim(root, "next attempt", None)
+    try:
+        with pytest.raises(BusyError):
+            flush(root, memories["a"], timeout_seconds=0.3)
+    finally:
+        other.release()
+    assert not holds(root)
+    assert flush(root, memories["a"]).committed == 120
+
+
+def test_others_may_not_have_made_what_is_in_memory(tmp_path: Path) -> None:
+    memories = nodes_with(tmp_path, 120, {"a": range(4)})
+    memories["a"].folder.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write to it"):
+        flush(tmp_path / "root", memories["a"])
+
+
+def test_a_full_disk_is_told_and_the_next_flush_ends_it(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    memories = nodes_with(tmp_path, 120, {"a": range(4)}, rows=LARGE)
+
+    class FullDisk(Disk):
+        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(RootError, match=r"No space left on device: make room.* flush again") as caught:
+        flush(root, memories["a"], disk=FullDisk())
+    assert caught.value.exit_code == 10
+    assert not holds(root)
+    assert flush(root, memories["a"]).committed == 120
+
+
+class PruningDisk(Disk):
+    """Prunes the root at each operation, as somebody else might."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.is_pruning = root, False
+
+    def prune(self) -> None:
+        if not self.is_pruning and self.root.is_dir():
+            self.is_pruning = True
+            execute(self.root, plan_prune(self.root, KeepLast(1), wait=False), "cli0badf00d")
+            self.is_pruning = False
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.prune()
+        Disk.rename(self, source, target)
+        self.prune()
+
+    def sync_folder(self, path: Path) -> None:
+        self.prune()
+        Disk.sync_folder(self, path)
+
+
+def test_a_prune_takes_nothing_from_a_flush_that_is_alive_and_clears_what_a_dead_one_left(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    memories = nodes_with(tmp_path, 120, {"a": range(4)})
+    assert flush(root, memories["a"], disk=PruningDisk(root)).committed == 120
+    hold(memories["a"], commit(tmp_path / "made", 130, ranks=4).path, range(4))
+    dies(root, memories["a"], Fault(20))
+    assert left_in(root)
+    execute(root, plan_prune(root, None), "cli0badf00d")
+    assert not left_in(root)
+    assert flush(root, memories["a"]).committed == 130
+
+
+def dies(root: Path, memory: NodeMemory, fault: Fault) -> bool:
+    """Flush in a process that dies at an operation of its disk. Whether that was reached."""
+
+    def work() -> None:
+        disk = FaultyDisk(fault)
+        with contextlib.suppress(Death):
+            flush(root, memory, disk=disk)
+        os._exit(9 if disk.struck else 0)
+
+    child = FORK.Process(target=work)
+    child.start()
+    child.join()
+    return child.exitcode == 9
+
+
+@pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_flush_that_dies_anywhere_leaves_nothing_that_counts_and_the_next_ends_it(
+    tmp_path: Path, thorough: bool
+) -> None:
+    root = tmp_path / "root"
+    commit(root, 100)
+    memories = nodes_with(tmp_path, 120, {"a": range(4)})
+    died = 0
+    for number in range(1000):
+        for when in WHEN if thorough else [WHEN[number % 3]]:
+            fresh = tmp_path / f"{number}-{when}"
+            subprocess.run(["cp", "-a", str(root), str(fresh)], check=True)
+            if not dies(fresh, memories["a"], Fault(number, when)):
+                assert died > (150 if thorough else 50)
+                return
+            died += 1
+            before = holds(fresh)
+            assert set(before) - {120} == {100}
+            # Another process of the same node takes it up, or finds it done.
+            assert flush(fresh, memories["a"]).step == 120
+            assert holds(fresh)[120][0] == 2
+            execute(fresh, plan_prune(fresh, None), "cli0badf00d")
+            assert not left_in(fresh)
+
+
+@pytest.mark.slow
+def test_what_was_begun_again_and_finished_outlives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (writer_lock, reader_lease):  # whoever died in this process is dead, although its pid is alive
+        monkeypatch.setattr(module, "process_lives", lambda claimant: False)
+    monkeypatch.setattr(writer_lock, "PATIENCE_SECONDS", 0)
+    memory = nodes_with(tmp_path, 120, {"a": range(4)})["a"]
+    commit(tmp_path / "root", 100)
+    before, struck = holds(tmp_path / "root"), 0
+    for number in range(1000):
+        world, flushed = tmp_path / f"world-{number}", tmp_path / f"flushed-{number}"
+        shutil.copytree(tmp_path / "root", world / "root")
+        disk = FaultyDisk(Fault(number))
+        with watched(Flushes(world, flushed)):
+            with contextlib.suppress(Death):
+                flush(world / "root", memory, disk=disk)
+            assert flush(world / "root", memory).step == 120
+        left = survive(world, flushed, tmp_path / f"left-{number}", "everything", random.Random(number))
+        found = holds(left / "root")
+        assert found.items() > before.items()
+        assert found[120][0] == 2
+        struck += disk.struck
+        if not disk.struck:
+            break
+    assert struck > 50
+
+
+def test_the_others_go_on_without_one_that_is_killed(tmp_path: Path) -> None:
+    """With each part on two nodes, any one of the three may go at any moment."""
+    memories = nodes_with(tmp_path, 120, THREE, rows=LARGE)
+    chance = random.Random(25)
+    for number in range(12):
+        root = tmp_path / f"root-{number}"
+        subprocess.run(["cp", "-a", str(tmp_path / "root"), str(root)], check=True)
+        commit(root, 100)
+
+        def kill_one(children: Sequence[BaseProcess]) -> None:
+            time.sleep(chance.uniform(0, 0.35))
+            one = chance.choice(children)
+            assert one.pid is not None
+            os.kill(one.pid, signal.SIGKILL)
+
+        told = on_all(root, list(memories.values()), act=kill_one)
+        assert {each.step for each in told.values()} <= {120}  # type: ignore[union-attr]
+        assert len(told) >= 2
+        assert {step: sequence for step, (sequence, _) in holds(root).items()} == {100: 1, 120: 2}
+        execute(root, plan_prune(root, None), "cli0badf00d")
+        assert not left_in(root)
+
+
+def test_all_of_them_are_killed_and_begin_again(tmp_path: Path) -> None:
+    memories = nodes_with(tmp_path, 120, {"a": [0, 1], "b": [2, 3]}, rows=LARGE)
+    chance = random.Random(52)
+    for number in range(8):
+        root = tmp_path / f"root-{number}"
+        subprocess.run(["cp", "-a", str(tmp_path / "root"), str(root)], check=True)
+
+        def kill_all(children: Sequence[BaseProcess]) -> None:
+            time.sleep(chance.uniform(0, 0.35))
+            for child in children:
+                child.kill()
+
+        on_all(root, list(memories.values()), act=kill_all)
+        assert set(holds(root)) <= {120}
+        told = on_all(root, list(memories.values()))
+        assert {each.step for each in told.values()} == {120}  # type: ignore[union-attr]
+        assert {step: sequence for step, (sequence, _) in holds(root).items()} == {120: 1}
+
+
+def test_a_process_that_stands_still_does_not_keep_the_others(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    memories = nodes_with(tmp_path, 120, {"a": range(4), "b": range(4)}, rows=LARGE)
+
+    class StandingDisk(Disk):
+        stood = False
+
+        def rename(self, source: Path, target: Path) -> None:
+            if target.name.startswith("__") and not self.stood:
+                self.stood = True
+                os.kill(os.getpid(), signal.SIGSTOP)
+            Disk.rename(self, source, target)
+
+    child = FORK.Process(target=lambda: flush(root, memories["b"], disk=StandingDisk()))
+    child.start()
+    assert child.pid is not None
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+    try:
+        assert flush(root, memories["a"], timeout_seconds=8).committed == 120
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+        child.join()
+    assert child.exitcode == 0
+    assert set(holds(root)) == {120}
+    assert not left_in(root)
