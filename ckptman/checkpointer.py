@@ -37,7 +37,7 @@ from ckptman.saving.saver import Preflight, Saver
 from ckptman.saving.writer import SaveReport
 from ckptman.session.arguments import check_arguments, step_number
 from ckptman.session.restorer import Restorer
-from ckptman.session.run_memory import RunMemory
+from ckptman.session.run_memory import RunMemory, age_on_disk, newest_on_disk
 from ckptman.session.run_session import RunSession
 from ckptman.session.step_consensus import Agreed, StepConsensus
 from ckptman.session.timings import Timings, process_started
@@ -298,6 +298,8 @@ class Checkpointer:
             self.wait()  # for a save that is still being written: it may be what is to be loaded
         except CommitError as error:
             warn(str(error))
+        if self._memory is not None:
+            self._memory.saves.wait()
         prefer_finite = self._nonfinite != "ignore"
         beat = partial(self._watchdog.beat, "restore", 0)
         beat()
@@ -318,9 +320,10 @@ class Checkpointer:
         self._held.close()
         self._held = restorer.held
         self._saver.retention.damaged = restorer.damaged
-        if self._memory is not None:
-            self._memory.start(found if restorer.from_memory else None)
-        self._timings.start(found or 0, restored=found is not None)
+        on_disk = age_on_disk(self._session, restorer.on_disk) if restorer.from_memory else None
+        self._timings.start(found or 0, found is not None, on_disk)
+        if found and on_disk is not None and on_disk[0] != found:
+            self._last = self._record(found, None)  # not on disk yet: the end of the run saves it
         if not allow_suspect:
             with failing_as_one():
                 self._control.run_on_leader(self._session.refuse_in_vain)
@@ -493,6 +496,8 @@ class Checkpointer:
             again = next(filter(None, self._control.gather(again)), None)
             self._end_running_save()
             self._save_the_end((agreed.stop if agreed is not None else None) or again)
+        elif not self._stepped:
+            self._save_the_end(self._stop)  # what was restored, where it is in memory alone
         self.wait()
         self._closed = True
         try:
@@ -512,9 +517,10 @@ class Checkpointer:
         self._saver.close(tidy=True)
         self._hooks.close()
         # Nobody leaves before the outcome is on disk: a launcher may kill the others when the first one exits.
+        newest = self._control.run_on_leader(partial(newest_on_disk, self._backend)) if self._memory else (0, 0)
         self._control.gather(None)
         if self._memory is not None:
-            self._memory.close(clear=True)
+            self._memory.close_if_newer(newest)
         self._watchdog.close()
         self._session.release()
         self._control.close()
@@ -659,7 +665,7 @@ class Checkpointer:
         if not found.fits:
             self.wait()
             if self._memory is not None:
-                self._memory.saves.forget()
+                self._memory.saves.wait()
             self._saver.plan(self._control, found.snapshot)
             if self._memory is not None:
                 self._memory.plan(self._control, self._saver)

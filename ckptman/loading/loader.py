@@ -69,7 +69,9 @@ def load(
         before.enter_context(as_before_on_error(state.values()))
         skipped = _match_on_all(channel, fit, folder, accepted, strict)
         if bring is not None:
-            bring({each.chunk.file for each in fills_for_all(saved, fit.targets)})
+            with _corrupt_on_all(folder):
+                files = channel.run_on_all(lambda: {each.chunk.file for each in fills_for_all(saved, fit.targets)})
+            bring(files[channel.rank])
         with _corrupt_on_all(folder):  # the copies may be too much for the memory of one rank
             channel.run_on_all(
                 lambda: [before.enter_context(each.filled_or_as_before()) for each in trainables.values()]

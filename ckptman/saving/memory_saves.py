@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.catalog.backends.node_memory import NodeMemory
+from ckptman.catalog.catalog import Entry
 from ckptman.comm.control_group import Channel, RankFailed
 from ckptman.comm.peers import Place, losable_nodes, receivers
-from ckptman.errors import RankLostError
+from ckptman.errors import CkptmanError, RankLostError
 from ckptman.format.manifest import FileRecord, Manifest, Nonfinite, parse_manifest
 from ckptman.format.paths import new_nonce, values_name
 from ckptman.io.durable_files import DISK
@@ -37,6 +38,8 @@ from ckptman.state.file_layout import Image
 
 _TRIES = 3
 """After so many saves in a row that failed nothing is saved to memory any more."""
+_ROOM_BYTES = 64 * 1024 * 1024
+"""What is left free in the folder for others, such as the workers of loaders."""
 RETRY_SECONDS = 10.0
 """How long after one that failed the next one is tried."""
 SLOTS = 3
@@ -65,12 +68,14 @@ class MemorySaves:
         in_memory: bool = True,
     ) -> None:
         self._in_memory = in_memory
-        self.tier, self.node, self._places, self._channel, self._stager = tier, node, places, channel, stager
+        self.tier, self.node, self._places, self._stager = tier, node, places, stager
+        self.channel = channel
         self._is_first = [place.node for place in places].index(places[channel.rank].node) == channel.rank
         self._neighbours = [rank for rank, place in enumerate(places) if place.node == places[channel.rank].node]
         self._receivers = receivers(places, tier.copies)
-        self._exchange = PartExchange(channel, node.slots, self._receivers, DISK)
-        self._writer = _MemoryWriter(node, self._is_first, nonfinite)
+        self._exchange = PartExchange(channel, node.slots, self._receivers, DISK, durable=not in_memory)
+        # What is not finite is for the save to disk to refuse.
+        self._writer = _MemoryWriter(node, self._is_first, "keep" if nonfinite == "refuse" else nonfinite)
         self._worker = Worker("ckptman-memory")
         self._running: Task[SaveReport] | None = None
         self._staging: Slot | None = None
@@ -111,31 +116,45 @@ class MemorySaves:
             return
         self.forget()
         sizes = control.gather(slot_bytes)
-        taken = control.gather(SLOTS * slot_bytes + self._exchange.needs_bytes(sizes))
-        needed = sum(taken[rank] for rank in self._neighbours)
-        held = self.node.size_bytes  # of slots that were made already, and of the checkpoint that the run went on from
-        most = self.tier.max_bytes
-        left = available_bytes() + held - RESERVE_BYTES * len(self._neighbours) if self._in_memory else needed
-        room = _room_of(self.node.base) + held
-        would = f"checkpoints there take {_gib(needed)} on {self.node.node}"
-        trouble = ""
-        if most is not None and needed > most:
-            trouble = f"{would}, and max_bytes allows {_gib(most)}"
-        elif needed > left:
-            trouble = f"{would}, and {_gib(max(0, left))} are left there. Ask for more memory (sbatch --mem)"
-        elif needed > room:
-            trouble = f"{would}, and {self.node.base} has room for {_gib(room)}: make it larger, or name another path"
+        mine = SLOTS * slot_bytes + self._exchange.needs_bytes(sizes), self._stager.held_bytes
+        taken = control.gather(mine)
+        needed, held = (sum(each) for each in zip(*(taken[rank] for rank in self._neighbours)))
+        try:
+            trouble = self._too_much(needed, held)
+            self._worker.start()
+            if not trouble and self._in_memory:
+                self._stager.make_slots(2)  # one that counts, and one that is free for the next
+        except Exception as error:  # noqa: BLE001 whatever it is, all ranks do without then
+            trouble = f"{type(error).__name__}: {error}"
         if said := next(filter(None, control.gather(trouble)), ""):
             self.turn_off(said)
+
+    def _too_much(self, needed: int, held: int) -> str:
+        """Return why there is no room for so many bytes on this node, of which slots hold some already; "": there is.
+        The checkpoint that the run went on from lies beside them until the next one counts. Raises: OSError."""
+        would = f"checkpoints there take {_gib(needed)} on {self.node.node}"
+        most, found = self.tier.max_bytes, os.statvfs(self.node.base)
+        left = available_bytes() + held - RESERVE_BYTES * len(self._neighbours) if self._in_memory else needed
+        room = found.f_bavail * found.f_frsize + held - _ROOM_BYTES
+        if most is not None and needed > most:
+            return f"{would}, and max_bytes allows {_gib(most)}"
+        if needed > left:
+            return f"{would}, and {_gib(max(0, left))} are left there. Ask for more memory (sbatch --mem)"
+        if needed > room:
+            room_text = _gib(max(0, room))
+            return f"{would}, and {self.node.base} has room for {room_text}: make it larger, or name another path"
+        return ""
 
     def begin(self, content: Content | Exception, info: SaveInfo, begun: float, stall_seconds: float) -> None:
         """Make what is staged a checkpoint, behind the training. Every rank calls it; `is_ready` was so on one."""
         self.wait()
+        self.poll()
+        slot = None
         if isinstance(content, Content):
             assert isinstance(content.tensors, Staged)
-            self._staging = content.tensors.slot
+            self._staging = slot = content.tensors.slot
             content = replace(content, watch=None)
-        work = partial(self._save, content, info, begun, stall_seconds)
+        work = partial(self._save, content, slot, info, begun, stall_seconds)
         try:
             self._running = self._worker.submit(work)
         except RuntimeError:
@@ -155,6 +174,8 @@ class MemorySaves:
         try:
             return task.result(), ""
         except Exception as error:  # noqa: BLE001 whatever it is, the disk has what counts
+            if isinstance(error, RankFailed) and isinstance(error.failure.error, _SpoiltError):
+                return None, str(error.failure.error)
             self._failures += 1
             self._again_at = time.monotonic() + RETRY_SECONDS
             why = f"{type(error).__name__}: {error}"
@@ -168,12 +189,12 @@ class MemorySaves:
         """Save nothing to memory any more."""
         self.off = self.off or why
         self._stager.new_file = lambda: None
-        self._stager.slots = min(self._stager.slots, SLOTS - 1)
 
     def forget(self) -> None:
-        """Let the slots go in which the checkpoint that counts is: it keeps what is in them."""
+        """Let go of slots that were given up. The checkpoint that counts keeps what is in them."""
         self.wait()
         self._committed = self._staging = None
+        self._exchange.forget()
 
     def keep_only(self, step: int | None) -> None:
         """Remove all that this node holds but the checkpoint of `step`. The first rank of a node does."""
@@ -196,9 +217,11 @@ class MemorySaves:
 
     # ---- one save ----------------------------------------------------------------------------------------------
 
-    def _save(self, content: Content | Exception, info: SaveInfo, begun: float, stall_seconds: float) -> SaveReport:
-        channel, folder, slot = self._channel, self.node.path_of(info.step), self._staging
-        draft = _MemoryDraft(folder, info)
+    def _save(
+        self, content: Content | Exception, slot: Slot | None, info: SaveInfo, begun: float, stall_seconds: float
+    ) -> SaveReport:
+        channel, folder = self.channel, self.node.path_of(info.step)
+        draft = _MemoryDraft(folder, info, self._manifest)
         try:
             self._writer.save(channel, draft, content)
             manifest = parse_manifest(folder, self._share(folder, draft.data))
@@ -213,11 +236,14 @@ class MemorySaves:
             self._exchange.keep_only(self._manifest.step if self._manifest is not None else None)
             self._stager.freed()
             raise
-        with contextlib.suppress(OSError):
-            self.keep_only(info.step)
-        channel.gather(None)  # nobody stages in a slot that is part of a checkpoint
-        self._manifest, self._staging = manifest, None
-        self._committed = slot if self._in_memory else None
+        try:
+            with contextlib.suppress(OSError):
+                self.keep_only(info.step)
+            channel.gather(None)  # nobody stages in a slot that is part of a checkpoint
+        finally:
+            # In this order: what is in neither is free.
+            self._committed, self._manifest = slot if self._in_memory else None, manifest
+            self._staging = None
         self._exchange.keep_only(info.step)
         self._failures = 0
         self._stager.freed()
@@ -226,7 +252,7 @@ class MemorySaves:
     def _share(self, folder: Path, manifest: bytes) -> bytes:
         """Have on each node what belongs to no rank's part. Returns the manifest."""
 
-        own = values_name(self._channel.rank)
+        own = values_name(self.channel.rank)
 
         def values() -> dict[str, bytes]:
             with contextlib.suppress(FileNotFoundError):
@@ -245,7 +271,7 @@ class MemorySaves:
                 if is_shared(name)
             }
 
-        manifest, shared = self._channel.gather_on_leader(values, combine)
+        manifest, shared = self.channel.gather_on_leader(values, combine)
 
         def take() -> None:
             for name, data in shared.items() if self._is_first else ():
@@ -256,7 +282,7 @@ class MemorySaves:
                 elif self._manifest is not None:
                     DISK.link(self.node.path_of(self._manifest.step) / name, folder / name)
 
-        self._channel.run_on_all(take)
+        self.channel.run_on_all(take)
         return manifest
 
     def _give_way(self, seconds: float) -> None:
@@ -275,8 +301,9 @@ def is_shared(name: str) -> bool:
 class _MemoryDraft(Draft):
     """A checkpoint in memory that does not count yet: its folder is made by each node, and its manifest is kept."""
 
-    def __init__(self, final: Path, info: SaveInfo) -> None:
+    def __init__(self, final: Path, info: SaveInfo, before: Manifest | None) -> None:
         super().__init__(final, info, overwrite=True)
+        self._before = before
         self.data = b""
         """The bytes of its manifest."""
 
@@ -285,10 +312,21 @@ class _MemoryDraft(Draft):
         return self._folder
 
     def commit(self, files: dict[str, FileRecord], world_size: int, nonfinite: Nonfinite | None = None) -> None:
-        self.data = self._manifest(files, world_size, nonfinite).to_json()
+        manifest = self._manifest(files, world_size, nonfinite)
+        if (spoilt := _spoilt(manifest)) and self._before is not None and not _spoilt(self._before):
+            raise _SpoiltError(f"NaN or infinity in {spoilt}: the one before stays in memory")
+        self.data = manifest.to_json()
 
     def abandon(self) -> None:
         """Do nothing: each node removes its own."""
+
+
+class _SpoiltError(CkptmanError):
+    """What is not finite does not take the place of what is."""
+
+
+def _spoilt(manifest: Manifest) -> str:
+    return Entry(manifest.step, Path(), manifest).spoilt
 
 
 class _MemoryWriter(CheckpointWriter):
@@ -320,11 +358,6 @@ class _MemoryWriter(CheckpointWriter):
         if shared is not None and (found := self._process.digest(path, shared, scan)) is not None:
             return found
         return Written.of(write_all(InPlace(), image, computing_threads(io_threads()), scan), image.size_bytes, None)
-
-
-def _room_of(base: Path) -> int:
-    found = os.statvfs(base)
-    return found.f_bavail * found.f_frsize
 
 
 def _gib(size_bytes: int) -> str:

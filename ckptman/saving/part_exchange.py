@@ -35,7 +35,7 @@ class _Kept:
         self.path = folder / f"peer-{new_nonce()}"
         self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         if size_bytes:
-            memory, _ = shared_memory(size_bytes, self.path)
+            memory, self.fd = shared_memory(size_bytes, self.path)
             self.data = torch.frombuffer(memory, dtype=torch.uint8)
         self.digests = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.step: int | None = None
@@ -65,9 +65,13 @@ class PartExchange:
     Args:
         slots: folder of this node in memory.
         receivers: for each rank those that keep a copy of its part.
+        durable: flush what is received, which goes to a disk.
     """
 
-    def __init__(self, channel: Channel, slots: Path, receivers: Sequence[Sequence[int]], disk: Disk) -> None:
+    def __init__(
+        self, channel: Channel, slots: Path, receivers: Sequence[Sequence[int]], disk: Disk, *, durable: bool = False
+    ) -> None:
+        self._durable = durable
         self._channel, self._slots, self._disk = channel, slots, disk
         self._to = tuple(receivers[channel.rank])
         self._from = tuple(rank for rank, peers in enumerate(receivers) if channel.rank in peers)
@@ -140,6 +144,8 @@ class PartExchange:
         for rank, file in kept.items():
             if parts.sizes[rank]:
                 self._disk.write_file(folder / blocks_name(rank), file.digests.numpy().tobytes())
+                if self._durable:
+                    self._disk.sync_file(file.fd)
                 self._disk.link(file.path, folder / data_name(rank))
 
     def keep_only(self, step: int | None) -> None:
@@ -147,6 +153,10 @@ class PartExchange:
         for file in self._files:
             if file.step != step:
                 file.step = None
+
+    def forget(self) -> None:
+        """Let go of slots that were given up."""
+        self._slots_mapped = {}
 
     def close(self) -> None:
         """Give up the memory. Its names are gone with the folder, or are part of a checkpoint."""

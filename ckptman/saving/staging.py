@@ -48,6 +48,7 @@ class Slot:
     """
 
     def __init__(self, file: RankFile, kinds: Sequence[Kind], path: Path | None = None) -> None:
+        self.kinds = kinds
         self._bytes, self.fd = _allocate(file.end, path)
         self.path = path if path is not None and path.exists() else None
         self.memory = view_of(self._bytes)
@@ -276,7 +277,17 @@ class Stager:
 
     def has_free_slot(self) -> bool:
         """Return whether a copy can be made now, or soon, without waiting for what is written from another slot."""
-        return len(self._slots) < self.slots or any(self._is_free(slot) for slot in self._reclaimed())
+        if any(self._is_free(slot) for slot in self._reclaimed()):
+            return True
+        return len(self._slots) < self.slots and self._file is not None and self._has_room(self._file)
+
+    def make_slots(self, count: int) -> None:
+        """Have as many slots as that, now. Raises: MemoryError, RuntimeError, OSError."""
+        if self._making is not None:
+            self._making.wait()
+        while self._slots and len(self._slots) < count and self._file is not None:
+            slot = _begin(Slot, self._file, self._slots[0].kinds, self.new_file()).result()
+            self._slots.append(slot)
 
     def freed(self) -> None:
         """Let who waits for a slot look again: one is no longer kept."""

@@ -48,8 +48,10 @@ class MemoryRestore:
         def prepare() -> None:
             if not self._is_first:
                 return
-            folder.mkdir(0o700, exist_ok=True)
-            if not (folder / MANIFEST).exists():
+            # One of another attempt may be there, of a node that comes back.
+            if not (folder / MANIFEST).exists() or (folder / MANIFEST).read_bytes() != found.data:
+                if self._mine not in {node for nodes in found.holders.values() for node in nodes}:
+                    self._node.begin(found.manifest.step)
                 self._node.commit(found.manifest.step, found.data)
 
         self._control.run_on_all(prepare)
@@ -74,6 +76,14 @@ class MemoryRestore:
                 raise error[0]
 
         self._control.run_on_all(tell)
+        folder = self.folder_of(found)
+
+        def name() -> None:
+            for transfers in rounds if self._is_first else ():
+                if (taken := transfers.get(self._mine)) is not None:
+                    self._node.disk.rename(folder / f"{taken[1]}.part", folder / taken[1])
+
+        self._control.run_on_all(name)
 
     def _check_room(self, found: InMemory, rounds: Sequence[Mapping[str, tuple[str, str]]]) -> None:
         size = sum(
@@ -117,11 +127,6 @@ class MemoryRestore:
                 {to: sent[begin:end]} if begin < len(sent) else {},
                 {source: received[begin:end]} if begin < len(received) else {},
             )()
-        if takes is not None and not error:
-            try:
-                self._node.disk.rename(folder / f"{takes[1]}.part", folder / takes[1])
-            except OSError as failed:
-                error.append(failed)
 
 
 def _rounds(found: InMemory, needed: Mapping[str, Collection[str]]) -> Iterator[dict[str, tuple[str, str]]]:

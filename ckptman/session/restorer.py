@@ -21,9 +21,7 @@ from ckptman.comm.control_group import Channel, RankFailed, failing_as_one
 from ckptman.errors import (
     CkptmanError,
     CorruptError,
-    MismatchError,
     NotFoundError,
-    RankLostError,
     RootError,
     SuspectError,
     plain,
@@ -90,6 +88,8 @@ class Restorer:
         self._in_memory: list[InMemory] | None = None
         self.from_memory = False
         """Whether what was loaded is in memory."""
+        self.on_disk: Entry | None = None
+        """Of what was on disk beside it the newest."""
         self._control, self._place, self._attempt, self._beat = control, place, attempt, beat
         self.damaged: set[int] = set()
         """Commit sequences of the checkpoints that were skipped although they look complete."""
@@ -100,9 +100,13 @@ class Restorer:
         """Load the newest good checkpoint of the root, or that of `step`, and return its step; None: there is none."""
         begun = time.monotonic()
         refused: list[str] = []
-        left = list(self._control.run_on_leader(lambda: self._candidates_beside_memory(step, allow_suspect)))
-        if (found := self._best_in_memory(state, step, left, allow_suspect)) is not None:
+        self._looked()
+        entries, trouble = self._control.run_on_leader(lambda: self._candidates_beside_memory(step, allow_suspect))
+        left = list(entries)
+        if (found := self._best_in_memory(state, step, left, allow_suspect, refused)) is not None:
             return found
+        if trouble is not None:
+            raise trouble
         looks = 1
         before: Entry | None = None
         unreachable: CkptmanError | None = None
@@ -158,16 +162,22 @@ class Restorer:
             self._in_memory = self._memory.look() if self._memory is not None else []
         return self._in_memory
 
-    def _candidates_beside_memory(self, step: int | None, allow_suspect: bool) -> list[Entry]:
+    def _candidates_beside_memory(
+        self, step: int | None, allow_suspect: bool
+    ) -> tuple[list[Entry], CkptmanError | None]:
+        """Return what is on disk to try, and what is to be raised where nothing in memory will do."""
         try:
-            return self._candidates(step, allow_suspect)
-        except NotFoundError:
-            if any(each.manifest.step == step for each in self._in_memory or ()):
-                return []
-            raise
+            return self._candidates(step, allow_suspect), None
+        except (NotFoundError, CorruptError) as error:
+            if not self._in_memory:
+                raise
+            return [], error
 
-    def _best_in_memory(self, state: State, step: int | None, left: list[Entry], allow_suspect: bool) -> int | None:
-        """Load what is in memory where that is newer than what is on disk, or the same, and say why where it is not."""
+    def _best_in_memory(
+        self, state: State, step: int | None, left: list[Entry], allow_suspect: bool, refused: list[str]
+    ) -> int | None:
+        """Load what is in memory where that is newer than what is on disk, or the same, and say why where it is not.
+        `refused`: gets what could not be loaded, over which nothing is started afresh."""
         if self._memory is None or not (found := self._looked()):
             return None
         begun = time.monotonic()
@@ -181,14 +191,11 @@ class Restorer:
                     folder, memory = self._memory.folder_of(each), self._memory
                     with failing_as_one():
                         skipped = load(self._control, state, folder, self._accepted, bring=partial(memory.bring, each))
-                except MismatchError:
-                    raise
-                except (CkptmanError, RankFailed) as error:
-                    if isinstance(error, RankLostError):
-                        raise
+                except (CorruptError, NotFoundError, RankFailed) as error:
                     why = f"it cannot be loaded: {error}"
+                    refused.append(f"step {each.manifest.step} in memory: {error}")
                 else:
-                    self.from_memory = True
+                    self.from_memory, self.on_disk = True, left[0] if left else None
                     seconds = time.monotonic() - begun
                     self._note_restored(each.manifest.step, folder, seconds, skipped, _why_memory(each, left))
                     return each.manifest.step
@@ -203,8 +210,7 @@ class Restorer:
         manifest = found.manifest
         if step is not None and manifest.step != step:
             return ""
-        disk = max(((each.require_manifest().attempt, each.step) for each in left), default=(0, -1))
-        if found.order < disk:
+        if left and found.order < (left[0].require_manifest().attempt, left[0].step):
             return ""
         if missing := found.missing:
             lost = sorted({name for name in missing if name.startswith("__")}) or missing
@@ -212,7 +218,8 @@ class Restorer:
         for rollback in standing(self._place.rollbacks()):
             if rollback.time_seconds > manifest.time_seconds:
                 return f"it is older than the rollback to step {rollback.to_step}"
-        if self._prefer_finite and (spoilt := Entry(manifest.step, self._place.root, manifest).spoilt):
+        spoilt = Entry(manifest.step, self._place.root, manifest).spoilt
+        if self._prefer_finite and spoilt and any(not each.spoilt for each in left):
             return f"NaN or infinity in {spoilt}"
         suspects = {} if allow_suspect else self._attempt.suspects()
         return suspects.get(manifest.step)
@@ -361,7 +368,7 @@ class Restorer:
 
 
 def _why_memory(found: InMemory, left: list[Entry]) -> str:
-    newest = max(((each.require_manifest().attempt, each.step) for each in left), default=None)
-    if newest is None:
+    if not left:
         return "nothing is on disk yet"
+    newest = left[0].require_manifest().attempt, left[0].step
     return f"step {newest[1]} is the newest on disk" if newest != found.order else "the same is on disk"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ckptman.catalog.backends.node_memory import InMemory, NodeMemory, Owner, left_behind
+from ckptman.catalog.backends.local import LocalBackend
+from ckptman.catalog.backends.node_memory import NodeMemory, Owner, job_ids, left_behind
+from ckptman.catalog.catalog import Entry
 from ckptman.catalog.tier_identity import make_identity
 from ckptman.comm.control_group import AllRanks, Channel, RankFailed
 from ckptman.comm.peers import Place
 from ckptman.doctor.mount import MEMORY, family_of, find_mount, read_mounts
-from ckptman.errors import CkptmanError, ConfigError, warn_only
+from ckptman.errors import CkptmanError, ConfigError, RankLostError, plain, warn_only
 from ckptman.format.paths import MEMORY_PATH, new_nonce
 from ckptman.io.durable_files import DISK
 from ckptman.policies.memory_tier import MemoryTier
@@ -20,10 +23,12 @@ from ckptman.runtime.outcome import this_node
 from ckptman.saving.finite_check import OnNonfinite
 from ckptman.saving.memory_saves import MemorySaves
 from ckptman.saving.saver import Saver
+from ckptman.scheduler.slurm.commands import ended_jobs
 from ckptman.session.memory_restore import MemoryRestore
 from ckptman.session.run_session import RunSession
 from ckptman.session.timings import SaveTimes
 
+_AGE_SECONDS = 3600.0
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -51,6 +56,7 @@ class RunMemory:
 
         `channel`: makes that of saves to memory. Every rank calls it. Raises: RankLostError.
         """
+        node: NodeMemory | None = None
         try:
             if saver.stager is None:
                 raise ConfigError("async_save=False leaves no private copy that could become one in memory")
@@ -59,6 +65,10 @@ class RunMemory:
             owner = Owner.of_this_process(root_id, session.root, node.node, session.run_id, session.job_id)
             places = _meet(control, node, owner)
         except (RankFailed, CkptmanError) as error:
+            if isinstance(error, RankLostError):
+                raise
+            if node is not None:
+                node.close()
             why = error.failure.error or error.failure.text if isinstance(error, RankFailed) else error
             _tell_off(session, str(why))
             return None
@@ -75,9 +85,15 @@ class RunMemory:
             )
         return found
 
-    def start(self, step: int | None) -> None:
-        """Give up all that is not what training goes on from. `step`: of the checkpoint in memory that it is."""
-        self.saves.keep_only(step)
+    def close_if_newer(self, disk: tuple[int, int]) -> None:
+        """Let go of what is in memory, and remove it where the disk is as new. Every rank calls it, when all are done.
+
+        `disk`: attempt and step of the newest checkpoint there.
+        """
+        if all(part.order <= disk for part in self._node.parts()):
+            self.saves.clear()
+        self._node.close()
+        self.saves.channel.close()
 
     def plan(self, control: Channel, saver: Saver) -> None:
         """See that there is memory for what the saver has planned. Every rank calls it, over `control`."""
@@ -101,12 +117,9 @@ class RunMemory:
             self._told_off = True
             _tell_off(self._session, self.saves.off)
 
-    def close(self, *, clear: bool = False) -> None:
-        """Stop saving to memory, and let go of what is there. `clear`: nobody will go on from it, and every rank has
-        closed."""
+    def close(self) -> None:
+        """Stop saving to memory. What counts there stays."""
         self.saves.close()
-        if clear:
-            self.saves.clear()
         self._node.close()
 
     def _tell_on(self, tier: MemoryTier, places: Sequence[Place]) -> None:
@@ -128,11 +141,13 @@ def _meet(control: Channel, node: NodeMemory, owner: Owner) -> list[Place]:
 
     Raises on every rank alike: RankFailed; ConfigError, ranks of a node do not see the same memory.
     """
-    with AllRanks[tuple[Place, str]](control) as ranks:
+    with AllRanks[tuple[Place, str, str]](control) as ranks:
+        _refuse_copy(node, owner)
         node.open(owner)
-        ranks.mine = Place(node.node, _domain(os.environ)), new_nonce()
-    places = [place for place, _ in ranks.all]
-    nonces = [nonce for _, nonce in ranks.all]
+        ranks.mine = Place(node.node, _domain(os.environ)), new_nonce(), _boot_id()
+    places = [place for place, _, _ in ranks.all]
+    nonces = [nonce for _, nonce, _ in ranks.all]
+    _tell_same_host(control, {place.node: boot for place, _, boot in ranks.all})
     first = [place.node for place in places].index(node.node)
     mark = node.folder / f"seen-{nonces[first]}"
 
@@ -141,9 +156,7 @@ def _meet(control: Channel, node: NodeMemory, owner: Owner) -> list[Place]:
             for path in [*node.slots.iterdir(), *node.folder.glob("seen-*")]:
                 DISK.remove_file(path)  # of ranks that are gone; checkpoints keep what is theirs
             mark.touch(0o600)
-            for other in left_behind(node.base, {}, but=node.folder):
-                with contextlib.suppress(OSError):
-                    other.clear()
+            _clear_what_is_over(node)
 
     control.run_on_all(tidy)
     blind = control.gather("" if mark.exists() else node.node)
@@ -158,6 +171,48 @@ def _meet(control: Channel, node: NodeMemory, owner: Owner) -> list[Place]:
     return places
 
 
+def _refuse_copy(node: NodeMemory, owner: Owner) -> None:
+    """Refuse what belongs to the root that this one is a copy of. Raises: ConfigError."""
+    try:
+        other = Path(node.owner().root)
+        is_another = other.exists() and not other.samefile(owner.root)
+    except (CkptmanError, OSError):  # nobody's, or gone: a root may be moved
+        return
+    if is_another:
+        raise ConfigError(
+            f"{node.folder} holds what {plain(str(other))} has in memory, and {plain(owner.root)} has the same "
+            f"identity, so one of them is a copy of the other: remove .ckptman/root.json in the copy"
+        )
+
+
+def _clear_what_is_over(node: NodeMemory) -> None:
+    """Remove what runs on this node left, where their job is over, or nobody has used it for an hour."""
+    is_over = ended_jobs(job_ids(node.base) - {os.environ.get("SLURM_JOB_ID", "")}, os.environ)
+    for other in left_behind(node.base, is_over, but=node.folder):
+        with contextlib.suppress(OSError, CkptmanError):
+            if other.owner().job_id is not None or other.age_seconds > _AGE_SECONDS:
+                other.clear()
+
+
+def _tell_same_host(control: Channel, boots: Mapping[str, str]) -> None:
+    """Warn of nodes that are one host by another name."""
+    hosts: dict[str, list[str]] = {}
+    for name, boot in boots.items():
+        hosts.setdefault(boot, []).append(name)
+    same = next((names for boot, names in hosts.items() if boot and len(names) > 1), None)
+    if same and control.is_leader:
+        warn_only(
+            f"{same[0]} and {same[1]} are one host, as its kernel says: a copy that one keeps for the other outlives "
+            f"processes, and not that host"
+        )
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return _BOOT.read_text(encoding="ascii").strip()
+    return ""
+
+
 def _domain(environ: Mapping[str, str]) -> str:
     """Return what fails together with this node, as far as Slurm tells: the switches above it."""
     return environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
@@ -169,6 +224,15 @@ def _tell_off(session: RunSession, why: str) -> None:
         warn_only(f"nothing is saved to memory, and training goes on with disk alone: {why}")
 
 
-def newest(found: Sequence[InMemory]) -> InMemory | None:
-    """Return the newest that is complete."""
-    return next((each for each in found if not each.missing), None)
+def newest_on_disk(backend: LocalBackend) -> tuple[int, int]:
+    """Return attempt and step of the newest checkpoint of a root; (0, -1) where there is none. Raises: CkptmanError."""
+    found = (each.require_manifest() for each in backend.list() if each.complete)
+    return max(((each.attempt, each.step) for each in found), default=(0, -1))
+
+
+def age_on_disk(session: RunSession, newest: Entry | None) -> tuple[int, float]:
+    """Return the step of the newest checkpoint on disk, 0 where there is none, and how many seconds ago it was made, or
+    the run began. The leader's counts."""
+    if newest is not None:
+        return newest.step, max(0.0, time.time() - newest.require_manifest().time_seconds)
+    return 0, max(0.0, time.time() - session.begun_seconds())

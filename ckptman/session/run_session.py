@@ -125,6 +125,11 @@ class RunSession:
                 f"and start the run anew (restore(allow_suspect=True), --allow-suspect: go on trying)"
             )
 
+    def begun_seconds(self) -> float:
+        """Return when the run began, as its journal knows, in unix seconds; now, on ranks that are not the leader."""
+        times = [each.get("time") for each in _events(self.root)] if self.journal is not None else []
+        return next((each for each in times if isinstance(each, int | float)), time.time())
+
     def committed(self) -> None:
         """Have what the tiers are to get of a durable save copied behind the training."""
         if self.drainer is not None:

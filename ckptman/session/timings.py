@@ -40,9 +40,9 @@ class SaveTimes:
         """Since the last save began, or training did."""
         return self._monotonic() - self._saved[1]
 
-    def start(self, step: int | None) -> None:
-        """Start training from a checkpoint; None: there is none."""
-        self._saved = self._committed = (step, self._monotonic())
+    def start(self, step: int | None, age_seconds: float = 0.0) -> None:
+        """Start training with a checkpoint that is so old; `step` None: there is none."""
+        self._saved = self._committed = (step, self._monotonic() - age_seconds)
 
     def begins(self, step: int) -> None:
         """Note that a save of `step` begins."""
@@ -98,11 +98,12 @@ class Timings:
         """How long a step takes; None before it was measured."""
         return self._meter.step_seconds
 
-    def start(self, step: int, restored: bool) -> None:
-        """Start training after `step`."""
+    def start(self, step: int, restored: bool, on_disk: tuple[int, float] | None = None) -> None:
+        """Start training after `step`. `on_disk`: where that is in memory alone, the newest step on disk, 0 where there
+        is none, and its age in seconds."""
         self._start_step = self.previous_step = step
         self._step_began = self._monotonic()
-        self.saves.start(step if restored else None)
+        self.saves.start(*((step if restored else None,) if on_disk is None else on_disk))
         self.memory_saves.start(step if restored else None)
 
     def step_ended(self) -> tuple[str, dict[str, Any]] | None:

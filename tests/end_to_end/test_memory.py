@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ckptman
@@ -262,8 +263,160 @@ def test_restore_of_a_step_takes_it_from_where_it_is(tmp_path: Path, shm: Path) 
             assert checkpointer._memory is not None
             checkpointer._memory.saves.wait()
         assert checkpointer.restore(step=4) == 4
-        with pytest.raises(ckptman.NotFoundError, match="no checkpoint of step 6"):
-            checkpointer.restore(step=6)
+        assert checkpointer.restore(step=6) == 6
+        with pytest.raises(ckptman.NotFoundError, match="no checkpoint of step 5"):
+            checkpointer.restore(step=5)
+
+
+# ---- nothing goes before something newer counts --------------------------------------------------------------------
+
+
+class Crash(Exception):
+    pass
+
+
+def crashed_at(root: Path, shm: Path, step: int, app: App | None = None, **options: Any) -> App:
+    """Train alone, and crash after a step; the checkpoint of every third is in memory."""
+    app = app or App()
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(Crash),
+        ckptman.Checkpointer(root, app.state, memory=tier(shm, copies=1), **options) as checkpointer,
+    ):
+        warnings.simplefilter("ignore")
+        for number in range(checkpointer.restore() + 1, step + 1):
+            app.train_step()
+            checkpointer.step(number, {"eval": app.position.next_sample} if "nonfinite" not in options else None)
+            assert checkpointer._memory is not None
+            checkpointer._memory.saves.wait()
+        raise Crash
+    return app
+
+
+@pytest.fixture
+def far() -> dict[str, Any]:
+    """A policy that saves nothing to disk."""
+    return {"save_policy": EverySteps(10**6)}
+
+
+def test_a_run_that_has_nothing_left_to_do_saves_what_was_in_memory_alone(
+    tmp_path: Path, shm: Path, far: dict[str, Any]
+) -> None:
+    crashed_at(tmp_path, shm, 9, **far)
+    app = App(seed=1)
+    with ckptman.Checkpointer(tmp_path, app.state, memory=tier(shm, copies=2), **far) as checkpointer:
+        assert checkpointer.restore() == 9
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000009"]
+    assert not node_folders(shm)
+
+
+def test_a_signal_while_it_restores_costs_nothing(tmp_path: Path, shm: Path, far: dict[str, Any]) -> None:
+    crashed_at(tmp_path, shm, 9, **far)
+    app = App(seed=1)
+    with (
+        pytest.raises(SystemExit),
+        ckptman.SignalHandler() as signals,
+        ckptman.Checkpointer(tmp_path, app.state, memory=tier(shm, copies=1), signals=signals, **far) as checkpointer,
+    ):
+        os.kill(os.getpid(), signal.SIGTERM)
+        checkpointer.restore()
+    assert list(tmp_path.glob("step-*")) or node_folders(shm)
+    with ckptman.Checkpointer(tmp_path, App(seed=2).state, memory=tier(shm, copies=1), **far) as checkpointer:
+        assert checkpointer.restore() == 9
+
+
+def test_restarts_from_memory_do_not_put_off_the_save_to_disk(tmp_path: Path, shm: Path) -> None:
+    policy = {"save_policy": EverySteps(8)}
+    crashed_at(tmp_path, shm, 7, **policy)
+    for step in (9, 10, 11):
+        crashed_at(tmp_path, shm, step, **policy)
+    assert [path.name for path in tmp_path.glob("step-*")]
+
+
+def test_what_was_found_damaged_while_it_was_loaded_is_no_fresh_start(
+    tmp_path: Path, shm: Path, far: dict[str, Any]
+) -> None:
+    crashed_at(tmp_path, shm, 9, **far)
+    (data,) = shm.glob("ckptman-*/*/step-*/__0_0.distcp")
+    flip(data, data.stat().st_size // 2)
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(ckptman.CorruptError, match="step 9 in memory"),
+        ckptman.Checkpointer(tmp_path, App(seed=1).state, memory=tier(shm, copies=1), **far) as checkpointer,
+    ):
+        warnings.simplefilter("ignore")
+        checkpointer.restore()
+    assert node_folders(shm)
+
+
+def test_an_error_of_the_users_own_says_nothing_about_the_checkpoint(
+    tmp_path: Path, shm: Path, far: dict[str, Any]
+) -> None:
+    app = crashed_at(tmp_path, shm, 9, **far)
+
+    def refuse(state: dict[str, Any]) -> None:
+        raise RuntimeError("no connection")
+
+    other = App(seed=1)
+    other.position.load_state_dict = refuse  # type: ignore[method-assign]
+    with (
+        pytest.raises(ckptman.CkptmanError, match="no connection"),
+        ckptman.Checkpointer(tmp_path, other.state, memory=tier(shm, copies=2), **far) as checkpointer,
+    ):
+        checkpointer.restore()
+    with ckptman.Checkpointer(tmp_path, (last := App(seed=2)).state, memory=tier(shm, copies=1), **far) as checkpointer:
+        assert checkpointer.restore() == 9
+        assert last.position.next_sample == app.position.next_sample
+
+
+def test_a_copy_of_a_root_does_not_share_its_memory(tmp_path: Path, shm: Path) -> None:
+    policy = {"save_policy": EverySteps(4)}
+    crashed_at(tmp_path / "a", shm, 5, **policy)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    crashed_at(tmp_path / "a", shm, 7, **policy)
+    app = App(seed=1)
+    with (
+        pytest.warns(RuntimeWarning, match="one of them is a copy of the other"),
+        ckptman.Checkpointer(tmp_path / "b", app.state, memory=tier(shm, copies=1), **policy) as checkpointer,
+    ):
+        assert checkpointer.restore() == 4
+    assert node_folders(shm)
+
+
+def test_the_start_of_another_run_leaves_alone_what_a_crashed_one_may_go_on_from(
+    tmp_path: Path, shm: Path, far: dict[str, Any]
+) -> None:
+    crashed_at(tmp_path / "a", shm, 9, **far)
+    crashed_at(tmp_path / "b", shm, 3, **far)
+    assert len(node_folders(shm)) == 2
+
+
+def test_nan_in_memory_is_better_than_nothing_and_takes_no_finite_one_away(
+    tmp_path: Path, shm: Path, far: dict[str, Any]
+) -> None:
+    app = crashed_at(tmp_path, shm, 6, **far)
+    with torch.no_grad():
+        app.model[0].bias.fill_(float("nan"))
+    app.train_step = lambda: 0.0  # type: ignore[method-assign]
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(Crash),
+        ckptman.Checkpointer(tmp_path, app.state, memory=tier(shm, copies=1), **far) as checkpointer,
+    ):
+        warnings.simplefilter("ignore")
+        checkpointer.restore()
+        with torch.no_grad():
+            app.model[0].bias.fill_(0.5)
+        checkpointer.step(9)
+        checkpointer._memory.saves.wait()  # type: ignore[union-attr]
+        with torch.no_grad():
+            app.model[0].bias.fill_(float("nan"))
+        for step in (12, 15, 18):
+            checkpointer.step(step)
+            checkpointer._memory.saves.wait()  # type: ignore[union-attr]
+        raise Crash
+    with ckptman.Checkpointer(tmp_path, App(seed=2).state, memory=tier(shm, copies=1), **far) as checkpointer:
+        assert checkpointer.restore() == 9
 
 
 # ---- what cannot be used ---------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import fcntl
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,11 @@ class Part:
     sizes: Mapping[str, int]
 
     @property
+    def order(self) -> tuple[int, int]:
+        """Attempt and step: the newest is the highest, on disk and in memory. (0, step) where there is no manifest."""
+        return (self.manifest.attempt if self.manifest is not None else 0), self.step
+
+    @property
     def data_files(self) -> tuple[int, int | None]:
         """How many of the ranks' data files are here, and of how many; None: only others may know."""
         files = {name: record.bytes for name, record in self.manifest.files.items()} if self.manifest else self.sizes
@@ -131,7 +137,7 @@ def found_in(parts: Mapping[str, Sequence[Part]]) -> list[InMemory]:
             if part.manifest is not None and identities[id(part.manifest)] != identity:
                 continue
             for name, record in manifest.files.items():
-                if part.sizes.get(name) == record.bytes:
+                if part.sizes.get(name) == record.bytes and (part.manifest is not None or name not in holders):
                     holders[name] = (*holders.get(name, ()), node)
         found.append(InMemory(manifest, manifest.to_json(), holders))
     return sorted(found, key=lambda each: each.order, reverse=True)
@@ -265,6 +271,12 @@ class NodeMemory:
         self.disk.remove_empty_folder(self.folder.parent)
 
     @property
+    def age_seconds(self) -> float:
+        """How long ago a rank has opened it, or a checkpoint was made. Raises: OSError."""
+        newest = max(each.stat().st_mtime for each in (self.folder, self.folder / _OWNER))
+        return time.time() - newest
+
+    @property
     def size_bytes(self) -> int:
         """Memory that all of it takes: files that have several names count once."""
         inodes = {}
@@ -355,6 +367,9 @@ def check_base(base: Path) -> None:
     """Raises: ConfigError where a folder cannot hold checkpoints in memory."""
     if not base.is_dir():
         raise ConfigError(f"{base} is not there, or is no folder: name one that is in memory on each node")
+    mode = base.stat().st_mode
+    if mode & 0o022 and not mode & stat.S_ISVTX:
+        raise ConfigError(f"{base} is others' to write to, and not sticky: they could put something in place of ours")
     if not os.access(base, os.W_OK | os.X_OK):
         raise ConfigError(f"{base} is not this user's to write to")
 
