@@ -45,13 +45,16 @@ VERBS = {
     "plan": [
         *("--params", "--config", "--set", "--model", "--dtype", "--moments", "--moment-dtype", "--nodes", "--gpus"),
         *("--shard", "--sequence", "--micro-batch", "--vocab", "--dim", "--layers", "--gpu-memory", "--tier"),
-        *("--staging", "--blocking", "--init", "--factor", "--mtbf", "--rate", "--length", "--step"),
+        *("--staging", "--blocking", "--init", "--factor", "--mtbf", "--rate", "--length", "--step", "--notice"),
+        *("--queue", "--memory", "--memory-interval", "--copies", "--exchange", "--host-memory"),
+        *("--restart-in-place", "--survived"),
         *("--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
         *("--keep-weekly", "--keep-monthly", "--keep-steps", "--max-bytes", "--explain", "--json"),
     ],
     "simulate": [
         *("--stall", "--save", "--restart", "--mtbf", "--gpus", "--rate", "--trace", "--length", "--runs", "--seed"),
-        *("--interval", "--svg", "--json"),
+        *("--interval", "--memory", "--memory-interval", "--memory-save", "--restart-in-place", "--survived"),
+        *("--svg", "--json"),
     ],
     "rollback": ["ROOT", "--to-step", "--why", "--undo", "--dry-run", "--json"],
     "template": ["[NAME]", "--output", "--set", "--config", "--list", "--force", "--json"],

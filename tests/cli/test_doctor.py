@@ -217,8 +217,8 @@ def test_without_a_folder_it_is_the_job(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["doctor"]) == 0
     found = rows(capsys.readouterr().out)
     assert list(found) == [
-        *("python", "torch", "devices", "backends", "world", "job", "host memory", "/dev/shm", "open files"),
-        *("locked memory", "clock"),
+        *("python", "torch", "devices", "backends", "world", "job", "host memory", "/dev/shm", "memory tier"),
+        *("open files", "locked memory", "clock"),
     ]
 
 
