@@ -263,7 +263,7 @@ def load_while_it_is_replaced(path: str) -> str:
     api_module.TIMEOUT_SECONDS = 5
     state, read, root = {"position": 0}, load_module.read_to_load, Path(path).parent
     late = root / ("after" if dist.get_rank() else "before")
-    with mock.patch.object(load_module, "read_to_load", lambda _, rank: read(late, rank)):
+    with mock.patch.object(load_module, "read_to_load", lambda _, rank, **more: read(late, rank, **more)):
         try:
             ckptman.load(state, path)
         except ckptman.CkptmanError as error:
