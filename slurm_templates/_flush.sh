@@ -1,7 +1,7 @@
 # A training that ended without a save may have left newer checkpoints in the memory of its nodes: bring them to disk,
 # on the nodes that are left, in at most 10 minutes. What comes of it is in the log, and changes no exit code.
 root=$(sed -n 's/^ *"root": "\(.*\)",$/\1/p' "$CKPTMAN_OUTCOME" 2> /dev/null)
-if [ -n "$root" ] && ! grep -qs '"state": "finished"' "$CKPTMAN_OUTCOME"; then
+if [ -n "$root" ] && ! grep -qsE '"state": "(stopped|finished)"' "$CKPTMAN_OUTCOME"; then
     # A node that is gone is still in the variables of the job, and may still be among its nodes.
     nodes=$(squeue -h -j "$SLURM_JOB_ID" -o %N)
     nodes=$(sinfo -h -N -n "$nodes" -o '%N %t' | grep -v '[*]\|down' | cut -d' ' -f1 | sort -u)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
@@ -33,6 +33,7 @@ from ckptman.scheduler.history import (
 )
 from ckptman.scheduler.process_tree import forward_stop
 from ckptman.scheduler.signal_queue import ENDING, WARNING, SignalQueue, leave_it
+from ckptman.scheduler.slurm.batch_script import parse
 from ckptman.scheduler.slurm.commands import Slurm
 from ckptman.scheduler.slurm.submission import avoid_nodes, slurm_of, submit_next
 
@@ -225,6 +226,9 @@ class Supervisor:
 
     def _nodes_that_failed(self) -> str:
         """Return the nodes of this job that are gone, while it goes on (--no-kill); "" where that is not so."""
+        with suppress(CkptmanError, OSError):
+            if "--no-kill" not in parse(self._chain.script.read_text(encoding="utf-8"), "").options:
+                return ""
         with self._refusal("{}. How the nodes are is not known"):
             return ", ".join(self._slurm.bad_nodes(self._environ.get("SLURM_JOB_NODELIST", "")))
         return ""
