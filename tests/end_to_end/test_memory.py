@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,13 @@ from ckptman.policies import EverySteps, OnStop
 from ckptman.runtime.journal import read_journal
 from ckptman.saving import memory_saves
 from tests.helpers.apps import App
+from tests.helpers.node_memory import shm
 from tests.helpers.ranks import run_ranks, say, start_ranks
+
+__all__ = ["shm"]
 
 STEPS = 24
 INTERVAL = 3
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A folder in memory."""
-    folder = Path("/dev/shm") / f"ckptman-test-{os.getpid()}-{os.urandom(4).hex()}"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def tier(shm: Path, **options: Any) -> ckptman.MemoryTier:

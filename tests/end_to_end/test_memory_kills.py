@@ -9,7 +9,6 @@ import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,20 +17,14 @@ import torch.distributed as dist
 import ckptman
 from ckptman.policies import EverySteps, OnStop
 from tests.helpers.apps import App
+from tests.helpers.node_memory import shm
 from tests.helpers.ranks import RankError, World, run_ranks, say, start_ranks
+
+__all__ = ["shm"]
 
 NODES, INTERVAL, DISK_INTERVAL = 3, 2, 12
 SHORT_KILLS, LONG_KILLS = 6, 300
 MOST_SECONDS = 1.5
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A folder in memory."""
-    folder = Path("/dev/shm") / f"ckptman-test-{os.getpid()}-{os.urandom(4).hex()}"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def train(root: Path, shm: Path, steps: int, seconds: float) -> tuple[list[tuple[int, float]], dict[str, str]]:

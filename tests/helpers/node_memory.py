@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from ckptman.catalog.backends.node_memory import NodeMemory, Owner
 from ckptman.catalog.tier_identity import make_identity
@@ -25,6 +28,15 @@ memory.open(memory.owner())
 print("open", flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A folder in memory."""
+    folder = Path("/dev/shm") / f"ckptman-test-{os.getpid()}-{os.urandom(4).hex()}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def memory_of(base: Path, root: Path, node: str, job_id: str | None = None, **of_owner: Any) -> NodeMemory:
