@@ -222,13 +222,17 @@ class MemorySaves:
     ) -> SaveReport:
         channel, folder = self.channel, self.node.path_of(info.step)
         draft = _MemoryDraft(folder, info, self._manifest)
+        is_whole = False
         try:
             self._writer.save(channel, draft, content)
             manifest = parse_manifest(folder, self._share(folder, draft.data))
             self._exchange.run(folder, manifest, self._give_way)
             # Every part is where it should be. The one before goes when no node can fail to have this one.
+            is_whole = True
             channel.run_on_all(lambda: self.node.commit(info.step, manifest.to_json()) if self._is_first else None)
-        except BaseException:
+        except BaseException as error:
+            if is_whole and isinstance(error, RankLostError):
+                raise  # others may know nothing of that loss, and let the one before go: then this one counts
             self._staging = None
             with contextlib.suppress(Exception):
                 if self._is_first:

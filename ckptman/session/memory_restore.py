@@ -9,7 +9,7 @@ import torch
 
 from ckptman.catalog.backends.node_memory import InMemory, NodeMemory, Part, found_in
 from ckptman.comm.control_group import Channel
-from ckptman.comm.peers import Place
+from ckptman.comm.peers import Place, ring
 from ckptman.errors import ConfigError, CorruptError
 from ckptman.format.paths import MANIFEST, blocks_name, rank_of
 from ckptman.io.writer_process import shared_memory
@@ -19,10 +19,11 @@ from ckptman.saving.part_exchange import PIECE_BYTES, mapped
 
 
 class MemoryRestore:
-    """What all nodes of a run hold in memory. Every rank has one, and calls it alike."""
+    """What all nodes of a run hold in memory. Every rank has one, and calls it alike. `copies`: of each part."""
 
-    def __init__(self, control: Channel, node: NodeMemory, places: Sequence[Place]) -> None:
+    def __init__(self, control: Channel, node: NodeMemory, places: Sequence[Place], copies: int) -> None:
         self._control, self._node, self._places = control, node, places
+        self._order, self._copies = ring(places), min(copies, len(ring(places)))
         self._nodes = list(dict.fromkeys(place.node for place in places))
         self._rank_of = {name: [place.node for place in places].index(name) for name in self._nodes}
         self._mine = places[control.rank].node
@@ -85,6 +86,13 @@ class MemoryRestore:
 
         self._control.run_on_all(name)
 
+    def copy(self, found: InMemory) -> None:
+        """Have each part on as many nodes as there are to be copies, for another node may be lost before the next
+        checkpoint counts. Every rank calls it. Raises: RankFailed, RankLostError."""
+        wanted = next((each for each in self.look() if each.data == found.data), found)
+        more = _more_holders(wanted, self._order, self._copies)
+        self.bring(wanted, more[self._mine] if self._is_first else ())
+
     def _check_room(self, found: InMemory, rounds: Sequence[Mapping[str, tuple[str, str]]]) -> None:
         size = sum(
             found.manifest.files[name].bytes
@@ -127,6 +135,20 @@ class MemoryRestore:
                 {to: sent[begin:end]} if begin < len(sent) else {},
                 {source: received[begin:end]} if begin < len(received) else {},
             )()
+
+
+def _more_holders(found: InMemory, order: Sequence[str], copies: int) -> dict[str, list[str]]:
+    """Return for each node the data files it is to get: each goes to nodes that follow one that has it, until
+    `copies` have it. `order`: of all nodes."""
+    more: dict[str, list[str]] = {node: [] for node in order}
+    for name in sorted(found.manifest.files):
+        having = [node for node in order if node in found.holders.get(name, ())]
+        if _data_rank(name) is not None and having:
+            at = order.index(having[0])
+            others = [node for node in (*order[at:], *order[:at]) if node not in having]
+            for node in others[: max(0, copies - len(having))]:
+                more[node].append(name)
+    return more
 
 
 def _rounds(found: InMemory, needed: Mapping[str, Collection[str]]) -> Iterator[dict[str, tuple[str, str]]]:

@@ -198,6 +198,13 @@ class Restorer:
                     self.from_memory, self.on_disk = True, left[0] if left else None
                     seconds = time.monotonic() - begun
                     self._note_restored(each.manifest.step, folder, seconds, skipped, _why_memory(each, left))
+                    try:
+                        memory.copy(each)
+                    except RankFailed as error:
+                        if self._control.is_leader:
+                            warn(
+                                f"some of its parts are on one node alone until the next save to memory: {plain(error)}"
+                            )
                     return each.manifest.step
             if why:
                 self._attempt.note("memory_refused", step=each.manifest.step, reason=why)

@@ -76,7 +76,7 @@ class RunMemory:
         in_memory = mount is None or family_of(mount) is MEMORY
         saves = MemorySaves(tier, node, places, channel(), saver.stager, nonfinite, in_memory=in_memory)
         saves.disk_is_busy = lambda: saver.is_writing
-        found = cls(session, node, saves, MemoryRestore(control, node, places))
+        found = cls(session, node, saves, MemoryRestore(control, node, places, tier.copies))
         found._tell_on(tier, places)
         if session.journal is not None and mount is not None and not in_memory and str(tier.path) == MEMORY_PATH:
             warn_only(

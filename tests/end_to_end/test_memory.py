@@ -136,6 +136,18 @@ def test_any_one_node_may_be_lost(tmp_path: Path, shm: Path, lost: str, undistur
     assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
 
 
+def test_nodes_may_be_lost_one_after_another_before_anything_new_counts(
+    tmp_path: Path, shm: Path, undisturbed: list[Any]
+) -> None:
+    killed_at(10, 3, tmp_path / "root", shm)
+    for node in ("n0", "n1", "n2"):
+        lose(shm, node)
+        killed_at(10, 3, tmp_path / "root", shm)
+    results = finished(3, tmp_path / "root", shm)
+    assert {start for start, _, _ in results} == {9}
+    assert [digests for _, _, digests in results] == [digests for _, _, digests in undisturbed]
+
+
 @pytest.mark.slow
 def test_a_spare_node_takes_the_place_of_one_that_is_lost(tmp_path: Path, shm: Path, undisturbed: list[Any]) -> None:
     killed_at(10, 3, tmp_path / "root", shm)
