@@ -88,7 +88,7 @@ class Cluster:
     would kill the jobs of the other.
     """
 
-    def __init__(self, folder: Path, nodes: int = 4) -> None:
+    def __init__(self, folder: Path, nodes: int = 5) -> None:
         self.folder, self.nodes = folder, [f"n{os.getpid()}0{number}" for number in range(1, nodes + 1)]
         self.environ = {
             **{

@@ -1,0 +1,86 @@
+"""The bundled loop as a chain of torchrun's jobs, from the template: ranks are restarted within a job."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ckptman.cli.app import main
+from ckptman.format.paths import journal_path
+from ckptman.runtime.journal import read_journal
+from ckptman.scheduler.chain_record import find_chains
+from tests.helpers.scenarios import Scene
+from tests.slurm.bundled import SHAPE, paced
+from tests.slurm.cluster import Cluster
+
+PYTHON = Path(sys.executable)
+# All nodes are this host: of their launchers that of the first node is told that it keeps the store of the rendezvous.
+LAUNCHER = """#!/bin/bash
+PET_RDZV_CONF=is_host=$([ "${{SLURM_NODEID:-}}" = 0 ] && echo 1 || echo 0)
+export PET_RDZV_CONF
+exec {program} "$@"
+"""
+SCONTROL = '#!/bin/bash\n[ "$1" = show ] && [ "$2" = hostnames ] && exec echo 127.0.0.1\nexec {real} "$@"\n'
+
+
+@pytest.fixture
+def programs(lab: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the batch script finds in its PATH."""
+    if not PYTHON.with_name("torchrun").exists():
+        pytest.skip("torchrun is not beside this Python")
+    places = [Path(each) / "scontrol" for each in os.environ["PATH"].split(os.pathsep)]
+    real = next(each for each in places if each.exists())
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {
+        "python": LAUNCHER.format(program=PYTHON),
+        "torchrun": LAUNCHER.format(program=PYTHON.with_name("torchrun")),
+        "scontrol": SCONTROL.format(real=real),
+    }.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(folder), str(PYTHON.parent), os.environ["PATH"]]))
+
+
+def begin(lab: Cluster, folder: Path, tokens: Path, *keys: str, longer_seconds: float = 0.05, **settings: Any) -> Scene:
+    """A chain of the bundled loop, each step of which takes so much longer. `keys`: of the template; `settings`: of the
+    loop, with __ for the dot."""
+    (folder / "run.toml").write_text("")
+    values = {**SHAPE, "data.path": tokens, **{key.replace("__", "."): each for key, each in settings.items()}}
+    options = [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
+    command = shlex.join(["python", *paced(longer_seconds).split(), "--config", "run.toml", *options])
+    given = [f"command={command}", "nodes=2", "gpus_per_node=0", "tasks_per_node=2", "cpus_per_task=1", "mem=200"]
+    given += ["time=10", "setup=exec > log 2>&1", *keys]
+    arguments = [part for each in given for part in ("--set", each)]
+    assert main(["template", "torchrun", "-o", "train.sbatch", *arguments]) == 0
+    assert main(["submit", "train.sbatch"]) == 0
+    return Scene(lab, find_chains(folder)[-1])
+
+
+def ranks(job: str) -> dict[int, psutil.Process]:
+    """The workers of a job, by their ranks."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            environ = process.environ()
+            if environ.get("SLURM_JOB_ID") == job and "RANK" in environ and "run.toml" in process.cmdline():
+                found[int(environ["RANK"])] = process
+        except psutil.Error:
+            continue
+    return found
+
+
+def starts(folder: Path) -> list[str]:
+    """The job of each start of the ranks."""
+    events, _ = read_journal(journal_path(folder / "ck"))
+    return [event["job_id"] for event in events if event["event"] == "attempt_started"]
+
+
+def node_of(process: psutil.Process) -> str:
+    return process.environ()["SLURMD_NODENAME"]
