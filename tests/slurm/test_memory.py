@@ -196,7 +196,7 @@ def dice_of_the_day() -> random.Random:
 
 def test_a_node_dies_and_its_job_brings_memory_to_disk(lab: Cluster, tokens: Path, whole: Path, tmp_path: Path) -> None:
     storm = storm_of(lab, tmp_path / "struck", tokens, dice_of_the_day(), "restarts=2", **MEMORY)
-    storm.strike("power")
+    storm.strike("power", storm.scene.nodes()[1:])
     assert (storm.folder / "ck" / step_folder(storm.struck[0].first_step - 1)).exists(), (
         "nothing else saves there so early"
     )
@@ -232,7 +232,7 @@ def test_two_nodes_die_at_once_and_the_disk_is_what_is_left(lab: Cluster, tokens
         lab, tmp_path / "struck", tokens, dice_of_the_day(), *keys, **{**MEMORY, "checkpoint__every_steps": 7}
     )
     nodes = storm.scene.nodes()
-    storm.strike("power", nodes[2:])  # of those in a row two are neighbours of the ring
+    storm.strike("power", nodes[1:3])  # neighbours in the ring, which is n1, n3, n2, n4
     assert storm.struck[-1].source == "disk", storm.scene.log()
     assert "in memory is not" in storm.scene.log()
     storm.scene.finishes(300)
