@@ -20,6 +20,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -66,24 +67,45 @@ def stream(size: int, sent: torch.Tensor, received: torch.Tensor) -> None:
 
 
 def read_raw(path: Path, targets: list[torch.Tensor], threads: int) -> None:
-    """Read as many bytes as the targets have, and look at none."""
-    from ckptman.state.file_layout import view_of
-
+    """Read as many bytes as the targets have, and look at none. To a GPU they go through pinned memory, each thread its
+    own."""
     fd = os.open(path, os.O_RDONLY)
     step = 4 * 1024 * 1024
     pieces = []
     for target in targets:
-        view = view_of(target)
-        pieces += [view[low : low + step] for low in range(0, len(view), step)]
+        pieces += target.flatten().view(torch.uint8).split(step)
     offsets = [0]
     for piece in pieces:
         offsets.append(offsets[-1] + len(piece))
+    own = threading.local()
+
+    def read(piece: torch.Tensor, offset: int) -> None:
+        if not piece.is_cuda:
+            os.preadv(fd, [piece.numpy()], offset)
+            return
+        if not hasattr(own, "buffer"):
+            own.buffer, own.stream = torch.zeros(step, dtype=torch.uint8).pin_memory(), torch.cuda.Stream()
+        os.preadv(fd, [own.buffer[: len(piece)].numpy()], offset)
+        with torch.cuda.stream(own.stream):
+            piece.copy_(own.buffer[: len(piece)], non_blocking=True)
+        own.stream.synchronize()
+
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda each: os.preadv(fd, [each[0]], each[1]), zip(pieces, offsets)))
+        list(pool.map(read, pieces, offsets))
     os.close(fd)
 
 
-def rank_main(rank: int, world: int, size: int, rounds: int, folder: str, port: int, results: Any) -> None:
+def settle(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def warm_like(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Host memory that was written before, pinned where the tensors are on a GPU."""
+    return [torch.randn(each.shape).pin_memory() if each.is_cuda else torch.randn(each.shape) for each in tensors]
+
+
+def rank_main(rank: int, world: int, size: int, rounds: int, folder: str, port: int, device: str, results: Any) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["SLURMD_NODENAME"] = f"node{rank}"
     warnings.simplefilter("ignore")
@@ -93,11 +115,11 @@ def rank_main(rank: int, world: int, size: int, rounds: int, folder: str, port: 
     from ckptman.saving import part_exchange
 
     dist.init_process_group("gloo")
-    mesh = dist.init_device_mesh("cpu", (world,))
+    mesh = dist.init_device_mesh(device, (world,))
     rows = size // TENSORS // 4 // 1024
-    local = [torch.randn(rows, 1024) for _ in range(TENSORS)]
+    local = [torch.randn(rows, 1024, device=device) for _ in range(TENSORS)]
     state = {f"w{number}": DTensor.from_local(each, mesh, [Shard(0)]) for number, each in enumerate(local)}
-    warm = [torch.empty_like(each).normal_() for each in local]
+    warm = warm_like(local)
     found: dict[str, list[float]] = {}
 
     def note(what: str, value: float) -> None:
@@ -105,7 +127,8 @@ def rank_main(rank: int, world: int, size: int, rounds: int, folder: str, port: 
 
     def copy() -> None:
         for target, source in zip(warm, local):
-            target.copy_(source)
+            target.copy_(source, non_blocking=True)
+        settle(device)
 
     exchanged: list[float] = []
     run = part_exchange.PartExchange.run
@@ -153,7 +176,7 @@ def rank_main(rank: int, world: int, size: int, rounds: int, folder: str, port: 
             for threads in (1, 2, 4):
                 note(f"raw read, {threads} threads, s", slowest(timed(read_raw, path, local, threads)))
             raw = min(found[f"raw read, {threads} threads, s"][-1] for threads in (1, 2, 4))
-            seconds = slowest(timed(checkpointer.restore))
+            seconds = slowest(timed(lambda: (checkpointer.restore(), settle(device))))
             assert checkpointer.restored_from
             note("restore", raw / seconds)
             note("restore, s", seconds)
@@ -174,11 +197,12 @@ def beside(local: list[torch.Tensor], rounds: int, folder: str, note: Callable[[
         interval=1, replication_jump=1, disk_flush_interval=0, disk_folder=f"{folder}/lm", run_id="bench"
     )
     manager = InMemoryCheckpointManager(config)
-    warm = [torch.empty_like(each).normal_() for each in local]
+    warm = warm_like(local)
 
     def copy() -> None:
         for target, source in zip(warm, local):
-            target.copy_(source)
+            target.copy_(source, non_blocking=True)
+        settle(local[0].device.type)
 
     for step in range(1, rounds + 3):
         memcpy = slowest(timed(copy))
@@ -201,6 +225,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--at", type=Path, default=Path("/dev/shm"), help="a folder in memory")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: all ranks share the first GPU")
     parser.add_argument("--port", type=int, default=29555)
     given = parser.parse_args()
     context = mp.get_context("spawn")
@@ -210,7 +235,8 @@ def main() -> None:
     try:
         size = given.mib * 2**20
         arguments = [
-            (rank, given.ranks, size, given.rounds, folder, given.port, results) for rank in range(given.ranks)
+            (rank, given.ranks, size, given.rounds, folder, given.port, given.device, results)
+            for rank in range(given.ranks)
         ]
         processes = [context.Process(target=rank_main, args=each) for each in arguments]
         for process in processes:

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.engine.contestants import CKPTMAN, CKPTMAN_IN_DCP, DCP, DCP_BEST, DEVICE_ALONE, KEPT_WARM
 from benchmarks.engine.gpu import LOOPS as GPU_LOOPS
-from benchmarks.engine.gpu import OVERLAP, OVERLAP_CALL
+from benchmarks.engine.gpu import MEMORY, OVERLAP, OVERLAP_CALL
 from benchmarks.engine.section import Section
 from benchmarks.planning import Planned
 
@@ -134,10 +134,11 @@ def _gpu(sections: Mapping[str, Section]) -> Iterator[Bar]:
             continue
         what, over = f"GPU, {loop}", sections[f"gpu_stall_ratio, {loop}"].rows
         yield Bar(f"{what}: stall, later ones, over the pinned copy", over.get(f"{CKPTMAN}, later", []), 1.1)
+        yield Bar(f"{what}: stall to memory, over the pinned copy", over.get(f"{MEMORY}, later", []), 1.15)
         milliseconds = [1000 * seconds for seconds in stall.rows.get(OVERLAP_CALL, [])]
         yield Bar(f"{what}: time of the call of a save with overlap", milliseconds, 20.0, unit="ms")
         later = over.get(f"{OVERLAP}, later", [])
         yield Bar(f"{what}: the same and what its next step waits, over the pinned copy", later, None)
         steps = sections[f"gpu_steps, {loop}"].rows
-        for name in (CKPTMAN, OVERLAP):
+        for name in (CKPTMAN, OVERLAP, MEMORY):
             yield Bar(f"{what}: step time during a save, over no save: {name}", steps.get(name, []), 1.03)

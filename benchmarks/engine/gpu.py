@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+import ckptman
 from benchmarks.engine import cache
 from benchmarks.engine.contestants import CKPTMAN, DCP, SAVERS, TORCH, WARM_LOADERS
 from benchmarks.engine.section import Plan, Section, last_line, say
@@ -38,7 +39,8 @@ STATE = 2
 OVERLAP = f"{CKPTMAN}, overlap"
 OVERLAP_CALL = f"{OVERLAP}, the call alone"
 PINNED = "copy into pinned memory"
-NAMES = (CKPTMAN, OVERLAP, DCP, DCP_CACHED)
+MEMORY = f"{CKPTMAN}, to memory"
+NAMES = (CKPTMAN, OVERLAP, MEMORY, DCP, DCP_CACHED)
 SAVE_SECONDS, RATE_SECONDS, LEAST_ROUNDS, LIMIT_SECONDS = 30.0, 22.0, 2, 150.0
 """After how long a process begins no further round, how many it takes all the same, and when it counts as stuck."""
 QUIET_SECONDS = 1.0
@@ -158,7 +160,31 @@ def _open(name: str, training: Training, state: State, root: Path) -> Iterator[S
     if name in (CKPTMAN, OVERLAP):
         also = {"model": training.model, "optimizer": training.optimizer}
         return open_ckptman({}, root, also, overlap=name == OVERLAP)
+    if name == MEMORY:
+        return open_memory(training, root)
     return (open_dcp if name == DCP else open_dcp_cached)(state, root)
+
+
+def open_memory(training: Training, root: Path) -> Iterator[Save]:
+    """Saves to the memory of this node alone, and none to disk."""
+    state = {"model": training.model, "optimizer": training.optimizer}
+    path = Path(SHM) / f"ckptman-bench-memory-{os.getpid()}"
+    path.mkdir()
+    memory = ckptman.MemoryTier(ckptman.EverySteps(1), copies=1, path=path)
+    with ckptman.Checkpointer(
+        root / "run", state, save_policy=ckptman.EverySteps(10**9), deadline=None, memory=memory
+    ) as checkpointer:
+        checkpointer.restore()
+
+        def save(step: int) -> Callable[[], object]:
+            assert checkpointer._memory is not None
+            saves = checkpointer._memory.saves
+            assert not saves.off, saves.off
+            checkpointer._save(step, None, "measured", to_disk=False, to_memory=True)
+            return saves.wait
+
+        yield save
+    shutil.rmtree(path)
 
 
 def _tensors(training: Training) -> State:
