@@ -28,15 +28,23 @@ class MemoryRestore:
         self._rank_of = {name: [place.node for place in places].index(name) for name in self._nodes}
         self._mine = places[control.rank].node
         self._is_first = self._rank_of[self._mine] == control.rank
+        self.damage: dict[int, str] = {}
+        """Why steps that counted cannot be read at all: no node has a manifest of theirs that is whole."""
 
     def look(self) -> list[InMemory]:
-        """Return the checkpoints that there are between all nodes, newest first."""
+        """Return the checkpoints that there are between all nodes, newest first, and note the `damage`."""
         firsts = list(self._rank_of.values())
 
-        def combine(all_parts: list[list[Part]]) -> list[InMemory]:
-            return found_in({name: all_parts[rank] for name, rank in zip(self._nodes, firsts)})
+        def combine(all_parts: list[list[Part]]) -> tuple[list[InMemory], dict[int, str]]:
+            found = found_in({name: all_parts[rank] for name, rank in zip(self._nodes, firsts)})
+            readable = {each.manifest.step for each in found}
+            parts = [part for each in all_parts for part in each]
+            return found, {each.step: each.damage for each in parts if each.damage and each.step not in readable}
 
-        return self._control.gather_on_leader(lambda: self._node.parts() if self._is_first else [], combine)
+        found, self.damage = self._control.gather_on_leader(
+            lambda: self._node.parts() if self._is_first else [], combine
+        )
+        return found
 
     def folder_of(self, found: InMemory) -> Path:
         """Return where this node has its part of a checkpoint."""

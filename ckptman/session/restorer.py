@@ -155,7 +155,7 @@ class Restorer:
 
     def finds_in_memory(self) -> bool:
         """Return whether the nodes hold anything of this run, complete or not. Every rank calls it."""
-        return bool(self._looked())
+        return bool(self._looked()) or (self._memory is not None and bool(self._memory.damage))
 
     def _looked(self) -> list[InMemory]:
         if self._in_memory is None:
@@ -169,7 +169,7 @@ class Restorer:
         try:
             return self._candidates(step, allow_suspect), None
         except (NotFoundError, CorruptError) as error:
-            if not self._in_memory:
+            if not self.finds_in_memory():
                 raise
             return [], error
 
@@ -178,8 +178,13 @@ class Restorer:
     ) -> int | None:
         """Load what is in memory where that is newer than what is on disk, or the same, and say why where it is not.
         `refused`: gets what could not be loaded, over which nothing is started afresh."""
-        if self._memory is None or not (found := self._looked()):
+        if self._memory is None:
             return None
+        found = self._looked()
+        for number, damage in self._memory.damage.items():
+            if step in (None, number):
+                refused.append(f"step {number} in memory: {damage}")
+                self._pass_over(number, damage)
         begun = time.monotonic()
         why_not = self._control.run_on_leader(
             lambda: [self._why_not(each, step, left, allow_suspect) for each in found]
@@ -207,10 +212,13 @@ class Restorer:
                             )
                     return each.manifest.step
             if why:
-                self._attempt.note("memory_refused", step=each.manifest.step, reason=why)
-                if self._control.is_leader:
-                    warn(f"step {each.manifest.step} in memory is not what the run goes on from: {plain(why)}")
+                self._pass_over(each.manifest.step, why)
         return None
+
+    def _pass_over(self, step: int, why: str) -> None:
+        self._attempt.note("memory_refused", step=step, reason=why)
+        if self._control.is_leader:
+            warn(f"step {step} in memory is not what the run goes on from: {plain(why)}")
 
     def _why_not(self, found: InMemory, step: int | None, left: list[Entry], allow_suspect: bool) -> str | None:
         """Return why a checkpoint in memory is not loaded; "": because there is a newer one, which is no news."""

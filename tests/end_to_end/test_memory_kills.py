@@ -84,9 +84,10 @@ def kill_once(root: Path, shm: Path, dice: random.Random, steps: int, ranks: int
     return max(begun, default=-1), counted, max((step for step, _ in at), default=0), what
 
 
-def check(folder: Path, shm: Path, kills: int, ranks: int) -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+def kill_again_and_again(folder: Path, kills: int, seed: int, ranks: int = 3) -> None:
+    """Kill ranks of a run in `folder`, a new one in memory, and let it come to its end: as if nobody had."""
+    shm = folder / "memory"
+    shm.mkdir()
     dice, done, steps = random.Random(seed), Counter[str](), 24 * kills
     counted = 0
     for number in range(kills):
@@ -105,13 +106,19 @@ def check(folder: Path, shm: Path, kills: int, ranks: int) -> None:
     print(dict(done), f"{counted + 12} steps")
 
 
+def check(shm: Path, kills: int, ranks: int) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    kill_again_and_again(shm, kills, seed, ranks)
+
+
 @pytest.mark.slow
-def test_ranks_and_nodes_are_killed_and_nothing_that_counted_is_lost(tmp_path: Path, shm: Path) -> None:
-    check(tmp_path, shm, SHORT_KILLS, 3)
+def test_ranks_and_nodes_are_killed_and_nothing_that_counted_is_lost(shm: Path) -> None:
+    check(shm, SHORT_KILLS, 3)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("ranks", [3, 6])
-def test_300_kills(tmp_path: Path, shm: Path, ranks: int) -> None:
-    check(tmp_path, shm, LONG_KILLS // 2, ranks)
+def test_300_kills(shm: Path, ranks: int) -> None:
+    check(shm, LONG_KILLS // 2, ranks)

@@ -23,6 +23,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "ranks": ("lost_ranks.run", "a rank that dies, is stopped, or has a disk that hangs"),
     "kill": ("kills.run", "`kill -9` at a random moment"),
     "user": ("user.run", "loops that break, raise, exit, fork or nest blocks"),
+    "memory": ("memory.run", "checkpoints in memory: damage, deaths, kills"),
     "copy": ("copies.run", "death in a copy or a drain, then a power cut"),
     "crash": ("crash.run", "death at each file operation, then a power cut"),
     "flips": ("damage.run_flips", "one flipped bit"),

@@ -74,11 +74,13 @@ class _Case:
         return path.read_text().splitlines() if path.exists() else []
 
 
-def die_everywhere(tally: Tally, name: str, scene: Scene, folder: Path, *, again: bool = False) -> None:
+def die_everywhere(
+    tally: Tally, name: str, scene: Scene, folder: Path, *, again: bool = False, losses: Sequence[Loss] = LOSSES
+) -> None:
     """End a scene at every change of a file, and once in the middle of each of its writes.
 
     `again`: then play it once more to its end, too, before the power is cut. Of what is lost at once there are then
-    two variants for each death, and not all four.
+    two variants for each death, and not all `losses`.
     """
     folder.mkdir()
     before = folder / "before"
@@ -90,7 +92,7 @@ def die_everywhere(tally: Tally, name: str, scene: Scene, folder: Path, *, again
             if number < count and (not tally.takes() or (half and number not in writes)):
                 continue
             case = _Case(folder / f"case-{number}-{half:d}", before)
-            died = _one_death(tally, name, scene, case, number, half, again)
+            died = _one_death(tally, name, scene, case, number, half, again, losses)
             shutil.rmtree(case.folder)
             if not died:
                 return
@@ -114,7 +116,16 @@ def _rehearse(scene: Scene, before: Path, folder: Path) -> tuple[int, list[int]]
     return count, writes
 
 
-def _one_death(tally: Tally, name: str, scene: Scene, case: _Case, number: int, half: bool, again: bool) -> bool:
+def _one_death(
+    tally: Tally,
+    name: str,
+    scene: Scene,
+    case: _Case,
+    number: int,
+    half: bool,
+    again: bool,
+    losses: Sequence[Loss],
+) -> bool:
     """Whether the process died; the scene may have ended before that number."""
     case.folder.mkdir()
     shutil.copytree(case.before, case.world)
@@ -124,7 +135,7 @@ def _one_death(tally: Tally, name: str, scene: Scene, case: _Case, number: int, 
         _complain(tally, name, end)
         return False
     title = f"{name}, change {number}{' (half)' * half}"
-    _cut_the_power(tally, name, scene, case, title, tally.dice.sample(LOSSES, 2) if again else LOSSES)
+    _cut_the_power(tally, name, scene, case, title, tally.dice.sample(losses, 2) if again else losses)
     if again and died and not half:
         case.dead.rename(case.world)
         end = _play(scene, case, None)

@@ -19,6 +19,7 @@ SHARES = {
     "ranks": 0.01,
     "kill": 0.004,
     "user": 0.007,
+    "memory": 0.01,
     "copy": 0.01,
     "crash": 0.02,
     "flips": 0.01,

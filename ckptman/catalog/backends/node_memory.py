@@ -83,11 +83,12 @@ class Owner(BaseModel):
 @dataclass(frozen=True)
 class Part:
     """What a node has of one checkpoint: its manifest, None where only others may have it, and files with their
-    sizes."""
+    sizes. `damage`: why a manifest that is there cannot be read."""
 
     step: int
     manifest: Manifest | None
     sizes: Mapping[str, int]
+    damage: str = ""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -174,6 +175,7 @@ class NodeMemory:
             for folder in (self.folder.parent, self.folder, self.slots):
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir(_MODE)
+                    self.disk.sync_folder(folder.parent)
                 check_private(folder)
             self.disk.replace_file(self.folder / _OWNER, seal(owner.model_dump_json(indent=1).encode()))
             self._alive = os.open(self.folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -242,7 +244,8 @@ class NodeMemory:
                 if name is None or name.kind != "step":
                     continue
                 with contextlib.suppress(OSError):
-                    found.append(Part(name.step, _manifest_in(folder), _sizes_in(folder)))
+                    manifest, damage = _manifest_in(folder)
+                    found.append(Part(name.step, manifest, _sizes_in(folder), damage))
         return sorted(found, key=lambda part: part.step)
 
     def begin(self, step: int) -> Path:
@@ -255,6 +258,7 @@ class NodeMemory:
     def commit(self, step: int, manifest: bytes) -> None:
         """Make it a checkpoint. Raises: OSError."""
         self.disk.replace_file(self.path_of(step) / MANIFEST, manifest)
+        self.disk.sync_folder(self.folder)
 
     def drop(self, step: int) -> None:
         """Remove a checkpoint, its manifest first: what is left is none at any moment. Raises: OSError."""
@@ -387,12 +391,15 @@ def check_private(folder: Path) -> None:
         folder.chmod(_MODE)
 
 
-def _manifest_in(folder: Path) -> Manifest | None:
+def _manifest_in(folder: Path) -> tuple[Manifest | None, str]:
+    """Return it, or why one that is there cannot be read."""
     path = folder / MANIFEST
     try:
-        return parse_manifest(path, read_regular(path, _MOST_MANIFEST_BYTES))
-    except (FileNotFoundError, CkptmanError):
-        return None
+        return parse_manifest(path, read_regular(path, _MOST_MANIFEST_BYTES)), ""
+    except FileNotFoundError:
+        return None, ""
+    except (CkptmanError, OSError) as error:
+        return None, str(error)
 
 
 def _sizes_in(folder: Path) -> dict[str, int]:
