@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import operator
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -138,8 +139,12 @@ def make_dtensor(
     return made
 
 
+_REJOIN_SECONDS = 60.0
+
+
 def keep_spare_nodes_waiting() -> None:
-    """Have torchrun of this process keep nodes in reserve for whom there is no place, whatever list they are on.
+    """Have torchrun of this process keep nodes in reserve for whom there is no place, whatever list they are on, and
+    end when too few nodes are left, instead of waiting ten minutes for more.
 
     Raises: ConfigError (this torch does it in another way).
     """
@@ -151,7 +156,7 @@ def keep_spare_nodes_waiting() -> None:
         )
 
         join, waiting = _RendezvousJoinOp.__call__, DynamicRendezvousHandler.num_nodes_waiting
-        reserve = _Action.ADD_TO_REDUNDANCY_LIST
+        reserve, give_up = _Action.ADD_TO_REDUNDANCY_LIST, _Action.ERROR_TIMEOUT
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"torch {torch.__version__} keeps nodes in reserve in a way that ckptman does not know ({error}): render "
@@ -161,8 +166,16 @@ def keep_spare_nodes_waiting() -> None:
     def is_full(state: Any, settings: Any) -> bool:
         return bool(state.complete and len(state.participants) >= settings.max_nodes)
 
+    began: dict[int, float] = {}
+    """When this one was seen to wait for others, by round."""
+
     def join_or_wait(self: Any, ctx: Any, deadline: float) -> Any:
         state = ctx.state
+        if state.round and not state.complete and ctx.node in state.participants:
+            # A new round begins when all of the last one have left it or are dead: who lives is here in a moment.
+            since = began.setdefault(state.round, time.monotonic())
+            if time.monotonic() > since + _REJOIN_SECONDS:
+                return give_up
         if is_full(state, ctx.settings) and ctx.node in state.wait_list and not state.closed:
             state.wait_list.discard(ctx.node)
             return reserve
@@ -177,8 +190,9 @@ def keep_spare_nodes_waiting() -> None:
 
 
 def run_torchrun() -> None:
-    """Run torchrun with the arguments of this process. Raises: SystemExit, RankLostError (the rendezvous is gone)."""
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+    """Run torchrun with the arguments of this process. Raises: SystemExit, RankLostError (the rendezvous is gone, or
+    too few nodes are left)."""
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
     from torch.distributed.run import main
 
     try:
@@ -187,3 +201,5 @@ def run_torchrun() -> None:
         raise RankLostError(
             "the torchrun of the first node has ended, and the rendezvous with it: this one ends too"
         ) from None
+    except RendezvousTimeoutError:
+        raise RankLostError("fewer nodes came to the rendezvous than the run needs: the job ends") from None

@@ -1,4 +1,5 @@
-"""Three torchruns and a world of two: after a restart the third one waits in reserve, and the ranks run on."""
+"""Three torchruns and a world of two: after a restart the third one waits in reserve, and the ranks run on. With one
+left of them, it ends."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 RANK = """
@@ -21,46 +25,88 @@ while not Path("done").exists():
     if os.environ["RANK"] == "1" and Path("crash").exists():
         Path("crash").unlink()
         sys.exit(1)
+    if Path("crash-all").exists():
+        sys.exit(1)
 """
 QUIET_SECONDS = 5.0
 """torchrun looks every second who waits; with one that has no place it would restart the ranks every other second."""
 
 
-@pytest.mark.timeout(120)
-def test_a_node_in_reserve_is_no_reason_to_restart(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text(RANK)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=test"]
-    options += [f"--rdzv-endpoint=127.0.0.1:{port}", "--no-python", sys.executable, "-S", "rank.py"]
-    environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+IMPATIENT = """
+import runpy, ckptman._torch_compat as compat
+compat._REJOIN_SECONDS = 2.0
+runpy.run_module("ckptman.train.torchrun", run_name="__main__", alter_sys=True)
+"""
 
-    def starts() -> list[str]:
-        return [re.sub(r"-\d+$", "", path.name) for path in tmp_path.glob("start-*")]
 
-    def until(count: int) -> None:
+class Launchers:
+    """torchruns on this host, the first of which has the rendezvous."""
+
+    def __init__(self, folder: Path, count: int, how: Sequence[str]) -> None:
+        self.folder = folder
+        (folder / "rank.py").write_text(RANK)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=test"]
+        options += [f"--rdzv-endpoint=127.0.0.1:{port}", "--no-python", sys.executable, "-S", "rank.py"]
+        environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        self.all = []
+        for number in range(count):
+            command = [sys.executable, *how, f"--rdzv-conf=is_host={int(number == 0)}", *options]
+            with (folder / f"said-{number}").open("wb") as said:
+                self.all.append(subprocess.Popen(command, cwd=folder, env=environ, stderr=said))
+
+    @property
+    def starts(self) -> list[str]:
+        return [re.sub(r"-\d+$", "", path.name) for path in self.folder.glob("start-*")]
+
+    def until_started(self, count: int) -> None:
         deadline = time.monotonic() + 60
-        while len(starts()) < count:
-            assert time.monotonic() < deadline, starts()
+        while len(self.starts) < count:
+            assert time.monotonic() < deadline, self.starts
             time.sleep(0.1)
 
-    launchers = []
+    def kill(self, number: int) -> None:
+        """With its rank."""
+        with suppress(ProcessLookupError):
+            for each in psutil.Process(self.all[number].pid).children():
+                each.kill()
+            self.all[number].kill()
+
+
+@contextmanager
+def launchers(folder: Path, count: int, *how: str) -> Iterator[Launchers]:
+    found = Launchers(folder, count, how)
     try:
-        for number in range(3):
-            command = [sys.executable, "-m", "ckptman.train.torchrun", f"--rdzv-conf=is_host={int(number == 0)}"]
-            launchers.append(subprocess.Popen([*command, *options], cwd=tmp_path, env=environ))
-        until(2)
+        yield found
+    finally:
+        for number, each in enumerate(found.all):
+            with suppress(psutil.Error):
+                found.kill(number)
+            each.wait()
+
+
+@pytest.mark.timeout(120)
+def test_a_node_in_reserve_is_no_reason_to_restart(tmp_path: Path) -> None:
+    with launchers(tmp_path, 3, "-m", "ckptman.train.torchrun") as found:
+        found.until_started(2)
         time.sleep(2.0)  # the third one has come too
         (tmp_path / "crash").touch()
-        until(4)
+        found.until_started(4)
         time.sleep(QUIET_SECONDS)
-        before = len(starts())
+        before = len(found.starts)
         time.sleep(QUIET_SECONDS)
-        assert len(starts()) == before
+        assert len(found.starts) == before
         (tmp_path / "done").touch()
-        codes = [each.wait(60) for each in launchers]
+        codes = [each.wait(60) for each in found.all]
         assert codes.count(0) >= 2
-    finally:
-        for each in launchers:
-            each.kill()
-            each.wait()
+
+
+@pytest.mark.timeout(120)
+def test_it_ends_when_too_few_nodes_are_left(tmp_path: Path) -> None:
+    with launchers(tmp_path, 2, "-c", IMPATIENT) as found:
+        found.until_started(2)
+        found.kill(1)
+        (tmp_path / "crash-all").touch()  # the other one rejoins at once; who is dead is noticed after 15 s
+        assert found.all[0].wait(100) not in (0, None)
+    assert "fewer nodes came to the rendezvous than the run needs" in (tmp_path / "said-0").read_text()
