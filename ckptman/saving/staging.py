@@ -185,6 +185,8 @@ class Stager:
         """What makes the second slot, in a thread of its own."""
         self._freed = Wakeup()
         self._file: RankFile | None = None
+        self._device: torch.device | None = None
+        """Where what is copied was when the first slot was made; None: in host memory."""
         self._copier = Worker("ckptman-stage")
         self._streams: dict[torch.device, Any] = {}
 
@@ -204,7 +206,9 @@ class Stager:
         """Make the first slot for a file, so that the first save finds it warm. Raises: MemoryError, RuntimeError."""
         if self._file is not file:
             self.give_back()
-            self._slots.append(_begin(_slot_for, file, memory, self.new_file()).result())
+            self._device = _device_of(memory)
+            kinds = [_kind(each) for each in memory]
+            self._slots.append(_begin(_slot_for, file, kinds, self._device, self.new_file()).result())
             self._file = file  # last: with a file and no slot, a save would wait for one for ever
 
     def give_back(self) -> None:
@@ -286,7 +290,7 @@ class Stager:
         if self._making is not None:
             self._making.wait()
         while self._slots and len(self._slots) < count and self._file is not None:
-            slot = _begin(Slot, self._file, self._slots[0].kinds, self.new_file()).result()
+            slot = _begin(_slot_for, self._file, self._slots[0].kinds, self._device, self.new_file()).result()
             self._slots.append(slot)
 
     def freed(self) -> None:
@@ -377,9 +381,9 @@ def refusal(needs: Sequence[tuple[str, int, int]]) -> str | None:
     return None
 
 
-def _slot_for(file: RankFile, memory: Sequence[torch.Tensor], path: Path | None = None) -> Slot:
-    slot = Slot(file, [_kind(each) for each in memory], path)
-    if (device := _device_of(memory)) is not None:
+def _slot_for(file: RankFile, kinds: Sequence[Kind], device: torch.device | None, path: Path | None) -> Slot:
+    slot = Slot(file, kinds, path)
+    if device is not None:
         slot.pin(device)
     return slot
 

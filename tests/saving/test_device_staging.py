@@ -56,6 +56,11 @@ def staged_values(staged: Staged, file: RankFile, number: int) -> torch.Tensor:
     return torch.frombuffer(staged.slot.memory, dtype=torch.float32, count=count, offset=file.places[number].payload)
 
 
+def slot_for(file: RankFile, memory: list[torch.Tensor]) -> Slot:
+    """A slot that is pinned, as the first one of a file."""
+    return staging._slot_for(file, [staging._kind(each) for each in memory], staging._device_of(memory), None)
+
+
 class Three:
     """Tensors "a", "b" and "c" of ones, twos and threes; the first two on a device."""
 
@@ -233,7 +238,7 @@ def test_pinned_memory_is_given_up_while_it_is_mapped(device: FakeDevice, stager
 
 def test_pinned_memory_that_nobody_gave_up_is_given_up_while_it_is_mapped(device: FakeDevice) -> None:
     three = Three(device)
-    slot = staging._slot_for(three.file, three.memory)
+    slot = slot_for(three.file, three.memory)
     assert len(device.runtime.registered) == 1
     del slot
     gc.collect()
@@ -261,7 +266,7 @@ def test_a_fork_leaves_the_memory_of_a_slot_what_it_is(memfd: bool) -> None:
     with mock.patch.object(
         staging, "shared_memory", side_effect=None if memfd else OSError, wraps=staging.shared_memory
     ):
-        slot = staging._slot_for(file, memory)
+        slot = slot_for(file, memory)
     assert (slot.fd is not None) == memfd
     place = file.places[0].payload
     ready, written = os.pipe(), os.pipe()
@@ -541,3 +546,10 @@ def test_saves_that_block_need_no_pinned_memory(device: FakeDevice, tmp_path: Pa
     found = {"x": torch.zeros_like(values)}
     ckptman.load(found, tmp_path / "saved")
     assert torch.equal(found["x"], values)
+
+
+def test_slots_that_are_made_ahead_are_pinned_then(device: FakeDevice, stager: Stager) -> None:
+    three = Three(device)
+    stager.prepare(three.file, three.memory)
+    stager.make_slots(2)
+    assert [slot.is_for_device for slot in stager._slots] == [True, True], "the second save would wait for it"
