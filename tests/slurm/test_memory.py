@@ -146,6 +146,8 @@ class Storm:
         cut_power(self.lab, *lost)
         at = time.time()
         self.until(lambda: self.start_after(at) or not self.scene.runs(job), f"{kind}: nobody noticed")
+        # Slurm notices that a node was booted anew; these are not, and come back when it knows that they were gone.
+        self.until(lambda: all(self.is_down(name) for name in lost), f"{kind}: Slurm has not noticed")
         for name in lost:
             self.lab.start_node(name)
         own_steps = self.dice.randrange(INTERVAL + 2, 4 * INTERVAL)
@@ -164,6 +166,10 @@ class Storm:
             return bool(done())
 
         self.scene.until(looked, 150, what)
+
+    def is_down(self, name: str) -> bool:
+        """Whether Slurm knows that a node is gone."""
+        return "down" in self.lab.ask("sinfo", "-h", "-n", name, "-o", "%T")
 
     def start_after(self, at: float) -> float:
         """When the ranks were started last, if that was later; else 0."""
