@@ -227,7 +227,7 @@ class Checkpointer:
             self._held = contextlib.ExitStack()
             """Keeps the checkpoint that the run went on from, as long as the run lasts."""
             self._restored_from: int | None = None
-            in_memory = self._memory.restore.look() if self._memory is not None else []
+            in_memory = self._memory is not None and self._memory.restore.finds_any()
             self._ready = not (self._session.finds_checkpoints or in_memory)
             self._rehearsed = False
             self._last: _Step | None = None

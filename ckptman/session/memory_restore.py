@@ -46,6 +46,10 @@ class MemoryRestore:
         )
         return found
 
+    def finds_any(self) -> bool:
+        """Return whether the nodes hold anything of this run, complete or not. Every rank calls it."""
+        return bool(self.look()) or bool(self.damage)
+
     def folder_of(self, found: InMemory) -> Path:
         """Return where this node has its part of a checkpoint."""
         return self._node.path_of(found.manifest.step)

@@ -338,12 +338,11 @@ def test_restarts_from_memory_do_not_put_off_the_save_to_disk(tmp_path: Path, sh
     assert [path.name for path in tmp_path.glob("step-*")]
 
 
-def test_what_was_found_damaged_while_it_was_loaded_is_no_fresh_start(
-    tmp_path: Path, shm: Path, far: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])
+def test_what_was_found_damaged_is_no_fresh_start(tmp_path: Path, shm: Path, far: dict[str, Any], name: str) -> None:
     crashed_at(tmp_path, shm, 9, **far)
-    (data,) = shm.glob("ckptman-*/*/step-*/__0_0.distcp")
-    flip(data, data.stat().st_size // 2)
+    (path,) = shm.glob(f"ckptman-*/*/step-*/{name}")
+    flip(path, path.stat().st_size // 2)
     with (
         warnings.catch_warnings(),
         pytest.raises(ckptman.CorruptError, match="step 9 in memory"),
