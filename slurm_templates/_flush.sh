@@ -1,7 +1,10 @@
 # A training that ended without a save may have left newer checkpoints in the memory of its nodes: bring them to disk,
 # on the nodes that are left, in at most 10 minutes. What comes of it is in the log, and changes no exit code.
-root=$(sed -n 's/^ *"root": "\(.*\)",$/\1/p' "$CKPTMAN_OUTCOME" 2> /dev/null)
-if [ -n "$root" ] && ! grep -qsE '"state": "(stopped|finished)"' "$CKPTMAN_OUTCOME"; then
+flush_memory() (
+    root=$(sed -n 's/^ *"root": "\(.*\)",$/\1/p' "$CKPTMAN_OUTCOME" 2> /dev/null)
+    if [ -z "$root" ] || grep -qsE '"state": "(stopped|finished)"' "$CKPTMAN_OUTCOME"; then
+        return
+    fi
     # A node that is gone is still in the variables of the job, and may still be among its nodes.
     nodes=$(squeue -h -j "$SLURM_JOB_ID" -o %N)
     nodes=$(sinfo -h -N -n "$nodes" -o '%N %t' | grep -v '[*]\|down' | cut -d' ' -f1 | sort -u)
@@ -12,4 +15,4 @@ if [ -n "$root" ] && ! grep -qsE '"state": "(stopped|finished)"' "$CKPTMAN_OUTCO
         --nodes="$(echo "$nodes" | wc -l)" --ntasks-per-node=1 --cpus-per-task=1 --gres=none \
         @container@ \
         sh -c 'test ! -d "/dev/shm/ckptman-$(id -u)" || exec ckptman memory flush "$1"' flush "$(printf %b "$root")"
-fi
+)

@@ -258,6 +258,17 @@ def test_what_is_in_memory_is_flushed_after_a_crash(name: str, tmp_path: Path) -
     assert "memory flush" not in bash(script(name), tmp_path, CODE="9", CKPTMAN_OUTCOME=str(outcome)).stdout
 
 
+def test_a_job_with_spare_nodes_that_is_queued_again_flushes_first(tmp_path: Path) -> None:
+    outcome = tmp_path / "outcome"
+    outcome.write_text(json.dumps({"state": "running", "root": "/a", "attempt": 1}, indent=1))
+    text = script("torchrun", "restarts=1", "nodes=2", "spare_nodes=1", "command=a")
+    known = {"SLURM_JOB_NUM_NODES": "3", "SLURMD_NODENAME": "n7", "CKPTMAN_OUTCOME": str(outcome)}
+    for count, expected in (("0", ["torchrun", "flush"]), ("1", ["flush", "torchrun", "flush"])):
+        calls = calls_of(bash(text, tmp_path, SLURM_RESTART_COUNT=count, **known))
+        kinds = ["flush" if "memory flush" in call else "torchrun" if "torchrun" in call else "" for call in calls]
+        assert [kind for kind in kinds if kind] == expected
+
+
 def test_an_environment_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
     ran = bash(script("generic", "venv=nowhere"), tmp_path)
     assert ran.returncode == 2

@@ -41,6 +41,11 @@ _OWN_STORE = """\
 # Ranks that are restarted meet in a store of their own each time. In torchrun's they would look for each other under a
 # count of restarts, which differs from node to node.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"""
+_FIRST_FLUSH = """\
+# Queued again, torchrun may give the places to nodes that held nothing, and keep in reserve one that held a part.
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+    flush_memory
+fi"""
 _FINISHED = """\
 # A node that died on the way, and one that was not needed, end with a code of their own.
 if grep -qs '"state": "finished"' "$CKPTMAN_OUTCOME"; then
@@ -201,7 +206,7 @@ def _of_torchrun(keys: TorchrunKeys) -> dict[str, str]:
         "step_options": "--kill-on-bad-exit=1",
         "launcher": "torchrun",
         "world_nodes": '"$SLURM_JOB_NUM_NODES"',
-        **dict.fromkeys(("max_restarts", "own_store", "first_node", "first_node_end", "finished"), ""),
+        **dict.fromkeys(("max_restarts", "own_store", "first_flush", "first_node", "first_node_end", "finished"), ""),
     }
     if keys.restarts:
         found |= {
@@ -215,6 +220,7 @@ def _of_torchrun(keys: TorchrunKeys) -> dict[str, str]:
             "step_options": "--no-kill --kill-on-bad-exit=0 --wait=0",
             "launcher": "python -m ckptman.train.torchrun",
             "world_nodes": str(keys.nodes),
+            "first_flush": _FIRST_FLUSH,
             "finished": _FINISHED,
         }
     return found
