@@ -35,7 +35,7 @@ from ckptman.saving.finite_check import OnNonfinite
 from ckptman.saving.retention_runner import OnFull, RetentionRunner
 from ckptman.saving.saver import Preflight, Saver
 from ckptman.saving.writer import SaveReport
-from ckptman.session.arguments import check_arguments, step_number
+from ckptman.session.arguments import check_arguments, step_number, total_step_number
 from ckptman.session.restorer import Restorer
 from ckptman.session.run_memory import RunMemory, age_on_disk, newest_on_disk
 from ckptman.session.run_session import RunSession
@@ -137,6 +137,7 @@ class Checkpointer:
             ranks, or a chain; None: no watchdog.
         run_id: the name of the run in manifests and the journal; None: that of the newest checkpoint in `root`, or a
             new one.
+        total_steps: the step at which the run will be finished, for `ckptman status` to say when; None: not known.
 
     Raises:
         BusyError: another run writes to the root.
@@ -170,6 +171,7 @@ class Checkpointer:
         timeout_seconds: float = 1800.0,
         watchdog: Setting = "auto",
         run_id: str | None = None,
+        total_steps: int | None = None,
     ) -> None:
         self._policy = save_policy if save_policy is not None else InitTimeInterval() | OnStop() | BeforeDeadline()
         check_arguments(
@@ -183,7 +185,7 @@ class Checkpointer:
         self._control = Channel(timeout_seconds)
         self._backend = backend_for(self.root.absolute(), tiers, DISK)  # the process may go to another folder
         with contextlib.ExitStack() as undone:  # a notebook's next cell finds the root free, whatever stops this one
-            self._session = RunSession.open(self._control, self._backend, run_id)
+            self._session = RunSession.open(self._control, self._backend, run_id, total_step_number(total_steps))
             undone.callback(self._session.release)
             self._listening = undone.enter_context(contextlib.ExitStack())
             handler = signals if isinstance(signals, SignalHandler) else None

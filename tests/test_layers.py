@@ -22,6 +22,7 @@ ORDER = (
     *("errors", "policies", "forecast", "io", "format", "catalog", "integrity", "transfer", "runtime", "scheduler"),
     *(
         "run",
+        "monitoring",
         "doctor",
         "_torch_compat",
         "state",

@@ -23,6 +23,8 @@ EXIT_BUG = 70
 
 _VERBS = {
     "list": "list:list_checkpoints",
+    "status": "status:status",
+    "report": "report:report",
     "path": "path:path",
     "show": "show:show",
     "verify": "verify:verify",

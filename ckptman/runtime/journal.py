@@ -140,15 +140,15 @@ def previous_path(path: str | os.PathLike[str]) -> Path:
     return Path(path).with_suffix(f".1{Path(path).suffix}")
 
 
-def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
+def read_journal(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> tuple[list[dict[str, Any]], int]:
     """Read the events of a journal and of the file before it, oldest first, and how many torn lines were left out.
 
-    Of a file larger than `MOST_BYTES` the last events that fit. Raises: NotFoundError.
+    Of a file larger than `most_bytes` the last events that fit. Raises: NotFoundError.
     """
     files = []
     for each in (previous_path(path), Path(path)):
         try:
-            files.append(_events(each))
+            files.append(_events(each, most_bytes))
         except FileNotFoundError as error:
             if isinstance(error, NotFoundError) and each == Path(path):
                 raise
@@ -157,13 +157,13 @@ def read_journal(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], in
     return [event for events, _ in files for event in events], sum(torn for _, torn in files)
 
 
-def _events(path: Path) -> tuple[list[dict[str, Any]], int]:
+def _events(path: Path, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
     """Those of one file. Raises: FileNotFoundError; NotFoundError where something else lies there."""
     try:
         with open(os.open(path, os.O_RDONLY | _OPEN), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise NotFoundError(f"{os.fspath(path)} is not a journal, but a pipe or a device: remove it")
-            data, is_whole = read_end(file.fileno(), MOST_BYTES)
+            data, is_whole = read_end(file.fileno(), most_bytes)
     except FileNotFoundError:
         raise
     except OSError as error:

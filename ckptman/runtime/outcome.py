@@ -21,6 +21,8 @@ OUTCOME_ENV = "CKPTMAN_OUTCOME"
 """Where a chain asks the outcome of this attempt to be written, besides the run's own place."""
 ATTEMPT_ENV = "CKPTMAN_ATTEMPT"
 """Number of this attempt in its chain: 1, 2, ..."""
+CHAIN_ENV = "CKPTMAN_CHAIN"
+"""The folder of the chain, for whoever runs in one of its attempts."""
 
 MOST_BYTES = 1024 * 1024
 """No outcome is larger: its one long text is the message of an error, and is cut where that is longer."""

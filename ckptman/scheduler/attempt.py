@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
 from ckptman.policies.resubmit import Ending
-from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV
+from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV
 from ckptman.scheduler.chain import Say, judge, patient
 from ckptman.scheduler.chain_record import AttemptRecord, Chain, JobRecord, Spec
 from ckptman.scheduler.history import (
@@ -37,8 +37,6 @@ from ckptman.scheduler.slurm.batch_script import parse
 from ckptman.scheduler.slurm.commands import Slurm
 from ckptman.scheduler.slurm.submission import avoid_nodes, slurm_of, submit_next
 
-CHAIN_ENV = "CKPTMAN_CHAIN"
-"""The folder of the chain, for whoever runs in one of its attempts."""
 TORCHRUN_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """How long torchrun lets its workers save after a SIGTERM; 30 seconds unless this says otherwise."""
 TORCHRUN_SECONDS = 600

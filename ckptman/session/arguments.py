@@ -99,3 +99,13 @@ def step_number(step: Any) -> int:
     if not 0 <= number <= MAX_STEP:
         raise ConfigError(f"a step is a number from 0 to {MAX_STEP}, not {number}")
     return number
+
+
+def total_step_number(total_steps: Any) -> int | None:
+    """Return the last step of a run as a plain int; None where it is not known. Raises: ConfigError."""
+    if total_steps is None:
+        return None
+    try:
+        return step_number(total_steps)
+    except ConfigError:
+        raise ConfigError(f"total_steps is the last step of the run, or None, not {total_steps!r}") from None

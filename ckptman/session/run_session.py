@@ -34,6 +34,7 @@ from ckptman.runtime.launcher import end_launcher_at_exit, launch_of
 from ckptman.runtime.log import tell, tell_event
 from ckptman.runtime.measurements import typical_save_seconds
 from ckptman.runtime.outcome import (
+    CHAIN_ENV,
     OUTCOME_ENV,
     Outcome,
     attempt_number,
@@ -44,6 +45,7 @@ from ckptman.runtime.outcome import (
 )
 from ckptman.saving.writer import SaveInfo
 from ckptman.session.drain_process import Drainer
+from ckptman.session.timings import process_started
 from ckptman.state.named_state import Snapshot, mesh_of
 
 _MOST_ATTEMPTS = 10**6
@@ -69,13 +71,15 @@ class RunSession:
     """The state with which it ended; "" while it goes on."""
 
     @classmethod
-    def open(cls, control: Channel, backend: LocalBackend, run_id: str | None) -> RunSession:
+    def open(
+        cls, control: Channel, backend: LocalBackend, run_id: str | None, total_steps: int | None = None
+    ) -> RunSession:
         """Take the root and begin. Every rank calls it. Raises, on every rank alike: BusyError, RootError."""
         session: RunSession | None = None
         try:
             with failing_as_one(), AllRanks[RunSession | None](control) as ranks:
                 if control.is_leader:
-                    session = _begin(backend, run_id, control.world_size)
+                    session = _begin(backend, run_id, control.world_size, total_steps)
                     ranks.mine = replace(session, claim=None, journal=None, drainer=None)
         except BaseException:  # another rank was lost, or Ctrl-C: a notebook's next cell finds the root free
             if session is not None:
@@ -98,6 +102,7 @@ class RunSession:
         left_seconds = deadline - time.time()
         if math.isinf(left_seconds):
             return
+        self.note("deadline", until_seconds=deadline)
         line = f"the job ends in {seconds_text(left_seconds)}"
         if left_seconds < 0:
             line = f"the job was to end {seconds_text(-left_seconds)} ago (deadline= is a unix time)"
@@ -234,7 +239,7 @@ class RunSession:
             self.claim.release()
 
 
-def _begin(backend: LocalBackend, run_id: str | None, world_size: int) -> RunSession:
+def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_steps: int | None) -> RunSession:
     disk = backend.disk
     _check_privacy()
     backend.make()
@@ -262,10 +267,10 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int) -> RunSes
         if backend.tiers:
             write_tiers(backend.root, backend.tiers, disk)
             session.drainer = Drainer(backend.root.absolute(), session.journal)
-        where = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}
-        if launch := launch_of(os.environ):
-            where["launch"] = launch
-        session.note("attempt_started", sync=True, run_id=run_id, **where)
+        facts = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}
+        told = {"launch": launch_of(os.environ), "chain": os.environ.get(CHAIN_ENV), "total_steps": total_steps}
+        facts |= {name: value for name, value in told.items() if value}
+        session.note("attempt_started", sync=True, run_id=run_id, process_seconds=process_started(), **facts)
         session.write_outcome("running", 0, "", 0)
     except BaseException:
         held.release()

@@ -133,7 +133,8 @@ class LastWords:
         if session.journal is None:
             session.journal = Journal(journal_path(session.root))
             session.journal.bind(attempt=session.number)
-        session.note("failed", sync=True, step=step, reason=reason, error="Stalled", cause="environment")
+        silent = {"silent_seconds": stall.waited_seconds}
+        session.note("failed", sync=True, step=step, reason=reason, error="Stalled", cause="environment", **silent)
         for node, why in self._report.bad_nodes().items():
             report_node(node, why, os.environ)
 

@@ -60,6 +60,7 @@ def train(setup: Setup, signals: ckptman.SignalHandler, errors: ErrorReport, *, 
             deadline="auto" if limit is None else psutil.Process().create_time() + limit,
             async_save=checkpoint.async_save,
             memory=checkpoint.memory_tier(),
+            total_steps=run.steps,
             timeout_seconds=run.timeout_seconds,
             watchdog=None if run.watchdog_seconds == "off" else run.watchdog_seconds,
         )

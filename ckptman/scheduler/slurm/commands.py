@@ -129,18 +129,24 @@ def call(command: Sequence[str], environ: Mapping[str, str], folder: str | None)
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-def ended_jobs(ids: Collection[str], environ: Mapping[str, str]) -> dict[str, bool]:
-    """Return of jobs, by id, whether they are over; nothing where Slurm cannot be asked now. It is asked once."""
+def ask_queue(ids: Collection[str], environ: Mapping[str, str]) -> dict[str, Job] | None:
+    """Return the jobs of some ids that Slurm knows; None where it cannot be asked now. It is asked once."""
     if not ids:
         return {}
+    command = ("squeue", "-h", "-t", "all", "-j", ",".join(sorted(ids)), "-o", _FIELDS)
     try:
-        answer = call(("squeue", "-h", "-t", "all", "-j", ",".join(sorted(ids)), "-o", _FIELDS), environ, None)
+        answer = call(command, {**environ, "SLURM_TIME_FORMAT": "standard"}, None)
     except SchedulerError:
-        return {}
+        return None
     if answer.code != 0 and "invalid job id" not in answer.said.lower():
-        return {}
-    jobs = {job.id: job for job in _parse(answer.out)}
-    return {id: id not in jobs or jobs[id].over for id in ids}
+        return None
+    return {job.id: job for job in _parse(answer.out)}
+
+
+def ended_jobs(ids: Collection[str], environ: Mapping[str, str]) -> dict[str, bool]:
+    """Return of jobs, by id, whether they are over; nothing where Slurm cannot be asked now. It is asked once."""
+    jobs = ask_queue(ids, environ)
+    return {} if jobs is None else {id: id not in jobs or jobs[id].over for id in ids}
 
 
 def submission_environment(environ: Mapping[str, str], sbatch: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,131 @@
+"""When the jobs of a run were submitted, began and ended: by the records of a chain, and by Slurm's accounting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptman.errors import CkptmanError
+from ckptman.scheduler.chain_record import SPEC, Chain
+
+_SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", "--format")
+_FIELDS = "JobIDRaw,Submit,Start,End,State"
+_CALL_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class JobTimes:
+    """One start of a job; a job that was requeued has several. Times in unix seconds; None: not known, or not yet.
+
+    `ending`, `reason`: how its attempt ended, as the chain says (finished, stopped, crashed, interrupted), or Slurm.
+    `attempt`: its number in the chain; 0 where there is none.
+    """
+
+    job_id: str
+    submitted: float | None = None
+    begun: float | None = None
+    ended: float | None = None
+    ending: str = ""
+    reason: str = ""
+    attempt: int = 0
+
+
+def jobs_of_chains(folders: Iterable[Path]) -> tuple[list[JobTimes], list[str]]:
+    """Return the jobs of some chains, oldest first, and what could not be read of them."""
+    found: list[JobTimes] = []
+    notes: list[str] = []
+    for folder in folders:
+        if not (folder / SPEC).is_file():
+            notes.append(f"the records of its chain are gone ({folder}): when its jobs waited is not known")
+            continue
+        try:
+            found += _jobs_of(Chain(folder))
+        except (CkptmanError, OSError) as error:
+            notes.append(f"the records of its chain cannot be read: {error}")
+    return found, notes
+
+
+def _jobs_of(chain: Chain) -> list[JobTimes]:
+    submitted = {job.job_id: job.time_seconds for job in chain.jobs()}
+    ends = chain.ends()
+    found = []
+    for attempt in chain.attempts():
+        end = ends.get(attempt.number)
+        found.append(
+            JobTimes(
+                attempt.job_id,
+                # A job that is requeued was in the queue again since its attempt before ended.
+                submitted.get(attempt.job_id) if attempt.restart == 0 else None,
+                attempt.begun_seconds,
+                end.ended_seconds if end else None,
+                end.ending if end else "",
+                end.reason if end else "",
+                attempt.number,
+            )
+        )
+    return found
+
+
+def ask_accounting(ids: Collection[str]) -> list[JobTimes]:
+    """Return what Slurm's accounting knows of jobs, one entry for each start; nothing where there is none to ask."""
+    wanted = sorted(each for each in ids if each.isdigit())
+    if not wanted:
+        return []
+    # As seconds since 1970: a time of day says nothing of its zone.
+    environ = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
+    try:
+        done = subprocess.run(
+            [*_SACCT, _FIELDS, "--jobs", ",".join(wanted)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_CALL_SECONDS,
+            stdin=subprocess.DEVNULL,
+            env=environ,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return parse_accounting(done.stdout) if done.returncode == 0 else []
+
+
+def parse_accounting(text: str) -> list[JobTimes]:
+    """Return the jobs in what `sacct` prints, with times in unix seconds."""
+    found = []
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) < 5 or not fields[0].isdigit():
+            continue
+        job_id, submitted, begun, ended, state = fields[:5]
+        found.append(JobTimes(job_id, _seconds(submitted), _seconds(begun), _seconds(ended), reason=state.lower()))
+    return found
+
+
+def merge(chain: Sequence[JobTimes], slurm: Sequence[JobTimes]) -> list[JobTimes]:
+    """Return the jobs of both, with the times of Slurm where it has them: it saw a job begin before its script did, and
+    end when nobody else could tell."""
+    merged = []
+    left = list(slurm)
+    for job in chain:
+        # The same start of a job: that of Slurm begins at most a minute before the script.
+        same = next((each for each in left if _is_same(each, job)), None)
+        if same is not None:
+            left.remove(same)
+            job = replace(
+                job, submitted=same.submitted or job.submitted, begun=same.begun, ended=same.ended or job.ended
+            )
+        merged.append(job)
+    merged += [each for each in left if each.job_id not in {job.job_id for job in chain} and each.begun is not None]
+    return sorted(merged, key=lambda job: job.begun or 0.0)
+
+
+def _is_same(slurm: JobTimes, chain: JobTimes) -> bool:
+    if slurm.job_id != chain.job_id or slurm.begun is None or chain.begun is None:
+        return False
+    return slurm.begun - 2 <= chain.begun and (slurm.ended is None or chain.begun <= slurm.ended + 2)
+
+
+def _seconds(written: str) -> float | None:
+    return float(written) if written.isdigit() and int(written) > 0 else None
