@@ -88,8 +88,8 @@ class Attempt:
     stretches: list[Stretch] = field(default_factory=list)
     stalls: list[tuple[float, float]] = field(default_factory=list)
     """Beginning and end of what training waited for saves."""
-    stalled_seconds: float = 0.0
-    """All that training waited for saves, as the attempt itself counted it."""
+    other_stall_seconds: float = 0.0
+    """What training waited for saves besides those `stalls`: the journal tells of saves to memory in all."""
     saves: list[Save] = field(default_factory=list)
     curve: list[tuple[float, int, Mapping[str, float]]] = field(default_factory=list)
     """Time, step and metrics, about every 30 s."""
@@ -304,7 +304,8 @@ def _save_failed(attempt: Attempt, event: Mapping[str, Any], time: float) -> Non
 def _progress(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
     attempt.speaks = True
     _mark(attempt, time, event.get("step"))
-    attempt.stalled_seconds = max(attempt.stalled_seconds, number_in(event.get("stall_seconds")) or 0.0)
+    other = (number_in(event.get("stall_seconds")) or 0.0) - sum(end - begin for begin, end in attempt.stalls)
+    attempt.other_stall_seconds = max(attempt.other_stall_seconds, other)
     metrics = event.get("metrics")
     found = {str(name): _metric(value) for name, value in metrics.items()} if isinstance(metrics, Mapping) else {}
     numbers = {name: value for name, value in found.items() if value is not None}

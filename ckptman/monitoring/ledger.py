@@ -179,20 +179,22 @@ class _Counter:
         self._bounds = _bounds(history, durable_step, is_alive)
         self._cursor = 0.0
         self._attempt: Attempt | None = None
+        self._first = 0
+        """The first span of the attempt that is counted."""
 
     def count(self) -> None:
         before: _Stay | None = None
         for stay in _stays(self._history):
-            first = len(self.spans)
-            self._attempt = None
+            self._attempt, self._first = None, len(self.spans)
             self._wait(before, stay)
             for place, attempt in enumerate(stay.attempts):
                 self._attempt = attempt
                 is_last = place + 1 == len(stay.attempts)
                 self._run(attempt, stay.ended if is_last else stay.attempts[place + 1].process)
-            if not stay.attempts and stay.ended is not None:  # its script ended before a run began
-                self._advance("starting", stay.ended)
-            self._note(stay, self.spans[first:])
+                self._note(stay, attempt)
+            if not stay.attempts and stay.job is not None:  # its script ended before a run began
+                self._advance("starting", stay.ended or self._cursor)
+                self.attempts.append(_of_job(stay.job, self.spans[self._first :]))
             before = stay
 
     def _wait(self, before: _Stay | None, stay: _Stay) -> None:
@@ -278,37 +280,35 @@ class _Counter:
         attempt = self._attempt
         held = 0 if kind in WAITING or attempt is None else attempt.world_size
         number = 0 if kind in WAITING or attempt is None else attempt.number
-        if self.spans and (self.spans[-1].kind, self.spans[-1].attempt) == (kind, number):
+        if len(self.spans) > self._first and (self.spans[-1].kind, self.spans[-1].attempt) == (kind, number):
             self.spans[-1] = Span(kind, self.spans[-1].begin, until, number, held)
         else:
             self.spans.append(Span(kind, self._cursor, until, number, held))
         self._cursor = until
 
-    def _note(self, stay: _Stay, spans: Sequence[Span]) -> None:
-        """Note how the attempts of a job ended; the wait before them is that of the first."""
-        if not stay.attempts and stay.job is not None:
-            self.attempts.append(_of_job(stay.job, spans))
-        for place, attempt in enumerate(stay.attempts):
-            own = [span for span in spans if span.attempt == attempt.number or (place == 0 and span.attempt == 0)]
-            ending, reason = attempt.state, attempt.reason
-            if ending == "running" and attempt is not self._alive:
-                told = stay.job.reason if stay.job is not None and attempt is stay.attempts[-1] else ""
-                ending, reason = "killed", told or "it did not say that it ended"
-            self.attempts.append(
-                AttemptLedger(
-                    number=attempt.number,
-                    job_id=attempt.job_id,
-                    host=attempt.host,
-                    world_size=attempt.world_size,
-                    begun=stay.begun if place == 0 else attempt.process,
-                    ended=own[-1].end if own else attempt.last,
-                    start_step=attempt.stretches[0].start_step if attempt.stretches else 0,
-                    step=attempt.step,
-                    ending=ending,
-                    reason=reason,
-                    seconds=_sums(own),
-                )
+    def _note(self, stay: _Stay, attempt: Attempt) -> None:
+        """Note how an attempt ended; the wait before a job is that of its first."""
+        own = self.spans[self._first :]
+        self._first = len(self.spans)
+        ending, reason = attempt.state, attempt.reason
+        if ending == "running" and attempt is not self._alive:
+            told = stay.job.reason if stay.job is not None and attempt is stay.attempts[-1] else ""
+            ending, reason = "killed", told or "it did not say that it ended"
+        self.attempts.append(
+            AttemptLedger(
+                number=attempt.number,
+                job_id=attempt.job_id,
+                host=attempt.host,
+                world_size=attempt.world_size,
+                begun=stay.begun if attempt is stay.attempts[0] else attempt.process,
+                ended=own[-1].end if own else attempt.last,
+                start_step=attempt.stretches[0].start_step if attempt.stretches else 0,
+                step=attempt.step,
+                ending=ending,
+                reason=reason,
+                seconds=_sums(own),
             )
+        )
 
 
 def _of_job(job: JobTimes, spans: Sequence[Span]) -> AttemptLedger:
@@ -360,8 +360,8 @@ def _stalls(attempt: Attempt, since: float, turn: float, until: float) -> list[t
     Of saves to memory the journal tells in all, and not one by one: they are one piece, before the `turn`.
     """
     own = [(max(begin, since), min(end, until)) for begin, end in attempt.stalls if end > since and begin < until]
-    more = attempt.stalled_seconds - sum(max(0.0, end - begin) for begin, end in attempt.stalls)
-    if more > 0.001 and turn >= attempt.stretches[-1].begin:
+    more = attempt.other_stall_seconds
+    if more > 0 and turn >= attempt.stretches[-1].begin:
         latest = max([since, *(end for _, end in own if end <= turn)])
         own.append((max(latest, turn - more), turn))
     return sorted(own)
