@@ -5,14 +5,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.installed-bench
 QUIET  := --quiet --disable-pip-version-check
-SOURCE := ckptman tests examples benchmarks
+SOURCE := ckptman tests examples benchmarks docs
 # The torch of this environment: that of constraints.txt, but for `make test-torch`.
 TORCH  ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 # Tests wait for one another's processes more than they compute: three fill two cores.
 JOBS   ?= 3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-all test-torch test-gpu check format campaign faults bench clean
+.PHONY: help setup demo test test-all test-torch test-gpu check format docs campaign faults bench clean
 
 help:
 	@echo "make setup     a virtual environment in $(VENV) with ckptman and what it needs"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-torch TORCH=2.11.0  the quick tests on another torch, in an environment of its own"
 	@echo "make test-gpu  what must hold on a GPU, on the GPUs of this machine"
 	@echo "make check     ruff, formatting, mypy --strict, the layers"
+	@echo "make docs      the documentation as a site, in site/: open site/index.html"
 	@echo "make campaign  the long versions: 50 kills and more"
 	@echo "make faults    the fault campaign: thousands of faults, two at a time, and a table at the end"
 	@echo "make bench     saves, loads, stalls, steps, listings and prunes, against others and the raw limit"
@@ -69,6 +70,10 @@ format: setup
 	$(BIN)/ruff check --fix $(SOURCE)
 	$(BIN)/ruff format $(SOURCE)
 
+# -E: a page that did not change is read again, as its warnings would not be repeated otherwise.
+docs: setup
+	$(BIN)/python -m sphinx -nWEq --keep-going docs site
+
 campaign: setup
 	$(BIN)/python -m pytest -m campaign
 
@@ -83,4 +88,4 @@ bench: $(BENCH)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis runs site

@@ -1,0 +1,50 @@
+"""How Sphinx makes a site of these pages: `make docs`. Every warning is an error there, and nothing is downloaded."""
+
+from typing import Any
+
+import ckptman
+
+project = "ckptman"
+author = copyright = "The ckptman maintainers"
+version = release = ckptman.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+myst_heading_anchors = 4
+"""Links to headings are those of GitHub."""
+copybutton_prompt_text = "$ "
+copybutton_only_copy_prompt_lines = True
+
+default_role = "code"
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_mock_imports = ["accelerate", "lightning", "torchtitan", "transformers"]
+autodoc_typehints_format = "short"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = [("Raises, through DCP on every rank", "Raises")]
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+nitpick_ignore = [("py:class", "ckptman.policies.tiers.AsPath")]
+nitpick_ignore_regex = [("py:.*", r"(?!ckptman\.).*|.*\.T")]
+"""Types of the standard library and of torch, whose documentation is not here."""
+
+html_theme = "furo"
+html_title = f"ckptman {version}"
+html_copy_source = html_show_sphinx = html_show_copyright = False
+
+
+def indented_is_code(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Read an indented paragraph of a docstring as Markdown does: as code."""
+    for number in range(len(lines) - 2, 0, -1):
+        if lines[number - 1][:1].strip() and not lines[number] and lines[number + 1].startswith("    "):
+            lines[number:number] = ["", "::"]
+
+
+def root_is_project(app: object, page: str, source: list[str]) -> None:
+    """Have links to pages of the repository's root lead to where the site has those."""
+    for name in ("CHANGELOG", "CONTRIBUTING"):
+        source[0] = source[0].replace(f"](../{name}.md", f"](project/{name.lower()}.md")
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", root_is_project)
+    app.connect("autodoc-process-docstring", indented_is_code, priority=400)  # before napoleon
