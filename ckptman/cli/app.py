@@ -14,38 +14,41 @@ from typing import Annotated, NoReturn
 import typer
 
 from ckptman.cli.console import complain, exit_code, message, plain, say, stop_writing
+from ckptman.cli.help import Group, Verb, help_width
 from ckptman.errors import CkptmanError
 
 TRACEBACK_ENV = "CKPTMAN_TRACEBACK"
 """Set to 1 to print the traceback of an error, for a bug report."""
+_COMPLETION_WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
 EXIT_BUG = 70
 """EX_SOFTWARE of sysexits.h."""
 
 _VERBS = {
-    "list": "list:list_checkpoints",
-    "status": "status:status",
-    "report": "report:report",
-    "path": "path:path",
-    "show": "show:show",
-    "verify": "verify:verify",
-    "diff": "diff:diff",
-    "export": "export:export",
-    "adopt": "adopt:adopt",
-    "copy": "copy:copy",
-    "drain": "drain:drain",
-    "memory": "memory:memory_app",
-    "prune": "prune:prune",
-    "pin": "pin:pin",
-    "unpin": "pin:unpin",
-    "rollback": "rollback:rollback",
-    "plan": "plan:plan",
-    "simulate": "simulate:simulate",
-    "doctor": "doctor:doctor",
-    "chain": "chain:chain_app",
-    "submit": "submit:submit",
-    "template": "template:template",
+    "list": ("Look", "list:list_checkpoints", "what is there, and whether it counts"),
+    "status": ("Look", "status:status", "how runs stand: step, saves, job, chain, and when they end"),
+    "report": ("Look", "report:report", "where the hours of runs went, as a table or as a page"),
+    "path": ("Look", "path:path", "the path of the newest checkpoint, the best, or that of a step"),
+    "show": ("Look", "show:show", "one checkpoint: its origin, tensors and values"),
+    "diff": ("Look", "diff:diff", "what changed between two checkpoints"),
+    "verify": ("Prove", "verify:verify", "proves that every byte is what was saved, and that it loads"),
+    "doctor": ("Prove", "doctor:doctor", "whether a mount is safe and how fast it is; or what is around the job"),
+    "prune": ("Keep", "prune:prune", "deletes by plan, and clears what crashes left over"),
+    "pin": ("Keep", "pin:pin", "keeps a checkpoint whatever the rules say"),
+    "unpin": ("Keep", "pin:unpin", "lets the rules decide about it again"),
+    "rollback": ("Keep", "rollback:rollback", "goes back to an earlier step; what is newer is abandoned"),
+    "copy": ("Move", "copy:copy", "copies to another root or object store, every byte read back"),
+    "drain": ("Move", "drain:drain", "copies to the tiers of a run"),
+    "memory": ("Move", "memory:memory_app", "what runs hold in the memory of a node: shows it, flushes it, removes it"),
+    "export": ("Move", "export:export", "a checkpoint, or a part of it, for other programs"),
+    "adopt": ("Move", "adopt:adopt", "makes what plain DCP or torchtitan wrote a checkpoint of ckptman"),
+    "plan": ("Plan", "plan:plan", "memory, disk, seconds and the interval, before a run spends a GPU hour"),
+    "simulate": ("Plan", "simulate:simulate", "plays a month of failures against intervals"),
+    "submit": ("Run", "submit:submit", "runs a batch script or a command until it is finished"),
+    "chain": ("Run", "chain:chain_app", "shows, follows, holds and ends chains of attempts"),
+    "template": ("Run", "template:template", "makes a batch script for Slurm"),
 }
-"""Module and function of each verb, in the order of `--help`."""
+"""Each verb with its panel, module and function, and what it does: the order and the text of `--help`, for which no
+verb is imported."""
 
 
 def _tell_version(wanted: bool) -> None:
@@ -64,28 +67,33 @@ def _common(
     pass
 
 
+def _not_imported() -> None:
+    """Stand in for a verb that is not the one of this call."""
+
+
 def make_app(verbs: Iterable[str] = tuple(_VERBS)) -> typer.Typer:
-    """Return the command with these verbs. Each takes milliseconds to import, so a call asks for one only."""
+    """Return the command with these verbs; of the others only names and what they do, as each takes time to import."""
     # Formatting by rich costs more to import than a whole listing of 1,000 checkpoints takes.
     app = typer.Typer(
         name="ckptman",
+        cls=Group,
         help="Checkpoints of PyTorch training runs: look, prove, prune, and run to the end.",
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        add_completion=False,
         no_args_is_help=True,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "terminal_width": help_width()},
     )
     app.callback()(_common)
-    for verb in verbs:
-        module, _, name = _VERBS[verb].partition(":")
-        found = getattr(importlib.import_module(f"ckptman.cli.{module}"), name)
+    wanted = set(verbs)
+    for verb, (panel, where, does) in _VERBS.items():
+        module, _, name = where.partition(":")
+        found = getattr(importlib.import_module(f"ckptman.cli.{module}"), name) if verb in wanted else _not_imported
         if isinstance(found, typer.Typer):
-            app.add_typer(found, name=verb)
+            app.add_typer(found, name=verb, short_help=does, rich_help_panel=panel)
         else:
             # What follows the script belongs to the script.
             settings = {"allow_interspersed_args": False} if verb == "submit" else None
-            app.command(verb, context_settings=settings)(found)
+            app.command(verb, cls=Verb, short_help=does, rich_help_panel=panel, context_settings=settings)(found)
     return app
 
 
@@ -122,8 +130,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    verb = next((each for each in arguments if not each.startswith("-")), "")
-    app = make_app([verb]) if verb in _VERBS else make_app()
+    words: Iterable[str] = arguments
+    if "_CKPTMAN_COMPLETE" in os.environ:  # a shell asks what may come next, and says there what it has
+        words = " ".join(os.environ.get(name, "") for name in _COMPLETION_WORDS).split()[1:]
+        os.environ["COLUMNS"] = "10000"  # typer folds what is said of an option, and fish takes each line for a word
+    app = make_app([next((each for each in words if not each.startswith("-")), "")])
     try:
         typer.main.get_command(app)(args=list(arguments), prog_name="ckptman")
     except SystemExit as ending:

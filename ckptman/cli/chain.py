@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console
+from ckptman.cli.help import Group, Verb
 from ckptman.cli.options import AsJson, path_argument
 from ckptman.errors import CkptmanError
 
@@ -24,7 +25,7 @@ LINES_SHOWN = 20
 _COLOURS = {"finished": "green", "stopped": "red", "cancelled": "red", "paused": "yellow"}
 
 chain_app = typer.Typer(
-    help="Chains of Slurm jobs: see them, hold them, end them.", rich_markup_mode=None, no_args_is_help=True
+    help="Chains of Slurm jobs: see them, hold them, end them.", cls=Group, rich_markup_mode=None, no_args_is_help=True
 )
 Name = Annotated[
     str | None,
@@ -34,7 +35,7 @@ Name = Annotated[
 ]
 
 
-@chain_app.command("list")
+@chain_app.command("list", cls=Verb)
 def list_chains(
     folder: Annotated[Path, path_argument("[DIR]", "Where they were submitted (default: here).")] = Path(),
     as_json: AsJson = False,
@@ -75,7 +76,7 @@ def list_chains(
     console.say(*console.table(("chain", "script", "attempts", "age", "last job", "state"), rows, "attempts age"))
 
 
-@chain_app.command("show")
+@chain_app.command("show", cls=Verb)
 def show_chain(
     name: Name = None,
     times: Annotated[
@@ -92,7 +93,7 @@ def show_chain(
         _show_times(chain)
 
 
-@chain_app.command("cancel")
+@chain_app.command("cancel", cls=Verb)
 def cancel_chain(name: Name = None) -> None:
     """End a chain. The attempt that runs gets SIGTERM, and the time that the cluster gives, to save."""
     from ckptman.scheduler.slurm.control import cancel
@@ -100,7 +101,7 @@ def cancel_chain(name: Name = None) -> None:
     _act(name, cancel)
 
 
-@chain_app.command("pause")
+@chain_app.command("pause", cls=Verb)
 def pause_chain(name: Name = None) -> None:
     """Start no further attempt. The one that runs goes on to its end."""
     from ckptman.scheduler.slurm.control import pause
@@ -108,7 +109,7 @@ def pause_chain(name: Name = None) -> None:
     _act(name, pause)
 
 
-@chain_app.command("resume")
+@chain_app.command("resume", cls=Verb)
 def resume_chain(name: Name = None) -> None:
     """Let a chain go on that was paused, or that crashes or a limit have stopped."""
     from ckptman.scheduler.slurm.control import resume

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console
+from ckptman.cli.help import Group, Verb
 from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.select import Root
 from ckptman.errors import CkptmanError, ConfigError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 memory_app = typer.Typer(
     help="Checkpoints in the memory of this node: see them, bring them to disk, remove them.",
+    cls=Group,
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -37,7 +39,7 @@ OneRoot = Annotated[str | None, path_argument("[ROOT]", "The folder that holds t
 ALIVE, WAITING, LEFT = "alive", "may go on", "left behind"
 
 
-@memory_app.command("list")
+@memory_app.command("list", cls=Verb)
 def list_memory(path: Where = paths.MEMORY_PATH, as_json: AsJson = False) -> None:
     """List what runs of this user hold, or have left, in the memory of this node.
 
@@ -66,7 +68,7 @@ def list_memory(path: Where = paths.MEMORY_PATH, as_json: AsJson = False) -> Non
     console.say(*console.table(("step", "parts", "memory", "node", "root", "job", "state"), rows, right="step memory"))
 
 
-@memory_app.command("flush")
+@memory_app.command("flush", cls=Verb)
 def flush_memory(
     root: Root,
     nodes: Nodes = None,
@@ -106,7 +108,7 @@ def flush_memory(
     console.say(f"{console.plain(root)}: {done.why}.{brought}")
 
 
-@memory_app.command("clear")
+@memory_app.command("clear", cls=Verb)
 def clear_memory(root: OneRoot = None, all_dead: AllDead = False, path: Where = paths.MEMORY_PATH) -> None:
     """Remove what a run that is over has in the memory of this node.
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ckptman.policies.retention_rules import KeepBest, RetentionPolicy
 
 
-def option(name: str, metavar: str, help: str) -> Any:
-    """Return an option that takes a value; its default is not shown."""
-    return typer.Option(name, metavar=metavar, show_default=False, help=help)
+def option(name: str, metavar: str, help: str, panel: str | None = None) -> Any:
+    """Return an option that takes a value; its default is not shown. `panel`: of `--help`, which begins with it."""
+    return typer.Option(name, metavar=metavar, show_default=False, help=help, rich_help_panel=panel)
 
 
 def path_argument(metavar: str, help: str) -> Any:
@@ -31,7 +31,9 @@ def path_argument(metavar: str, help: str) -> Any:
     return typer.Argument(metavar=metavar, show_default=False, readable=False, help=help)
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+OTHERS = "Options"
+"""The panel of what is in no other one."""
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.", rich_help_panel=OTHERS)]
 MOST_THREADS = 1024
 
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([kmgtpe])(i)?)?(b)?\s*", re.IGNORECASE | re.ASCII)
@@ -127,7 +129,7 @@ def check_threads(verb: str, threads: int | None) -> None:
         raise ConfigError(f"--threads: at most {MOST_THREADS:,}, not {threads:,}")
 
 
-KeepLastOption = Annotated[int | None, option("--keep-last", "N", "Keep the N committed last.")]
+KeepLastOption = Annotated[int | None, option("--keep-last", "N", "Keep the N committed last.", "What stays")]
 KeepEveryOption = Annotated[int | None, option("--keep-every", "N", "Keep one at each multiple of N.")]
 KeepBestOption = Annotated[
     list[str] | None,
@@ -146,6 +148,20 @@ KeepStepsOption = Annotated[str | None, option("--keep-steps", "N,N,...", "Keep 
 MaxBytesOption = Annotated[str | None, option("--max-bytes", "SIZE", "Keep no more than this, such as 2TB.")]
 MaxPercentOption = Annotated[
     float | None, option("--max-percent", "P", "Keep no more than P percent of the file system, or of the quota.")
+]
+MemoryOption = Annotated[
+    bool,
+    typer.Option(
+        "--memory",
+        help="Save to the memory of the nodes, too. So do the options below.",
+        rich_help_panel="Checkpoints in memory",
+    ),
+]
+RestartInPlaceOption = Annotated[
+    str | None, option("--restart-in-place", "TIME", "From a fault to the first new step inside the same allocation.")
+]
+SurvivedOption = Annotated[
+    float | None, option("--survived", "SHARE", "Of the failures that checkpoints in memory survive (0.9).")
 ]
 
 

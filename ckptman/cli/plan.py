@@ -10,6 +10,7 @@ import typer
 
 from ckptman.cli import console
 from ckptman.cli.options import (
+    OTHERS,
     AsJson,
     KeepBestOption,
     KeepDailyOption,
@@ -21,6 +22,9 @@ from ckptman.cli.options import (
     KeepWeeklyOption,
     KeepWithinOption,
     MaxBytesOption,
+    MemoryOption,
+    RestartInPlaceOption,
+    SurvivedOption,
     option,
     parse_rate,
     parse_retention,
@@ -46,7 +50,9 @@ _INIT_SOURCE = "init assumed, Leonardo on its fast file system, 2024; yours: --i
 
 
 def plan(
-    params: Annotated[str | None, option("--params", "N", "A model of so many parameters: 9e9, 7B, 350M.")] = None,
+    params: Annotated[
+        str | None, option("--params", "N", "A model of so many parameters: 9e9, 7B, 350M.", "Model and machine")
+    ] = None,
     config: Annotated[Path | None, option("--config", "FILE", "The model of a run of the bundled loop.")] = None,
     changes: Annotated[
         list[str] | None,
@@ -83,6 +89,7 @@ def plan(
             "NAME=RATE|DIR",
             "Where to save, and how fast it is: scratch=2GB/s, scratch=2GB/s/node:10GB/s (at most), or scratch=DIR, "
             "which is measured. May be given several times.",
+            "Saves",
         ),
     ] = None,
     staging: Annotated[
@@ -93,7 +100,9 @@ def plan(
         str | None, option("--init", "TIME", "From the start of a run to its first step, without the load (20min).")
     ] = None,
     factor: Annotated[float, option("--factor", "X", "Interval by init time: so many times that (4).")] = 4.0,
-    mtbf: Annotated[str | None, option("--mtbf", "TIME", "Mean time between failures of the whole run.")] = None,
+    mtbf: Annotated[
+        str | None, option("--mtbf", "TIME", "Mean time between failures of the whole run.", "Failures and time")
+    ] = None,
     rate: Annotated[
         str, option("--rate", "NAME", "Without --mtbf, a published one: llama3 (the default), rsc1.")
     ] = "llama3",
@@ -101,9 +110,7 @@ def plan(
     step: Annotated[str | None, option("--step", "TIME", "Of one step, for rules that go by steps.")] = None,
     notice: Annotated[str | None, option("--notice", "TIME", "Until a failure is found out (0).")] = None,
     queue: Annotated[str | None, option("--queue", "TIME", "Of a job that goes on after a failure (0).")] = None,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Save to the memory of the nodes, too. So do the options below.")
-    ] = False,
+    memory: MemoryOption = False,
     memory_interval: Annotated[
         str | None,
         option("--memory-interval", "TIME|STEPS", "How often: 30s, 20steps (as costs 1 % of the time)."),
@@ -115,13 +122,8 @@ def plan(
     host_memory: Annotated[
         str | None, option("--host-memory", "SIZE", "Of one node, such as 1TB: does it fit?")
     ] = None,
-    restart_in_place: Annotated[
-        str | None,
-        option("--restart-in-place", "TIME", "From a fault to the first new step inside the same allocation."),
-    ] = None,
-    survived: Annotated[
-        float | None, option("--survived", "SHARE", "Of the failures that checkpoints in memory survive (0.9).")
-    ] = None,
+    restart_in_place: RestartInPlaceOption = None,
+    survived: SurvivedOption = None,
     keep_last: KeepLastOption = None,
     keep_every: KeepEveryOption = None,
     keep_best: KeepBestOption = None,
@@ -133,7 +135,10 @@ def plan(
     keep_steps: KeepStepsOption = None,
     max_bytes: MaxBytesOption = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Every number with its formula, and where that is from.")
+        bool,
+        typer.Option(
+            "--explain", help="Every number with its formula, and where that is from.", rich_help_panel=OTHERS
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -16,6 +16,7 @@ import typer
 from ckptman.cli import console
 from ckptman.cli.memory import clear, superseded
 from ckptman.cli.options import (
+    OTHERS,
     AsJson,
     KeepBestOption,
     KeepDailyOption,
@@ -48,7 +49,10 @@ Roots = Annotated[
     list[str],
     path_argument("ROOT", "Folders that hold checkpoints, or patterns in quotes such as 'runs/*/checkpoints'."),
 ]
-Leftovers = Annotated[bool, typer.Option("--leftovers", help="Delete no checkpoint: only clear what crashes left.")]
+Leftovers = Annotated[
+    bool,
+    typer.Option("--leftovers", help="Delete no checkpoint: only clear what crashes left.", rich_help_panel=OTHERS),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted, and why.")]
 Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help="Delete so many checkpoints at a time.")]
 FilesPerSecond = Annotated[

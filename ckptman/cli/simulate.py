@@ -10,10 +10,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from ckptman.cli import console
-from ckptman.cli.options import AsJson, option, parse_seconds, parse_share
+from ckptman.cli.options import (
+    OTHERS,
+    AsJson,
+    MemoryOption,
+    RestartInPlaceOption,
+    SurvivedOption,
+    option,
+    parse_seconds,
+    parse_share,
+)
 from ckptman.errors import ConfigError, ExistsError
 from ckptman.forecast.failure_costs import IN_PLACE, SURVIVED, WITH_MEMORY
 from ckptman.forecast.failure_rates import mtbf_figure, rate_named
@@ -48,14 +55,16 @@ class _Named:
 
 
 def simulate(
-    stall: Annotated[str | None, option("--stall", "TIME", "For so long a save blocks training (5s).")] = None,
+    stall: Annotated[str | None, option("--stall", "TIME", "For so long a save blocks training (5s).", "Costs")] = None,
     save: Annotated[
         str | None, option("--save", "TIME", "Until a save is durable (60s, or as long as --stall).")
     ] = None,
     restart: Annotated[
         str | None, option("--restart", "TIME", "From a failure until training goes on (20min).")
     ] = None,
-    mtbf: Annotated[str | None, option("--mtbf", "TIME", "Mean time between failures, which come at random.")] = None,
+    mtbf: Annotated[
+        str | None, option("--mtbf", "TIME", "Mean time between failures, which come at random.", "Failures")
+    ] = None,
     gpus: Annotated[int | None, option("--gpus", "N", "Instead: that of so many GPUs, by a published rate.")] = None,
     rate: Annotated[str, option("--rate", "NAME", "Which one: llama3 (the default), rsc1.")] = "llama3",
     trace: Annotated[
@@ -68,23 +77,16 @@ def simulate(
     interval: Annotated[
         list[str] | None, option("--interval", "TIME", "Play this one too. May be given several times.")
     ] = None,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Save to the memory of the nodes, too. So do the options below.")
-    ] = False,
+    memory: MemoryOption = False,
     memory_interval: Annotated[
         str | None, option("--memory-interval", "TIME", "How often (as costs 1 % of the time).")
     ] = None,
     memory_save: Annotated[
         str | None, option("--memory-save", "TIME", "Until a checkpoint in memory counts (10s, or as --stall).")
     ] = None,
-    restart_in_place: Annotated[
-        str | None,
-        option("--restart-in-place", "TIME", "From a fault to the first new step inside the same allocation."),
-    ] = None,
-    survived: Annotated[
-        float | None, option("--survived", "SHARE", "Of the failures that checkpoints in memory survive (0.9).")
-    ] = None,
-    svg: Annotated[Path | None, option("--svg", "FILE", "Draw the chart into a file.")] = None,
+    restart_in_place: RestartInPlaceOption = None,
+    survived: SurvivedOption = None,
+    svg: Annotated[Path | None, option("--svg", "FILE", "Draw the chart into a file.", OTHERS)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Play a month of failures against intervals between saves.

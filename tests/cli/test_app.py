@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import typer
 
 from ckptman import __version__
-from ckptman.cli.app import main, make_app
+from ckptman.cli.app import _VERBS, main, make_app
 from tests.helpers.checkpoints import commit
 
 VERBS = {
@@ -107,6 +109,83 @@ def test_every_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     for verb in VERBS:
         assert main([*verb.split(), "--help"]) == 0
         assert f"Usage: ckptman {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_help_fits_the_terminal_and_is_whole(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for arguments in ([], *(verb.split() for verb in VERBS), ["chain"], ["memory"]):
+        assert main([*arguments, "--help"]) == 0
+        told = capsys.readouterr().out
+        assert max(map(len, told.splitlines())) <= columns
+        assert not re.search(r"[a-z]\.\.\.$", told, re.MULTILINE)
+
+
+def test_help_groups_the_verbs_and_imports_none_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert re.findall(r"^(\w+):$", told, re.MULTILINE) == ["Look", "Prove", "Keep", "Move", "Plan", "Run", "Options"]
+    assert re.findall(r"^  ([a-z]+) ", told, re.MULTILINE) == list(_VERBS)
+    listed = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "ckptman", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert not re.findall(r"ckptman\.(?:catalog|cli\.list)\b|\btorch\b|\brich\b", listed.stderr)
+
+
+COMPLETIONS = [
+    ("ckptman pr", ["prune"]),
+    ("ckptman chain re", ["resume"]),
+    ("ckptman prune --lef", ["--leftovers"]),
+    ("ckptman prune run --keep-m", ["--keep-monthly"]),
+    ("ckptman --vers", ["--version"]),
+]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(("typed", "found"), COMPLETIONS)
+def test_a_shell_is_told_what_may_follow(
+    shell: str, typed: str, found: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_CKPTMAN_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    monkeypatch.setenv("COLUMNS", "80")
+    if shell == "bash":
+        monkeypatch.setenv("COMP_WORDS", typed)
+        monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    else:
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", typed)
+    assert main([]) == 0
+    told = capsys.readouterr().out.strip()
+    assert re.findall(r'\(\("([^"]+)"' if shell == "zsh" else r"(?m)^(\S+)", told) == found
+
+
+def test_completion_works_in_bash(tmp_path: Path) -> None:
+    command = tmp_path / "ckptman"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m ckptman "$@"\n')
+    command.chmod(0o755)
+    typed = """
+        eval "$(ckptman --show-completion)"
+        COMP_WORDS=(ckptman prune --lef); COMP_CWORD=2
+        $(complete -p ckptman | sed 's/.*-F \\([^ ]*\\).*/\\1/') ckptman
+        echo "${COMPREPLY[@]}"
+    """
+    ran = subprocess.run(
+        ["bash", "--norc", "-c", typed],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.stdout == "--leftovers\n", ran.stderr
+
+
+def test_a_misspelt_verb_or_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lst", "."]) == 2
+    assert "Did you mean 'list'?" in capsys.readouterr().err
+    assert main(["prune", ".", "--keep-lst", "3"]) == 2
+    assert "--keep-last" in capsys.readouterr().err
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

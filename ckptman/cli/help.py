@@ -1,0 +1,57 @@
+"""What `--help` prints: verbs and options in panels, at any width from 40 columns up."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from ckptman.cli.options import OTHERS
+
+LEAST_COLUMNS, MOST_COLUMNS = 40, 100
+Panels = dict[str, list[tuple[str, str]]]
+"""Of each panel its name, and the rows in it: a name, and what it does."""
+
+
+def help_width() -> int:
+    """Return the columns that help may take."""
+    return min(max(LEAST_COLUMNS, shutil.get_terminal_size().columns), MOST_COLUMNS) - 2
+
+
+class Verb(TyperCommand):
+    """A verb whose options are shown in the panels that they name."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write(formatter, _parameters(self, ctx))
+
+
+class Group(TyperGroup):
+    """Verbs in the panels that they name, with all that is said of each."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: Panels = {}
+        for name in self.list_commands(ctx):
+            if (verb := self.get_command(ctx, name)) is not None:
+                panel = getattr(verb, "rich_help_panel", None) or "Commands"
+                panels.setdefault(panel, []).append((name, verb.get_short_help_str(limit=1000)))
+        _write(formatter, {**panels, **_parameters(self, ctx)})
+
+
+def _parameters(command: Any, ctx: Any) -> Panels:
+    """Return the arguments, and the options by panel: one that names none belongs to that of the one before it."""
+    panels: Panels = {}
+    panel = OTHERS
+    for each in command.get_params(ctx):
+        if each.param_type_name == "argument":
+            panels.setdefault("Arguments", []).append(((each.metavar or each.name).strip("[]"), each.help or ""))
+        elif (record := each.get_help_record(ctx)) is not None:
+            panel = getattr(each, "rich_help_panel", None) or panel
+            panels.setdefault(panel, []).append(record)
+    return panels
+
+
+def _write(formatter: Any, panels: Panels) -> None:
+    for panel, rows in panels.items():
+        with formatter.section(panel):
+            formatter.write_dl(rows, col_max=min(26, formatter.width // 3))
