@@ -29,6 +29,8 @@ _HOME = {
     "load": "ckptman.api",
     "read": "ckptman.loading.read",
     "Run": "ckptman.run",
+    "TrackedRun": "ckptman.runtime.tracker",
+    "Tracker": "ckptman.runtime.tracker",
     "export": "ckptman.exporting.export",
     "adopt": "ckptman.dcp.adopt",
     "StorageReader": "ckptman.dcp.storage",
@@ -161,6 +163,8 @@ if TYPE_CHECKING:
     from ckptman.policies.tiers import Tier as Tier
     from ckptman.run import Run as Run
     from ckptman.runtime.signals import SignalHandler as SignalHandler
+    from ckptman.runtime.tracker import TrackedRun as TrackedRun
+    from ckptman.runtime.tracker import Tracker as Tracker
     from ckptman.state.generators import RNGState as RNGState
     from ckptman.state.rank_values import FromRank0 as FromRank0
     from ckptman.state.rank_values import PerRank as PerRank

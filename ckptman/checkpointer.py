@@ -31,15 +31,17 @@ from ckptman.runtime.deadline import deadline_from_environment
 from ckptman.runtime.launcher import code_for_again, end_launcher_at_exit
 from ckptman.runtime.log import show_by_default, tell
 from ckptman.runtime.signals import SignalHandler
+from ckptman.runtime.tracker import Tracker
 from ckptman.saving.finite_check import OnNonfinite
 from ckptman.saving.retention_runner import OnFull, RetentionRunner
 from ckptman.saving.saver import Preflight, Saver
 from ckptman.saving.writer import SaveReport
-from ckptman.session.arguments import check_arguments, step_number, total_step_number
+from ckptman.session.arguments import check_arguments, check_trackers, step_number, total_step_number
 from ckptman.session.restorer import Restorer
 from ckptman.session.run_memory import RunMemory, age_on_disk, newest_on_disk
 from ckptman.session.run_session import RunSession
 from ckptman.session.step_consensus import Agreed, StepConsensus
+from ckptman.session.step_reporter import StepReporter
 from ckptman.session.timings import Timings, process_started
 from ckptman.session.watchdog_actions import Setting, make_watchdog
 from ckptman.state.named_state import is_settled
@@ -131,6 +133,7 @@ class Checkpointer:
             one before, so that a restart on this node loads it from memory. Only on file systems of the node itself.
         memory: save to the memory of the nodes, too, and more often (see `MemoryTier`); None: to disk alone. Where that
             cannot be, a warning says why, and training goes on with disk alone.
+        trackers: what hears of each step and each event, on rank 0 (see `Tracker`).
         timeout_seconds: for how long a rank waits for the others before it gives up.
         watchdog: seconds after which a step that does not end counts as stuck and the process is ended (see
             `policies.hang_timeout`); "auto": 600 (555 with NCCL, which gives up at 600) where there are several
@@ -168,6 +171,7 @@ class Checkpointer:
         nonfinite: OnNonfinite = "keep",
         keep_warm: bool = False,
         memory: MemoryTier | None = None,
+        trackers: Sequence[Tracker] = (),
         timeout_seconds: float = 1800.0,
         watchdog: Setting = "auto",
         run_id: str | None = None,
@@ -177,6 +181,7 @@ class Checkpointer:
         check_arguments(
             root, state, self._policy, retention, on_full, nonfinite, deadline, timeout_seconds, watchdog, signals
         )
+        check_trackers(trackers)
         show_by_default()
         await_ranks(timeout_seconds)
         self.root, self.state = Path(root), state
@@ -221,6 +226,11 @@ class Checkpointer:
             if self._memory is not None:
                 undone.callback(self._memory.close)
             self._timings = Timings(process_started(), end, durable_seconds=self._session.save_seconds)
+            self._hooks.before_step = self._timings.stall.around(self._saver.wait_staged)
+            self._reporter: StepReporter | None = None
+            if self._control.is_leader:
+                world_size, stall = self._control.world_size, self._timings.stall
+                self._reporter = StepReporter(self._session, world_size, trackers, stall)
             self._recorder = StepRecorder(self._state, self._hooks)
             self._consensus = StepConsensus(
                 self._control, self._policy, self._timings, handler, self._saver, self._recorder
@@ -330,6 +340,8 @@ class Checkpointer:
             with failing_as_one():
                 self._control.run_on_leader(self._session.refuse_in_vain)
         self._rehearse_early()
+        if self._reporter is not None:
+            self._reporter.starts(found or 0)
         self._leave_if_asked()
         self._watchdog.beat("start", 0)
         return found or 0
@@ -375,6 +387,8 @@ class Checkpointer:
                 reason = self._act(step, metrics, agreed)
         finally:
             self._last, self._stepped = self._record(step, metrics), True
+            if self._reporter is not None:
+                self._reporter.step_ended(step, self._last.metrics)
             self._timings.step_begins(after=step)
             self._watchdog.beat("step", step)
         if self._stop is None:
@@ -407,7 +421,8 @@ class Checkpointer:
         """
         self._check_usable()
         self._watchdog.beat("save", self._timings.previous_step)
-        reports, failure = self._saver.wait()
+        with self._timings.stall:
+            reports, failure = self._saver.wait()
         # A save that failed on one rank fails on all. A rank that was lost at the last moment may have been lost for
         # some only: they go on together all the same.
         outcomes = self._control.gather((failure is not None, self._saver.reported))
@@ -510,6 +525,8 @@ class Checkpointer:
     def _write_the_end(self) -> None:
         """Write the outcome, and stop all that works behind the training."""
         self._watchdog.beat("save", self._timings.previous_step)
+        if self._reporter is not None:
+            self._reporter.finish(wait=True)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
         code = EXIT_OK if self._stop is None else EXIT_AGAIN
         self._session.end(state, self._timings.previous_step, self._stop or "the run ended", code)
@@ -640,7 +657,18 @@ class Checkpointer:
         to_memory: bool = False,
     ) -> None:
         """Save, stage by stage; `state`: as the last step saw it, where that is not what it is now."""
-        state = self._state if state is None else state
+        with self._timings.stall:
+            self._save_now(self._state if state is None else state, step, metrics, reason, to_disk, to_memory)
+
+    def _save_now(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        reason: str,
+        to_disk: bool,
+        to_memory: bool,
+    ) -> None:
         self._watchdog.beat("stage", step)
         found = self._preflight(state)
         if found.failed > self._saver.reported:
@@ -708,6 +736,8 @@ class Checkpointer:
     def _let_go(self) -> None:
         """Be closed: nothing is told at exit, and signals that were taken here are given back."""
         self._left_open.detach()
+        if self._reporter is not None:
+            self._reporter.close()
         with contextlib.suppress(ValueError):  # not in the main thread
             self._listening.close()
 
@@ -730,6 +760,8 @@ class Checkpointer:
         _, failed = self._saver.wait()
         if failed is not None:
             warn(str(failed))
+        if self._reporter is not None:
+            self._reporter.finish(wait=False)
         self._session.fail(self._timings.previous_step, error)
         self._held.close()
         if self._memory is not None:

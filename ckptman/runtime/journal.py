@@ -24,7 +24,7 @@ from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_end
 
 ROTATE_BYTES = 8 * 1024 * 1024
-"""Some 50,000 events: months of a run that saves every half hour."""
+"""Some 50,000 events: two to three weeks of training, which tells of its progress every 30 s."""
 MOST_BYTES = 32 * 1024 * 1024
 _MOST_LINE_BYTES = 1024 * 1024
 _LARGEST = 1e12
@@ -39,7 +39,8 @@ class Journal:
     Each event is one `write` of one whole line to a file opened for appending: a kill leaves all of a line or none, a
     power cut or a full disk at worst a torn last line, and the next event starts on a line of its own.
     A journal that cannot be written warns once and never ends a run. Thread-safe. Written by the leader of a run;
-    nothing is opened before the first event. `tell` hears each event, and its fields as they were written.
+    nothing is opened before the first event. `tell` and what is added to `listeners` hear each event, and its fields as
+    they were written; they must not raise.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class Journal:
         tell: Callable[[str, Mapping[str, Any]], None] | None = None,
     ) -> None:
         self.path = Path(path)
-        self._clock, self._disk, self._tell = clock, disk, tell
+        self._clock, self._disk = clock, disk
+        self.listeners = [tell] if tell is not None else []
         self._lock = threading.Lock()
         self._fd: int | None = None
         self._torn = False
@@ -76,8 +78,8 @@ class Journal:
                 self._append(json.dumps(line).encode("ascii") + b"\n", sync)
             except OSError as error:
                 self._warn(error)
-        if self._tell is not None:
-            self._tell(event, line)
+        for tell in self.listeners:
+            tell(event, line)
 
     def rotate(self) -> None:
         """Begin a new file if the one there is too large, and keep that beside it. Called before the first event, by

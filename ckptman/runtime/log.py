@@ -113,6 +113,7 @@ _LINES: dict[str, tuple[int, Callable[[Mapping[str, Any]], str]]] = {
         lambda fields: f"copied step {fields['step']} to {fields['tier']} in {seconds_text(fields['seconds'])}",
     ),
     "memory_on": (logging.INFO, _memory_on),
+    "tracker_failed": (logging.WARNING, lambda fields: f"{fields['tracker']}: {fields['cause']}"),
     "stop_asked": (logging.INFO, lambda fields: f"stopping after step {fields['step']}: {fields['reason']}"),
     "finished": (logging.INFO, _finished),
     "stopped": (logging.INFO, _stopped),

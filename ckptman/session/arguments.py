@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from ckptman.catalog.backends.backend import check_folder
@@ -15,6 +15,7 @@ from ckptman.format.paths import MAX_STEP
 from ckptman.policies.retention import RetentionPolicy
 from ckptman.policies.save_policies import SavePolicy
 from ckptman.runtime.signals import SignalHandler
+from ckptman.runtime.tracker import Tracker
 from ckptman.session.watchdog_actions import Setting, patience_of
 from ckptman.state.generators import RNGState
 from ckptman.state.named_state import is_stateful
@@ -75,6 +76,14 @@ def check_arguments(
         raise ConfigError(
             "signals: this SignalHandler was never entered, or its block has ended, so it would note no signal. Say "
             "signals=True, or make the Checkpointer inside `with SignalHandler() as signals:`"
+        )
+
+
+def check_trackers(trackers: object) -> None:
+    """Check that these are trackers. Raises: ConfigError."""
+    if not isinstance(trackers, Sequence) or not all(isinstance(each, Tracker) for each in trackers):
+        raise ConfigError(
+            f"trackers is a list of objects of classes that are derived from ckptman.Tracker, not {trackers!r}"
         )
 
 

@@ -16,6 +16,33 @@ from ckptman.policies.save_policies import Facts
 from ckptman.saving.writer import SaveReport
 
 
+class Stall:
+    """Adds up how long a thread was in its blocks. One within another counts once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._begun, self._depth = 0.0, 0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._begun = time.monotonic()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.seconds += time.monotonic() - self._begun
+
+    def around(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Return a function whose time is added up."""
+
+        def call() -> None:
+            with self:
+                function()
+
+        return call
+
+
 class SaveTimes:
     """When saves to one place began and ended, and what they took. All times in seconds.
 
@@ -95,6 +122,8 @@ class Timings:
         """Those to the root of the run."""
         self.memory_saves = SaveTimes(monotonic)
         """Those to the memory of the nodes."""
+        self.stall = Stall()
+        """How long the training has waited for saves of both kinds in this attempt."""
 
     @property
     def step_seconds(self) -> float | None:
