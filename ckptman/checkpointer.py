@@ -33,6 +33,7 @@ from ckptman.runtime.log import show_by_default, tell
 from ckptman.runtime.signals import SignalHandler
 from ckptman.runtime.tracker import Tracker
 from ckptman.saving.finite_check import OnNonfinite
+from ckptman.saving.memory_saves import MemorySaves
 from ckptman.saving.retention_runner import OnFull, RetentionRunner
 from ckptman.saving.saver import Preflight, Saver
 from ckptman.saving.writer import SaveReport
@@ -87,6 +88,12 @@ def _tell_left_open(where: str, pid: int, listening: contextlib.ExitStack) -> No
             f"may not be saved. Use the Checkpointer in a `with` block, or call close()",
             logging.WARNING,
         )
+
+
+def _outlook(timings: Timings, policy: SavePolicy, memory: MemorySaves | None) -> dict[str, Any]:
+    """Return what the journal is to know besides the steps: the next save, and what is in memory."""
+    step = memory.saved_step if memory is not None else None
+    return timings.outlook(policy) | ({} if step is None else {"memory_step": step})
 
 
 class Checkpointer:
@@ -229,8 +236,11 @@ class Checkpointer:
             self._hooks.before_step = self._timings.stall.around(self._saver.wait_staged)
             self._reporter: StepReporter | None = None
             if self._control.is_leader:
-                world_size, stall = self._control.world_size, self._timings.stall
-                self._reporter = StepReporter(self._session, world_size, trackers, stall)
+                memory_saves = self._memory.saves if self._memory is not None else None
+                outlook = partial(_outlook, self._timings, self._policy, memory_saves)
+                self._reporter = StepReporter(
+                    self._session, self._control.world_size, trackers, self._timings.stall, outlook
+                )
             self._recorder = StepRecorder(self._state, self._hooks)
             self._consensus = StepConsensus(
                 self._control, self._policy, self._timings, handler, self._saver, self._recorder

@@ -29,15 +29,16 @@ def status(
     roots: Annotated[list[Path], path_argument("ROOT...", "Folders that hold the checkpoints of a run.")],
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")] = False,
     every: Annotated[str, option("--every", "TIME", "How often --watch looks (default: 5s).")] = f"{WATCH_SECONDS:g}s",
+    no_slurm: Annotated[bool, typer.Option("--no-slurm", help="Do not ask Slurm what is in the queue.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show how runs stand: step, last and next save, job, chain, and when they end."""
     from ckptman.monitoring.status import read_status
 
     if watch and not as_json:
-        _watch(roots, parse_seconds("--every", every))
+        _watch(roots, parse_seconds("--every", every), not no_slurm)
         return
-    found = read_status(roots, time.time())
+    found = read_status(roots, time.time(), slurm=not no_slurm)
     if as_json:
         console.say_json([asdict(each) for each in found])
     else:
@@ -46,7 +47,7 @@ def status(
         raise NotFoundError(found[0].trouble if len(found) == 1 else "none of these is the root of a run")
 
 
-def _watch(roots: Sequence[Path], every_seconds: float) -> None:
+def _watch(roots: Sequence[Path], every_seconds: float, slurm: bool) -> None:
     from rich.live import Live
     from rich.text import Text
 
@@ -55,7 +56,11 @@ def _watch(roots: Sequence[Path], every_seconds: float) -> None:
     def shown() -> Text:
         now = time.time()
         clock = time.strftime("%H:%M:%S", time.localtime(now))
-        lines = [*_lines(read_status(roots, now), now), "", f"{clock}, every {console.age(every_seconds)}; Ctrl-C ends"]
+        lines = [
+            *_lines(read_status(roots, now, slurm=slurm), now),
+            "",
+            f"{clock}, every {console.age(every_seconds)}; Ctrl-C ends",
+        ]
         return Text.from_ansi("\n".join(lines))
 
     with Live(shown(), auto_refresh=False, vertical_overflow="crop") as live:

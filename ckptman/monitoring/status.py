@@ -156,7 +156,7 @@ class _Look:
             step_seconds=pace,
             heard=last.last,
             memory_step=self._memory_step(last),
-            next_save=last.next_save if is_at_work else None,
+            next_save=_upcoming(last, newest) if is_at_work else None,
             deadline=last.deadline if is_at_work else None,
             end=last.last + max(0, left) * pace if is_at_work and left is not None and pace is not None else None,
             chain=str(self.chain.folder) if self.chain is not None else "",
@@ -206,6 +206,12 @@ class _Look:
     def _queue(self, queue: Mapping[str, Job] | None) -> tuple[str, ...]:
         found = [(queue or {}).get(job_id) for job_id in self.job_ids]
         return tuple(f"{job.id} {job.told.lower()}" for job in found if job is not None and not job.over)
+
+
+def _upcoming(last: Attempt, newest: Entry | None) -> Mapping[str, Any] | None:
+    """Return the save that the run foresaw, unless it has been made since."""
+    step = last.next_save.get("step") if last.next_save is not None else None
+    return last.next_save if isinstance(step, int) and (newest is None or step > newest.step) else None
 
 
 def _recent(root: Path) -> RunHistory:

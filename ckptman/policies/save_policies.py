@@ -16,6 +16,8 @@ from ckptman.errors import ConfigError
 from ckptman.policies.intervals import daly_interval_seconds, seconds_text
 from ckptman.policies.parameters import check_at_least, check_count, check_positive, check_range
 
+_FORESEEN_STEPS = 2**24
+
 
 class Facts(NamedTuple):
     """What is known about the end of step `step`, for which a decision is asked. Times in seconds.
@@ -107,6 +109,32 @@ class AnyOf(SavePolicy):
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.policies))
+
+
+def next_save(policy: SavePolicy, facts: Facts) -> tuple[int, str] | None:
+    """Return the step of the next save and its reason, as far as can be foreseen at the end of `facts.step`.
+
+    None: none can be. A policy of the user's own is not asked: it may not be meant to be asked about what never comes.
+    """
+    policies = policy.policies if isinstance(policy, AnyOf) else (policy,)
+    own = tuple(each for each in policies if type(each).__module__ == __name__)
+    pace, left = facts.step_seconds or 0.0, facts.time_left_seconds
+
+    def after(steps: int) -> Decision | None:
+        later = steps * pace
+        then = facts._replace(step=facts.step + steps, seconds_since_save=facts.seconds_since_save + later)
+        return AnyOf(own).decide(then._replace(time_left_seconds=None if left is None else left - later))
+
+    below, steps = 0, 1
+    while own and steps < _FORESEEN_STEPS and after(steps) is None:
+        below, steps = steps, 2 * steps
+    if not own or steps >= _FORESEEN_STEPS:
+        return None
+    while steps - below > 1:
+        middle = (below + steps) // 2
+        below, steps = (middle, steps) if after(middle) is None else (below, middle)
+    decision = after(steps)
+    return None if decision is None else (facts.step + steps, decision.reason)
 
 
 @dataclass(frozen=True)

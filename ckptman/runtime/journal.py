@@ -142,15 +142,15 @@ def previous_path(path: str | os.PathLike[str]) -> Path:
     return Path(path).with_suffix(f".1{Path(path).suffix}")
 
 
-def read_journal(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> tuple[list[dict[str, Any]], int]:
+def read_journal(path: str | os.PathLike[str], most_bytes: int | None = None) -> tuple[list[dict[str, Any]], int]:
     """Read the events of a journal and of the file before it, oldest first, and how many torn lines were left out.
 
-    Of a file larger than `most_bytes` the last events that fit. Raises: NotFoundError.
+    Of a file larger than `most_bytes` (None: `MOST_BYTES`) the last events that fit. Raises: NotFoundError.
     """
     files = []
     for each in (previous_path(path), Path(path)):
         try:
-            files.append(_events(each, most_bytes))
+            files.append(_events(each, MOST_BYTES if most_bytes is None else most_bytes))
         except FileNotFoundError as error:
             if isinstance(error, NotFoundError) and each == Path(path):
                 raise

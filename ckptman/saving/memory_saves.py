@@ -196,6 +196,12 @@ class MemorySaves:
         self._committed = self._staging = None
         self._exchange.forget()
 
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint in memory that counts; None: there is none."""
+        manifest = self._manifest
+        return manifest.step if manifest is not None else None
+
     def keep_only(self, step: int | None) -> None:
         """Remove all that this node holds but the checkpoint of `step`. The first rank of a node does."""
         if self._is_first:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,9 +52,16 @@ class _Arriving(NamedTuple):
 class StepReporter:
     """Notes the steps of an attempt, and tells of them. Nothing of it raises, or holds up the training."""
 
-    def __init__(self, session: RunSession, world_size: int, trackers: Sequence[Tracker], stall: Stall) -> None:
+    def __init__(
+        self,
+        session: RunSession,
+        world_size: int,
+        trackers: Sequence[Tracker],
+        stall: Stall,
+        outlook: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
         assert session.journal is not None
-        self._session, self._world_size, self._stall = session, world_size, stall
+        self._session, self._world_size, self._stall, self._outlook = session, world_size, stall, outlook
         self._trackers = TrackerThreads(trackers, session.journal)
         self._thread = Behind("ckptman-progress")
         self._every_seconds = min(TRACKER_SECONDS, PROGRESS_SECONDS) if trackers else PROGRESS_SECONDS
@@ -144,6 +151,7 @@ class StepReporter:
                 seconds=round(newest.seconds - told.seconds, 3),
                 stall_seconds=round(newest.stall_seconds, 3),
                 metrics=dict(list(short.items())[:MOST_METRICS]),
+                **self._outlook(),
             )
 
 

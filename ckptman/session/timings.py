@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptman.policies.intervals import StepMeter
 from ckptman.policies.retention_rules import is_known_time
-from ckptman.policies.save_policies import Facts
+from ckptman.policies.save_policies import Facts, SavePolicy, next_save
 from ckptman.saving.writer import SaveReport
 
 
@@ -179,6 +179,16 @@ class Timings:
             left,
             stop,
         )
+
+    def outlook(self, policy: SavePolicy) -> dict[str, Any]:
+        """Return what the run foresees: `next_save` with its step, the seconds until then and the reason."""
+        facts = self.facts(self.previous_step, ahead=False)
+        found = next_save(policy, facts)
+        if found is None:
+            return {}
+        step, reason = found
+        seconds = (step - facts.step) * (facts.step_seconds or 0.0)
+        return {"next_save": {"step": step, "seconds": round(seconds, 3), "reason": reason}}
 
     def _seconds_since_start(self) -> float:
         """Return what the attempt took until now; without a clock that can be believed, since this was made."""

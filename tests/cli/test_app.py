@@ -58,6 +58,8 @@ VERBS = {
         *("--interval", "--memory", "--memory-interval", "--memory-save", "--restart-in-place", "--survived"),
         *("--svg", "--json"),
     ],
+    "status": ["ROOT...", "--watch", "--every", "--no-slurm", "--json"],
+    "report": ["ROOT...", "--html", "--no-slurm", "--json"],
     "rollback": ["ROOT", "--to-step", "--why", "--undo", "--dry-run", "--json"],
     "template": ["[NAME]", "--output", "--set", "--config", "--list", "--force", "--json"],
     "submit": [

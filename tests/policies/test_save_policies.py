@@ -22,6 +22,7 @@ from ckptman.policies.save_policies import (
     InitTimeInterval,
     OnStop,
     SavePolicy,
+    next_save,
 )
 
 
@@ -375,3 +376,40 @@ def test_combining_with_what_is_no_policy_is_refused() -> None:
         AnyOf(())
     with pytest.raises(ConfigError, match="name at least one step"):
         AtStep()
+
+
+# ---- the next save, foreseen -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (EverySteps(100), (300, "every 100 steps")),
+        (EverySeconds(60), (275, "every 60 s")),
+        (AtStep(50, 260), (260, "at step 260")),
+        (EverySteps(1000) | AtStep(251), (251, "at step 251")),
+        (OnStop(), None),
+        (BeforeDeadline(), None),
+    ],
+)
+def test_the_next_save_is_foreseen(policy: SavePolicy, expected: tuple[int, str] | None) -> None:
+    now = facts(step=250, previous_step=250, saved_step=240, seconds_since_save=10.0, step_seconds=2.0)
+    assert next_save(policy, now) == expected
+
+
+def test_the_last_save_before_a_deadline_is_foreseen() -> None:
+    measured = {"step_seconds": 1.0, "durable_seconds": 20.0, "time_left_seconds": 500.0}
+    now = facts(step=10, previous_step=10, saved_step=5, **measured)
+    found = next_save(BeforeDeadline(margin_seconds=30, safety=1.5), now)
+    assert found is not None
+    assert found[0] == 10 + 500 - 60  # less than 30 + 30 + 1 s are left after it
+
+
+def test_a_policy_of_the_user_is_not_asked_about_what_may_never_come() -> None:
+    class Own(SavePolicy):
+        def decide(self, facts: Facts) -> Decision | None:
+            raise AssertionError("asked")
+
+    now = facts(step=7, previous_step=7, step_seconds=1.0)
+    assert next_save(Own(), now) is None
+    assert next_save(Own() | EverySteps(10), now) == (10, "every 10 steps")
