@@ -68,7 +68,8 @@ BatchStartTimeout=10
 MinJobAge=86400
 DefMemPerCPU=100
 CompleteWait=0
-JobCompType=jobcomp/none
+JobCompType=jobcomp/filetxt
+JobCompLoc={run}/log/jobcomp.txt
 AccountingStorageType=accounting_storage/none
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 State=UP PriorityTier=1 PreemptMode=REQUEUE
