@@ -61,13 +61,12 @@ def _lines(found: Sequence[RunReport]) -> list[str]:
 
 def _run_lines(found: RunReport) -> list[str]:
     from ckptman.monitoring.page import duration_text
-    from ckptman.monitoring.report import endings, shares
+    from ckptman.monitoring.report import endings_text, shares
 
     ledger, status = found.ledger, found.status
-    ends = ", ".join(f"{count} {ending}" for ending, count in endings(ledger).items())
     lines = [
         f"{console.plain(found.root)}: {status.state}, step {status.step or 0:,} after "
-        f"{duration_text(ledger.total_seconds)} and {console.count(len(ledger.attempts), 'attempt')} ({ends})",
+        f"{duration_text(ledger.total_seconds)} and {console.count(len(ledger.attempts), 'attempt')} ({endings_text(ledger)})",
         *_time_table(shares(ledger.seconds)),
     ]
     if ledger.goodput is not None:

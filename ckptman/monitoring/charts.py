@@ -27,6 +27,8 @@ _VARIABLES = {
 }
 _WIDTH, _ROW = 9.0, 0.22
 _MOST_ROWS = 40
+_LEGEND: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False, "labelcolor": _INK, "ncols": 3}
+"""Above the drawing, where it hides nothing."""
 _FAILED = ("failed", "killed", "crashed", "interrupted")
 
 
@@ -57,7 +59,7 @@ def timeline(ledger: Ledger) -> str:
         axes.set_yticks(list(rows.values())[:: max(1, height // 20)])
         axes.set_yticklabels([str(number) for number in rows][:: max(1, height // 20)])
         axes.set_ylabel("attempt" if rows else "")
-        axes.set_xlabel(f"{title} since the run was submitted")
+        axes.set_xlabel(f"{title} since the run began")
         axes.set_xlim(0, max(ledger.total_seconds / unit, 1e-9))
 
     return _svg(draw, 0.9 + _ROW * height)
@@ -117,9 +119,12 @@ def saves(report: RunReport) -> str:
             times, values = _columns([((at - begun) / unit, max(value, 1e-4)) for at, value in points[::every]])
             axes.plot(times, values, linestyle="none", marker="o", markersize=3, color=colour, label=name)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_xlim(0, max(report.ledger.total_seconds / unit, 1e-9))
         axes.set_ylabel("seconds")
-        axes.set_xlabel(f"{title} since the run was submitted")
-        axes.legend(loc="upper right", frameon=False, labelcolor=_INK, ncols=2)
+        axes.set_xlabel(f"{title} since the run began")
+        axes.yaxis.set_minor_formatter("")
+        axes.legend(**_LEGEND)
 
     return _svg(draw, 2.2) if done else ""
 
@@ -140,9 +145,10 @@ def health(report: RunReport, name: str, title: str, limits: Sequence[float] = (
             axes.plot(*_columns(known), color=_LINE_COLOURS[place], linewidth=1.2, marker=".", label=which)
         for limit in limits:
             axes.axhline(limit, color=_FAINT, linewidth=0.8, linestyle="--")
+        axes.set_xlim(0, max(report.ledger.total_seconds / unit, 1e-9))
         axes.set_ylabel(title)
-        axes.set_xlabel(f"{axis} since the run was submitted")
-        axes.legend(loc="lower right", frameon=False, labelcolor=_INK, ncols=3)
+        axes.set_xlabel(f"{axis} since the run began")
+        axes.legend(**_LEGEND)
 
     return _svg(draw, 2.0) if points else ""
 

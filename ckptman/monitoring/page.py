@@ -10,15 +10,15 @@ from typing import Any
 from ckptman.errors import plain
 from ckptman.monitoring import charts
 from ckptman.monitoring.ledger import WAITING, AttemptLedger, add
-from ckptman.monitoring.report import RunReport, endings, shares
+from ckptman.monitoring.report import RunReport, endings_text, shares
 from ckptman.policies.retention_rules import size_text
 
 _MOST_ATTEMPTS, _MOST_CHECKPOINTS, _MOST_BREACHES = 500, 100, 100
 _HEALTH = (
-    ("utilisation", "GPU utilisation, lowest, median and highest rank", (0.7, 0.9)),
+    ("utilisation", "GPU utilisation", (0.7, 0.9)),
     ("power_watts", "GPU power in W", (350.0,)),
-    ("pcie_bytes_per_second", "PCIe traffic in bytes per second", (20e9,)),
-    ("temperature_celsius", "GPU temperature in degrees Celsius", ()),
+    ("pcie_bytes_per_second", "PCIe in bytes/s", (20e9,)),
+    ("temperature_celsius", "GPU temperature in °C", ()),
 )
 
 
@@ -94,8 +94,7 @@ def _numbers(report: RunReport) -> list[tuple[str, str]]:
         ("steps", f"{status.step or 0:,}{of}"),
         ("goodput, of the time held", f"{ledger.goodput:.1%}" if ledger.goodput is not None else "-"),
         ("in all", duration_text(ledger.total_seconds)),
-        ("attempts", f"{len(ledger.attempts)}"),
-        ("ends", ", ".join(f"{count} {ending}" for ending, count in endings(ledger).items())),
+        (f"attempts: {endings_text(ledger)}", f"{len(ledger.attempts)}"),
     ]
     if ledger.mtbf_seconds is not None:
         found.append(("between failures (MTBF)", duration_text(ledger.mtbf_seconds)))

@@ -123,6 +123,11 @@ def as_data(report: RunReport) -> dict[str, Any]:
     }
 
 
+def endings_text(ledger: Ledger) -> str:
+    """Return how many attempts ended in which way, in words."""
+    return ", ".join(f"{count} {ending}" for ending, count in endings(ledger).items())
+
+
 def endings(ledger: Ledger) -> dict[str, int]:
     """Return how many attempts ended in which way, the most frequent first."""
     counts: dict[str, int] = {}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.catalog.tiers import read_drained
 from ckptman.catalog.writer_lock import process_lives, read_owner
-from ckptman.errors import CkptmanError, NotFoundError
+from ckptman.errors import CkptmanError
 from ckptman.format.paths import check_is_no_checkpoint, journal_path
 from ckptman.monitoring.history import Attempt, RunHistory, chain_folders, history_of
 from ckptman.policies.retention_rules import is_known_time
@@ -217,10 +217,9 @@ def _upcoming(last: Attempt, newest: Entry | None) -> Mapping[str, Any] | None:
 def _recent(root: Path) -> RunHistory:
     """Return the history of a run, as a rule no more than its last attempt. Raises: NotFoundError, OSError."""
     path = journal_path(root)
-    try:
-        events, _ = read_journal(path, _TAIL_BYTES)
-    except NotFoundError:
+    if not os.path.lexists(path):
         return history_of(root, [])
+    events, _ = read_journal(path, _TAIL_BYTES)
     history = history_of(root, events)
     if history.last is None and events:  # one attempt that goes on for long
         history = history_of(root, read_journal(path)[0])
