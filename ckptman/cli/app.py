@@ -15,7 +15,7 @@ import typer
 
 from ckptman.cli.console import complain, exit_code, message, plain, say, stop_writing
 from ckptman.cli.help import Group, Verb, help_width
-from ckptman.errors import CkptmanError
+from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 
 TRACEBACK_ENV = "CKPTMAN_TRACEBACK"
 """Set to 1 to print the traceback of an error, for a bug report."""
@@ -120,7 +120,12 @@ def main(arguments: Sequence[str]) -> int:
     except (CkptmanError, OSError) as error:
         if os.environ.get(TRACEBACK_ENV) == "1":
             _print_traceback(error)
-        complain(message(error))
+        said = message(error)
+        if isinstance(error, (NotFoundError, ConfigError)):
+            from ckptman.cli.suggest import suggestion
+
+            said += suggestion(arguments, said)
+        complain(said)
         return exit_code(error)
     except Exception as error:  # noqa: BLE001 whatever it is: 1, with which Python ends, says "they differ" of a diff
         _print_traceback(error)

@@ -73,7 +73,11 @@ def list_chains(
         )
         for chain, spec, state, attempts, jobs in chains
     ]
-    console.say(*console.table(("chain", "script", "attempts", "age", "last job", "state"), rows, "attempts age"))
+    console.say(
+        *console.table(
+            ("chain", "script", "attempts", "age", "last job", "state"), rows, "attempts age", drop=("last job", "age")
+        )
+    )
 
 
 @chain_app.command("show", cls=Verb)
@@ -151,7 +155,7 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
     if seen.attempts:
         headers = ("attempt", "job", "nodes", "began", "took", "step", "ending")
         rows = [_row(each, seen.ends.get(each.number), now) for each in seen.attempts]
-        console.say(*console.table(headers, rows, "attempt began took step"))
+        console.say(*console.table(headers, rows, "attempt began took step", drop=("nodes", "took", "job")))
     for _, job in seen.live:
         why = f", {job.reason}" if job.waits and job.reason not in ("", "None") else ""
         console.say(f"job {job.id}: {job.state.lower()}{console.plain(why)}")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,9 @@ from ckptman.policies.retention_rules import is_known_time
 if TYPE_CHECKING:
     from ckptman.format.manifest import Mesh
 
+LEAST_LAST_COLUMN = 24
+"""Columns that the last column of a table is folded to at least."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -83,19 +89,71 @@ def paint(text: str, colour: str, stream: Any = None) -> str:
     return typer.style(text, fg=colour, bold=True)
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> list[str]:
-    """Return the lines of a table. Columns whose header is among the words of `right` are right-aligned."""
-    cells = [list(headers), *(list(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    to_right = [header in right.split() for header in headers]
-    widths[-1] = 0  # what follows the last column would be blanks
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that standard output goes to; None where it goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def table(
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    right: str = "",
+    *,
+    drop: Sequence[str] = (),
+    indent: int = 0,
+    width: int | None = None,
+) -> list[str]:
+    """Return the lines of a table; without headers, none has one. Columns whose header is among the words of `right`
+    are right-aligned.
+
+    Where it is wider than the terminal, or than `width`, columns of `drop` are left out, the first one first; the last
+    column is folded; and if that is not enough, the widest column gets a line of its own above each row. What goes
+    elsewhere than to a terminal stays whole.
+    """
+    cells = [list(headers)] * bool(headers) + [list(map(str, row)) for row in rows]
+    room = terminal_width() if width is None else width
+    if not cells:
+        return []
+    widths = [max(map(_length, column)) for column in zip(*cells)]
+    shown, above, dropped = list(range(len(widths))), list[int](), list[str]()
+
+    def is_too_wide() -> bool:
+        fixed = sum(widths[each] + 2 for each in shown[:-1])
+        return room is not None and indent + fixed + min(widths[shown[-1]], LEAST_LAST_COLUMN) > room
+
+    for name in drop:
+        if is_too_wide() and name in headers:
+            shown.remove(headers.index(name))
+            dropped.append(name)
+    while len(shown) > 1 and is_too_wide():
+        above.append(max(shown[:-1], key=widths.__getitem__))
+        shown.remove(above[-1])
+    inner = indent + 2 * bool(above)
+    left = sum(widths[each] + 2 for each in shown[:-1])
     lines = []
     for row in cells:
-        padded = (
-            cell.rjust(width) if flush else cell.ljust(width) for cell, width, flush in zip(row, widths, to_right)
-        )
-        lines.append("  ".join(padded).rstrip())
+        lines += [" " * indent + row[each] for each in above if row[each]]
+        start = " " * inner
+        for each in shown[:-1]:
+            blanks = " " * (widths[each] - _length(row[each]))
+            flush = bool(headers) and headers[each] in right.split()
+            start += (blanks + row[each] if flush else row[each] + blanks) + "  "
+        folded = _fold(row[shown[-1]], None if room is None else max(LEAST_LAST_COLUMN, room - inner - left))
+        lines += [(start + folded[0]).rstrip(), *(" " * (inner + left) + each for each in folded[1:])]
+    if dropped and room is not None:
+        told = f"(no room for {', '.join(dropped)}: in a wider terminal, or with --json)"
+        lines += [" " * indent + each for each in _fold(told, room - indent)]
     return lines
+
+
+def _length(cell: str) -> int:
+    return len(_COLOUR.sub("", cell))
+
+
+def _fold(cell: str, width: int | None) -> list[str]:
+    if width is None or _length(cell) <= width:
+        return [cell]
+    return textwrap.wrap(cell, width, break_on_hyphens=False, break_long_words=False) or [""]
 
 
 def size(count: int) -> str:

@@ -35,14 +35,19 @@ def diff(
         option("--only", "PATTERN", "Only names that match, such as 'model.*.bias'. May be given several times."),
     ] = None,
     top: Annotated[
-        int, typer.Option("--top", metavar="N", help="Show that many of the tensors, and of the values.")
+        int, typer.Option("--top", metavar="N", help="Show that many lines of tensors, and of values.")
     ] = 20,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show each tensor and value on a line of its own, however many.")
+    ] = False,
     read: Annotated[
         bool, typer.Option("--read", help="Read every tensor, also where the digests say it did not change.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what changed between two checkpoints.
+
+    Layers that differ in the same way are one line, with their number and the largest change.
 
     Exit code 0: nothing. 1: something. 2: wrong usage. 3: not found. 4: one of them is damaged. 9: a newer ckptman
     wrote one of them. 10: one of them could not be read.
@@ -58,7 +63,7 @@ def diff(
     if as_json:
         console.say_json(as_dict(before, after, found))
     else:
-        console.say(*lines(before, after, found, top))
+        console.say(*lines(before, after, found, None if everything else top))
     if not found.same:
         raise typer.Exit(DIFFERENT)
 

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-import textwrap
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptman.cli import console
 from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
     from ckptman.diff.diff import TensorDiff
+    from ckptman.diff.difference import Difference
     from ckptman.diff.values import ValueDiff
     from ckptman.format.manifest import Manifest
 
 VALUE_WIDTH = 36
+MOST_RANGES = 4
+_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
 NOTE_WIDTH = 60
+T = TypeVar("T", "TensorDiff", "ValueDiff")
 KINDS = {
     "removed": "only in A",
     "added": "only in B",
@@ -90,8 +94,9 @@ def as_dict(before: Side, after: Side, found: Findings) -> dict[str, Any]:
     }
 
 
-def lines(before: Side, after: Side, found: Findings, top: int) -> list[str]:
-    """Return the same for people, on one screen: `top` tensors and `top` values."""
+def lines(before: Side, after: Side, found: Findings, top: int | None) -> list[str]:
+    """Return the same for people, on one screen: `top` lines of tensors and of values, each of all that differ in the
+    same way but for numbers in their names. `top` None: each on a line of its own, and all of them."""
     shown = [_side_line("A", before), _side_line("B", after)]
     tensors = sum(group.tensors.total() for group in found.groups.values())
     values = sum(group.values.total() for group in found.groups.values())
@@ -103,15 +108,16 @@ def lines(before: Side, after: Side, found: Findings, top: int) -> list[str]:
     shown += [f"{differ} differ, of {compared}{known}", ""]
     tables = _group_table(found.groups)
     tensor_headers = ("tensor", "", "shape", "dtype", "relative", "max abs", "elements", "")
-    for count, headers, rows in (
-        (len(found.tensors), tensor_headers, [_tensor_row(each) for each in found.tensors[:top]]),
-        (len(found.values), ("value", "A", "B"), [_value_row(each) for each in found.values[:top]]),
+    for headers, rows in (
+        (tensor_headers, [_tensor_row(each) for each in _folded(found.tensors, _alike, top is not None)]),
+        (("value", "A", "B"), [_value_row(each) for each in _folded(found.values, _equal, top is not None)]),
     ):
-        if count:
-            tables += ["", *console.table(headers, rows)]
-        if count > top:
-            tables.append(f"... {count - top:,} more: --top {count} or --json shows all")
-    return [*shown, *textwrap.indent("\n".join(tables), "  ").split("\n")]
+        count, rows = len(rows), rows[:top]
+        if rows:
+            tables += ["", *console.table(headers, rows, drop=("elements", "dtype"), indent=2)]
+        if count > len(rows):
+            tables.append(f"  ... {count - len(rows):,} more: --top {count}, --all or --json shows all")
+    return [*shown, *tables]
 
 
 def _side_dict(side: Side) -> dict[str, Any]:
@@ -165,30 +171,74 @@ def _group_table(groups: dict[str, Group]) -> list[str]:
         counts = [group.tensors.total(), *(group.tensors[kind] for kind in kinds)]
         counts += [group.values.total(), group.values.total() - group.values["same"]]
         rows.append((console.plain(name), *(f"{count:,}" if count else "-" for count in counts)))
-    return console.table(headers, rows)
+    return console.table(headers, rows, indent=2)
 
 
-def _tensor_row(tensor: TensorDiff) -> Sequence[str]:
+def _folded(items: Sequence[T], alike: Callable[[T], Hashable], wanted: bool) -> list[list[T]]:
+    """Put together what is alike and has the same name but for its numbers; in the order of the first of each."""
+    if not wanted:
+        return [[each] for each in items]
+    groups: dict[Hashable, list[T]] = {}
+    for each in items:
+        groups.setdefault((_NUMBER.sub("*", each.name), alike(each)), []).append(each)
+    return list(groups.values())
+
+
+def _alike(tensor: TensorDiff) -> Hashable:
+    measured = tensor.difference is not None and tensor.difference.relative is not None
+    # What is remarkable of one tensor is not said of others.
+    return tensor.kind, tensor.before, tensor.after, measured, tensor.name if _remark(tensor) else ""
+
+
+def _equal(value: ValueDiff) -> Hashable:
+    return value.kind, repr(value.before), repr(value.after)
+
+
+def _name(names: Sequence[str]) -> str:
+    """Return one name for names that differ in numbers: `layers.0-31.weight`."""
+    parts = []
+    for part in zip(*(name.split(".") for name in names)):
+        known = set(part)
+        parts.append(part[0] if len(known) == 1 else _ranges(sorted(map(int, known))))
+    return console.plain(".".join(parts))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as ranges: `0-3,7`; with more than four of them, only from where to where."""
+    ends: list[tuple[int, int]] = []
+    for each in numbers:
+        if ends and each == ends[-1][1] + 1:
+            ends[-1] = (ends[-1][0], each)
+        else:
+            ends.append((each, each))
+    if len(ends) > MOST_RANGES:
+        return f"{numbers[0]}..{numbers[-1]}"
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)
+
+
+def _tensor_row(alike: Sequence[TensorDiff]) -> Sequence[str]:
+    tensor = alike[0]
     forms = [form for form in (tensor.before, tensor.after) if form is not None]
     return (
-        console.plain(tensor.name),
+        _name([each.name for each in alike]),
         KINDS[tensor.kind],
         " -> ".join(dict.fromkeys(str(list(form.shape)) for form in forms)),
         console.plain(" -> ".join(dict.fromkeys(form.dtype for form in forms))),
-        *_numbers(tensor),
-        _remark(tensor),
+        *_numbers([each.difference for each in alike if each.difference is not None]),
+        _remark(tensor) if len(alike) == 1 else f"{len(alike):,} tensors, the largest changes",
     )
 
 
-def _numbers(tensor: TensorDiff) -> tuple[str, str, str]:
-    found = tensor.difference
-    if found is None:
+def _numbers(found: Sequence[Difference]) -> tuple[str, str, str]:
+    if not found:
         return "-", "-", "-"
-    changed = f"{found.changed:,} of {found.elements:,}"
-    if not found.measured or found.relative is None:
+    changed = f"{sum(each.changed for each in found):,} of {sum(each.elements for each in found):,}"
+    relative = [each.relative for each in found if each.relative is not None]
+    if not relative:
         return "-", "-", changed
-    largest = f"{found.largest:,}" if isinstance(found.largest, int) else f"{found.largest:.3g}"
-    return f"{found.relative:.3g}", largest, changed
+    most = max(each.largest for each in found)
+    largest = f"{most:,}" if isinstance(most, int) else f"{most:.3g}"
+    return f"{max(relative):.3g}", largest, changed
 
 
 def _remark(tensor: TensorDiff) -> str:
@@ -204,8 +254,12 @@ def _remark(tensor: TensorDiff) -> str:
     return "; ".join(remarks)
 
 
-def _value_row(value: ValueDiff) -> Sequence[str]:
-    return (console.plain(value.name), *_beside(console.plain(repr(value.before)), console.plain(repr(value.after))))
+def _value_row(alike: Sequence[ValueDiff]) -> Sequence[str]:
+    value = alike[0]
+    return (
+        _name([each.name for each in alike]),
+        *_beside(console.plain(repr(value.before)), console.plain(repr(value.after))),
+    )
 
 
 def _beside(before: str, after: str) -> tuple[str, str]:

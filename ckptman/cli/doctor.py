@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -92,8 +90,7 @@ def doctor(
             }
         )
     else:
-        width = min(_LINE, shutil.get_terminal_size((_LINE, 24)).columns) if sys.stdout.isatty() else _LINE
-        console.say(*_table(findings, width))
+        console.say(*_table(findings, min(_LINE, console.terminal_width() or _LINE)))
     if failed:
         what = "; ".join(f"{each.name} ({each.value}){': ' + each.advice if each.advice else ''}" for each in failed)
         where = "this job is not fit to run" if folder is None else f"{folder} is not fit to save to"
@@ -146,19 +143,16 @@ def _torch_facts(timeout: float) -> TorchFacts:
 
 
 def _table(findings: Sequence[Finding], width: int) -> list[str]:
-    """Lines of three columns: check, result, what it means; the last is broken to the width."""
-    names = max(len("check"), *(len(each.name) for each in findings))
-    verdicts = max(len("result"), *(len(each.verdict) for each in findings))
-    indent = names + verdicts + 4
-    lines = [f"{'check':{names}}  {'result':{verdicts}}  what it means"]
-    for each in findings:
-        meaning = console.plain(f"{each.value}; {each.advice}" if each.advice else each.value)
-        broken = textwrap.wrap(meaning, max(40, width - indent), break_on_hyphens=False, break_long_words=False) or [""]
-        verdict = f"{each.verdict:{verdicts}}"
-        verdict = console.paint(verdict, _COLOURS[each.verdict]) if each.verdict in _COLOURS else verdict
-        lines.append(f"{each.name:{names}}  {verdict}  {broken[0]}".rstrip())
-        lines += [" " * indent + more for more in broken[1:]]
-    return lines
+    """Return lines of three columns: check, result, what it means."""
+    rows = [
+        (
+            each.name,
+            console.paint(each.verdict, _COLOURS[each.verdict]) if each.verdict in _COLOURS else each.verdict,
+            console.plain(f"{each.value}; {each.advice}" if each.advice else each.value),
+        )
+        for each in findings
+    ]
+    return console.table(("check", "result", "what it means"), rows, width=width)
 
 
 @contextmanager

@@ -6,12 +6,18 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ckptman.cli import console
 from ckptman.cli.memory import describe_parts, in_memory, parts_text
 from ckptman.cli.options import AsJson, path_argument
+from ckptman.cli.select import roots_of
+from ckptman.cli.suggest import roots_near
+from ckptman.errors import CkptmanError, NotFoundError
 from ckptman.format.foreign import ForeignCheckpoint, foreign_in
 from ckptman.format.paths import check_is_no_checkpoint
 
@@ -22,42 +28,43 @@ if TYPE_CHECKING:
     from ckptman.format.paths import StepName
 
 SIZES_SHOWN = 4
-RootOrAddress = Annotated[str, path_argument("ROOT", "The folder that holds checkpoints, or s3://bucket/prefix.")]
+DROPPED = ("mesh", "ranks", "verified", "metrics")
+"""Columns that a narrow terminal has no room for."""
+Roots = Annotated[
+    list[str], path_argument("ROOT", "The folder that holds checkpoints, or s3://bucket/prefix. May be several.")
+]
 
 
-def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
+def list_checkpoints(root: Roots, as_json: AsJson = False) -> None:
     """List the checkpoints under ROOT.
 
-    Oldest commit first: the last that is complete and finite is what a run restores.
+    Oldest commit first: the last that is complete and finite is what a run restores. Of several roots, a line for each;
+    one that cannot be read keeps no other from being listed, and the exit code is that of the first such.
     """
     from ckptman.catalog.backends.backend import find_url
-    from ckptman.catalog.catalog import Catalog
-    from ckptman.catalog.verified import read_verified
 
-    entries: Sequence[Entry]
-    notes: dict[Path, Verified | None] = {}
-    leftovers: list[tuple[Path, StepName]] = []
-    others: list[ForeignCheckpoint] = []
-    held: list[tuple[NodeMemory, Part]] = []
-    if (url := find_url(root)) is not None:  # where there are no notes and no leftovers
-        from ckptman.catalog.backends.object_store import ObjectBackend
-
-        entries = ObjectBackend(url).look(abandoned=True)
-    else:
-        check_is_no_checkpoint(folder := Path(root))
-        catalogue = Catalog(folder)
-        entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
-        notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
-        others, held = foreign_in(folder, catalogue.names()), in_memory(folder)
-    where = url or str(Path(root))
-    if as_json:
-        unfinished = [{"path": str(path), "step": parsed.step, "kind": parsed.kind} for path, parsed in leftovers]
-        checkpoints = [describe(entry, notes.get(entry.path)) for entry in entries]
-        foreign = list(map(_describe_foreign, others))
-        memory = describe_parts(held)
-        told = {"root": where, "checkpoints": checkpoints, "leftovers": unfinished, "foreign": foreign}
-        console.say_json({**told, "memory": memory})
+    found: dict[str | Path, None] = {}
+    several = len(root) > 1
+    for each in root:
+        if not os.path.lexists(each) and (url := find_url(each)) is not None:
+            found[url] = None
+            continue
+        try:
+            folders, many = roots_of([each])
+        except NotFoundError:  # a pattern that matches nothing
+            if not several:
+                raise
+            folders, many = [Path(each)], True
+        found |= dict.fromkeys(folders)
+        several = several or many
+    if several:
+        _list_many(list(found), as_json)
         return
+    listing = _look(next(iter(found)))
+    if as_json:
+        console.say_json(_as_dict(listing))
+        return
+    entries, notes, held = listing.entries, listing.notes, listing.held
     if entries:
         now = time.time()
         # A column that would be empty from top to bottom is left out.
@@ -67,14 +74,125 @@ def list_checkpoints(root: RootOrAddress, as_json: AsJson = False) -> None:
             (*_row(entry, now), *[verified(notes.get(entry.path), now)] * shown, _state(entry, notes.get(entry.path)))
             for entry in entries
         ]
-        console.say(*console.table(headers, rows, right="step age size ranks"), "")
-    damaged = {path for path, note in notes.items() if note is not None and note.damaged}
-    console.say(_summary(where, entries, damaged, len(leftovers)))
+        console.say(*console.table(headers, rows, right="step age size ranks", drop=DROPPED), "")
+    console.say(_summary(listing))
     if held:
         parts = "; ".join(f"step {part.step}, {parts_text(part)} parts" for _, part in held)
         console.say(f"In the memory of this node: {parts}. Other nodes may hold more; ckptman memory list says whose.")
-    if others:
-        console.say("", *_foreign_lines(others))
+    if listing.others:
+        console.say("", *_foreign_lines(listing.others))
+    if not entries and not listing.others and (near := roots_near(Path(listing.where))):
+        console.say(f"Did you mean {' or '.join(map(console.plain, near))}?")
+
+
+@dataclass
+class _Listing:
+    """What is under a root. `damaged`: the folders that a verification found so."""
+
+    where: str
+    entries: Sequence[Entry]
+    notes: dict[Path, Verified | None] = field(default_factory=dict)
+    leftovers: list[tuple[Path, StepName]] = field(default_factory=list)
+    others: list[ForeignCheckpoint] = field(default_factory=list)
+    held: list[tuple[NodeMemory, Part]] = field(default_factory=list)
+
+    @property
+    def damaged(self) -> set[Path]:
+        return {path for path, note in self.notes.items() if note is not None and note.damaged}
+
+    @property
+    def counting(self) -> list[Entry]:
+        """What was not abandoned, whether it is complete or not."""
+        return [entry for entry in self.entries if not (entry.complete and entry.abandoned)]
+
+    @property
+    def good(self) -> list[Entry]:
+        """What counts, oldest commit first."""
+        return [entry for entry in self.counting if entry.complete and entry.path not in self.damaged]
+
+
+def _look(root: str | Path) -> _Listing:
+    """Look under a root, or an address. Raises: NotFoundError, RootError, ConfigError."""
+    from ckptman.catalog.catalog import Catalog
+    from ckptman.catalog.verified import read_verified
+
+    if isinstance(root, str):  # where there are no notes and no leftovers
+        from ckptman.catalog.backends.object_store import ObjectBackend
+
+        return _Listing(root, ObjectBackend(root).look(abandoned=True))
+    check_is_no_checkpoint(root)
+    catalogue = Catalog(root)
+    entries, leftovers = catalogue.look(abandoned=True), catalogue.leftovers()
+    notes = {each.path: read_verified(each.path, each.require_manifest()) for each in entries if each.complete}
+    others = foreign_in(root, catalogue.names())
+    return _Listing(str(root), entries, notes, leftovers, others, in_memory(root))
+
+
+def _as_dict(listing: _Listing) -> dict[str, Any]:
+    return {
+        "root": listing.where,
+        "checkpoints": [describe(entry, listing.notes.get(entry.path)) for entry in listing.entries],
+        "leftovers": [
+            {"path": str(path), "step": parsed.step, "kind": parsed.kind} for path, parsed in listing.leftovers
+        ],
+        "foreign": list(map(_describe_foreign, listing.others)),
+        "memory": describe_parts(listing.held),
+    }
+
+
+def _list_many(roots: Sequence[str | Path], as_json: bool) -> None:
+    """List several roots, each on a line. Ends with the exit code of the first that could not be read."""
+    now, rows, told, failed = time.time(), [], list[dict[str, Any]](), list[Exception]()
+    for root in roots:
+        name = console.plain(root)
+        try:
+            listing = _look(root)
+        except (CkptmanError, OSError) as error:
+            failed.append(error)
+            said = console.message(error)
+            rows.append((name, "-", "-", "-", "-", console.paint(console.plain(said), "red")))
+            told.append({"root": str(root), "error": said, "exit_code": console.exit_code(error)})
+            continue
+        told.append(_as_dict(listing))
+        good = listing.good
+        newest = good[-1].require_manifest() if good else None
+        rows.append(
+            (
+                name,
+                "-" if newest is None else str(newest.step),
+                "-" if newest is None else console.age_of(newest.time_seconds, now),
+                f"{len(good):,}",
+                console.size(sum(each.require_manifest().total_bytes for each in good)),
+                _state_of_root(listing),
+            )
+        )
+    if as_json:
+        console.say_json(told)
+    else:
+        headers = ("root", "newest", "age", "count", "size", "state")
+        console.say(*console.table(headers, rows, right="newest age count size", drop=("count", "size")))
+    if failed:
+        console.complain(f"{len(failed):,} of {console.count(len(roots), 'root')} could not be listed: see above")
+        raise typer.Exit(console.exit_code(failed[0]))
+
+
+def _state_of_root(listing: _Listing) -> str:
+    """What is to be known of a root, in a few words."""
+    good, said = listing.good, []
+    if not good:
+        said.append("no complete checkpoint")
+    elif good[-1].spoilt:
+        said.append("the newest is not finite")
+    if broken := len(listing.counting) - len(good):
+        said.append(f"{broken:,} {'does' if broken == 1 else 'do'} not count")
+    if left := len(listing.entries) - len(listing.counting):
+        said.append(f"{left:,} abandoned")
+    if listing.leftovers:
+        said.append(console.count(len(listing.leftovers), "leftover"))
+    if listing.others:
+        said.append(f"{len(listing.others):,} of other programs")
+    text = ", ".join(said) or "complete"
+    return console.paint(text, "yellow") if not good or good[-1].spoilt or broken else text
 
 
 def _describe_foreign(found: ForeignCheckpoint) -> dict[str, Any]:
@@ -165,11 +283,10 @@ def _state(entry: Entry, note: Verified | None) -> str:
     return console.paint(f"does not count: {console.plain(short_problem(entry, entry.problem))}", "red")
 
 
-def _summary(root: str, entries: Sequence[Entry], damaged: set[Path], leftovers: int) -> str:
-    left = sum(entry.complete and bool(entry.abandoned) for entry in entries)
-    counting = [entry for entry in entries if not (entry.complete and entry.abandoned)]
-    complete = [entry for entry in counting if entry.complete and entry.path not in damaged]
-    sentences = [f"{console.plain(root)}: no complete checkpoint."]
+def _summary(listing: _Listing) -> str:
+    complete, counting, leftovers = listing.good, listing.counting, len(listing.leftovers)
+    left = len(listing.entries) - len(counting)
+    sentences = [f"{console.plain(listing.where)}: no complete checkpoint."]
     if complete:
         total = console.size(sum(entry.require_manifest().total_bytes for entry in complete))
         number = console.count(len(complete), "complete checkpoint")

@@ -65,7 +65,11 @@ def list_memory(path: Where = paths.MEMORY_PATH, as_json: AsJson = False) -> Non
         parts = [(str(part.step), parts_text(part)) for part in memory.parts()] or [("-", "-")]
         sizes = [console.size(memory.size_bytes), *[""] * (len(parts) - 1)]
         rows += [(*each, size, console.plain(memory.node), *whose, state) for each, size in zip(parts, sizes)]
-    console.say(*console.table(("step", "parts", "memory", "node", "root", "job", "state"), rows, right="step memory"))
+    console.say(
+        *console.table(
+            ("step", "parts", "memory", "node", "root", "job", "state"), rows, right="step memory", drop=("job", "node")
+        )
+    )
 
 
 @memory_app.command("flush", cls=Verb)

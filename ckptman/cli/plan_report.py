@@ -34,6 +34,7 @@ class Plan:
 _SAVES = ("tier", "rate", "save", "stall", "load", "warning", "kept", "disk")
 _INTERVALS = ("tier", "by init", "by Daly", "best", "bound", "interval", "lost per failure", "goodput")
 _RIGHT = " ".join((*_SAVES[1:], "init", "by", "Daly", "best", "bound", "interval", "goodput"))
+_DROPPED = ("warning", "rate", "kept", "by init", "by Daly", "bound", "best")
 _NAMES = {"by init": "interval_by_init", "by Daly": "interval_by_daly", "best": "interval_best"}
 _NAMES |= {"bound": "interval_bound", "lost per failure": "lost_per_failure"}
 
@@ -54,7 +55,7 @@ def lines(made: Plan, explain: bool, room: int | None) -> list[str]:
     for headers in (_SAVES, _INTERVALS):
         names = [_NAMES.get(each, each) for each in headers[1:]]
         cells = [(console.plain(tier.name), *(figures[name].text for name in names)) for tier, figures in made.tiers]
-        lines += ["", *console.table(headers, cells, right=_RIGHT)]
+        lines += ["", *console.table(headers, cells, right=_RIGHT, drop=_DROPPED)]
     if made.in_memory is not None:
         lines += ["", *memory_lines(made.in_memory)]
     lines += ["", f"failures: one in {made.failures.text} ({made.failures.formula})", *_advice(made)]

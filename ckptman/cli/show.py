@@ -86,7 +86,7 @@ def _tensor_lines(tensors: list[TensorFacts]) -> list[str]:
         )
         for tensor in tensors
     ]
-    return ["", title, *_indented(console.table(("name", "shape", "dtype", "sharding", "size"), rows))] if rows else []
+    return ["", title, *console.table(("name", "shape", "dtype", "sharding", "size"), rows, indent=2)] if rows else []
 
 
 def short(value: object, limit: int = 88) -> str:
@@ -128,7 +128,7 @@ def _origin(entry: Entry, note: Verified | None, now: float) -> list[str]:
             f"format {manifest.format_version}",
         ),
     ]
-    return [f"Step {entry.step}: {console.plain(entry.path)}", *_indented(console.table(("", ""), rows)[1:])]
+    return [f"Step {entry.step}: {console.plain(entry.path)}", *console.table((), rows, indent=2)]
 
 
 def _decoded(unit: Unit, folder: Path) -> tuple[Any, Any]:
@@ -156,8 +156,4 @@ def _value_lines(values: list[tuple[Unit, Any, Any]]) -> list[str]:
             rows.append((f"{console.plain(state)}.*", f"... {len(group) - VALUES_SHOWN:,} more: --json shows all"))
     if not rows:
         return []
-    return ["", console.count(len(values), "plain value"), *_indented(console.table(("", ""), rows)[1:])]
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"  {line}" for line in lines]
+    return ["", console.count(len(values), "plain value"), *console.table((), rows, indent=2)]

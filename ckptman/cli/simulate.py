@@ -132,7 +132,7 @@ def simulate(
         f"{console.count(len(played), 'run')} of {time_text(seconds)}, {failures} ({origin})",
         *_memory_lines(near, share),
         "",
-        *console.table(_HEADERS, map(_row, found), right=_RIGHT),
+        *console.table(_HEADERS, map(_row, found), right=_RIGHT, drop=_DROPPED),
         "",
         *chart,
     ]
@@ -289,6 +289,7 @@ def _memory_as_dict(near: dict[str, InMemory], share: float) -> dict[str, Any]:
 
 
 _HEADERS = ("policy", "interval", "saves", "lost", "stalled", "restarting", "goodput", "9 of 10 runs", "of the best")
+_DROPPED = ("9 of 10 runs", "saves", "restarting", "stalled", "of the best")
 _RIGHT = "interval saves lost stalled restarting goodput"
 
 
@@ -314,9 +315,11 @@ def _chart(curve: Sequence[Played], found: Sequence[_Named]) -> list[str]:
     low, high = _scale([played.goodput for played, _ in points])
     lengths = [time_text(played.interval_seconds) for played, _ in points]
     width = max(map(len, ["interval", *lengths]))
+    beside = width + len("   100.00 %  ") + max(len(name) for _, name in points)
+    bar_columns = max(8, min(_BAR, (console.terminal_width() or 120) - beside))
     lines = [f"{'interval':>{width}}  goodput, from {100 * low:.4g} % to {100 * high:.4g} %"]
     for (played, name), length in zip(points, lengths):
-        eighths = round((played.goodput - low) / (high - low) * _BAR * 8)
+        eighths = round((played.goodput - low) / (high - low) * bar_columns * 8)
         bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
         line = f"{length:>{width}}  {console.paint(bar, 'green') if name else bar} {100 * played.goodput:.2f} %"
         lines.append(f"{line}  {console.plain(name)}" if name else line)

@@ -24,6 +24,8 @@ Values = Annotated[Path | None, option("--config", "FILE", "Values from a TOML f
 List = Annotated[bool, typer.Option("--list", help="List the templates; with NAME, its keys and what they are.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
 AsJson = Annotated[bool, typer.Option("--json", help="With --list: print JSON, for programs.")]
+NARROW = 100
+"""Columns of a terminal below which the default of a key stands behind what it is."""
 
 
 def template(
@@ -87,7 +89,7 @@ def _list_templates(templates: Any, as_json: bool) -> None:
         )
         return
     rows = [(name, each.summary, "ckptman submit" if each.chain else "sbatch") for name, each in templates.items()]
-    console.say(*console.table(("template", "what it is for", "submit with"), rows))
+    console.say(*console.table(("template", "what it is for", "submit with"), rows, drop=("submit with",)))
 
 
 def _list_keys(name: str, kind: Template, as_json: bool) -> None:
@@ -99,7 +101,15 @@ def _list_keys(name: str, kind: Template, as_json: bool) -> None:
         console.say_json({"name": name, "summary": kind.summary, "keys": facts})
         return
     rows = [(key, _shown(field.default), WHAT[key]) for key, field in fields.items()]
-    console.say(*console.table(("key", "default", "what"), rows))
+    if (console.terminal_width() or NARROW) < NARROW:
+        console.say(
+            *console.table(
+                ("key", "what"),
+                [(key, what if default == "-" else f"{what} [{default}]") for key, default, what in rows],
+            )
+        )
+    else:
+        console.say(*console.table(("key", "default", "what"), rows))
 
 
 def _shown(value: Any) -> str:

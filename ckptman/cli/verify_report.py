@@ -210,8 +210,12 @@ def summary_lines(reports: Sequence[VerifyReport]) -> list[str]:
     if covered and not loads:
         open_.append("loading   on other numbers of processes: --world-size 1,2,8")
     open_.append("meaning   that what was saved was worth saving")
-    proved = [f"Proved{those}", *(f"  {line}" for line in proved)] if proved else []
-    return [*proved, "Not proved", *(f"  {line}" for line in open_)]
+    told = [f"Proved{those}", *_levels(proved)] if proved else []
+    return [*told, "Not proved", *_levels(open_)]
+
+
+def _levels(lines: Sequence[str]) -> list[str]:
+    return console.table((), [(line[:8], line[10:]) for line in lines], indent=2)
 
 
 def _layout(report: VerifyReport, world_size: int) -> str:

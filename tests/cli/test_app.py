@@ -23,7 +23,7 @@ VERBS = {
         *("PATH", "--step", "--all", "--world-size", "--mesh", "--plan-only"),
         *("--bandwidth", "--rank-bandwidth", "--allow", "--threads", "--json"),
     ],
-    "diff": ["A", "B", "--steps", "--only", "--top", "--read", "--json"],
+    "diff": ["A", "B", "--steps", "--only", "--top", "--all", "--read", "--json"],
     "copy": ["SRC", "DST", "--step", "--all", "--limit", "--threads", "--overwrite", "--json"],
     "adopt": ["PATH", "--step", "--keep-name", "--json"],
     "export": [
@@ -199,7 +199,6 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     "arguments",
     [
         ["list"],
-        ["list", "here", "there"],
         ["list", ".", "--wat"],
         ["lst", "."],
         ["show", ".", "--step", "many"],

@@ -556,8 +556,8 @@ def test_the_largest_come_first_and_the_rest_is_counted(tmp_path: Path, diff: Di
     assert list(diff.kinds()) == [f"w{n:02}" for n in range(29, 0, -1)]
     assert "w10 " in diff.told
     assert "w09 " not in diff.told.partition("tensor  ")[2]
-    assert "... 9 more: --top 29 or --json shows all" in diff.told
-    assert "... 10 more: --top 30 or --json shows all" in diff.told
+    assert "... 9 more: --top 29, --all or --json shows all" in diff.told
+    assert "... 10 more: --top 30, --all or --json shows all" in diff.told
     assert diff(a, b, "--top", "30") == 1
     assert "more:" not in diff.told
 
@@ -607,3 +607,30 @@ def test_what_a_run_changed(tmp_path: Path, diff: Diff) -> None:
     assert "A: step 1, " in diff.told
     assert "1 rank, loss=1" in diff.told
     assert diff["optimizer.state.bias.step"]["max_abs"] == 1
+
+
+def test_layers_that_differ_alike_are_one_line_unless_all_are_wanted(tmp_path: Path, diff: Diff) -> None:
+    def layers(add: float) -> State:
+        weights = {f"layers.{n}.{part}.weight": torch.ones(4, 2) + add * n for n in range(12) for part in ("q", "k")}
+        weights |= {f"layers.{n}.bias": torch.full((3,), add) for n in (0, 2, 3, 7)}
+        return {"model": weights | {"layers.5.odd": torch.ones(2 + int(add))}, "lr": {str(n): add for n in range(3)}}
+
+    a, b = pair(tmp_path, layers(0.0), layers(1.0))
+    assert diff(a, b) == 1
+    rows = {line.split()[0]: line for line in diff.told.splitlines() if line.startswith("  model.")}
+    assert list(rows) == [
+        *("model.layers.5.odd", "model.layers.0,2-3,7.bias", "model.layers.1-11.k.weight", "model.layers.1-11.q.weight")
+    ]
+    assert rows["model.layers.1-11.q.weight"].split("float32")[1].split(maxsplit=2)[:2] == ["11", "11"]
+    assert rows["model.layers.1-11.q.weight"].endswith("88 of 88  11 tensors, the largest changes")
+    assert "  lr.0-2  0.0  1.0" in diff.told
+    assert len(diff.data["tensors"]) == 11 * 2 + 4 + 1
+
+
+def test_all_shows_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"w.{n}" for n in range(30)]
+    a, b = pair(tmp_path, {each: torch.zeros(2) for each in names}, {each: torch.ones(2) for each in names})
+    assert main(["diff", str(a), str(b), "--all"]) == 1
+    told = capsys.readouterr().out
+    assert all(f"  {each} " in told for each in names)
+    assert "more: " not in told

@@ -134,3 +134,26 @@ def test_plain_leaves_text_of_all_languages_as_it_is() -> None:
 
 def test_tables_align_and_end_without_blanks() -> None:
     assert table(("n", "what"), [("1", "x"), ("200", "longer")], right="n") == ["  n  what", "  1  x", "200  longer"]
+
+
+def test_several_roots_are_a_line_each_and_a_bad_one_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for step in (10, 20):
+        commit(tmp_path / "a", step)
+    (commit(tmp_path / "b", 30).path / "__1_0.distcp").unlink()
+    (tmp_path / "file").touch()
+    assert main(["list", "a", "file", "gone", "b", "[x]*", "a/"]) == 10
+    printed = capsys.readouterr()
+    rows = {line.split()[0]: line for line in printed.out.splitlines()}
+    assert list(rows) == ["root", "a", "file", "gone", "b", "[x]*"]
+    assert rows["a"].split()[1] == "20"
+    assert rows["a"].endswith("complete")
+    assert rows["b"].endswith("no complete checkpoint, 1 does not count")
+    assert "is a file" in rows["file"]
+    assert "there is no checkpoint root gone" in rows["gone"]
+    assert printed.err == "Error: 3 of 5 roots could not be listed: see above\n"
+    assert main(["list", "*", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["root"] for each in told] == ["a", "b"]

@@ -1,0 +1,59 @@
+"""Tables on terminals of any width, and where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptman.cli import console
+
+HEADERS = ("step", "root", "size", "state")
+ROWS = [
+    ("10", "/scratch/project/runs/long-name/checkpoints", "1.0 GiB", "complete"),
+    ("20", "/scratch/project/runs/b", "2.0 GiB", "does not count: __1_0.distcp is missing, and so is the manifest"),
+]
+
+
+def lines(monkeypatch: pytest.MonkeyPatch, columns: int | None, **options: object) -> list[str]:
+    monkeypatch.setattr(console, "terminal_width", lambda: columns)
+    return console.table(HEADERS, ROWS, right="step size", **options)  # type: ignore[arg-type]
+
+
+def test_elsewhere_than_on_a_terminal_a_table_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = lines(monkeypatch, None, drop=("size",))
+    assert len(told) == 3
+    assert told[2].endswith(ROWS[1][3])
+    assert told[0].split() == list(HEADERS)
+
+
+def test_the_last_column_is_folded_below_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = lines(monkeypatch, 100)
+    start = told[0].index("state")
+    assert [line[:start].strip() for line in told[3:]] == [""]
+    assert " ".join([told[2][start:], told[3][start:]]) == ROWS[1][3]
+
+
+@pytest.mark.parametrize("columns", [40, 50, 60, 80, 100])
+@pytest.mark.parametrize("drop", [(), ("size",), ("size", "root")])
+def test_no_line_is_longer_than_the_terminal_and_no_cell_is_cut(
+    columns: int, drop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = lines(monkeypatch, columns, drop=drop, indent=2)
+    assert max(map(len, told)) <= max(columns, 2 + len(ROWS[0][1]))
+    whole = " ".join(" ".join(told).split())
+    shown = " ".join(told[:3]).split()
+    for header, *cells in zip(HEADERS, *ROWS):
+        left_out = f"no room for {header}" in whole or f", {header}: in a wider" in whole
+        assert left_out == (header not in shown)
+        assert left_out or all(cell in whole for cell in cells)
+
+
+def test_colours_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "terminal_width", lambda: 40)
+    painted = "\x1b[31m\x1b[1mbad\x1b[0m"
+    told = console.table(("a", "b", "c"), [(painted, "x", painted), ("longer", "y", "good")])
+    assert told[1] == f"{painted}     x  {painted}"
+    assert told[2] == "longer  y  good"
+
+
+def test_no_rows_and_no_headers_are_no_lines() -> None:
+    assert console.table((), []) == []
