@@ -29,6 +29,8 @@ nitpick_ignore_regex = [("py:.*", r"(?!ckptman\.).*|.*\.T")]
 
 html_theme = "furo"
 html_title = f"ckptman {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = html_show_sphinx = html_show_copyright = False
 
 
