@@ -60,13 +60,14 @@ def _lines(found: Sequence[RunReport]) -> list[str]:
 
 
 def _run_lines(found: RunReport) -> list[str]:
-    from ckptman.monitoring.page import duration_text
     from ckptman.monitoring.report import endings_text, shares
+    from ckptman.policies.intervals import duration_text
 
     ledger, status = found.ledger, found.status
     lines = [
         f"{console.plain(found.root)}: {status.state}, step {status.step or 0:,} after "
-        f"{duration_text(ledger.total_seconds)} and {console.count(len(ledger.attempts), 'attempt')} ({endings_text(ledger)})",
+        f"{duration_text(ledger.total_seconds)} and {console.count(len(ledger.attempts), 'attempt')}: "
+        f"{endings_text(ledger)}",
         *_time_table(shares(ledger.seconds)),
     ]
     if ledger.goodput is not None:
@@ -92,14 +93,14 @@ def _run_lines(found: RunReport) -> list[str]:
         for each in ledger.attempts[-ATTEMPTS_SHOWN:]
     ]
     headers = ("attempt", "job", "steps", "took", "counted", "lost", "end")
-    lines += ["", *console.table(headers, rows, "attempt took counted lost")]
+    lines += ["", *console.table(headers, rows, "attempt took counted lost", drop=("job", "took"))]
     if len(ledger.attempts) > ATTEMPTS_SHOWN:
         lines.append(f"the last {ATTEMPTS_SHOWN} of {len(ledger.attempts)} attempts; --html and --json have all")
     return [*lines, *(f"note: {console.plain(note)}" for note in ledger.notes)]
 
 
 def _time_table(rows: Sequence[tuple[str, str, float, float]]) -> list[str]:
-    from ckptman.monitoring.page import duration_text
+    from ckptman.policies.intervals import duration_text
 
     cells = [(f"  {name}", duration_text(seconds), f"{share:.1%}") for _, name, seconds, share in rows]
     return console.table(("  where the time went", "time", "share"), cells, "time share")

@@ -75,7 +75,7 @@ def _lines(found: Sequence[Status], now: float) -> list[str]:
         return _full(found[0], now)
     headers = ("run", "state", "step", "done", "per step", "heard", "saved", "job ends", "end", "metrics")
     rows = [_row(each, now) for each in found]
-    lines = console.table(headers, rows, "step done heard saved")
+    lines = console.table(headers, rows, "step done heard saved", drop=("per step", "saved", "job ends", "done"))
     return [*lines, *(f"{console.plain(each.root)}: {console.plain(each.trouble)}" for each in found if each.trouble)]
 
 

@@ -11,6 +11,7 @@ from ckptman.errors import plain
 from ckptman.monitoring import charts
 from ckptman.monitoring.ledger import WAITING, AttemptLedger, add
 from ckptman.monitoring.report import RunReport, endings_text, shares
+from ckptman.policies.intervals import duration_text
 from ckptman.policies.retention_rules import size_text
 
 _MOST_ATTEMPTS, _MOST_CHECKPOINTS, _MOST_BREACHES = 500, 100, 100
@@ -118,15 +119,6 @@ def _attempt(attempt: AttemptLedger) -> Mapping[str, str]:
         "counted": duration_text(attempt.seconds["training"]),
         "end": plain(f"{attempt.ending}: {attempt.reason}" if attempt.reason else attempt.ending),
     }
-
-
-def duration_text(seconds: float) -> str:
-    """Format a duration so that short and long ones can be compared: `42.1 s`, `12.5 min`, `3.2 h`, `12.1 d`."""
-    if abs(seconds) < 120:
-        return f"{seconds:.1f} s"
-    if abs(seconds) < 2 * 3600:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h" if abs(seconds) < 4 * 86400 else f"{seconds / 86400:.1f} d"
 
 
 def _date(seconds: float) -> str:

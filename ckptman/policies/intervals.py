@@ -82,6 +82,15 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:,.0f} s" if abs(seconds) >= 100 else f"{seconds:.3g} s"
 
 
+def duration_text(seconds: float) -> str:
+    """Format a duration so that short and long ones can be compared: `42.1 s`, `12.5 min`, `3.2 h`, `12.1 d`."""
+    if abs(seconds) < 120:
+        return f"{seconds:.1f} s"
+    if abs(seconds) < 2 * 3600:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h" if abs(seconds) < 4 * 86400 else f"{seconds / 86400:.1f} d"
+
+
 def _check_costs(where: str, save_seconds: float, mtbf_seconds: float) -> None:
     check_at_least(where, "save_seconds", save_seconds, 0)
     check_positive(where, "mtbf_seconds", mtbf_seconds)
