@@ -185,6 +185,7 @@ def tells(shown: str, line: str) -> bool:
 
 DIFFER = re.compile(
     r"""(?<![\w.])[\d.,]+\ ?(?:m?s|min|h|d)\b (?!/) | [\d.,]+\ (?:\w+/s|times)\b  # times, rates
+    | (?<=\ )[\d.]+%$ | goodput\ [\d.]+%  # shares of times
     | \d{4}-\d\d-\d\d\ \d\d:\d\d:\d\d | "time_seconds":.* | \b[\da-f]{12,}\b | \d{8}-\d{6}-\d+  # dates, digests, ids
     | (?:(?<!\d)/|[A-Za-z~.][\w.~-]*/)+ | ^\ \ python\b.*  # folders, the version of Python""",
     re.VERBOSE,
