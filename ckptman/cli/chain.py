@@ -1,4 +1,4 @@
-"""`ckptman chain list | show | cancel | pause | resume`: chains of Slurm jobs."""
+"""`ckptman chain list | show | logs | cancel | pause | resume`: chains of Slurm jobs, and of this machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import typer
 
 from ckptman.cli import console
 from ckptman.cli.help import Group, Verb
-from ckptman.cli.options import AsJson, path_argument
-from ckptman.errors import CkptmanError
+from ckptman.cli.options import AsJson, option, path_argument
+from ckptman.errors import CkptmanError, ConfigError
 
 if TYPE_CHECKING:
     from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord
@@ -22,10 +22,15 @@ if TYPE_CHECKING:
     from ckptman.scheduler.slurm.control import ChainStatus
 
 LINES_SHOWN = 20
+MOST_COMMAND = 40
+"""Characters of a script and its arguments in a list."""
 _COLOURS = {"finished": "green", "stopped": "red", "cancelled": "red", "paused": "yellow"}
 
 chain_app = typer.Typer(
-    help="Chains of Slurm jobs: see them, hold them, end them.", cls=Group, rich_markup_mode=None, no_args_is_help=True
+    help="Chains of attempts, as Slurm jobs or on this machine: see them, follow them, hold them, end them.",
+    cls=Group,
+    rich_markup_mode=None,
+    no_args_is_help=True,
 )
 Name = Annotated[
     str | None,
@@ -42,6 +47,7 @@ def list_chains(
 ) -> None:
     """List the chains that were submitted from a directory."""
     from ckptman.scheduler.chain_record import find_chains
+    from ckptman.scheduler.local import is_gone
 
     chains = [(each, each.spec, each.state, each.attempts(), each.jobs()) for each in find_chains(folder.resolve())]
     if as_json:
@@ -49,6 +55,7 @@ def list_chains(
             [
                 {
                     "chain": str(chain.folder),
+                    "scheduler": spec.scheduler,
                     "script": spec.script,
                     "attempts": len(attempts),
                     "jobs": [job.job_id for job in jobs],
@@ -65,11 +72,11 @@ def list_chains(
     rows = [
         (
             chain.folder.name,
-            console.plain(Path(spec.script).name),
+            console.plain(" ".join((Path(spec.script).name, *spec.arguments)))[:MOST_COMMAND],
             str(len(attempts)),
             console.age(now - spec.created_seconds),
-            jobs[-1].job_id if jobs else "-",
-            _painted(state.state),
+            "local" if spec.scheduler == "local" else jobs[-1].job_id if jobs else "-",
+            _painted("gone" if is_gone(spec, state) else state.state),
         )
         for chain, spec, state, attempts, jobs in chains
     ]
@@ -89,12 +96,35 @@ def show_chain(
     as_json: AsJson = False,
 ) -> None:
     """Show the attempts of a chain, how each ended, and what is in the queue."""
-    from ckptman.scheduler.slurm.control import look
+    from ckptman.scheduler.slurm.control import ChainStatus, look
+    from ckptman.scheduler.slurm.submission import slurm_of
 
-    chain, slurm = _find(name)
-    _show(chain, look(chain, slurm), as_json)
+    chain = _find(name)
+    if chain.spec.scheduler == "local":
+        seen = ChainStatus(chain.state, chain.attempts(), chain.ends(), [])
+    else:
+        seen = look(chain, slurm_of(chain.spec))
+    _show(chain, seen, as_json)
     if times and not as_json:
         _show_times(chain)
+
+
+@chain_app.command("logs", cls=Verb)
+def show_logs(
+    name: Name = None,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", "-f", help="Go on, also with the attempts that follow, until the chain has ended."),
+    ] = False,
+    attempt: Annotated[int | None, option("--attempt", "N", "Of this attempt (default: the last).")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", metavar="N", help="Begin with the last N lines.")] = 100,
+) -> None:
+    """Print the log of the last attempt, or follow the chain from one attempt to the next."""
+    from ckptman.cli import chain_logs
+    from ckptman.policies.parameters import check_count
+
+    check_count("chain logs", "--lines", lines)
+    chain_logs.show_logs(_find(name), attempt, lines, follow)
 
 
 @chain_app.command("cancel", cls=Verb)
@@ -121,17 +151,22 @@ def resume_chain(name: Name = None) -> None:
     _act(name, resume)
 
 
-def _find(name: str | None) -> tuple[Chain, Slurm]:
+def _find(name: str | None) -> Chain:
     from ckptman.scheduler.slurm.control import named
-    from ckptman.scheduler.slurm.submission import slurm_of
 
-    chain = named(name, Path.cwd())
-    return chain, slurm_of(chain.spec)
+    return named(name, Path.cwd())
 
 
 def _act(name: str | None, what: Callable[[Chain, Slurm, float], ChainStatus]) -> None:
-    chain, slurm = _find(name)
-    _show(chain, what(chain, slurm, time.time()), False)
+    from ckptman.scheduler.slurm.submission import slurm_of
+
+    chain = _find(name)
+    if (spec := chain.spec).scheduler == "local":
+        raise ConfigError(
+            f"{chain.folder} is not a chain of Slurm jobs: what runs it is process {spec.pid} on {spec.host}. "
+            f"kill {spec.pid} there ends it when the attempt has saved; submitted again, it goes on"
+        )
+    _show(chain, what(chain, slurm_of(spec), time.time()), False)
 
 
 def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
@@ -141,6 +176,7 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
         console.say_json(
             {
                 "chain": str(chain.folder),
+                "scheduler": chain.spec.scheduler,
                 "script": chain.spec.script,
                 **seen.state.model_dump(exclude={"forgiven"}),
                 "attempts": [_facts(each, seen.ends.get(each.number)) for each in seen.attempts],
@@ -149,6 +185,8 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
             }
         )
         return
+    from ckptman.scheduler.local import is_gone
+
     now = time.time()
     reason = console.plain(seen.state.reason) or "going on"
     console.say(f"{console.plain(chain.folder.name)}: {_painted(seen.state.state)}, {reason}")
@@ -159,9 +197,14 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
     for _, job in seen.live:
         why = f", {job.reason}" if job.waits and job.reason not in ("", "None") else ""
         console.say(f"job {job.id}: {job.state.lower()}{console.plain(why)}")
-    if seen.state.state == "active" and not seen.live:
+    if (spec := chain.spec).scheduler == "local":
+        if is_gone(spec, seen.state):
+            console.say(f"process {spec.pid}, which ran it, is gone: submit the command again to go on")
+        elif seen.state.state == "active":
+            console.say(f"process {spec.pid} on {console.plain(spec.host)} runs it")
+    elif seen.state.state == "active" and not seen.live:
         console.say("nothing of it is in the queue: ckptman chain resume goes on with it")
-    if seen.state.state == "stopped" and seen.attempts:
+    if seen.state.state == "stopped" and seen.attempts and seen.attempts[-1].log:
         _show_log(seen.attempts[-1])
 
 
@@ -170,7 +213,7 @@ def _row(attempt: AttemptRecord, end: EndRecord | None, now: float) -> tuple[str
     ending = f"{end.ending}: {end.reason}" if end else "not over, or killed a moment ago"
     return (
         str(attempt.number),
-        attempt.job_id,
+        attempt.job_id or "-",
         console.plain(attempt.nodes) or "-",
         f"{console.age(now - attempt.begun_seconds)} ago",
         console.age(took),

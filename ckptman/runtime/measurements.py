@@ -50,13 +50,14 @@ def typical_save_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
 def start_up(
     events: Sequence[Mapping[str, Any]], job_id: str, since_seconds: float, until_seconds: float = math.inf
 ) -> StartUp:
-    """Return how the first attempt of a Slurm job came up that began in between two moments, in unix seconds.
+    """Return how the first attempt of a Slurm job came up that began in between two moments, in unix seconds; with job
+    "", that of no job.
 
     A job that was requeued keeps its id: the time says which of its attempts is meant.
     """
     for position, event in enumerate(events):
         started = _time(event)
-        if event.get("event") != "attempt_started" or event.get("job_id") != job_id:
+        if event.get("event") != "attempt_started" or (event.get("job_id") or "") != job_id:
             continue
         if started is not None and since_seconds <= started < until_seconds:
             own = [each for each in events[position:] if each.get("attempt") == event.get("attempt")]

@@ -21,7 +21,7 @@ from ckptman.errors import EXIT_OK, CkptmanError, SchedulerError
 from ckptman.policies.resubmit import Ending
 from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV
 from ckptman.scheduler.chain import Say, judge, patient
-from ckptman.scheduler.chain_record import AttemptRecord, Chain, JobRecord, Spec
+from ckptman.scheduler.chain_record import AttemptRecord, Chain, JobRecord, Spec, output
 from ckptman.scheduler.history import (
     following,
     job_number_after,
@@ -96,6 +96,7 @@ class Supervisor:
         if why_not := self._look_for_the_root() if decision.again else decision.reason:
             self._stop(why_not)
             return None
+        log, log_begin = output()
         attempt = AttemptRecord(
             number=number,
             job=self._job_number,
@@ -103,7 +104,8 @@ class Supervisor:
             restart=int(self._environ.get("SLURM_RESTART_COUNT") or 0),
             nodes=self._environ.get("SLURM_JOB_NODELIST", ""),
             host=socket.gethostname(),
-            log=_log_path(),
+            log=log,
+            log_begin=log_begin,
             begun_seconds=now,
         )
         if chain.begin(attempt) != attempt:
@@ -258,13 +260,6 @@ class Supervisor:
             yield
         except SchedulerError as error:
             self._say(message.format(error))
-
-
-def _log_path() -> str:
-    try:
-        return str(Path("/proc/self/fd/1").readlink())
-    except OSError:
-        return ""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,5 @@
-"""A chain of Slurm jobs on disk: what was submitted, which jobs, which attempts, and whether it goes on.
+"""A chain on disk: what was submitted, which jobs, which attempts, and whether it goes on. One of this machine has no
+jobs and no script of its own.
 
     chain.json          what was submitted, and the limits; never changed
     script, batch.sh    the user's script as it was then, and what is submitted in its place
@@ -15,7 +16,9 @@ Whoever makes a numbered file first has made it: two that do the same at once ne
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -64,11 +67,16 @@ class Wish(_Record):
 class Spec(Wish):
     """What was submitted.
 
+    `scheduler`: `slurm`, or `local`, where `host`, `pid` and `pid_started` (unix seconds) say which process runs it.
     `limit_seconds`, `warned_seconds`, `excluded`: what the user's own --time, --signal and --exclude say, as far as it
     is understood; `has_signal`: whether there is a --signal.
     """
 
     format: int = FORMAT
+    scheduler: Literal["slurm", "local"] = "slurm"
+    host: str = ""
+    pid: int = 0
+    pid_started: float = 0.0
     script: str
     interpreter: tuple[str, ...]
     sbatch_variables: Mapping[str, str] = {}
@@ -104,7 +112,8 @@ class JobRecord(_Record):
 
 
 class AttemptRecord(_Record):
-    """An attempt that has begun. `restart`: how often its job was requeued before. `log`: where its output goes."""
+    """An attempt that has begun. `restart`: how often its job was requeued before. `log`: where its output goes, ""
+    where that is no file; `log_begin`: the bytes that were there before it."""
 
     number: int
     job: int
@@ -113,6 +122,7 @@ class AttemptRecord(_Record):
     nodes: str
     host: str
     log: str
+    log_begin: int = 0
     begun_seconds: float
 
 
@@ -158,6 +168,17 @@ class Chain:
         DISK.write_file(chain.batch_file, batch_file.encode())
         chain._replace("state.json", State(state="active", time_seconds=spec.created_seconds))
         chain._replace(SPEC, spec)  # last: a folder without it is not a chain
+        return chain
+
+    @classmethod
+    def create_local(cls, folder: Path, spec: Spec) -> Chain:
+        """Write down a chain of this machine in a folder that is there, in place of an earlier one. Raises: OSError."""
+        for each in folder.iterdir():
+            if re.fullmatch(r"(?:attempt|ended)-\d{4,}\.json", each.name):
+                DISK.remove_file(each)
+        chain = cls(folder)
+        chain._replace("state.json", State(state="active", time_seconds=spec.created_seconds))
+        chain._replace(SPEC, spec)
         return chain
 
     @property
@@ -250,6 +271,16 @@ def find_chains(base: Path) -> Sequence[Chain]:
     if not folder.is_dir():
         return []
     return [Chain(each) for each in sorted(folder.iterdir()) if (each / SPEC).is_file()]
+
+
+def output() -> tuple[str, int]:
+    """Return the file that the standard output of this process goes to, "" where it is no file, and its size."""
+    try:
+        path = str(Path("/proc/self/fd/1").readlink())
+        found = os.fstat(1)
+    except OSError:
+        return "", 0
+    return (path, found.st_size) if stat.S_ISREG(found.st_mode) else ("", 0)
 
 
 def _data(record: BaseModel) -> bytes:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, RootError, SchedulerError
+from ckptman.errors import (
+    EXIT_AGAIN,
+    EXIT_OK,
+    CkptmanError,
+    CorruptError,
+    ExistsError,
+    NotFoundError,
+    RootError,
+    SchedulerError,
+    masked,
+)
 from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Attempt, decide
-from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, read_outcome
+from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, read_outcome, this_node
 from ckptman.scheduler.chain import Say, gone_text, judge, newest_sequence, patient, spoilt_text
+from ckptman.scheduler.chain_record import AttemptRecord, Chain, ChainState, EndRecord, Spec, State, output
 from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles
 from ckptman.scheduler.signal_queue import ENDING, SignalQueue
 
@@ -48,6 +61,27 @@ def run_chain(
     # An outcome of an earlier chain would be read as that of an attempt that died before it wrote one.
     if any(chain_dir.glob("outcome-*.json")):
         raise ExistsError(f"{chain_dir} holds the outcomes of an earlier chain: name a new folder, or remove this one")
+    record = _Record(chain_dir, command, tell, since_seconds, crash_limit, max_attempts)
+    try:
+        code, reason = _run_attempts(command, chain_dir, tell, record, crash_limit, max_attempts, stall_limit)
+    except BaseException as error:
+        record.turn("stopped", str(error) or type(error).__name__)
+        raise
+    record.turn("finished" if code == EXIT_OK else "stopped", reason)
+    return code
+
+
+def _run_attempts(
+    command: Sequence[str],
+    chain_dir: Path,
+    tell: Say,
+    record: _Record,
+    crash_limit: int,
+    max_attempts: int | None,
+    stall_limit: int | None,
+) -> tuple[int, str]:
+    """Return the exit code of the chain, and why it ends. Raises: SchedulerError."""
+    since_seconds = time.time()
     attempts: list[Attempt] = []
     root = ""
     with SignalQueue() as signals:
@@ -56,6 +90,7 @@ def run_chain(
             number = len(attempts) + 1
             outcome_file = chain_dir / f"outcome-{number}.json"
             marks = {ATTEMPT_ENV: str(number), OUTCOME_ENV: str(outcome_file)}
+            record.begin(number)
             returncode = scheduler.run_attempt(command, {**os.environ, **marks})
             try:
                 outcome = read_outcome(outcome_file)
@@ -74,16 +109,114 @@ def run_chain(
             attempts.append(Attempt(number, ending, reason, committed))
             following = decide(attempts, crash_limit, max_attempts, stall_limit=stall_limit)
             tell(following.reason)
+            record.end(attempts[-1], returncode, outcome, committed != before)  # nothing of it is printed after this
             if ending == "finished":
-                return EXIT_OK
+                return EXIT_OK, reason
             if before and root == root_before and not committed and not newest_sequence(root):
                 raise SchedulerError(f"the chain ends: {gone_text(root)}")
             if ending == "stopped" and number == max_attempts:
-                return EXIT_AGAIN
+                return EXIT_AGAIN, f"no more than {max_attempts} attempts were allowed"
             if not following.again and scheduler.stop_asked() is None:
                 raise SchedulerError(f"the chain ends: {following.reason}. Remove the cause and submit again")
     tell(f"the chain ends, because {stop.name} asked for it: submit again to go on from the newest checkpoint")
-    return EXIT_AGAIN
+    return EXIT_AGAIN, f"{stop.name} asked for it"
+
+
+def is_running(spec: Spec) -> bool | None:
+    """Return whether the process is alive that runs a chain of a machine; None where that is another machine."""
+    import psutil
+
+    if spec.host != socket.gethostname():
+        return None
+    with suppress(psutil.Error):
+        return abs(psutil.Process(spec.pid).create_time() - spec.pid_started) < 1.0
+    return False
+
+
+def is_gone(spec: Spec, state: State) -> bool:
+    """Return whether a chain of this machine has lost the process that ran it, which could not say so any more."""
+    return spec.scheduler == "local" and state.state == "active" and is_running(spec) is False
+
+
+class _Record:
+    """What is written down of a chain, for those who look. What cannot be written keeps no attempt from running."""
+
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        tell: Say,
+        now: float,
+        crash_limit: int,
+        max_attempts: int | None,
+    ) -> None:
+        import psutil
+
+        self._tell = tell
+        spec = Spec(
+            scheduler="local",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            pid_started=psutil.Process().create_time(),
+            script=command[0],
+            arguments=tuple(map(masked, command[1:])),
+            interpreter=(),
+            crash_limit=crash_limit,
+            max_attempts=max_attempts,
+            workdir=str(Path.cwd()),
+            created_seconds=now,
+        )
+        self._chain = Chain(folder)
+        with suppress(NotFoundError, CorruptError):
+            earlier = self._chain.spec
+            if earlier.scheduler == "slurm" or (self._chain.state.state == "active" and is_running(earlier)):
+                raise ExistsError(f"{folder} is the folder of another chain: name a new one")
+        with self._patience():
+            Chain.create_local(folder, spec)
+
+    def begin(self, number: int) -> None:
+        log, log_begin = output()
+        with self._patience():
+            self._chain.begin(
+                AttemptRecord(
+                    number=number,
+                    job=0,
+                    job_id=os.environ.get("SLURM_JOB_ID", ""),
+                    restart=0,
+                    nodes=this_node(os.environ),
+                    host=socket.gethostname(),
+                    log=log,
+                    log_begin=log_begin,
+                    begun_seconds=time.time(),
+                )
+            )
+
+    def end(self, attempt: Attempt, returncode: int, outcome: Outcome | None, committed: bool) -> None:
+        with self._patience():
+            self._chain.end(
+                EndRecord(
+                    number=attempt.number,
+                    ending=attempt.outcome,
+                    reason=attempt.reason,
+                    returncode=returncode,
+                    root=outcome.root if outcome else "",
+                    step=outcome.step if outcome else 0,
+                    sequence=attempt.committed_sequence,
+                    committed=committed,
+                    ended_seconds=time.time(),
+                )
+            )
+
+    def turn(self, state: ChainState, reason: str) -> None:
+        with self._patience():
+            self._chain.turn(state, reason, time.time())
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        try:
+            yield
+        except (CkptmanError, OSError) as error:
+            self._tell(f"ckptman chain show will not know of it: {error}")
 
 
 class LocalScheduler:

@@ -68,6 +68,7 @@ VERBS = {
     ],
     "chain list": ["[DIR]", "--json"],
     "chain show": ["[CHAIN]", "--times", "--json"],
+    "chain logs": ["[CHAIN]", "--follow", "--attempt", "--lines"],
     "chain cancel": ["[CHAIN]"],
     "chain pause": ["[CHAIN]"],
     "chain resume": ["[CHAIN]"],

@@ -90,7 +90,11 @@ def prepare(submission: Submission, folder: Path | None, environ: Mapping[str, s
         created_seconds=now,
     )
     base = (folder or new_chain_dir(now)).resolve()
-    others = [] if submission.another else [(each, each.spec) for each in find_chains(workdir)]
+    others = (
+        []
+        if submission.another
+        else [(each, each.spec) for each in find_chains(workdir) if each.spec.scheduler == "slurm"]
+    )
     width = len(str(max((task for task in tasks if task is not None), default=0)))
     made = []
     for task in tasks:

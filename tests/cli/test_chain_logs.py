@@ -1,0 +1,209 @@
+"""`ckptman chain` for chains of this machine, and `chain logs`: what attempts print, from one to the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ckptman.cli import chain_logs
+from ckptman.cli.app import main
+from ckptman.scheduler.chain_record import AttemptRecord, Chain, EndRecord, Spec
+
+
+class Scene:
+    """A chain whose attempts print into files. What happens while a log is followed is a step between two looks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "out.log"
+        (folder / "chain").mkdir()
+        own = psutil.Process()
+        spec = Spec(
+            scheduler="local",
+            host=socket.gethostname(),
+            pid=own.pid,
+            pid_started=own.create_time(),
+            script="train",
+            interpreter=(),
+            workdir=str(folder),
+            created_seconds=1.0,
+        )
+        self.chain = Chain.create_local(folder / "chain", spec)
+
+    def begin(self, number: int, log: Path | None = None) -> None:
+        path = log or self.log
+        size = path.stat().st_size if path.exists() else 0
+        facts = {
+            "number": number,
+            "job": 0,
+            "job_id": "",
+            "restart": 0,
+            "nodes": "n",
+            "host": "n",
+            "begun_seconds": 1.0,
+        }
+        self.chain.begin(AttemptRecord(**facts, log=str(path), log_begin=size))  # type: ignore[arg-type]
+
+    def print(self, text: str | bytes) -> None:
+        with self.log.open("ab") as file:
+            file.write(text if isinstance(text, bytes) else text.encode())
+
+    def end(self, number: int) -> None:
+        facts = {"root": "", "step": 0, "sequence": 0, "ended_seconds": 2.0, "returncode": 75, "reason": "exit code 75"}
+        self.chain.end(EndRecord(number=number, ending="stopped", **facts))  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        self.chain.turn("finished", "the run ended", 3.0)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+Follow = Callable[[Iterator[object]], tuple[int, list[str], str]]
+
+
+@pytest.fixture
+def follow(scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Follow:
+    """Follow the chain while steps are taken, one whenever the command would sleep."""
+
+    def run(steps: Iterator[object]) -> tuple[int, list[str], str]:
+        monkeypatch.setattr(chain_logs.time, "sleep", lambda seconds: next(steps))
+        code = main(["chain", "logs", str(scene.chain.folder), "-f"])
+        printed = capsys.readouterr()
+        assert not list(steps), "the command ended too early"
+        return code, printed.out.splitlines(), printed.err
+
+    return run
+
+
+def test_follow_goes_from_attempt_to_attempt_in_one_file_and_ends_with_the_chain(scene: Scene, follow: Follow) -> None:
+    scene.print("of somebody before\n")
+
+    def steps() -> Iterator[object]:
+        yield scene.begin(1)
+        yield scene.print("one\ntw")
+        yield scene.print("o\n")
+        scene.print("unended")
+        scene.end(1)
+        scene.begin(2)  # between two looks
+        yield scene.print("\nthree\n")
+        yield scene.end(2)
+        yield scene.begin(3)
+        scene.end(3)
+        yield scene.finish()
+
+    title = f": {scene.log} <=="
+    assert follow(steps()) == (
+        0,
+        [
+            *(f"==> attempt 1{title}", "one", "two", "unended", f"==> attempt 2{title}", "", "three"),
+            *(f"==> attempt 3{title}", "==> finished: the run ended <=="),
+        ],
+        "",
+    )
+
+
+def test_a_log_may_come_late_be_rotated_be_cut_and_be_removed(scene: Scene, follow: Follow) -> None:
+    def steps() -> Iterator[object]:
+        yield scene.begin(1)
+        yield
+        yield scene.print("first\nof the old")
+        scene.log.rename(scene.log.with_suffix(".1"))
+        yield scene.print("new\n")
+        yield os.truncate(scene.log, 0)
+        yield scene.print("cut\n")
+        yield scene.log.unlink()
+        yield
+        scene.end(1)
+        yield scene.finish()
+
+    code, told, error = follow(steps())
+    anew = "==> the log was replaced, or cut: from its beginning <=="
+    assert (code, told[1:-1]) == (0, ["first", "of the old", anew, "new", anew, "cut"])
+    assert error == f"{scene.log} is not there yet\n"
+
+
+def test_what_a_terminal_would_obey_is_shown(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+    scene.begin(1)
+    scene.print(b"\x1b[31mred\x1b[0m\tx\n 10%\r 90%\r\n\xff\x00\x1b]0;title\x07\n" + b"y" * 200_000)
+    assert main(["chain", "logs", str(scene.chain.folder)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[1:4] == ["red     x", " 90%", "\ufffd\\x00\\x1b]0;title\\x07"]
+    assert sum(map(len, told[4:])) == 200_000
+
+
+def test_without_follow_the_last_lines_of_one_attempt(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        scene.begin(number)
+        scene.print("".join(f"{number}-{line}\n" for line in range(20_000)))
+        scene.end(number)
+    logs = ["chain", "logs", str(scene.chain.folder), "--lines"]
+    assert main([*logs, "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["2-19998", "2-19999"]
+    assert main([*logs, "30000", "--attempt", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [f"1-{line}" for line in range(20_000)]
+    scene.log.unlink()
+    assert main(logs[:-1]) == 3
+    assert "is not there: was it moved?" in capsys.readouterr().err
+    assert main([*logs, "2", "--attempt", "3"]) == 3
+    assert "has no attempt 3: it has 2 attempts" in capsys.readouterr().err
+
+
+def test_no_file_no_process_and_ctrl_c_are_told_in_a_line(
+    scene: Scene, follow: Follow, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> Iterator[object]:
+        raise KeyboardInterrupt
+        yield
+
+    assert main(["chain", "logs", str(scene.chain.folder)]) == 3
+    assert "no attempt has begun yet" in capsys.readouterr().err
+    assert follow(interrupted())[0] == 130
+    scene.begin(1, Path("/dev/null"))
+    assert follow(iter(()))[0] == 2
+    gone = scene.chain.spec.model_copy(update={"pid_started": 1.0})
+    Chain.create_local(scene.chain.folder, gone)
+    code, _, error = follow(iter(()))
+    assert (code, error.count("\n")) == (3, 1)
+    assert f"process {gone.pid}, which ran the chain, is gone" in error
+    assert main(["chain", "show", str(scene.chain.folder)]) == 0
+    assert f"process {gone.pid}, which ran it, is gone" in capsys.readouterr().out
+
+
+def test_a_chain_of_this_machine_is_shown_and_not_for_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = (
+        "import os, sys; n = os.environ['CKPTMAN_ATTEMPT']; print('attempt', n, flush=True); sys.exit(75 * (n == '1'))"
+    )
+    with open("out.log", "w") as log:
+        command = [sys.executable, "-m", "ckptman", "submit", "--scheduler", "local", "--"]
+        ran = subprocess.run([*command, sys.executable, "-S", "-c", program], stdout=log, timeout=60)
+    assert ran.returncode == 0
+    assert main(["chain", "list"]) == 0
+    told = capsys.readouterr().out.splitlines()[1]
+    assert told.split()[-2:] == ["local", "finished"]
+    assert main(["chain", "show", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["scheduler"], shown["state"], shown["queue"]) == ("local", "finished", [])
+    assert [each["end"]["ending"] for each in shown["attempts"]] == ["stopped", "finished"]
+    assert main(["chain", "show"]) == 0
+    assert "finished: exit code 0" in capsys.readouterr().out
+    assert main(["chain", "logs", "-f"]) == 0
+    told_lines = capsys.readouterr().out.splitlines()
+    assert told_lines[1:3] == ["attempt 2", "ckptman: attempt 2 finished: exit code 0"]
+    for verb in ("pause", "resume", "cancel"):
+        assert main(["chain", verb]) == 2
+        assert "is not a chain of Slurm jobs" in capsys.readouterr().err
+    folder = next(Path("ckptman-chains").iterdir())
+    assert main(["submit", "--scheduler", "local", "--chain-dir", str(folder), "--", "true"]) == 0
