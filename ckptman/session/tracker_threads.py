@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import threading
 import time
 from collections import deque
@@ -19,6 +20,8 @@ CLOSE_SECONDS = 10.0
 """How long the end of a run waits for all its trackers."""
 MOST_WAITING = 10_000
 """So many steps wait for a tracker; then the oldest are left out."""
+
+_FOR_THE_RUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _Call(NamedTuple):
@@ -67,6 +70,9 @@ class Behind:
         return not self._thread.ident or self._ended.wait(timeout_seconds)
 
     def _work(self) -> None:
+        # A program that is started from here has them blocked, too: what asks all processes of a job to stop must not
+        # end it before the run has ended.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RUN)
         try:
             while self._wakeup.wait_for(lambda: bool(self._calls) or self._closed):
                 while self._calls:

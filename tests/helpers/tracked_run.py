@@ -1,0 +1,103 @@
+"""A run of six attempts with every kind of end and a rollback, whose trackers are looked at afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import torch
+
+import ckptman
+from ckptman.catalog.rollback import execute, plan_rollback
+from tests.helpers.ranks import _CONTEXT
+
+SAVED_EVERY = 4
+ROLLBACK_TO = 12
+ATTEMPTS = [(10, "raise"), (15, "kill"), (18, "stop"), (23, "raise"), (15, "raise"), (24, "finish")]
+"""Where each attempt ends, and how. Before the fifth one the run is rolled back."""
+Make = Callable[[Path], Sequence[ckptman.Tracker]]
+
+
+def loss(step: int, attempt: int) -> float:
+    """The loss of a step, which tells by whom it was done."""
+    return step + attempt / 128
+
+
+def six_attempts(root: Path, make: Make) -> dict[int, float]:
+    """Run them, each with the trackers that `make(root)` returns, and return the loss of each step as it counts."""
+    counts: dict[int, float] = {}
+    for number, (until, how) in enumerate(ATTEMPTS, 1):
+        if number == 5:
+            execute(root, partial(plan_rollback, root, ROLLBACK_TO), why="a test", by="it", time_seconds=time.time())
+        steps: list[int] = []
+        if how == "kill":
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(target=_killed, args=(root, make, number, until, theirs))
+            process.start()
+            theirs.close()
+            with contextlib.suppress(EOFError):
+                while ours.poll(60):
+                    steps.append(ours.recv())
+            process.join(10)
+            assert process.exitcode == -signal.SIGKILL
+        else:
+            with contextlib.suppress(ZeroDivisionError):
+                attempt(root, make(root), number, until, how, steps.append)
+        counts = {step: value for step, value in counts.items() if step < steps[0]}
+        counts |= {step: loss(step, number) for step in steps}
+    assert [*counts] == [*range(1, ATTEMPTS[-1][0] + 1)]
+    return counts
+
+
+def _killed(root: Path, make: Make, number: int, until: int, pipe: Connection) -> None:
+    os.environ.pop("WANDB_SERVICE", None)  # of the attempt before, which ran in another process
+    attempt(root, make(root), number, until, "kill", pipe.send)
+
+
+def attempt(
+    root: Path, trackers: Sequence[ckptman.Tracker], number: int, until: int, how: str, done: Callable[[int], object]
+) -> None:
+    state = {"model": torch.nn.Linear(2, 2)}
+    policy = ckptman.EverySteps(SAVED_EVERY) | ckptman.OnStop()
+    with ckptman.Checkpointer(
+        root, state, save_policy=policy, signals=how != "kill", trackers=trackers, run_id="tracked/1"
+    ) as checkpointer:
+        step = checkpointer.restore()
+        assert checkpointer.attempt == number
+        while not checkpointer.should_stop():
+            step += 1
+            state["model"].weight.data += 1.0
+            checkpointer.step(step, {"loss": torch.tensor(loss(step, number)), "label": "none"})
+            done(step)
+            if step == until:
+                checkpointer.wait()
+                if how == "raise":
+                    raise ZeroDivisionError
+                if how == "stop":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if how == "finish":
+                    return
+                if how == "kill":
+                    drain(checkpointer)
+                    for process in psutil.Process().children(recursive=True):
+                        process.kill()
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def drain(checkpointer: ckptman.Checkpointer) -> None:
+    """Wait until the trackers have all that they are to get."""
+    assert checkpointer._reporter is not None
+    checkpointer._reporter.finish(wait=True)
+    for outlet in checkpointer._reporter._trackers._outlets:
+        done = threading.Event()
+        outlet.thread.put(done.set)
+        assert done.wait(60)
+        assert not outlet.failed

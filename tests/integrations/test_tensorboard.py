@@ -1,0 +1,25 @@
+"""One curve of TensorBoard over six attempts, read by TensorBoard's own reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptman.integrations.tensorboard import TensorBoardTracker
+from tests.helpers.tracked_run import six_attempts
+
+reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def make(root: Path) -> list[TensorBoardTracker]:
+    return [TensorBoardTracker()]
+
+
+@pytest.mark.slow
+def test_six_attempts_are_one_curve(tmp_path: Path) -> None:
+    counts = six_attempts(tmp_path, make)
+    found = reader.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    found.Reload()
+    assert {each.step: each.value for each in found.Scalars("loss")} == counts
+    assert len(found.Scalars("loss")) == len(counts), "one value of each step"
