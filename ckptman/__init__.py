@@ -56,6 +56,7 @@ _HOME = {
     "AtMost": "ckptman.policies.retention_rules",
     "Tier": "ckptman.policies.tiers",
     "MemoryTier": "ckptman.policies.memory_tier",
+    "HealthThresholds": "ckptman.policies.health",
     "RetentionPolicy": "ckptman.policies.retention",
     "BusyError": "ckptman.errors",
     "CkptmanError": "ckptman.errors",
@@ -145,6 +146,7 @@ if TYPE_CHECKING:
     from ckptman.policies.calendar import KeepMonthly as KeepMonthly
     from ckptman.policies.calendar import KeepWeekly as KeepWeekly
     from ckptman.policies.calendar import KeepWithin as KeepWithin
+    from ckptman.policies.health import HealthThresholds as HealthThresholds
     from ckptman.policies.memory_tier import MemoryTier as MemoryTier
     from ckptman.policies.retention import KeepBest as KeepBest
     from ckptman.policies.retention import KeepEvery as KeepEvery

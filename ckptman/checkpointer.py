@@ -39,6 +39,9 @@ from ckptman.saving.saver import Preflight, Saver
 from ckptman.saving.writer import SaveReport
 from ckptman.session.arguments import check_arguments, check_trackers, step_number, total_step_number
 from ckptman.session.restorer import Restorer
+from ckptman.session.run_health import RunHealth, thresholds_of
+from ckptman.session.run_health import Setting as HealthSetting
+from ckptman.session.run_health import finish as finish_health
 from ckptman.session.run_memory import RunMemory, age_on_disk, newest_on_disk
 from ckptman.session.run_session import RunSession
 from ckptman.session.step_consensus import Agreed, StepConsensus
@@ -145,6 +148,9 @@ class Checkpointer:
         watchdog: seconds after which a step that does not end counts as stuck and the process is ended (see
             `policies.hang_timeout`); "auto": 600 (555 with NCCL, which gives up at 600) where there are several
             ranks, or a chain; None: no watchdog.
+        health: sample the GPU of each rank and its node while it trains, and say which figures are not as they should
+            be (see `HealthThresholds`), and which rank holds the others up. "auto": with the thresholds from practice;
+            None: not at all.
         run_id: the name of the run in manifests and the journal; None: that of the newest checkpoint in `root`, or a
             new one.
         total_steps: the step at which the run will be finished, for `ckptman status` to say when; None: not known.
@@ -181,6 +187,7 @@ class Checkpointer:
         trackers: Sequence[Tracker] = (),
         timeout_seconds: float = 1800.0,
         watchdog: Setting = "auto",
+        health: HealthSetting = "auto",
         run_id: str | None = None,
         total_steps: int | None = None,
     ) -> None:
@@ -189,6 +196,7 @@ class Checkpointer:
             root, state, self._policy, retention, on_full, nonfinite, deadline, timeout_seconds, watchdog, signals
         )
         check_trackers(trackers)
+        thresholds = thresholds_of(health)
         show_by_default()
         await_ranks(timeout_seconds)
         self.root, self.state = Path(root), state
@@ -246,6 +254,13 @@ class Checkpointer:
                 self._control, self._policy, self._timings, handler, self._saver, self._recorder
             )
             self._consensus.memory = self._memory.saves if self._memory is not None else None
+            self._health = None
+            if thresholds is not None:
+                values = self._state.values()
+                self._health = RunHealth(
+                    thresholds, self._control, self._session, self._watchdog, self._timings, values
+                )
+                self._saver.report_health(self._health)
             self._held = contextlib.ExitStack()
             """Keeps the checkpoint that the run went on from, as long as the run lasts."""
             self._restored_from: int | None = None
@@ -383,6 +398,8 @@ class Checkpointer:
             self._rehearse()
         for each in self._trainables:
             each.note_step()
+        if self._health is not None:
+            self._health.step_ended()
         if (news := self._timings.step_ended()) is not None:
             self._session.note(news[0], step=step, **news[1])
         if reports := self._saver.poll():
@@ -446,6 +463,18 @@ class Checkpointer:
     def beat(self) -> None:
         """Show the watchdog a sign of life, in an evaluation or whatever else takes long. A rank may call it alone."""
         self._watchdog.beat("step" if self._stepped else "start", self._timings.previous_step)
+
+    def own_work(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block around what this rank does in a step without waiting for the others.
+
+            with checkpointer.own_work():
+                loss = model(next(batches))
+
+        Of a rank whose own work takes longer than that of the others, they all wait in the next collective, and no time
+        of a whole step shows whom for. The block may be entered several times in a step. On a GPU the time of its
+        kernels counts, and nothing is waited for. What a ResumableLoader in `state` takes is known without it.
+        """
+        return self._health.own_work() if self._health is not None else contextlib.nullcontext()
 
     def should_stop(self) -> bool:
         """Return whether `step` agreed to stop, alike on every rank; the state is durable then, if the policy saves."""
@@ -537,6 +566,7 @@ class Checkpointer:
         self._watchdog.beat("save", self._timings.previous_step)
         if self._reporter is not None:
             self._reporter.finish(wait=True)
+        finish_health(self._health, self._control)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
         code = EXIT_OK if self._stop is None else EXIT_AGAIN
         self._session.end(state, self._timings.previous_step, self._stop or "the run ended", code)
@@ -772,6 +802,8 @@ class Checkpointer:
             warn(str(failed))
         if self._reporter is not None:
             self._reporter.finish(wait=False)
+        if self._health is not None:
+            self._health.close()
         self._session.fail(self._timings.previous_step, error)
         self._held.close()
         if self._memory is not None:

@@ -19,8 +19,9 @@ import ckptman
 
 PACKAGE = Path(ckptman.__file__).parent
 ORDER = (
-    *("errors", "policies", "forecast", "io", "format", "catalog", "integrity", "transfer", "runtime", "scheduler"),
+    *("errors", "policies", "forecast", "io", "format", "catalog", "integrity", "transfer", "runtime", "health"),
     *(
+        "scheduler",
         "run",
         "monitoring",
         "doctor",

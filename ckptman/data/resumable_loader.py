@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice
@@ -68,6 +69,8 @@ class ResumableLoader(Generic[T]):
         """The number of passes that are over. One that is left early is over when the next one begins."""
         self.batch = 0
         """The number of batches consumed in this pass."""
+        self.wait_seconds = 0.0
+        """For how long batches were waited for, in all."""
         self._begun = self._restored = False
         self._kind: dict[str, Any] | None = None
         """What the position of this pass is about, found once: a position is taken at each step."""
@@ -257,6 +260,7 @@ class _Pass(Iterator[T]):
                 "this loader was iterated anew or restored while an iteration of it was going on: end that one first, "
                 "or wrap a second DataLoader"
             )
+        begun = time.perf_counter()
         try:
             batch = next(self._iterator)
         except StopIteration:
@@ -266,6 +270,8 @@ class _Pass(Iterator[T]):
         except Exception:
             self._count()  # of a batch with a sample that cannot be read: the next one comes behind it
             raise
+        finally:
+            loader.wait_seconds += time.perf_counter() - begun
         self._count()
         return batch
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptman.policies.calendar import KeepDaily, KeepHourly, KeepMonthly, KeepWeekly, KeepWithin
+    from ckptman.policies.health import HealthThresholds
     from ckptman.policies.memory_tier import CostShare, MemoryTier
     from ckptman.policies.retention_rules import AtMost, KeepBest, KeepEvery, KeepLast, KeepSteps, RetentionPolicy
     from ckptman.policies.save_policies import (
@@ -33,6 +34,7 @@ __all__ = [
     "DalyInterval",
     "EverySeconds",
     "EverySteps",
+    "HealthThresholds",
     "InitTimeInterval",
     "KeepBest",
     "KeepDaily",
@@ -51,12 +53,13 @@ __all__ = [
 ]
 
 
-_MODULES = ("calendar", "memory_tier", "retention", "retention_rules", "save_policies", "tiers")
+_MODULES = ("calendar", "health", "memory_tier", "retention", "retention_rules", "save_policies", "tiers")
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES or name in __all__:
         import ckptman.policies.calendar
+        import ckptman.policies.health
         import ckptman.policies.memory_tier
         import ckptman.policies.retention
         import ckptman.policies.retention_rules

@@ -80,17 +80,21 @@ class Progress:
         self._told: tuple[float, Doing, int] | None = None
         self._saves: dict[int, tuple[float, int]] = {}
         self._count = 0
+        self._interruptions = 0
 
     def beat(self, now: float, doing: Doing, step: int) -> None:
         """The rank is alive, and goes on with `doing`, after `step`."""
-        since, before, _ = self._last
+        since, before, last = self._last
         if now - since > self.longest_seconds[before]:
             self.longest_seconds[before] = now - since
+        if doing != "step" or step == last:  # a sign of life within a step: in an evaluation or the like
+            self._interruptions += 1
         self._last = (now, doing, step)
 
     def begin(self, now: float, step: int) -> int:
         """Note that the save of `step` begins behind the training. Return what to tell `end`."""
         self._count += 1
+        self._interruptions += 1
         self._saves[self._count] = (now, step)
         return self._count
 
@@ -98,6 +102,13 @@ class Progress:
         """A save has ended, well or not."""
         since, _ = self._saves.pop(save)
         self.longest_seconds["save"] = max(self.longest_seconds["save"], now - since)
+
+    @property
+    def training(self) -> tuple[int | None, int]:
+        """The last step that has ended, None where this rank is not in a step or a save runs behind it; and a number
+        that changes where there is anything but training."""
+        _, doing, step = self._last
+        return step if doing == "step" and not self._saves else None, self._interruptions
 
     @property
     def limit_seconds(self) -> float:

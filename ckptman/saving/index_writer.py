@@ -38,6 +38,7 @@ from ckptman.format.chunk_table import Chunks, ChunkTable, Ints, Rows, TensorRec
 from ckptman.format.index import Index, Location
 from ckptman.format.manifest import FileRecord
 from ckptman.format.paths import CHUNKS, INDEX, METADATA, data_name
+from ckptman.health.rank_report import RankHealth
 from ckptman.io.checksums import BlockDigester, digest_bytes
 from ckptman.io.durable_files import Disk, open_new
 from ckptman.saving.stale_saves import Seen
@@ -66,7 +67,8 @@ class RankResult:
 
     `rows`: packed rows of the chunk table; None: as in the save before. Their tensors are numbered through those that
     the ranks share and then `own_tensors`. `objects`: where the pickles of plain values lie. `seen`: whether the
-    parameters are those of the save before. `nonfinite`: names of tensors that hold NaN or infinity.
+    parameters are those of the save before. `nonfinite`: names of tensors that hold NaN or infinity. `health`: what
+    there is to say of this rank's device and node.
     """
 
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -78,6 +80,7 @@ class RankResult:
     buffered_because: str | None = None
     seen: Seen | None = None
     nonfinite: tuple[str, ...] = ()
+    health: RankHealth | None = None
 
 
 class IndexWriter:

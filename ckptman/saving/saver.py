@@ -39,7 +39,7 @@ from ckptman.saving.staging import Staged, Stager, refusal
 from ckptman.saving.stale_saves import Stale
 from ckptman.saving.warm_copy import why_not_kept
 from ckptman.saving.write_plan import RankFile, memory_of, plan_save, signature_of
-from ckptman.saving.writer import CheckpointWriter, Committed, Content, Draft, SaveInfo, SaveReport
+from ckptman.saving.writer import CheckpointWriter, Committed, Content, Draft, Health, SaveInfo, SaveReport
 from ckptman.state.local_shards import refuse_unfillable
 from ckptman.state.named_state import (
     Snapshot,
@@ -113,6 +113,10 @@ class Saver:
         """The number of the save that has failed in the background and was not reported; 0: none."""
         self.reported = 0
         """The number of the last save whose failure was reported to the training loop, counted from 1."""
+
+    def report_health(self, health: Health) -> None:
+        """Let each save bring what the ranks have to say of their health to the leader."""
+        self._writer.health = health
 
     # ---- the stages --------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +29,7 @@ from ckptman.format.chunk_table import pack
 from ckptman.format.index import values_json
 from ckptman.format.manifest import FileRecord, Manifest, Mesh, Nonfinite
 from ckptman.format.paths import METADATA, blocks_name, data_name, new_nonce, parse_step, step_folder, values_name
+from ckptman.health.rank_report import RankHealth
 from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.io.durable_files import Disk, holding
 from ckptman.io.file_writer import Written, write_source
@@ -247,6 +248,16 @@ class Committed(NamedTuple):
     nonfinite: Nonfinite | None
 
 
+class Health(Protocol):
+    """The health of a run. Neither call raises."""
+
+    def report(self) -> RankHealth | None:
+        """Return what this rank has to say since the last call. Every rank."""
+
+    def note(self, reports: Sequence[RankHealth | None]) -> None:
+        """Take in what all ranks have said. Leader only."""
+
+
 class CheckpointWriter:
     """Takes contents to storage, one after the other. Every rank has one."""
 
@@ -257,6 +268,8 @@ class CheckpointWriter:
         self._index = IndexWriter(disk)
         self._process = WriterProcess()
         self._stale_saves = StaleSaves()
+        self.health: Health | None = None
+        """What each rank has to say of its health goes with what it wrote."""
         self._rows = b""
         """The rows of the chunk table that this rank wrote last."""
         self._leader_has_rows = False
@@ -318,6 +331,8 @@ class CheckpointWriter:
         plan = content.file.plan
         result.own_tensors, result.paths = plan.own_tensors, dict(plan.own_paths)
         result.objects, result.units = objects, content.units
+        if self.health is not None:
+            result.health = self.health.report()
         return result
 
     def _write_data(self, content: Content, image: Image, scan: FiniteScan | None, path: Path) -> Written:
@@ -340,6 +355,8 @@ class CheckpointWriter:
             tensors = sorted({name for each in results for name in each.nonfinite})
             nonfinite = Nonfinite(metrics=draft.info.nonfinite_metrics, tensors=tuple(tensors[:MOST_NAMES]))
         draft.commit(files, len(results), nonfinite)
+        if self.health is not None:
+            self.health.note([each.health for each in results])
         buffered_because = next((each.buffered_because for each in results if each.buffered_because), None)
         stale = self._stale_saves.judge(content.watch, [each.seen for each in results])
         return Committed(draft.size_bytes, buffered_because, stale, nonfinite)

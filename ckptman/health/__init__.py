@@ -1,0 +1,1 @@
+"""Health: what GPUs and nodes say of themselves while a run trains."""

@@ -1,0 +1,334 @@
+"""When a device or a node is not as it should be: figures, thresholds, and for how long a breach has to hold.
+
+HealthThresholds()
+HealthThresholds(utilisation=0.5, pcie_bytes_per_second=None, period_seconds=10)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from ckptman.errors import ConfigError, IntervalError
+from ckptman.policies.intervals import seconds_text
+from ckptman.policies.parameters import check_positive
+
+Level = Literal["look", "problem"]
+
+WINDOW_SECONDS = 3600.0
+"""The training time of which a share has to be in breach."""
+_SMOOTH_SECONDS = 120.0
+_QUIET_SECONDS = 600.0
+"""A breach is over after so much training time without it."""
+_LONG_STEPS, _LONG_SECONDS = 5.0, 10.0
+"""A step that takes so many times the usual, and so long, is an evaluation or the like."""
+_SHARES = ("utilisation", "utilisation_look", "power_share", "loader_share", "host_memory_share", "share")
+_USUAL_LIMIT_WATTS = (500.0, 700.0)
+HARDWARE_XIDS = (48, 64, 74, 79, 92, 94, 95, 119, 120, 140)
+"""Xids of a GPU that is broken or has to be reset, by NVIDIA's catalogue of Xids: uncorrectable memory errors (48, 94,
+95, 140), many corrected ones (92), a row that cannot be remapped (64), NVLink (74), off the bus (79), its own processor
+(119, 120). Not the ones that programs cause: 13, 31, 43, 45."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthSample:
+    """What was read at one time, of the device of a rank and of its node. None: it is not known.
+
+    `utilisation`: share of the time in which a kernel ran; `pcie_in...`: received by the device; `clock`: as a share of
+    its maximum; `slowdown_celsius`: where the device slows itself down; `throttled`: why it does so now; `ecc_errors`:
+    uncorrected ones since the first sample; `lost`: why the device cannot be read any more; `loader`: share of the time
+    for which training waited for its ResumableLoader. Of the host: `available_bytes` of memory, and bytes per second of
+    its disks and networks.
+    """
+
+    utilisation: float | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    memory_used_bytes: float | None = None
+    memory_total_bytes: float | None = None
+    pcie_in_bytes_per_second: float | None = None
+    pcie_out_bytes_per_second: float | None = None
+    temperature_celsius: float | None = None
+    slowdown_celsius: float | None = None
+    clock: float | None = None
+    throttled: tuple[str, ...] = ()
+    ecc_errors: int = 0
+    xids: tuple[int, ...] = ()
+    lost: str = ""
+    loader: float | None = None
+    host_available_bytes: float | None = None
+    host_total_bytes: float | None = None
+    disk_read_bytes_per_second: float | None = None
+    disk_write_bytes_per_second: float | None = None
+    network_in_bytes_per_second: float | None = None
+    network_out_bytes_per_second: float | None = None
+
+
+_SMOOTHED = ("utilisation", "power_watts", "pcie_in_bytes_per_second", "pcie_out_bytes_per_second", "clock", "loader")
+"""They jump within a step."""
+HIGHEST = ("memory_used_bytes", "temperature_celsius")
+_RATES = tuple(f"{each}_bytes_per_second" for each in ("disk_read", "disk_write", "network_in", "network_out"))
+FIGURES = (*_SMOOTHED, *HIGHEST, "host_available_bytes", *_RATES)
+"""What a summary has: the mean of each, of `HIGHEST` the highest."""
+
+
+class Finding(NamedTuple):
+    """A figure that is beyond its threshold. `what`: the name of the figure; `text`: of a person's words."""
+
+    what: str
+    level: Level
+    value: float
+    threshold: float
+    text: str
+
+
+@dataclass(frozen=True)
+class HealthThresholds:
+    """What counts as not healthy. None: not looked at.
+
+    Utilisation, power, PCIe and the wait for the loader are averaged over two minutes of training. A breach counts when
+    it held in more than `share` of an hour of training, which takes three minutes, or five where it is averaged. What
+    was sampled in a save, a restore, an evaluation or before the first step does not count.
+
+    Args:
+        utilisation: of a GPU, below which it is a problem, as a share of the time.
+        utilisation_look: the same, below which it is worth a look.
+        power_watts: below which a GPU does not do what it could, on devices with a power limit of 500 to 700 W.
+        power_share: the same for all other devices, as a share of their power limit.
+        pcie_bytes_per_second: into or out of a GPU, above which it is worth a look.
+        temperature_margin_celsius: a problem where a GPU is less than that below the temperature at which it slows
+            down.
+        throttling: whether it is a problem when a GPU slows down for its temperature or for want of power.
+        loader_share: of the training's time, spent waiting for a ResumableLoader; on a GPU it counts only together with
+            a low utilisation.
+        host_memory_share: of the memory of a node, below which so little is available that it is a problem.
+        straggler_share: of a step: a rank whose own work takes that much longer than that of the median rank is named.
+        bad_xids: the Xids of NVIDIA that put a node on the list of bad nodes.
+        share: of the samples of an hour of training.
+        period_seconds: the time between two samples.
+
+    Raises:
+        IntervalError: a number that cannot be.
+        ConfigError: a value of the wrong kind.
+    """
+
+    utilisation: float | None = 0.7
+    utilisation_look: float | None = 0.9
+    power_watts: float | None = 350.0
+    power_share: float | None = 0.5
+    pcie_bytes_per_second: float | None = 20e9
+    temperature_margin_celsius: float | None = 5.0
+    throttling: bool = True
+    loader_share: float | None = 0.1
+    host_memory_share: float | None = 0.05
+    straggler_share: float | None = 0.1
+    bad_xids: tuple[int, ...] = HARDWARE_XIDS
+    share: float = 0.05
+    period_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name in ("throttling", "bad_xids") or (value is None and name not in ("share", "period_seconds")):
+                continue
+            check_positive("HealthThresholds", name, value)
+            if name in _SHARES and value > 1:
+                raise IntervalError(f"HealthThresholds: {name} is a share, above 0 and up to 1, not {value!r}")
+        if isinstance(self.bad_xids, str) or not all(type(each) is int for each in self.bad_xids):
+            raise ConfigError(
+                f"HealthThresholds: bad_xids are numbers of Xids, such as (48, 79), not {self.bad_xids!r}"
+            )
+
+    def findings(self, sample: HealthSample) -> Iterator[Finding]:
+        """Yield what in a sample is beyond its threshold, but for errors of the device."""
+        used = sample.utilisation
+        for level, least in (("problem", self.utilisation), ("look", self.utilisation_look)):
+            if used is not None and least is not None and used < least:
+                text = f"GPU utilisation {used:.0%}, below {least:.0%}"
+                yield Finding("utilisation", "problem" if level == "problem" else "look", used, least, text)
+                break
+        power, least = sample.power_watts, self.least_watts(sample.power_limit_watts)
+        if power is not None and least is not None and power < least:
+            yield Finding("power_watts", "problem", power, least, f"GPU power {power:.0f} W, below {least:.0f} W")
+        for name, way in (("pcie_in_bytes_per_second", "into"), ("pcie_out_bytes_per_second", "out of")):
+            rate, most = getattr(sample, name), self.pcie_bytes_per_second
+            if rate is not None and most is not None and rate > most:
+                text = f"PCIe {rate / 1e9:.1f} GB/s {way} the GPU, above {most / 1e9:g} GB/s"
+                yield Finding(name, "look", rate, most, text)
+        margin, slowdown, now = self.temperature_margin_celsius, sample.slowdown_celsius, sample.temperature_celsius
+        if margin is not None and slowdown is not None and now is not None and now > slowdown - margin:
+            text = f"GPU at {now:.0f} °C, above {slowdown - margin:.0f} °C (it slows down at {slowdown:.0f} °C)"
+            yield Finding("temperature_celsius", "problem", now, slowdown - margin, text)
+        if self.throttling and sample.throttled:
+            text = f"GPU slowed down ({', '.join(sample.throttled)})"
+            yield Finding("throttled", "problem", 1.0, 0.0, text)
+        wait, most, low = sample.loader, self.loader_share, self.utilisation_look or 1.0
+        if wait is not None and most is not None and wait > most and (used is None or used < low):
+            text = f"training waits for its loader {wait:.0%} of the time, above {most:.0%}"
+            yield Finding("loader", "problem", wait, most, text)
+        left, whole, least = sample.host_available_bytes, sample.host_total_bytes, self.host_memory_share
+        if left is not None and whole and least is not None and left < least * whole:
+            text = f"host memory {left / 1e9:.1f} GB available, below {least:.0%} of {whole / 1e9:.0f} GB"
+            yield Finding("host_available_bytes", "problem", left, least * whole, text)
+
+    def least_watts(self, limit_watts: float | None) -> float | None:
+        """Return the power below which a device with this limit does not do what it could; None: not looked at."""
+        if limit_watts is None:
+            return None
+        if self.power_watts is not None and _USUAL_LIMIT_WATTS[0] <= limit_watts <= _USUAL_LIMIT_WATTS[1]:
+            return self.power_watts
+        return None if self.power_share is None else self.power_share * limit_watts
+
+
+@dataclass(frozen=True)
+class HealthBreach:
+    """A breach that began, or is over. `since`: when it began, in unix seconds; `seconds`: for how long it held until
+    now; `share`: of the samples meanwhile; `bad_node`: whether its node had better not be used again."""
+
+    what: str
+    level: Level
+    value: float
+    threshold: float
+    since: float
+    seconds: float
+    share: float
+    text: str
+    ended: bool = False
+    bad_node: bool = False
+
+    def __str__(self) -> str:
+        if not self.seconds:
+            return self.text
+        return f"{self.text}, in {self.share:.0%} of the samples of {seconds_text(self.seconds)} of training"
+
+
+class _Kind:
+    """The samples that were in breach of one threshold, as (number of the sample, time, finding)."""
+
+    def __init__(self) -> None:
+        self.hits: deque[tuple[int, float, Finding]] = deque()
+        self.since: float | None = None
+        self.first = 0
+
+    def breach(self, number: int, now: float, *, ended: bool = False) -> HealthBreach:
+        found, values = self.hits[-1][2], [each.value for _, _, each in self.hits]
+        # The share is that of what is remembered; a long breach began before that.
+        share = len(values) / (number - self.hits[0][0] + 1)
+        since = self.since if self.since is not None else now
+        fields = (found.what, found.level, math.fsum(values) / len(values), found.threshold)
+        return HealthBreach(*fields, since, now - since, share, found.text, ended)
+
+
+@dataclass
+class HealthSummary:
+    """The figures of a rank since the last summary: of each the number of samples, their sum, and the highest."""
+
+    samples: int = 0
+    set_aside: int = 0
+    figures: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+
+    def add(self, sample: HealthSample) -> None:
+        """Add a sample of the training."""
+        self.samples += 1
+        for name in FIGURES:
+            value = getattr(sample, name)
+            if value is not None:
+                count, total, most = self.figures.get(name, (0, 0.0, -math.inf))
+                self.figures[name] = (count + 1, total + value, max(most, value))
+
+    def values(self) -> dict[str, float]:
+        """Return one number for each figure that is known."""
+        return {name: most if name in HIGHEST else total / count for name, (count, total, most) in self.figures.items()}
+
+
+class HealthWatch:
+    """Says which samples of a rank make a breach. Every time is one that the caller passes, in unix seconds.
+
+    A sample counts once its step is over, as a step that lasts far longer than the others is an evaluation or the like.
+    Errors of a device count at once.
+    """
+
+    def __init__(self, thresholds: HealthThresholds) -> None:
+        self.thresholds = thresholds
+        self.summary = HealthSummary()
+        self._window = max(1, round(WINDOW_SECONDS / thresholds.period_seconds))
+        self._quiet = max(1, round(_QUIET_SECONDS / thresholds.period_seconds))
+        self._recent: deque[HealthSample] = deque(maxlen=max(1, round(_SMOOTH_SECONDS / thresholds.period_seconds)))
+        self._kinds: dict[tuple[str, Level], _Kind] = {}
+        self._number = 0
+        self._step, self._step_since = -1, 0.0
+        self._waiting: list[tuple[float, HealthSample]] = []
+        self._ecc_errors = 0
+        self._errors: dict[str, float] = {}
+
+    def see(
+        self, now: float, step: int | None, sample: HealthSample, usual_seconds: float | None = None
+    ) -> list[HealthBreach]:
+        """Take in a sample; return the breaches that began or are over.
+
+        Args:
+            step: the last one that has ended; None: what the rank was at since the sample before is not training alone.
+            usual_seconds: what a step takes; None: not known yet.
+        """
+        found = list(self._device_errors(now, sample))
+        if step is None:
+            self.summary.set_aside += 1
+            return found
+        if step != self._step:
+            for time, each in self._waiting:
+                found += self._judge(time, each)
+            self._waiting.clear()
+            self._step, self._step_since = step, now
+        self._waiting.append((now, sample))
+        if now - self._step_since > max(_LONG_STEPS * (usual_seconds or 0.0), _LONG_SECONDS):
+            self.summary.set_aside += len(self._waiting)
+            self._waiting.clear()
+        return found
+
+    def _judge(self, now: float, sample: HealthSample) -> Iterator[HealthBreach]:
+        self._number += 1
+        self.summary.add(sample)
+        self._recent.append(sample)
+        for finding in self.thresholds.findings(self._smoothed(sample)):
+            self._kinds.setdefault(finding[:2], _Kind()).hits.append((self._number, now, finding))
+        for key, kind in list(self._kinds.items()):
+            while kind.hits and kind.since is None and kind.hits[0][0] <= self._number - self._window:
+                kind.hits.popleft()
+            while len(kind.hits) > self._window:  # of a breach that lasts
+                kind.hits.popleft()
+            if not kind.hits:
+                del self._kinds[key]
+            elif kind.since is None and len(kind.hits) > self.thresholds.share * self._window:
+                kind.since = kind.hits[0][1]
+                yield kind.breach(self._number, now)
+            elif kind.since is not None and self._number - kind.hits[-1][0] >= self._quiet:
+                yield kind.breach(kind.hits[-1][0], kind.hits[-1][1], ended=True)
+                del self._kinds[key]
+
+    def _smoothed(self, sample: HealthSample) -> HealthSample:
+        """Return a sample with the means of what jumps within a step; None where there are too few samples yet."""
+        means: dict[str, float | None] = {}
+        for name in _SMOOTHED:
+            values = [value for each in self._recent if (value := getattr(each, name)) is not None]
+            full = len(self._recent) == self._recent.maxlen and len(values) * 2 > len(self._recent)
+            means[name] = math.fsum(values) / len(values) if full else None
+        return replace(sample, **means)  # type: ignore[arg-type]
+
+    def _device_errors(self, now: float, sample: HealthSample) -> Iterator[HealthBreach]:
+        """Yield errors of the device: each kind at most once an hour."""
+        errors: list[tuple[str, float, bool, str]] = []
+        if (rise := sample.ecc_errors - self._ecc_errors) > 0:
+            errors.append(("ecc_errors", rise, True, f"{rise} uncorrected ECC error{'s' * (rise > 1)} of the GPU"))
+            self._ecc_errors = sample.ecc_errors
+        for xid in sample.xids:
+            errors.append(("xid", xid, xid in self.thresholds.bad_xids, f"the driver reports Xid {xid} of the GPU"))
+        if sample.lost:
+            errors.append(("lost", 1.0, True, f"the GPU cannot be read any more: {sample.lost}"))
+        for what, value, bad, text in errors:
+            key = f"{what} {value:g}" if what == "xid" else what
+            if now - self._errors.get(key, -math.inf) >= WINDOW_SECONDS:
+                self._errors[key] = now
+                level: Level = "problem" if bad else "look"
+                yield HealthBreach(what, level, value, 0.0, now, 0.0, 1.0, text, bad_node=bad)
