@@ -26,7 +26,7 @@ _VARIABLES = {
     **{colour: f"--line{place}" for place, colour in enumerate(_LINE_COLOURS)},
 }
 _WIDTH, _ROW = 9.0, 0.22
-_MOST_ROWS = 40
+_MOST_ROWS, _MOST_PIECES = 40, 2000
 _LEGEND: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False, "labelcolor": _INK, "ncols": 3}
 """Above the drawing, where it hides nothing."""
 _FAILED = ("failed", "killed", "crashed", "interrupted")
@@ -40,11 +40,9 @@ def timeline(ledger: Ledger) -> str:
     height = max(1, len(rows) or 1)
 
     def draw(axes: Axes) -> None:
-        row = 0
-        for span in ledger.spans:
-            row = rows.get(span.attempt, row) if span.attempt else row
-            piece = [((span.begin - ledger.begun) / unit, span.seconds / unit)]
-            axes.broken_barh(piece, (row - 0.4, 0.8), facecolors=_KIND_COLOURS[span.kind], linewidth=0)
+        for (row, kind), pieces in _pieces(ledger, rows).items():
+            scaled = [((begin - ledger.begun) / unit, (end - begin) / unit) for begin, end in pieces]
+            axes.broken_barh(scaled, (row - 0.4, 0.8), facecolors=_KIND_COLOURS[kind], linewidth=0)
         ends = [each for each in ledger.attempts if each.ending in _FAILED]
         axes.plot(
             [(each.ended - ledger.begun) / unit for each in ends],
@@ -63,6 +61,21 @@ def timeline(ledger: Ledger) -> str:
         axes.set_xlim(0, max(ledger.total_seconds / unit, 1e-9))
 
     return _svg(draw, 0.9 + _ROW * height)
+
+
+def _pieces(ledger: Ledger, rows: Mapping[int, int]) -> dict[tuple[int, Kind], list[tuple[float, float]]]:
+    """Return what to draw in each row, by kind. What is too short to be seen is drawn as what was before it."""
+    found: dict[tuple[int, Kind], list[tuple[float, float]]] = {}
+    shortest = ledger.total_seconds / _MOST_PIECES
+    row, last = 0, None
+    for span in ledger.spans:
+        before, row = row, rows.get(span.attempt, row) if span.attempt else row
+        if last is not None and row == before and (span.seconds < shortest or last == (row, span.kind)):
+            found[last][-1] = (found[last][-1][0], span.end)
+        else:
+            last = (row, span.kind)
+            found.setdefault(last, []).append((span.begin, span.end))
+    return found
 
 
 def ledger_bar(seconds: Mapping[Kind, float]) -> str:
