@@ -569,7 +569,9 @@ class Checkpointer:
         finish_health(self._health, self._control)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
         code = EXIT_OK if self._stop is None else EXIT_AGAIN
-        self._session.end(state, self._timings.previous_step, self._stop or "the run ended", code)
+        stall_seconds = self._timings.stall.seconds
+        reason = self._stop or "the run ended"
+        self._session.end(state, self._timings.previous_step, reason, code, stall_seconds=stall_seconds)
         self._held.close()
         if self._memory is not None:
             self._memory.saves.close()
@@ -804,7 +806,7 @@ class Checkpointer:
             self._reporter.finish(wait=False)
         if self._health is not None:
             self._health.close()
-        self._session.fail(self._timings.previous_step, error)
+        self._session.fail(self._timings.previous_step, error, stall_seconds=self._timings.stall.seconds)
         self._held.close()
         if self._memory is not None:
             self._memory.close()

@@ -193,10 +193,10 @@ class RunSession:
             with contextlib.suppress(OSError):
                 report_node(this_node(os.environ), masked(str(error)), os.environ)
 
-    def fail(self, step: int, error: BaseException) -> None:
+    def fail(self, step: int, error: BaseException, *, stall_seconds: float = 0.0) -> None:
         """End with an error."""
         name = type(error).__name__
-        fields = {"error": name, "cause": cause_of(error)}
+        fields = {"error": name, "cause": cause_of(error), "stall_seconds": stall_seconds}
         try:
             text = f"{name}: {error}"
         except Exception:  # noqa: BLE001 a user's class of errors may have no text

@@ -99,7 +99,8 @@ class StepReporter:
         self._look(time.monotonic(), last=True, wait=wait)
         self._look(time.monotonic(), last=True, wait=wait)
         self._thread.put(self._write)
-        self._thread.close(_WRITE_SECONDS)
+        self._thread.end()
+        self._thread.wait(_WRITE_SECONDS)
 
     def close(self) -> None:
         """Close the trackers, for at most `CLOSE_SECONDS`."""

@@ -63,10 +63,13 @@ class Behind:
                 self._calls.append(call)
         self._wakeup.notify()
 
-    def close(self, timeout_seconds: float) -> bool:
-        """End the thread after the calls so far, and wait for that at most so long. Return whether it has ended."""
+    def end(self) -> None:
+        """End the thread after the calls so far."""
         self._closed = True
         self._wakeup.notify()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait for its end, for at most so long. Return whether it has ended."""
         return not self._thread.ident or self._ended.wait(timeout_seconds)
 
     def _work(self) -> None:
@@ -96,6 +99,8 @@ class _Outlet:
         self._journal = journal
 
     def put(self, method: str, *arguments: object, first: bool = False) -> None:
+        if self.failed and method != "close":
+            return
         self.thread.put(self._call, method, *arguments, first=first, may_be_dropped=method == "log")
         if self.thread.dropped and not self._told_dropped:
             self._told_dropped = True
@@ -156,8 +161,9 @@ class TrackerThreads:
         for outlet in self._outlets:
             outlet.closing = True
             outlet.put("close")
+            outlet.thread.end()
         for outlet in self._outlets:
-            if not outlet.thread.close(max(0.0, until - time.monotonic())):
+            if not outlet.thread.wait(max(0.0, until - time.monotonic())):
                 outlet.tell(f"it did not end within {CLOSE_SECONDS:g} s, and is left: what it got last may be missing")
 
     def _event(self, name: str, fields: Mapping[str, Any]) -> None:

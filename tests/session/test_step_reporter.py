@@ -1,0 +1,255 @@
+"""The journal and the trackers hear of the steps that end, and the loop does not wait for either."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptman
+from ckptman.errors import ConfigError
+from ckptman.format.paths import journal_path
+from ckptman.runtime.journal import read_journal
+from ckptman.runtime.tracker import TrackedRun
+from ckptman.session import step_reporter, tracker_threads
+from tests.helpers.fake_device import fake_devices
+from tests.helpers.tracked_run import drain
+
+
+class Recorder(ckptman.Tracker):
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def start(self, run: TrackedRun) -> None:
+        self.calls.append(("start", run.attempt, run.step))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.calls.append(("log", step, metrics))
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        self.calls.append(("event", name, fields))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+    def of(self, kind: str) -> list[tuple[Any, ...]]:
+        return [each[1:] for each in self.calls if each[0] == kind]
+
+
+class Odd:
+    def __float__(self) -> float:
+        raise KeyError("not a number")
+
+
+def progress(root: Path) -> list[dict[str, Any]]:
+    return [each for each in read_journal(journal_path(root))[0] if each["event"] == "progress"]
+
+
+def checkpointer_in(root: Path, *trackers: ckptman.Tracker, **more: Any) -> ckptman.Checkpointer:
+    state = {"model": torch.nn.Linear(2, 2)}
+    more = {"save_policy": ckptman.EverySteps(1000), **more}
+    return ckptman.Checkpointer(root, state, trackers=trackers, **more)
+
+
+@pytest.fixture
+def each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_reporter, "PROGRESS_SECONDS", 0.0)
+
+
+def test_progress_after_the_first_step_and_at_the_end(tmp_path: Path) -> None:
+    with checkpointer_in(tmp_path) as checkpointer:
+        start = checkpointer.restore()
+        for step in range(start + 1, 8):
+            checkpointer.step(step, {"loss": torch.tensor(step / 2), "label": "x", "odd": Odd(), "many": torch.ones(2)})
+        checkpointer.save(7)
+        checkpointer.wait()
+    events = [each["event"] for each in read_journal(journal_path(tmp_path))[0]]
+    first, last = progress(tmp_path)
+    assert (first["step"], first["steps"], first["metrics"]) == (1, 1, {"loss": 0.5})
+    assert (last["step"], last["steps"], last["metrics"]) == (7, 6, {"loss": 3.5})
+    assert 0 <= last["stall_seconds"] < 60
+    assert last["seconds"] >= 0
+    assert events[-2:] == ["progress", "finished"]
+
+
+def test_what_saves_block_is_added_up(tmp_path: Path, each_step: None) -> None:
+    with checkpointer_in(tmp_path, save_policy=ckptman.EverySteps(2), async_save=False) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.step(step)
+    events, _ = read_journal(journal_path(tmp_path))
+    stalls = [each["stall_seconds"] for each in events if each["event"] == "save_durable"]
+    told = progress(tmp_path)
+    assert [each["step"] for each in told] == [1, 2, 3, 4, 5]
+    assert [each["steps"] for each in told] == [1] * 5
+    assert told[0]["stall_seconds"] == 0.0
+    assert events[-1]["stall_seconds"] >= sum(stalls) > 0
+    assert told == sorted(told, key=lambda each: each["stall_seconds"])
+
+
+@pytest.mark.parametrize("how", ["raise", "stop", "nothing"])
+def test_the_end_is_told_however_it_comes(how: str, tmp_path: Path) -> None:
+    recorder = Recorder()
+    with suppress(KeyboardInterrupt), checkpointer_in(tmp_path, recorder, signals=True) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 5):
+            checkpointer.step(step, {"loss": 1.0})
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if checkpointer.should_stop():
+                break
+        if how == "raise":
+            raise KeyboardInterrupt
+    end = {"raise": "failed", "stop": "stopped", "nothing": "finished"}[how]
+    told = [each["event"] for each in read_journal(journal_path(tmp_path))[0]]
+    assert told[-1] == end
+    assert sum(each["steps"] for each in progress(tmp_path)) == checkpointer._timings.previous_step
+    assert recorder.calls[0] == ("start", 1, 0)
+    assert [step for step, _ in recorder.of("log")] == [*range(1, checkpointer._timings.previous_step + 1)]
+    assert [name for name, _ in recorder.of("event")][-1] == end
+    assert recorder.calls[-1] == ("close",)
+
+
+def test_a_loop_that_ends_no_step_tells_nothing(tmp_path: Path) -> None:
+    recorder = Recorder()
+    with checkpointer_in(tmp_path, recorder) as checkpointer:
+        checkpointer.restore()
+    assert progress(tmp_path) == []
+    assert [each[0] for each in recorder.calls if each[0] != "event"] == ["start", "close"]
+
+
+def test_trackers_hear_of_each_attempt_and_of_going_back(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        recorder = Recorder()
+        with checkpointer_in(tmp_path, recorder, save_policy=ckptman.EverySteps(1)) as checkpointer:
+            start = checkpointer.restore()
+            assert recorder.of("log") == []
+            for step in (start + 1, start + 2, start + 3):
+                checkpointer.step(step, {"loss": float(step)} if step != start + 2 else None)
+            checkpointer.save(start + 3)
+            checkpointer.wait()
+            checkpointer.restore(start + 2)
+            checkpointer.step(start + 3, {"loss": 0.0})
+        assert recorder.of("start") == [(attempt, start), (attempt, start + 2)]
+        assert recorder.of("log") == [
+            (start + 1, {"loss": float(start + 1)}),
+            (start + 3, {"loss": float(start + 3)}),
+            (start + 3, {"loss": 0.0}),
+        ]
+
+
+class Raising(ckptman.Tracker):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise OSError("no room")
+
+
+class Hanging(ckptman.Tracker):
+    def __init__(self) -> None:
+        self.leave = threading.Event()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.leave.wait(60)
+
+
+def test_a_tracker_that_raises_or_hangs_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracker_threads, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(tracker_threads, "MOST_WAITING", 5)
+    monkeypatch.setattr(step_reporter, "TRACKER_SECONDS", 0.0)
+    recorder, hanging = Recorder(), Hanging()
+    with checkpointer_in(tmp_path, Raising(), hanging, recorder) as checkpointer:
+        for step in range(1, 21):
+            checkpointer.step(step, {"loss": 1.0})
+            drain_but(checkpointer, hanging)
+    hanging.leave.set()
+    failed = [each for each in read_journal(journal_path(tmp_path))[0] if each["event"] == "tracker_failed"]
+    assert {(each["tracker"], each["cause"].partition(":")[0]) for each in failed} == {
+        ("Raising", "OSError in log()"),
+        ("Hanging", "it is too slow"),
+    }
+    assert len(failed) == 2
+    assert recorder.of("log")[-1] == (20, {"loss": 1.0})
+    assert len([each for each in caplog.messages if "it did not end within 0.5 s" in each]) == 1
+    assert len([each for each in caplog.messages if "no room" in each]) == 1
+
+
+def drain_but(checkpointer: ckptman.Checkpointer, but: ckptman.Tracker | None) -> None:
+    """Let all have what there is now, but for one."""
+    assert checkpointer._reporter is not None
+    outlets = [each for each in checkpointer._reporter._trackers._outlets if each.tracker is not but]
+    for thread in [checkpointer._reporter._thread, *(each.thread for each in outlets)]:
+        done = threading.Event()
+        thread.put(done.set)
+        assert done.wait(60)
+
+
+def test_what_a_tracker_starts_does_not_end_by_what_asks_the_run_to_stop(tmp_path: Path) -> None:
+    class Starting(ckptman.Tracker):
+        def start(self, run: TrackedRun) -> None:
+            self.process = subprocess.Popen(["sleep", "60"])
+
+        def close(self) -> None:
+            self.process.kill()
+            self.process.wait()
+
+    starting = Starting()
+    with checkpointer_in(tmp_path, starting) as checkpointer:
+        checkpointer.restore()
+        drain(checkpointer)
+        status = Path(f"/proc/{starting.process.pid}/status").read_text()
+        blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
+        assert blocked & 1 << (signal.SIGTERM - 1)
+
+
+def test_metrics_on_a_device_are_not_waited_for(tmp_path: Path, each_step: None) -> None:
+    with fake_devices() as device, checkpointer_in(tmp_path, Recorder()) as checkpointer:
+        with device.main.held():
+            for step in range(1, 4):
+                checkpointer.step(step, {"loss": device.tensor(torch.tensor(step / 2)), "rate": 0.5})
+            drain_but(checkpointer, None)
+            assert progress(tmp_path) == []
+        with device.capture():  # which breaks where any thread asks the device
+            drain_but(checkpointer, None)
+    told = progress(tmp_path)
+    assert (told[-1]["step"], told[-1]["metrics"]) == (3, {"loss": 1.5, "rate": 0.5})
+    assert sum(each["steps"] for each in told) == 3
+
+
+def test_what_a_device_that_fails_had_is_left_out(tmp_path: Path) -> None:
+    with (
+        fake_devices() as device,
+        suppress(ZeroDivisionError),
+        device.main.held(),
+        checkpointer_in(tmp_path) as checkpointer,
+    ):
+        checkpointer.step(1, {"loss": device.tensor(torch.tensor(1.5)), "rate": 0.5})
+        raise ZeroDivisionError
+    assert [(each["step"], each["metrics"]) for each in progress(tmp_path)] == [(1, {})]
+
+
+def test_a_checkpointer_that_nobody_has_any_more_goes_away(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpointer = checkpointer_in(tmp_path, Recorder())
+        checkpointer.step(1, {"loss": 1.0})
+        gone = weakref.ref(checkpointer)
+        del checkpointer
+        gc.collect()
+        assert gone() is None
+
+
+@pytest.mark.parametrize("trackers", [Recorder(), [Recorder], ["wandb"]])
+def test_what_is_no_tracker_is_refused(trackers: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ckptman\.Tracker"):
+        ckptman.Checkpointer(tmp_path, {"step": 0}, trackers=trackers)
