@@ -71,6 +71,7 @@ class AppendOnlyTracker(Tracker):
         self._handed_on, self._durable, self._waiting = -1, run.step, []
         self._take_up(path, run.step)
         self._file = open(path, "a", encoding="ascii")
+        self._file.write("\n")  # a kill may have left a part of a line
         if self._open(run, self._handed_on > run.step):
             self._handed_on = -1
             self._hand_on_all(step for step in _read(path) if isinstance(step, Step))
