@@ -8,7 +8,7 @@ step-0000000100.trash-X      deleted, being removed
                              X is a tag that ckptman makes (see `_TAG`); with any other, the name is somebody's own
 .ckptman/                    the run's own files: journal.jsonl, outcome.json, owner-000001.json, lease-0a1b2c3d.json,
                              rollback-000001.json, tiers.json, drained.json, root.json, tier-of.json,
-                             stacks-2-rank00003.txt
+                             stacks-2-rank00003.txt, wandb-steps.jsonl
 """
 
 from __future__ import annotations
