@@ -23,7 +23,7 @@ class WandbTracker(AppendOnlyTracker):
         trackers=[WandbTracker(project="italia", name="9b", config={"lr": 3e-4})]
 
     Offline unless `mode=`, or the variable WANDB_MODE, says otherwise: each attempt writes a folder below `wandb` in
-    the root, and `wandb sync ROOT/wandb` uploads what is new as one run, whenever it is called.
+    the root, and `wandb sync ROOT/wandb`, called between attempts or at the end, uploads them as one run.
 
     Args:
         project: The project of the run in Weights & Biases.

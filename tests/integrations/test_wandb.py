@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 
 from ckptman.integrations.wandb import WandbTracker
+from ckptman.runtime.tracker import TrackedRun
+from tests.helpers.fake_wandb import Server, serving
 from tests.helpers.tracked_run import six_attempts
 
 wandb = pytest.importorskip("wandb")
@@ -52,3 +56,46 @@ def test_six_attempts_are_one_run_with_one_curve(tmp_path: Path) -> None:
     curve = [(each["step"]["num"], each["item"]["loss"]) for found in attempts for each in of_kind(found, "history")]
     assert curve == [*counts.items()]  # in the order in which an upload appends them
     assert (len(folders), len([*(root / "wandb/before-rollback").iterdir()])) == (2, 4)
+    with serving() as server:
+        sync(server, root / "wandb")
+        [(run_id, history)] = server.histories.items()
+        assert run_id == "tracked-1"
+        assert [(each["_step"], each["loss"]) for each in map(history.get, range(len(history)))] == [*counts.items()]
+        sync(server, root / "wandb")
+        assert len(history) == len(counts), "nothing is uploaded twice"
+
+
+def sync(server: Server, folder: Path) -> None:
+    """Upload as a user does, to a server that keeps what it gets."""
+    own = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40, "HOME": str(folder.parent)}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | own
+    command = [sys.executable, "-m", "wandb", "sync", str(folder)]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    assert output.returncode == 0, output.stderr
+
+
+def started(root: Path, step: int) -> WandbTracker:
+    (root / ".ckptman").mkdir(exist_ok=True)
+    tracker = WandbTracker(project="tests", settings={"silent": True, "console": "off"})
+    tracker.start(TrackedRun("run", root, 1, step, 1))
+    return tracker
+
+
+@pytest.mark.slow
+def test_what_was_uploaded_stays_after_a_rollback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = started(tmp_path, 0)
+    for step in (1, 2, 3, 4):
+        tracker.log(step, {"loss": 1.0})
+    tracker.event("save_durable", {"step": 4})
+    tracker.close()
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    file.with_name(f"{file.name}.synced").touch()
+    tracker = started(tmp_path, 2)
+    assert "W&B has steps up to 4, and the run went back to 2" in caplog.text
+    for step in (3, 4, 5):
+        tracker.log(step, {"loss": 2.0})
+    tracker.event("finished", {})
+    tracker.close()
+    assert file.exists()
+    [folder] = [each for each in tmp_path.glob("wandb/offline-run-*") if each != file.parent]
+    assert [(each["step"]["num"], each["item"]["loss"]) for each in of_kind(records(folder), "history")] == [(5, 2.0)]
