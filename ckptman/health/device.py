@@ -55,14 +55,17 @@ def open_device(vendor: str, pci_address: str) -> Device:
     whatever a broken one raises.
     """
     device: Device
-    if vendor == "amd":
-        from ckptman.health.amd import AmdDevice
+    try:
+        if vendor == "amd":
+            from ckptman.health.amd import AmdDevice
 
-        device = AmdDevice(pci_address)
-    else:
-        from ckptman.health.nvidia import NvidiaDevice
+            device = AmdDevice(pci_address)
+        else:
+            from ckptman.health.nvidia import NvidiaDevice
 
-        device = NvidiaDevice(pci_address)
+            device = NvidiaDevice(pci_address)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error.name} is not installed (pip install 'ckptman[{vendor}]')") from error
     figures = device.read()
     if all(figures.get(name) is None for name in _KNOWN):
         raise RuntimeError(f"it knows neither utilisation nor power nor temperature of {pci_address}")

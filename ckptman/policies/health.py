@@ -20,7 +20,7 @@ Level = Literal["look", "problem"]
 
 WINDOW_SECONDS = 3600.0
 """The training time of which a share has to be in breach."""
-_SMOOTH_SECONDS = 120.0
+_SMOOTH_SECONDS = 300.0
 _QUIET_SECONDS = 600.0
 """A breach is over after so much training time without it."""
 _LONG_STEPS, _LONG_SECONDS = 5.0, 10.0
@@ -89,9 +89,9 @@ class Finding(NamedTuple):
 class HealthThresholds:
     """What counts as not healthy. None: not looked at.
 
-    Utilisation, power, PCIe and the wait for the loader are averaged over two minutes of training. A breach counts when
-    it held in more than `share` of an hour of training, which takes three minutes, or five where it is averaged. What
-    was sampled in a save, a restore, an evaluation or before the first step does not count.
+    Utilisation, power, PCIe and the wait for the loader are averaged over five minutes of training. A breach counts
+    when it held in more than `share` of an hour of training, which takes three minutes, or eight where it is averaged.
+    What was sampled in a save, a restore, an evaluation or before the first step does not count.
 
     Args:
         utilisation: of a GPU, below which it is a problem, as a share of the time.

@@ -171,9 +171,11 @@ class RunHealth:
             tell(f"health: no report ({type(error).__name__}: {error})", logging.WARNING)
             return None
 
-    def _report(self, sampler: Sampler) -> RankHealth:
+    def _report(self, sampler: Sampler) -> RankHealth | None:
         summary, breaches = sampler.take()
         steps, work, loader = _taken(self._steps), _taken(self._work), _taken(self._loader)
+        if not (summary.samples or breaches or steps):
+            return None
         begun, self._reported = self._reported, time.monotonic()
         return RankHealth(
             self._rank,

@@ -1,0 +1,194 @@
+"""Recorded samples: what has to be told is told, once, and over a healthy day nothing is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import ckptman
+from ckptman.errors import ConfigError, IntervalError
+from ckptman.policies.health import HARDWARE_XIDS, HealthBreach, HealthSample, HealthThresholds, HealthWatch
+
+PERIOD, STEP = 5.0, 1.0
+DAY = 24 * 3600
+Recorded = tuple[int | None, HealthSample]
+"""The last step, None where a save or the like was under way since the sample before; and what was read."""
+
+
+def healthy(chance: random.Random, **other: Any) -> HealthSample:
+    """A sample of an H100 that trains: now and then it is between two kernels."""
+    dips = chance.random() < 0.02
+    figures: dict[str, Any] = {
+        "utilisation": chance.uniform(0.2, 0.9) if dips else min(1.0, chance.gauss(0.98, 0.01)),
+        "power_watts": chance.uniform(250, 400) if dips else chance.gauss(610, 40),
+        "power_limit_watts": 700.0,
+        "pcie_in_bytes_per_second": abs(chance.gauss(1e9, 1e9)),
+        "pcie_out_bytes_per_second": abs(chance.gauss(0.2e9, 0.2e9)),
+        "temperature_celsius": chance.gauss(62, 3),
+        "slowdown_celsius": 87.0,
+        "clock": chance.gauss(0.9, 0.02),
+        "loader": abs(chance.gauss(0.01, 0.01)),
+        "host_available_bytes": 900e9,
+        "host_total_bytes": 2000e9,
+    }
+    return HealthSample(**{**figures, **other})
+
+
+SAVING: dict[str, Any] = {"utilisation": 0.1, "power_watts": 150.0, "pcie_out_bytes_per_second": 27e9}
+EVALUATING: dict[str, Any] = {"utilisation": 0.5, "power_watts": 290.0, "pcie_in_bytes_per_second": 2e9}
+
+
+def day(seed: int, seconds: float = DAY, **fault: Any) -> Iterator[Recorded]:
+    """A day with a save every half an hour, an evaluation every hour that nobody speaks of, and an epoch's first batch
+    that takes 20 s. `fault`: figures of all samples in training."""
+    chance, step, time = random.Random(seed), 0, 0.0
+    while time < seconds:
+        step += int(PERIOD / STEP)
+        yield step, healthy(chance, **fault)
+        time += PERIOD
+        if time % 1800 < PERIOD:
+            for _ in range(4):
+                yield None, healthy(chance, **SAVING)
+                time += PERIOD
+        if time % 3600 < PERIOD:
+            for _ in range(60):
+                yield step, healthy(chance, **EVALUATING)
+                time += PERIOD
+        if time % 2700 < PERIOD:
+            for _ in range(4):
+                yield step, healthy(chance, utilisation=0.0, power_watts=120.0, loader=1.0)
+                time += PERIOD
+
+
+def watched(recorded: Iterator[Recorded], watch: HealthWatch | None = None, start: float = 0.0) -> list[HealthBreach]:
+    watch = watch or HealthWatch(HealthThresholds())
+    found = []
+    for number, (step, sample) in enumerate(recorded):
+        found += watch.see(start + number * PERIOD, step, sample, STEP)
+    return found
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nothing_is_told_of_a_healthy_day(seed: int) -> None:
+    assert watched(day(seed)) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "what", "level"),
+    [
+        ({"utilisation": 0.55}, "utilisation", "problem"),
+        ({"utilisation": 0.8}, "utilisation", "look"),
+        ({"utilisation": 0.6, "loader": 0.4}, "loader", "problem"),
+        ({"power_watts": 300.0}, "power_watts", "problem"),
+        ({"power_watts": 480.0, "power_limit_watts": 1000.0}, "power_watts", "problem"),
+        ({"throttled": ("temperature",), "clock": 0.5}, "throttled", "problem"),
+        ({"temperature_celsius": 84.0}, "temperature_celsius", "problem"),
+        ({"pcie_in_bytes_per_second": 22e9}, "pcie_in_bytes_per_second", "look"),
+        ({"host_available_bytes": 50e9}, "host_available_bytes", "problem"),
+    ],
+)
+def test_a_fault_is_told_once_within_minutes_while_it_lasts(fault: dict[str, Any], what: str, level: str) -> None:
+    found = [each for each in watched(day(3, 6 * 3600, **fault)) if each.what == what]
+    assert [(each.level, each.ended) for each in found] == [(level, False)]
+    assert 150 <= found[0].since + found[0].seconds <= 600  # of the trace, not of a clock
+    assert found[0].share > 0.9
+    assert not found[0].bad_node
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"loader": 0.8},  # behind a GPU that has enough to do
+        {"power_watts": 210.0, "power_limit_watts": 400.0},
+        {"power_watts": None, "utilisation": None, "pcie_in_bytes_per_second": None},
+        {"pcie_in_bytes_per_second": 18e9},
+    ],
+)
+def test_what_is_no_fault_is_not_told(fault: dict[str, Any]) -> None:
+    assert watched(day(4, 4 * 3600, **fault)) == []
+
+
+def test_a_loader_that_starves_long_steps_shows_in_the_mean() -> None:
+    # 10 s steps of which the last 4 s wait for data: a sample is all of one or of the other.
+    busy = [1.0, 0.2]
+    trace = ((number // 2, healthy(random.Random(number), utilisation=busy[number % 2])) for number in range(400))
+    assert {(each.what, each.level) for each in watched(trace)} == {("utilisation", "problem")}
+    # And 10 s steps with half a second between them are as they should be.
+    chance = random.Random(5)
+    dips = (0.5 if chance.random() < 0.08 else 0.99 for _ in range(3000))
+    assert watched((n // 2, healthy(random.Random(n), utilisation=each)) for n, each in enumerate(dips)) == []
+
+
+def test_a_breach_ends_and_its_return_is_told_again() -> None:
+    watch, slow = HealthWatch(HealthThresholds()), {"throttled": ("power brake",)}
+    first = watched(day(6, 1800, **slow), watch)
+    assert [each.ended for each in first] == [False]
+    [over] = watched(day(7, 3600), watch, 2000.0)
+    assert over.ended
+    assert over.since == first[0].since
+    assert 1500 < over.seconds < 2100
+    assert [each.ended for each in watched(day(8, 1800, **slow), watch, 9000.0)] == [False]
+
+
+def test_few_samples_make_no_breach() -> None:
+    trace = ((n, healthy(random.Random(n), throttled=("temperature",) if n % 25 == 0 else ())) for n in range(4000))
+    assert watched(trace) == []
+
+
+def test_errors_of_a_device_count_at_once_whatever_the_run_is_at() -> None:
+    watch, chance = HealthWatch(HealthThresholds()), random.Random(9)
+    assert watch.see(0.0, None, healthy(chance)) == []
+    [ecc] = watch.see(5.0, None, healthy(chance, ecc_errors=2))
+    assert (ecc.what, ecc.value, ecc.bad_node, str(ecc)) == (
+        "ecc_errors",
+        2,
+        True,
+        "2 uncorrected ECC errors of the GPU",
+    )
+    assert watch.see(10.0, None, healthy(chance, ecc_errors=2)) == []
+    found = watch.see(15.0, 1, healthy(chance, xids=(79, 31)))
+    assert [(each.what, each.value, each.level, each.bad_node) for each in found] == [
+        ("xid", 79, "problem", True),
+        ("xid", 31, "look", False),
+    ]
+    assert watch.see(20.0, 1, healthy(chance, xids=(79,))) == []
+    [lost] = watch.see(25.0, 1, HealthSample(lost="GPU is lost"))
+    assert lost.bad_node
+    assert {48, 79, 94, 95} <= set(HARDWARE_XIDS)
+    assert not {13, 31, 43, 45} & set(HARDWARE_XIDS)
+
+
+def test_the_summary_is_of_training_alone() -> None:
+    watch = HealthWatch(HealthThresholds())
+    steady = HealthSample(utilisation=0.95, temperature_celsius=60.0)
+    trace: list[Recorded] = [
+        (1, steady),
+        (2, replace(steady, temperature_celsius=70.0)),
+        (None, HealthSample(utilisation=0.0)),
+    ]
+    watched(iter([*trace, (3, steady)]), watch)
+    assert (watch.summary.samples, watch.summary.set_aside) == (2, 1)
+    assert watch.summary.values() == {"utilisation": 0.95, "temperature_celsius": 70.0}
+
+
+def test_thresholds_can_be_changed_and_are_checked() -> None:
+    thresholds = ckptman.HealthThresholds(utilisation=None, utilisation_look=0.5, power_watts=None, power_share=None)
+    assert watched(day(10, 3600, utilisation=0.6, power_watts=100.0), HealthWatch(thresholds)) == []
+    assert HealthThresholds().least_watts(700) == HealthThresholds().least_watts(500) == 350
+    assert HealthThresholds().least_watts(400) == 200
+    for wrong in (
+        {"share": 0},
+        {"share": 1.5},
+        {"utilisation": 90},
+        {"period_seconds": -1},
+        {"pcie_bytes_per_second": 0},
+    ):
+        with pytest.raises(IntervalError, match=next(iter(wrong))):
+            HealthThresholds(**wrong)  # type: ignore[arg-type]
+    for kind in ({"share": None}, {"utilisation": "70 %"}, {"bad_xids": "79"}, {"bad_xids": (4.8,)}):
+        with pytest.raises(ConfigError, match=next(iter(kind))):
+            HealthThresholds(**kind)  # type: ignore[arg-type]
