@@ -69,7 +69,9 @@ def train(setup: Setup, signals: ckptman.SignalHandler, errors: ErrorReport, *, 
             report.say(f"{setup.parameters:,} parameters on {world.size} ranks ({device.type})")
             report.begin(start)
             for step in range(start + 1, run.steps + 1):
-                loss_sum = accumulate_gradients(model, data.next_batch(), setup.batch_tokens, world)
+                with checkpointer.own_work():
+                    batch = data.next_batch()
+                loss_sum = accumulate_gradients(model, batch, setup.batch_tokens, world)
                 grad_norm = update(model, optimizer, scheduler, config.optimizer.clip_norm)
                 report.add(step, data.position, loss_sum, grad_norm)
                 checkpointer.step(step, metrics=report.metrics)
