@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ckptman.runtime.host_memory import available_bytes
+from ckptman.runtime.host_memory import available_bytes, total_bytes
 
 _INFINIBAND, _NETWORKS = Path("/sys/class/infiniband"), Path("/sys/class/net")
 _WORD_BYTES = 4
@@ -25,14 +25,12 @@ class Host:
 
     def read(self) -> dict[str, Any]:
         """Return figures of a `HealthSample`. Raises: OSError."""
-        import psutil
-
         (then, before), now, counters = self._before, self._clock(), _counters()
         self._before = (now, counters)
         seconds = max(1e-9, now - then)
         # A counter that went back is of a device that was taken away.
         rates = {name: max(0, value - before[name]) / seconds for name, value in counters.items() if name in before}
-        memory = {"host_available_bytes": available_bytes(), "host_total_bytes": psutil.virtual_memory().total}
+        memory = {"host_available_bytes": available_bytes(), "host_total_bytes": total_bytes()}
         return {**memory, **{f"{name}_bytes_per_second": rate for name, rate in rates.items()}}
 
 

@@ -12,7 +12,7 @@ from ckptman.policies.health import HealthBreach, HealthThresholds
 
 MOST_NAMED = 8
 """So many ranks are named of each kind of breach: all of thousands may be in one."""
-_FEWEST_STEPS, _FEWEST_SAMPLES = 20, 12
+FEWEST_STEPS, _FEWEST_SAMPLES = 20, 12
 _OUTLIERS = 0.02
 _DIGITS = 4
 
@@ -59,7 +59,7 @@ class Straggler(NamedTuple):
 
 def usual_seconds(laps: Sequence[float]) -> float | None:
     """Return the mean of what steps took, without the longest; None: there are too few."""
-    if len(laps) < _FEWEST_STEPS:
+    if len(laps) < FEWEST_STEPS:
         return None
     kept = sorted(laps)[: len(laps) - math.ceil(_OUTLIERS * len(laps))]
     return math.fsum(kept) / len(kept)

@@ -87,6 +87,9 @@ class Sampler:
         return summary, tuple(breaches)
 
     def _run(self) -> None:
+        self._guarded("the sampler of health", self._sample)
+
+    def _sample(self) -> None:
         opened: dict[str, Source] = {}
         for name, opening in self._sources.items():
             if (source := self._guarded(name, opening)) is not None:

@@ -21,6 +21,7 @@ Level = Literal["look", "problem"]
 WINDOW_SECONDS = 3600.0
 """The training time of which a share has to be in breach."""
 _SMOOTH_SECONDS = 300.0
+_LONGEST_PERIOD_SECONDS = 60.0
 _QUIET_SECONDS = 600.0
 """A breach is over after so much training time without it."""
 _LONG_STEPS, _LONG_SECONDS = 5.0, 10.0
@@ -108,7 +109,7 @@ class HealthThresholds:
         straggler_share: of a step: a rank whose own work takes that much longer than that of the median rank is named.
         bad_xids: the Xids of NVIDIA that put a node on the list of bad nodes.
         share: of the samples of an hour of training.
-        period_seconds: the time between two samples.
+        period_seconds: the time between two samples, at most 60.
 
     Raises:
         IntervalError: a number that cannot be.
@@ -136,6 +137,8 @@ class HealthThresholds:
             check_positive("HealthThresholds", name, value)
             if name in _SHARES and value > 1:
                 raise IntervalError(f"HealthThresholds: {name} is a share, above 0 and up to 1, not {value!r}")
+        if self.period_seconds > _LONGEST_PERIOD_SECONDS:
+            raise IntervalError(f"HealthThresholds: period_seconds is at most 60, not {self.period_seconds!r}")
         if isinstance(self.bad_xids, str) or not all(type(each) is int for each in self.bad_xids):
             raise ConfigError(
                 f"HealthThresholds: bad_xids are numbers of Xids, such as (48, 79), not {self.bad_xids!r}"
@@ -239,8 +242,9 @@ class HealthSummary:
                 self.figures[name] = (count + 1, total + value, max(most, value))
 
     def values(self) -> dict[str, float]:
-        """Return one number for each figure that is known."""
-        return {name: most if name in HIGHEST else total / count for name, (count, total, most) in self.figures.items()}
+        """Return one number for each figure that is known. Another thread may be adding the last one."""
+        known = dict(self.figures).items()
+        return {name: most if name in HIGHEST else total / count for name, (count, total, most) in known}
 
 
 class HealthWatch:
@@ -309,11 +313,11 @@ class HealthWatch:
 
     def _smoothed(self, sample: HealthSample) -> HealthSample:
         """Return a sample with the means of what jumps within a step; None where there are too few samples yet."""
-        means: dict[str, float | None] = {}
-        for name in _SMOOTHED:
+        means: dict[str, float | None] = dict.fromkeys(_SMOOTHED)
+        for name in _SMOOTHED if len(self._recent) == self._recent.maxlen else ():
             values = [value for each in self._recent if (value := getattr(each, name)) is not None]
-            full = len(self._recent) == self._recent.maxlen and len(values) * 2 > len(self._recent)
-            means[name] = math.fsum(values) / len(values) if full else None
+            if 2 * len(values) > len(self._recent):
+                means[name] = math.fsum(values) / len(values)
         return replace(sample, **means)  # type: ignore[arg-type]
 
     def _device_errors(self, now: float, sample: HealthSample) -> Iterator[HealthBreach]:

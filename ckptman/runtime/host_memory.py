@@ -15,6 +15,14 @@ def available_bytes(cgroup_root: Path = _CGROUPS, own: Path = _OWN) -> int:
     return _least_left(_host_bytes(), cgroup_root, own, ("inactive_file", "active_file"))
 
 
+def total_bytes(cgroup_root: Path = _CGROUPS, own: Path = _OWN) -> int:
+    """Return the memory of this host, or the least that a limit of our control groups leaves of it."""
+    import psutil
+
+    limits = [_number(folder / limit) for folder, limit, _ in _groups(cgroup_root, own)]
+    return min([int(psutil.virtual_memory().total), *(each for each in limits if each is not None)])
+
+
 def spare_bytes(cgroup_root: Path = _CGROUPS, own: Path = _OWN, meminfo: Path = _MEMINFO) -> int:
     """Return bytes that pages of one more file can take without pushing out those of files that are read again and
     again, as training reads its data.

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ckptman.errors import ConfigError, RankLostError
 from ckptman.health.device import open_device
 from ckptman.health.host import Host
 from ckptman.health.rank_report import (
+    FEWEST_STEPS,
     MOST_NAMED,
     RankHealth,
     Straggler,
@@ -184,7 +186,7 @@ class RunHealth:
             summary.samples,
             summary.set_aside,
             summary.values(),
-            usual_seconds(steps),
+            median(steps) if len(steps) >= FEWEST_STEPS else None,  # saves and evaluations are in some of them
             usual_seconds(work),
             usual_seconds(loader),
             breaches,

@@ -10,12 +10,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from ckptman.health import host
 from ckptman.health.device import DeviceLost, open_device
 from ckptman.health.host import Host
 from ckptman.policies.health import HealthSample
+from ckptman.runtime.host_memory import total_bytes
 
 pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 ADDRESS = "0000:c6:00.0"
@@ -193,3 +195,14 @@ def test_figures_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert figures["network_in_bytes_per_second"] == 100e3
     assert figures["network_out_bytes_per_second"] == 0
     assert 0 < figures["host_available_bytes"] <= figures["host_total_bytes"]
+
+
+def test_the_memory_of_a_job_is_what_its_limit_leaves(tmp_path: Path) -> None:
+    # Else 64 GB of a machine of 2 TB were always too few.
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "memory.max").write_text("64000\n")
+    (tmp_path / "job" / "memory.current").write_text("1000\n")
+    (tmp_path / "own").write_text("0::/job\n")
+    assert total_bytes(tmp_path, tmp_path / "own") == 64000
+    (tmp_path / "job" / "memory.max").write_text("max\n")
+    assert total_bytes(tmp_path, tmp_path / "own") == psutil.virtual_memory().total

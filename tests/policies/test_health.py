@@ -185,6 +185,7 @@ def test_thresholds_can_be_changed_and_are_checked() -> None:
         {"share": 1.5},
         {"utilisation": 90},
         {"period_seconds": -1},
+        {"period_seconds": 1e9},
         {"pcie_bytes_per_second": 0},
     ):
         with pytest.raises(IntervalError, match=next(iter(wrong))):
