@@ -123,10 +123,11 @@ def over_ranks(reports: Sequence[RankHealth]) -> dict[str, Any]:
         "set_aside": sum(each.set_aside for each in reports),
     }
     values = {each.rank: {**each.figures, **_laps(each)} for each in reports}
+    figures = fields["figures"] = {}
     for name in sorted({name for each in values.values() for name in each}):
         known = [(each[name], rank) for rank, each in values.items() if name in each]
         (least, least_rank), (most, most_rank) = min(known), max(known)
-        fields[name] = {
+        figures[name] = {
             "min": _rounded(least),
             "median": _rounded(median(value for value, _ in known)),
             "max": _rounded(most),
@@ -164,7 +165,7 @@ def _event(each: RankHealth, breach: HealthBreach) -> dict[str, Any]:
         "seconds": round(breach.seconds, 3),
         "share": round(breach.share, 3),
         "ended": breach.ended,
-        "text": str(breach),
+        "text": f"rank {each.rank} on {each.node}: {breach}" + ("; it is over" if breach.ended else ""),
     }
 
 

@@ -18,7 +18,8 @@ _MOST_ATTEMPTS, _MOST_CHECKPOINTS, _MOST_BREACHES = 500, 100, 100
 _HEALTH = (
     ("utilisation", "GPU utilisation", (0.7, 0.9)),
     ("power_watts", "GPU power in W", (350.0,)),
-    ("pcie_bytes_per_second", "PCIe in bytes/s", (20e9,)),
+    ("pcie_in_bytes_per_second", "PCIe into the GPU in bytes/s", (20e9,)),
+    ("pcie_out_bytes_per_second", "PCIe out of the GPU in bytes/s", (20e9,)),
     ("temperature_celsius", "GPU temperature in °C", ()),
 )
 

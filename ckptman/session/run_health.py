@@ -211,7 +211,7 @@ class RunHealth:
         for each in slow[:MOST_NAMED]:
             self._told[each.rank, each.of] = now
             tell(str(each), logging.WARNING)
-            self._session.note("straggler", **each._asdict())
+            self._session.note("straggler", **each._asdict(), text=str(each))
 
     def _is_news(self, found: Straggler, now: float) -> bool:
         return now - self._told.get((found.rank, found.of), -math.inf) >= _SOON_SECONDS

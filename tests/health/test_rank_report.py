@@ -68,11 +68,20 @@ def test_a_line_is_bounded_however_many_ranks_there_are() -> None:
         for rank in range(16384)
     ]
     fields = over_ranks(many)
-    assert fields["utilisation"] == {"min": 0.8362, "median": 0.9181, "max": 1.0, "min_rank": 16383, "max_rank": 0}
+    assert fields["figures"]["utilisation"] == {
+        "min": 0.8362,
+        "median": 0.9181,
+        "max": 1.0,
+        "min_rank": 16383,
+        "max_rank": 0,
+    }
     assert len(json.dumps(fields)) < 3000
     events, counts = breaches_over_ranks(many)
     assert counts == {"utilisation": 16384}
     assert len(events) == 8
     assert events[0]["rank"] == 0
     assert (events[0]["what"], events[0]["since"], events[0]["ended"]) == ("utilisation", 1e9, False)
-    assert events[0]["text"] == "GPU utilisation 50%, below 70%, in 96% of the samples of 600 s of training"
+    assert (
+        events[0]["text"]
+        == "rank 0 on node0: GPU utilisation 50%, below 70%, in 96% of the samples of 600 s of training"
+    )

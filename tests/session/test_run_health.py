@@ -57,12 +57,12 @@ def test_the_leader_writes_what_all_ranks_found(tmp_path: Path, monkeypatch: pyt
     told = events(tmp_path / "run", "health")
     assert len(told) >= 2
     assert {each["ranks"] for each in told} == {3}
-    first = told[0]
+    first, figures = told[0], told[0]["figures"]
     # Of the slow rank the others see nothing in the time of a step; its own work shows it.
-    assert (first["work_seconds"]["max_rank"], first["breaches"]) == (2, {"ecc_errors": 1})
-    assert first["step_seconds"]["min"] > 0.02
-    assert first["utilisation"] == {"min": 0.7, "median": 0.8, "max": 0.9, "min_rank": 2, "max_rank": 0}
-    assert first["host_available_bytes"]["min"] > 0
+    assert (figures["work_seconds"]["max_rank"], first["breaches"]) == (2, {"ecc_errors": 1})
+    assert figures["step_seconds"]["min"] > 0.02
+    assert figures["utilisation"] == {"min": 0.7, "median": 0.8, "max": 0.9, "min_rank": 2, "max_rank": 0}
+    assert figures["host_available_bytes"]["min"] > 0
     assert {(each["rank"], each["of"]) for each in events(tmp_path / "run", "straggler")} == {(2, "work")}
     [breach] = events(tmp_path / "run", "health_breach")
     assert (breach["rank"], breach["what"], breach["level"]) == (1, "ecc_errors", "problem")
@@ -93,7 +93,7 @@ def test_the_wait_for_a_loader_is_known_by_itself(tmp_path: Path) -> None:
             checkpointer.step(step)
         assert threads()
     assert not threads()
-    told = events(tmp_path, "health")[0]
+    told = events(tmp_path, "health")[0]["figures"]
     assert told["loader_seconds"]["median"] >= 0.01
     assert told["loader"]["median"] > 0.3
     assert loader.wait_seconds >= 0.6
