@@ -47,7 +47,7 @@ def list_chains(
 ) -> None:
     """List the chains that were submitted from a directory."""
     from ckptman.scheduler.chain_record import find_chains
-    from ckptman.scheduler.local import is_gone
+    from ckptman.scheduler.local_record import is_gone
 
     chains = [(each, each.spec, each.state, each.attempts(), each.jobs()) for each in find_chains(folder.resolve())]
     if as_json:
@@ -185,7 +185,7 @@ def _show(chain: Chain, seen: ChainStatus, as_json: bool) -> None:
             }
         )
         return
-    from ckptman.scheduler.local import is_gone
+    from ckptman.scheduler.local_record import is_gone
 
     now = time.time()
     reason = console.plain(seen.state.reason) or "going on"

@@ -104,7 +104,7 @@ def _has_ended(chain: Chain) -> bool:
     """Return whether no attempt follows. Raises: NotFoundError where who ran the chain was killed."""
     if chain.state.state not in ("active", "paused"):
         return True
-    from ckptman.scheduler.local import is_gone
+    from ckptman.scheduler.local_record import is_gone
 
     if is_gone(spec := chain.spec, chain.state):
         raise NotFoundError(f"process {spec.pid}, which ran the chain, is gone: submit the command again to go on")

@@ -17,15 +17,15 @@ import typer
 
 from ckptman.errors import CkptmanError, RootError, plain_lines
 from ckptman.errors import plain as plain
-from ckptman.policies.retention_rules import is_known_time
+from ckptman.policies.retention_rules import bytes_text, is_known_time
 
 if TYPE_CHECKING:
     from ckptman.format.manifest import Mesh
 
 LEAST_LAST_COLUMN = 24
 """Columns that the last column of a table is folded to at least."""
+size = bytes_text
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def say(*lines: str) -> None:
@@ -154,14 +154,6 @@ def _fold(cell: str, width: int | None) -> list[str]:
     if width is None or _length(cell) <= width:
         return [cell]
     return textwrap.wrap(cell, width, break_on_hyphens=False, break_long_words=False) or [""]
-
-
-def size(count: int) -> str:
-    """Format a number of bytes: `512 B`, `1.2 GiB`."""
-    value, unit = float(count), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{count} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
 def age(seconds: float) -> str:

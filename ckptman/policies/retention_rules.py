@@ -495,8 +495,19 @@ def trim(
     return going, max(0, over)
 
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def bytes_text(count: int) -> str:
+    """Return an amount of data that is there, in powers of 1024: `512 B`, `1.2 GiB`."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{count} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
 def size_text(size_bytes: float, digits: int = 4) -> str:
-    """Return bytes in powers of 1000, as storage is sold and checkpoints are talked about: `70 GB`, `1.5 TB`."""
+    """Return bytes in powers of 1000: rates, limits and plans, as storage is sold: `70 GB`, `1.5 TB`."""
     value = float(size_bytes)
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if abs(value) < 999.5 or unit == "PB":

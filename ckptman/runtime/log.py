@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptman.errors import plain
 from ckptman.policies.intervals import seconds_text
-from ckptman.policies.retention_rules import size_text
+from ckptman.policies.retention_rules import bytes_text
 from ckptman.runtime.outcome import OUTCOME_ENV
 
 LOGGER = logging.getLogger("ckptman")
@@ -70,7 +70,7 @@ def _restored(fields: Mapping[str, Any]) -> str:
 
 def _saved(fields: Mapping[str, Any]) -> str:
     waited = f"training waited {seconds_text(fields['stall_seconds'])}"
-    size, seconds = size_text(fields["bytes"]), seconds_text(fields["seconds"])
+    size, seconds = bytes_text(fields["bytes"]), seconds_text(fields["seconds"])
     return f"saved step {fields['step']}, {size} in {seconds} ({waited}): {fields['reason']}"
 
 

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckptman.errors import (
-    EXIT_AGAIN,
-    EXIT_OK,
-    CkptmanError,
-    CorruptError,
-    ExistsError,
-    NotFoundError,
-    RootError,
-    SchedulerError,
-    masked,
-)
+from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, RootError, SchedulerError
 from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Attempt, decide
-from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, Outcome, read_outcome, this_node
+from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, read_outcome
 from ckptman.scheduler.chain import Say, gone_text, judge, newest_sequence, patient, spoilt_text
-from ckptman.scheduler.chain_record import AttemptRecord, Chain, ChainState, EndRecord, Spec, State, output
 from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles
 from ckptman.scheduler.signal_queue import ENDING, SignalQueue
+
+if TYPE_CHECKING:
+    from ckptman.scheduler.local_record import LocalRecord
 
 LOOK_SECONDS = 5.0
 GRACE_SECONDS = 30.0
@@ -61,7 +52,9 @@ def run_chain(
     # An outcome of an earlier chain would be read as that of an attempt that died before it wrote one.
     if any(chain_dir.glob("outcome-*.json")):
         raise ExistsError(f"{chain_dir} holds the outcomes of an earlier chain: name a new folder, or remove this one")
-    record = _Record(chain_dir, command, tell, since_seconds, crash_limit, max_attempts)
+    from ckptman.scheduler.local_record import LocalRecord
+
+    record = LocalRecord(chain_dir, command, tell, since_seconds, crash_limit, max_attempts)
     try:
         code, reason = _run_attempts(command, chain_dir, tell, record, crash_limit, max_attempts, stall_limit)
     except BaseException as error:
@@ -75,7 +68,7 @@ def _run_attempts(
     command: Sequence[str],
     chain_dir: Path,
     tell: Say,
-    record: _Record,
+    record: LocalRecord,
     crash_limit: int,
     max_attempts: int | None,
     stall_limit: int | None,
@@ -120,103 +113,6 @@ def _run_attempts(
                 raise SchedulerError(f"the chain ends: {following.reason}. Remove the cause and submit again")
     tell(f"the chain ends, because {stop.name} asked for it: submit again to go on from the newest checkpoint")
     return EXIT_AGAIN, f"{stop.name} asked for it"
-
-
-def is_running(spec: Spec) -> bool | None:
-    """Return whether the process is alive that runs a chain of a machine; None where that is another machine."""
-    import psutil
-
-    if spec.host != socket.gethostname():
-        return None
-    with suppress(psutil.Error):
-        return abs(psutil.Process(spec.pid).create_time() - spec.pid_started) < 1.0
-    return False
-
-
-def is_gone(spec: Spec, state: State) -> bool:
-    """Return whether a chain of this machine has lost the process that ran it, which could not say so any more."""
-    return spec.scheduler == "local" and state.state == "active" and is_running(spec) is False
-
-
-class _Record:
-    """What is written down of a chain, for those who look. What cannot be written keeps no attempt from running."""
-
-    def __init__(
-        self,
-        folder: Path,
-        command: Sequence[str],
-        tell: Say,
-        now: float,
-        crash_limit: int,
-        max_attempts: int | None,
-    ) -> None:
-        import psutil
-
-        self._tell = tell
-        spec = Spec(
-            scheduler="local",
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            pid_started=psutil.Process().create_time(),
-            script=command[0],
-            arguments=tuple(map(masked, command[1:])),
-            interpreter=(),
-            crash_limit=crash_limit,
-            max_attempts=max_attempts,
-            workdir=str(Path.cwd()),
-            created_seconds=now,
-        )
-        self._chain = Chain(folder)
-        with suppress(NotFoundError, CorruptError):
-            earlier = self._chain.spec
-            if earlier.scheduler == "slurm" or (self._chain.state.state == "active" and is_running(earlier)):
-                raise ExistsError(f"{folder} is the folder of another chain: name a new one")
-        with self._patience():
-            Chain.create_local(folder, spec)
-
-    def begin(self, number: int) -> None:
-        log, log_begin = output()
-        with self._patience():
-            self._chain.begin(
-                AttemptRecord(
-                    number=number,
-                    job=0,
-                    job_id=os.environ.get("SLURM_JOB_ID", ""),
-                    restart=0,
-                    nodes=this_node(os.environ),
-                    host=socket.gethostname(),
-                    log=log,
-                    log_begin=log_begin,
-                    begun_seconds=time.time(),
-                )
-            )
-
-    def end(self, attempt: Attempt, returncode: int, outcome: Outcome | None, committed: bool) -> None:
-        with self._patience():
-            self._chain.end(
-                EndRecord(
-                    number=attempt.number,
-                    ending=attempt.outcome,
-                    reason=attempt.reason,
-                    returncode=returncode,
-                    root=outcome.root if outcome else "",
-                    step=outcome.step if outcome else 0,
-                    sequence=attempt.committed_sequence,
-                    committed=committed,
-                    ended_seconds=time.time(),
-                )
-            )
-
-    def turn(self, state: ChainState, reason: str) -> None:
-        with self._patience():
-            self._chain.turn(state, reason, time.time())
-
-    @contextmanager
-    def _patience(self) -> Iterator[None]:
-        try:
-            yield
-        except (CkptmanError, OSError) as error:
-            self._tell(f"ckptman chain show will not know of it: {error}")
 
 
 class LocalScheduler:

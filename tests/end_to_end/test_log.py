@@ -86,7 +86,7 @@ def test_rank_0_says_what_happens_and_the_others_nothing(tmp_path: Path) -> None
     first, silent = run_ranks(2, lines_of, str(tmp_path), 9, 3)
     assert silent == []
     stopped = int(re.findall(r"step (\d+)", first[-1])[0])
-    size = r"[\d.]+ kB in [\d.e-]+ s \(training waited [\d.e-]+ s\)"
+    size = r"[\d.]+ KiB in [\d.e-]+ s \(training waited [\d.e-]+ s\)"
     expected = [
         f"fresh start: {tmp_path} holds no checkpoint yet",
         rf"saved step 2, {size}: every 2 steps",

@@ -44,7 +44,7 @@ def test_where_nobody_configured_logging_it_is_shown_once(capsys: pytest.Capture
     assert is_shown()
     tell_event("save_durable", DURABLE)
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "ckptman: saved step 60, 2 MB in 1.5 s (training waited 0.25 s): every 20 steps\n")
+    assert (out, err) == ("", "ckptman: saved step 60, 1.9 MiB in 1.5 s (training waited 0.25 s): every 20 steps\n")
 
 
 @pytest.mark.parametrize("own", [logging.root, LOGGER], ids=["root", "ckptman"])
