@@ -226,3 +226,10 @@ def test_looking_needs_no_torch_and_no_rich(tmp_path: Path) -> None:
     )
     # The chunk table, which tells where tensors lie, is an array; what looks at no tensors needs no NumPy either.
     assert ran.stderr == "[0, 0, 0, 0, 0, 0] []\n[0, 0, 0] ['numpy']\n"
+
+
+def test_the_table_of_the_docs_is_that_of_the_help() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
+    assert re.findall(r"(?m)^\| \[`ckptman (\w+)`\]\(#ckptman-\1\) \| (.*) \| [\d, ]+ \|$", page) == [
+        (verb, does) for verb, (_, _, does) in _VERBS.items()
+    ]
