@@ -15,6 +15,7 @@ import typer
 
 from ckptman.cli import console
 from ckptman.errors import ConfigError, NotFoundError
+from ckptman.scheduler.local_record import is_gone
 
 if TYPE_CHECKING:
     from ckptman.scheduler.chain_record import AttemptRecord, Chain
@@ -31,7 +32,8 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 def show_logs(chain: Chain, number: int | None, lines: int, follow: bool) -> None:
     """Print the end of the log of an attempt (None: the last), and with `follow` what comes after it.
 
-    Raises: NotFoundError (no such attempt, no log), ConfigError (its output goes to no file), OSError.
+    Raises: NotFoundError (no such attempt, no log, nobody runs the chain any more), ConfigError (its output goes to no
+    file), OSError.
     """
     attempts = chain.attempts()
     if number is not None and number not in [each.number for each in attempts]:
@@ -54,6 +56,8 @@ def show_logs(chain: Chain, number: int | None, lines: int, follow: bool) -> Non
         with closing(_Log(chain, attempt)) as log:
             _follow(chain, log, lines if position == 0 else None)
     state = chain.state
+    if is_gone(spec := chain.spec, state):
+        raise NotFoundError(f"process {spec.pid}, which ran the chain, is gone: submit the command again to go on")
     _say([f"==> {state.state}: {state.reason} <=="])
 
 
@@ -96,19 +100,16 @@ def _follow(chain: Chain, log: _Log, lines: int | None) -> None:
 
 
 def _is_over(chain: Chain, attempt: AttemptRecord) -> bool:
-    """Return whether nothing more comes from an attempt: it has ended, or the next one has begun."""
-    return attempt.number in chain.ends() or any(each.number > attempt.number for each in chain.attempts())
+    """Return whether nothing more comes from an attempt: it has ended, the next one has begun, or nobody runs it."""
+    if attempt.number in chain.ends() or is_gone(chain.spec, chain.state):
+        return True
+    return any(each.number > attempt.number for each in chain.attempts())
 
 
 def _has_ended(chain: Chain) -> bool:
-    """Return whether no attempt follows. Raises: NotFoundError where who ran the chain was killed."""
-    if chain.state.state not in ("active", "paused"):
-        return True
-    from ckptman.scheduler.local_record import is_gone
-
-    if is_gone(spec := chain.spec, chain.state):
-        raise NotFoundError(f"process {spec.pid}, which ran the chain, is gone: submit the command again to go on")
-    return False
+    """Return whether no attempt follows."""
+    state = chain.state
+    return state.state not in ("active", "paused") or is_gone(chain.spec, state)
 
 
 class _Log:
