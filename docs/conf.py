@@ -31,6 +31,8 @@ html_theme = "furo"
 html_title = f"ckptman {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_show_search_summary = False
+"""Summaries are fetched, which a browser refuses to pages that were opened as files."""
 html_copy_source = html_show_sphinx = html_show_copyright = False
 
 

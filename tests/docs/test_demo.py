@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.docs.test_docs import says, text_of
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
@@ -24,3 +27,7 @@ def test_the_demo_loses_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Nothing was lost: 3 attempts on 4 -> 2 -> 2 processes did steps 1 to 48" in done.stdout
+    table = re.search(r"┏.*?┘", text_of("README.md"), re.DOTALL)
+    assert table is not None
+    for row in re.findall(r"^[┃│].*", table[0], re.MULTILINE):
+        assert any(says(row, line) for line in done.stdout.splitlines()), row
