@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.installed-bench
 QUIET  := --quiet --disable-pip-version-check
-SOURCE := ckptman tests examples benchmarks docs
+SOURCE := ckptman tests examples benchmarks docs/conf.py
 # The torch of this environment: that of constraints.txt, but for `make test-torch`.
 TORCH  ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 # Tests wait for one another's processes more than they compute: three fill two cores.

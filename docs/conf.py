@@ -1,5 +1,6 @@
 """How Sphinx makes a site of these pages: `make docs`. Every warning is an error there, and nothing is downloaded."""
 
+import re
 from typing import Any
 
 import ckptman
@@ -36,10 +37,12 @@ html_show_search_summary = False
 html_copy_source = html_show_sphinx = html_show_copyright = False
 
 
-def indented_is_code(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Read an indented paragraph of a docstring as Markdown does: as code."""
-    for number in range(len(lines) - 2, 0, -1):
-        if lines[number - 1][:1].strip() and not lines[number] and lines[number + 1].startswith("    "):
+def read_docstring(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Read an indented paragraph as Markdown does: as code. What is returned is a sentence and begins with no type."""
+    for number in range(len(lines) - 2, -1, -1):
+        if lines[number] in ("Returns:", "Yields:"):
+            lines[number + 1] = re.sub(r"(?=\S)", ": ", lines[number + 1], count=1)
+        elif number and lines[number - 1][:1].strip() and not lines[number] and lines[number + 1].startswith("    "):
             lines[number:number] = ["", "::"]
 
 
@@ -51,4 +54,4 @@ def root_is_project(app: object, page: str, source: list[str]) -> None:
 
 def setup(app: Any) -> None:
     app.connect("source-read", root_is_project)
-    app.connect("autodoc-process-docstring", indented_is_code, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon
