@@ -2,4 +2,5 @@
 
 from ckptman.cli import main
 
-main()
+if __name__ == "__main__":  # workers that are spawned import it, too
+    main()

@@ -32,6 +32,7 @@ _VERBS = {
     "diff": ("Look", "diff:diff", "what changed between two checkpoints"),
     "verify": ("Prove", "verify:verify", "proves that every byte is what was saved, and that it loads"),
     "doctor": ("Prove", "doctor:doctor", "whether a mount is safe and how fast it is; or what is around the job"),
+    "probe": ("Prove", "probe:probe_app", "whether the loader of a training keeps up with it"),
     "prune": ("Keep", "prune:prune", "deletes by plan, and clears what crashes left over"),
     "pin": ("Keep", "pin:pin", "keeps a checkpoint whatever the rules say"),
     "unpin": ("Keep", "pin:unpin", "lets the rules decide about it again"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -14,6 +14,7 @@ import typer
 
 from ckptman.cli import console
 from ckptman.cli.options import AsJson, is_size, option, parse_size, path_argument
+from ckptman.cli.progress import status_line
 from ckptman.cli.select import choose, is_foreign
 from ckptman.doctor.examine import LEAST_BYTES, SIZE_BYTES, examine
 from ckptman.doctor.finding import Finding
@@ -71,7 +72,7 @@ def doctor(
     if size_bytes < LEAST_BYTES:
         raise ConfigError(f"--size: at least 1MiB, or there is nothing to measure, not {size!r}")
     against_bytes = _against_bytes(against, timeout)
-    with _ending_cleanly(), _progress() as note:
+    with _ending_cleanly(), status_line() as note:
         if folder is None:
             note("torch")
             findings = survey(_torch_facts(timeout), against_bytes)
@@ -167,15 +168,3 @@ def _ending_cleanly() -> Iterator[None]:
             if signal.getsignal(each) is signal.SIG_DFL:  # nohup has SIGHUP ignored
                 undo.callback(signal.signal, each, signal.signal(each, leave))
         yield
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """What to call with the name of each check: shown on a terminal, and nowhere else."""
-    if not sys.stderr.isatty():
-        yield lambda name: None
-        return
-    try:
-        yield lambda name: print(f"\r\x1b[K{name} ...", end="", file=sys.stderr, flush=True)
-    finally:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -39,6 +39,18 @@ def progress(what: str, total_bytes: int | None) -> Iterator[Callable[[float], N
 
 
 @contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """Yield a function to call with what is being done: a line that each call replaces, shown on a terminal only."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    try:
+        yield lambda text: print(f"\r\x1b[K{console.plain(text)} ...", end="", file=sys.stderr, flush=True)
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
 def copy_progress(name: str) -> Iterator[Meter]:
     """Yield the meter of a copy, and show its phase, speed and remaining time."""
     from ckptman.transfer.progress import Meter

@@ -87,7 +87,7 @@ class ResumableLoader(Generic[T]):
             )
         self._stateful = self._indices is None and self._elastic is None and is_stateful(loader)
         self._source = loader if self._indices is None else self._indices.loader()
-        self._start: _Start | None = None
+        self._start: PassStart | None = None
         self._pass: object = None
         """Tells the iteration that counts from others. It is not the iterator: workers end when nobody holds that."""
 
@@ -151,7 +151,7 @@ class ResumableLoader(Generic[T]):
         else:
             fits = self._check(state)
             self._own_now = tuple(state["own"])
-            start = None if state["start"] is None or not fits else _Start.of_values(state["start"])
+            start = None if state["start"] is None or not fits else PassStart.of_values(state["start"])
             if self._indices is not None:
                 self._indices.start = start
             else:
@@ -197,7 +197,7 @@ class ResumableLoader(Generic[T]):
         if self._indices is not None:
             self._indices.begin()
         else:
-            self._start = _Start.now(self.loader)
+            self._start = PassStart.now(self.loader)
         return self._make(0)
 
     def _resume(self) -> Iterator[T]:
@@ -281,7 +281,7 @@ class _Pass(Iterator[T]):
             self._loader._elastic.batches += 1
 
 
-class _Start(NamedTuple):
+class PassStart(NamedTuple):
     """What the order of a pass follows from: the generators of the process and of the loader as the samplers found
     them, and the seed of its workers."""
 
@@ -290,11 +290,11 @@ class _Start(NamedTuple):
     seed: int | None
 
     @classmethod
-    def now(cls, loader: object, seed: int | None = None) -> _Start:
+    def now(cls, loader: object, seed: int | None = None) -> PassStart:
         return cls(RNGState().state_dict(), _states_of(loader), seed)
 
     @classmethod
-    def of_values(cls, values: Mapping[str, Any]) -> _Start:
+    def of_values(cls, values: Mapping[str, Any]) -> PassStart:
         return cls(values["process"], tuple(values["own"]), values["seed"])
 
     def as_values(self) -> dict[str, Any]:
@@ -384,7 +384,7 @@ class _Indices:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._given: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        self.start: _Start | None = None
+        self.start: PassStart | None = None
         """What this pass began with; None before the samplers were asked first, and with an ElasticSampler."""
         self._seed = 0
         """What the workers of this pass are seeded with."""
@@ -453,7 +453,7 @@ class _Indices:
             if self.start is not None:
                 self.start.put_back(self._loader)
             elif not self._elastic:
-                self.start = _Start.now(self._loader, self._seed)
+                self.start = PassStart.now(self._loader, self._seed)
             if not self._elastic:
                 self._seeds = (_seed(self._seed, number) for number in count(self._consumed))
             self._rest = iter(self._given)

@@ -37,6 +37,10 @@ VERBS = {
     "memory flush": ["ROOT", "--nodes", "--timeout", "--path", "--json"],
     "memory clear": ["[ROOT]", "--all-dead", "--path"],
     "doctor": ["DIR", "--size", "--against", "--timeout", "--json"],
+    "probe loader": [
+        *("[MODULE:FUNCTION]", "--config", "--set", "--world-size", "--workers", "--batch-size", "--seconds"),
+        *("--timeout", "--data", "--root", "--steps-per-second", "--batches-per-step", "--ranks-per-node", "--json"),
+    ],
     "prune": [
         *("ROOT", "--keep-last", "--keep-every", "--keep-best", "--keep-within", "--keep-hourly", "--keep-daily"),
         *("--keep-weekly", "--keep-monthly", "--keep-steps", "--max-bytes", "--max-percent", "--leftovers"),
@@ -95,7 +99,7 @@ for runs in (light, with_tensors):
 
 def test_verbs_and_options_are_those_that_users_hold() -> None:
     verbs = dict(typer.main.get_command(make_app()).commands)  # type: ignore[attr-defined]
-    for group in ("chain", "memory"):
+    for group in ("chain", "memory", "probe"):
         verbs |= {f"{group} {name}": verb for name, verb in verbs.pop(group).commands.items()}
     found = {
         name: [

@@ -19,7 +19,7 @@ from ckptman.format.paths import journal_path
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.policies.save_policies import Decision, Facts, SavePolicy
 from ckptman.runtime.journal import Journal, read_journal
-from ckptman.runtime.measurements import StartUp, save_seconds, start_up, typical_save_seconds
+from ckptman.runtime.measurements import StartUp, save_seconds, start_up, steps_per_second, typical_save_seconds
 from ckptman.runtime.outcome import reported_nodes
 from ckptman.session.timings import Timings
 from tests.helpers.faulty_disk import saving_to
@@ -39,6 +39,29 @@ def test_a_save_takes_what_the_longest_but_one_of_the_last_five_took() -> None:
     assert typical_save_seconds(durable(3.0, 90.0)) == 90.0
     assert typical_save_seconds(durable(90.0, 80.0, 5.0, 1.0, 2.0, 3.0, 4.0)) == 4.0
     assert typical_save_seconds([{"time": 1.0, "event": "save_staged", "seconds": 7.0}, *durable(2.0)]) == 2.0
+
+
+def test_steps_per_second_are_those_of_training_alone() -> None:
+    def event(name: str, time: float, attempt: int = 1, **more: Any) -> Event:
+        return {"event": name, "time": time, "attempt": attempt, **more}
+
+    assert steps_per_second([]) is None
+    saves = [event("first_step", 100.0, step=1), event("save_begun", 110.0, step=21)]
+    assert steps_per_second(saves[:1]) is None
+    assert steps_per_second(saves) == 2.0
+    saves += [event("save_durable", 115.0, step=21, stall_seconds=5.0), event("save_begun", 135.0, step=61)]
+    assert steps_per_second(saves) == 2.0
+    pace = [*saves, event("pace_changed", 136.0, step=62, step_seconds=0.25)]
+    assert steps_per_second(pace) == 4.0
+    # The first `progress` has the slow first step in it, and saves stalled the last one for 10 s.
+    progress = [
+        event("progress", 200.0, 2, steps=1, seconds=40.0, stall_seconds=1.0),
+        event("progress", 230.0, 2, steps=240, seconds=30.0, stall_seconds=1.0),
+        event("progress", 260.0, 2, steps=160, seconds=30.0, stall_seconds=11.0),
+    ]
+    assert steps_per_second([*pace, *progress]) == 8.0
+    assert steps_per_second([*pace, *progress[:1]]) == 4.0, "the attempt before tells more"
+    assert steps_per_second([event("progress", 1.0, steps="x", seconds=None), event("pace_changed", 2.0)]) is None
 
 
 GARBAGE = [None, True, "12", "nan", float("nan"), float("inf"), -1, -0.5, 10**400, [3], {"s": 3}]
