@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
 from ckptman.cli import console
 from ckptman.cli.options import AsJson, is_size, option, parse_size, path_argument
-from ckptman.cli.progress import status_line
+from ckptman.cli.progress import ending_cleanly, status_line
 from ckptman.cli.select import choose, is_foreign
 from ckptman.doctor.examine import LEAST_BYTES, SIZE_BYTES, examine
 from ckptman.doctor.finding import Finding
@@ -72,7 +69,7 @@ def doctor(
     if size_bytes < LEAST_BYTES:
         raise ConfigError(f"--size: at least 1MiB, or there is nothing to measure, not {size!r}")
     against_bytes = _against_bytes(against, timeout)
-    with _ending_cleanly(), status_line() as note:
+    with ending_cleanly(), status_line() as note:
         if folder is None:
             note("torch")
             findings = survey(_torch_facts(timeout), against_bytes)
@@ -144,27 +141,5 @@ def _torch_facts(timeout: float) -> TorchFacts:
 
 
 def _table(findings: Sequence[Finding], width: int) -> list[str]:
-    """Return lines of three columns: check, result, what it means."""
-    rows = [
-        (
-            each.name,
-            console.paint(each.verdict, _COLOURS[each.verdict]) if each.verdict in _COLOURS else each.verdict,
-            console.plain(f"{each.value}; {each.advice}" if each.advice else each.value),
-        )
-        for each in findings
-    ]
-    return console.table(("check", "result", "what it means"), rows, width=width)
-
-
-@contextmanager
-def _ending_cleanly() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command with everything cleaned up, as Ctrl-C does."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    with ExitStack() as undo:
-        for each in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(each) is signal.SIG_DFL:  # nohup has SIGHUP ignored
-                undo.callback(signal.signal, each, signal.signal(each, leave))
-        yield
+import sys
+from collections.abc import Sequence

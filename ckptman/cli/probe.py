@@ -14,7 +14,7 @@ import typer
 
 from ckptman.cli import console
 from ckptman.cli.options import AsJson, option, path_argument
-from ckptman.cli.progress import status_line
+from ckptman.cli.progress import ending_cleanly, status_line
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError
 from ckptman.forecast.data_rate import (
     MUCH_BYTES_PER_SECOND,
@@ -128,7 +128,7 @@ def probe_loader(
 
     from ckptman.data import probe
 
-    with status_line() as note:
+    with ending_cleanly(), status_line() as note:
         found = probe.probe_loader(make, numbers, seconds, timeout, paths, note)
     judgement = None
     if need is not None and found.problem is None:

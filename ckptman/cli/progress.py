@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ckptman.cli import console
@@ -48,6 +50,20 @@ def status_line() -> Iterator[Callable[[str], None]]:
         yield lambda text: print(f"\r\x1b[K{console.plain(text)} ...", end="", file=sys.stderr, flush=True)
     finally:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def ending_cleanly() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command with everything cleaned up, as Ctrl-C does."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with ExitStack() as undo:
+        for each in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(each) is signal.SIG_DFL:  # nohup has SIGHUP ignored
+                undo.callback(signal.signal, each, signal.signal(each, leave))
+        yield
 
 
 @contextmanager
