@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -141,5 +140,13 @@ def _torch_facts(timeout: float) -> TorchFacts:
 
 
 def _table(findings: Sequence[Finding], width: int) -> list[str]:
-import sys
-from collections.abc import Sequence
+    """Return lines of three columns: check, result, what it means."""
+    rows = [
+        (
+            each.name,
+            console.paint(each.verdict, _COLOURS[each.verdict]) if each.verdict in _COLOURS else each.verdict,
+            console.plain(f"{each.value}; {each.advice}" if each.advice else each.value),
+        )
+        for each in findings
+    ]
+    return console.table(("check", "result", "what it means"), rows, width=width)
