@@ -142,7 +142,7 @@ def test_help_groups_the_verbs_and_imports_none_of_them(capsys: pytest.CaptureFi
 
 
 COMPLETIONS = [
-    ("ckptman pr", ["prune"]),
+    ("ckptman pru", ["prune"]),
     ("ckptman chain re", ["resume"]),
     ("ckptman prune --lef", ["--leftovers"]),
     ("ckptman prune run --keep-m", ["--keep-monthly"]),
