@@ -151,6 +151,39 @@ def test_a_report_that_breaks_costs_no_save(tmp_path: Path, monkeypatch: pytest.
         checkpointer._health.note([run_health.RankHealth(0, "n")])  # type: ignore[union-attr]
 
 
+class Event:
+    """Stands for one of a GPU, half a second after the one before it."""
+
+    over = False
+
+    def query(self) -> bool:
+        return self.over
+
+    def elapsed_time(self, end: object) -> float:
+        return 500.0
+
+
+def test_work_on_a_device_counts_once_it_is_done_and_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_health, "_event", Event)
+    monkeypatch.setattr(Event, "over", False)
+    with ckptman.Checkpointer(tmp_path, {"model": torch.nn.Linear(1, 1)}) as checkpointer:
+        health = checkpointer._health
+        assert health is not None
+        step = checkpointer.restore() + 1
+        checkpointer.step(step)
+        with pytest.raises(KeyError), checkpointer.own_work():
+            raise KeyError
+        with checkpointer.own_work():
+            pass
+        checkpointer.step(step + 1)
+        assert list(health._work) == []
+        Event.over = True
+        checkpointer.step(step + 2)
+        assert list(health._work) == [1.0]
+
+
 def test_what_is_not_training_is_known_by_the_signs_of_life() -> None:
     progress = Progress(Patience())
     assert progress.training == (None, 0)  # before the first step
