@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptman.cli import console
+from ckptman.cli.help import Group, Verb
 from ckptman.cli.options import AsJson, option, path_argument
 from ckptman.cli.progress import ending_cleanly, status_line
 from ckptman.errors import CkptmanError, ConfigError, NotFoundError
@@ -38,7 +37,7 @@ MOST_WORKERS = 1024
 _MOST_LINE = 100
 
 probe_app = typer.Typer(
-    help="Try a part of the training by itself.", rich_markup_mode=None, no_args_is_help=True, add_completion=False
+    help="Try a part of the training by itself.", cls=Group, rich_markup_mode=None, no_args_is_help=True
 )
 
 
@@ -47,7 +46,7 @@ def _probe() -> None:
     """Try a part of the training by itself."""
 
 
-@probe_app.command("loader")
+@probe_app.command("loader", cls=Verb)
 def probe_loader(
     source: Annotated[
         str | None,
@@ -82,7 +81,8 @@ def probe_loader(
         option("--data", "PATH", "Files of the data, to begin without them in memory. May be given several times."),
     ] = None,
     root: Annotated[
-        str | None, option("--root", "ROOT", "The run whose steps per second are needed, by its journal.")
+        str | None,
+        option("--root", "ROOT", "The run whose steps per second are needed, by its journal.", "What is needed"),
     ] = None,
     steps_per_second: Annotated[
         float | None, option("--steps-per-second", "RATE", "The steps per second that are needed.")
@@ -300,7 +300,7 @@ def _notes(found: Probed, need: Need | None) -> list[str]:
 
 
 def _say(found: Probed, sentences: Sequence[str]) -> None:
-    width = min(_MOST_LINE, shutil.get_terminal_size((80, 24)).columns) if sys.stdout.isatty() else 80
+    width = min(_MOST_LINE, console.terminal_width() or 80)
     headers = ("workers", "cache", "batches/s", "samples/s", "tensors", "from storage", "first batch")
     rows = [
         (
@@ -316,7 +316,7 @@ def _say(found: Probed, sentences: Sequence[str]) -> None:
         for cache, one in (("cold", each.cold), ("warm", each.warm))
     ]
     right = "workers batches/s samples/s tensors"
-    console.say(*console.table(headers, rows, right=right), "")
+    console.say(*console.table(headers, rows, right=right, drop=("samples/s", "first batch")), "")
     for each in sentences:
         console.say(*textwrap.wrap(console.plain(each), max(width, 40), break_on_hyphens=False, break_long_words=False))
 

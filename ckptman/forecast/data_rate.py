@@ -75,7 +75,7 @@ def judge(need: Need, rates: Sequence[tuple[int, float]], cpus: int) -> Judgemen
     )
     text = (
         f"Data will starve the GPUs: this node needs {rate_text(wanted)} batches/s ({need.text}), and the loader gives "
-        f"{rate_text(rate)} at most, with {_count(workers, 'worker')}; {remedy}."
+        f"{rate_text(rate)} batches/s at most, with {_count(workers, 'worker')}; {remedy}."
     )
     return Judgement("starves", rate / wanted, workers, math.ceil(workers / need.ranks), text)
 
@@ -100,7 +100,7 @@ def _one(need: Need, workers: int, rate: float, cpus: int) -> Judgement:
     ranks = f", num_workers={each} in each of the {need.ranks} ranks" if need.ranks > 1 else ""
     text = (
         f"{begins}: this node needs {rate_text(wanted)} batches/s ({need.text}), and {_count(workers, 'worker')} "
-        f"{'give' if workers > 1 else 'gives'} {rate_text(rate)}{ranks}"
+        f"{'give' if workers > 1 else 'gives'} {rate_text(rate)} batches/s{ranks}"
     )
     if verdict != "enough":
         text += f"; under {MARGIN:g} times the need, a slow moment of the file system holds the GPUs up"

@@ -10,7 +10,7 @@ from ckptman.forecast.data_rate import Need, judge
 @pytest.mark.parametrize(
     ("need", "rates", "verdict", "workers", "num_workers", "text"),
     [
-        (Need(10), [(0, 5), (1, 9), (2, 13), (4, 26)], "enough", 2, 2, "2 workers give 13."),
+        (Need(10), [(0, 5), (1, 9), (2, 13), (4, 26)], "enough", 2, 2, "2 workers give 13 batches/s."),
         (Need(2.5, 1, 8), [(4, 12), (16, 60)], "enough", 16, 2, "num_workers=2 in each of the 8 ranks"),
         (Need(5, 4), [(1, 12), (2, 22)], "tight", 2, 2, "needs 20 batches/s (5 steps/s x 4 batches)"),
         (Need(10), [(0, 1), (1, 2), (2, 4)], "starves", 2, 2, "about 6 workers would do"),
@@ -21,7 +21,7 @@ from ckptman.forecast.data_rate import Need, judge
         (Need(1), [(0, 1.2)], "starves", 0, 0, "83 % of each step"),
         (Need(1, 1, 4), [(0, 50)], "enough", 0, 0, "2 % of each step"),
         (Need(1, 1, 80), [(0, 50)], "enough", 0, 0, "x 80 ranks"),
-        (Need(1), [(0, 2), (1, 1.1)], "tight", 1, 1, "1 worker gives 1.1"),
+        (Need(1), [(0, 2), (1, 1.1)], "tight", 1, 1, "1 worker gives 1.1 batches/s"),
     ],
 )
 def test_judgements(
