@@ -173,6 +173,8 @@ def history_of(
     others = sorted({attempt.run_id or "no name" for attempt in reader.attempts} - {run_id or "no name"})
     if others:
         told.append(f"its journal tells of other runs, too, which are left out: {', '.join(others)}")
+    if own and own[0].number > 1 and not others:
+        told.append(f"its journal begins with attempt {own[0].number}: what was before is not counted")
     if reader.jump_seconds > _JUMP_SECONDS:
         told.append(f"a clock went back by up to {reader.jump_seconds:,.0f} s: times around that are not exact")
     if reader.unknown:
@@ -304,8 +306,7 @@ def _save_failed(attempt: Attempt, event: Mapping[str, Any], time: float) -> Non
 def _progress(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
     attempt.speaks = True
     _mark(attempt, time, event.get("step"))
-    other = (number_in(event.get("stall_seconds")) or 0.0) - sum(end - begin for begin, end in attempt.stalls)
-    attempt.other_stall_seconds = max(attempt.other_stall_seconds, other)
+    _count_stalls(attempt, event)
     metrics = event.get("metrics")
     found = {str(name): _metric(value) for name, value in metrics.items()} if isinstance(metrics, Mapping) else {}
     numbers = {name: value for name, value in found.items() if value is not None}
@@ -314,11 +315,17 @@ def _progress(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
     attempt.next_save = upcoming if isinstance(upcoming, Mapping) else None
 
 
+def _count_stalls(attempt: Attempt, event: Mapping[str, Any]) -> None:
+    other = (number_in(event.get("stall_seconds")) or 0.0) - sum(end - begin for begin, end in attempt.stalls)
+    attempt.other_stall_seconds = max(attempt.other_stall_seconds, other)
+
+
 def _ended(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
     attempt.state, attempt.ended = str(event.get("event")), time
     attempt.reason, attempt.error = str(event.get("reason") or ""), str(event.get("error") or "")
     attempt.cause = str(event.get("cause") or "")
     attempt.silent_seconds = number_in(event.get("silent_seconds")) or 0.0
+    _count_stalls(attempt, event)
     if attempt.first_step is not None:
         _mark(attempt, time - attempt.silent_seconds, event.get("step"))
 
