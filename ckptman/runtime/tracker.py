@@ -47,7 +47,7 @@ class Tracker:
         """Take the metrics of a step that has ended. Not called for a step without any."""
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Take an event of the [journal](journal.md) as it is written there, with `time` (unix seconds)."""
+        """Take an event of the journal (`docs/journal.md`) as it is written there, with `time` (unix seconds)."""
 
     def close(self) -> None:
         """Write what is left, and end. After some seconds the program ends without waiting for it any longer."""
