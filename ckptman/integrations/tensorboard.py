@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ckptman.integrations.append_only import require
 from ckptman.runtime.tracker import TrackedRun, Tracker
+
+_SECOND = re.compile(r"events\.out\.tfevents\.([0-9]{1,12})\.")
+_MOST_SECONDS = 10.0
+"""Clocks of nodes may differ by as much."""
 
 
 class TensorBoardTracker(Tracker):
@@ -32,6 +38,7 @@ class TensorBoardTracker(Tracker):
 
         self.close()
         folder = Path(self._log_dir) if self._log_dir is not None else run.root / "tensorboard"
+        _await_later_name(folder)
         # Readers drop what the files before have from this step on.
         self._writer = SummaryWriter(folder, purge_step=run.step + 1)
 
@@ -50,3 +57,11 @@ class TensorBoardTracker(Tracker):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _await_later_name(folder: Path) -> None:
+    """Wait until a new file comes after those there: readers take them by the second in their names."""
+    seconds = [int(found[1]) for each in folder.glob("events.out.*") if (found := _SECOND.match(each.name))]
+    wait_seconds = max(seconds, default=0) + 1 - time.time()
+    if 0 < wait_seconds <= _MOST_SECONDS:
+        time.sleep(wait_seconds)

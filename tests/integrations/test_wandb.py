@@ -70,7 +70,8 @@ def sync(server: Server, folder: Path) -> None:
     own = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40, "HOME": str(folder.parent)}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | own
     command = [sys.executable, "-m", "wandb", "sync", str(folder)]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    # In its folder: the command writes a log where it is called.
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, cwd=folder.parent)
     assert output.returncode == 0, output.stderr
 
 
