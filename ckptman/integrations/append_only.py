@@ -29,7 +29,8 @@ class Step(NamedTuple):
 
 def require(module: str, extra: str) -> None:
     """Refuse to go on without a library. Raises: ConfigError."""
-    if find_spec(module) is None:
+    found = find_spec(module)
+    if found is None or found.origin is None:  # a folder of that name, as W&B makes one, passes for a package
         raise ConfigError(f"this tracker needs {module}, which is not installed: pip install 'ckptman[{extra}]'")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ckptman.errors import ConfigError
 from ckptman.format.paths import DOT, run_folder
-from ckptman.integrations.append_only import AppendOnlyTracker, Step
+from ckptman.integrations.append_only import AppendOnlyTracker, Step, require
 from ckptman.integrations.mlflow import MLflowTracker
 from ckptman.integrations.tensorboard import TensorBoardTracker
 from ckptman.integrations.wandb import WandbTracker
@@ -135,3 +135,10 @@ def test_a_library_that_is_missing_is_named(
     monkeypatch.setattr("ckptman.integrations.append_only.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=what):
         make()
+
+
+def test_a_folder_of_its_name_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nowhere_else").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="needs nowhere_else"):
+        require("nowhere_else", "wandb")
