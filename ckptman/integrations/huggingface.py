@@ -223,6 +223,7 @@ class CkptmanTrainerMixin(_Trainer):  # type: ignore[misc]
             "save_policy": OnStop() | BeforeDeadline(),
             "retention": _retention(self.args),
             "signals": True,
+            "total_steps": self.state.max_steps if self.state.max_steps > 0 else None,
             **self._settings,
             "state": {**state, **more},
         }

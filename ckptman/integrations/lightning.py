@@ -154,7 +154,8 @@ class CkptmanCallback(Callback):
         if taken := self._more_state.keys() & {*state, "trainer"}:
             raise ConfigError(f"CkptmanCallback: the Trainer has {', '.join(sorted(taken))} in its state: rename yours")
         state |= {**self._more_state, "trainer": self._progress}
-        self.checkpointer = self._block.enter_context(Checkpointer(self._root, state, **self._settings))
+        settings = {"total_steps": trainer.max_steps if trainer.max_steps > 0 else None, **self._settings}
+        self.checkpointer = self._block.enter_context(Checkpointer(self._root, state, **settings))
         try:
             self._ended_step = self.checkpointer.restore(**self._restore)
         except MismatchError as error:

@@ -23,8 +23,8 @@ from ckptman.errors import NotFoundError, masked
 from ckptman.io.durable_files import DISK, Disk
 from ckptman.io.safe_open import read_end
 
-ROTATE_BYTES = 8 * 1024 * 1024
-"""Some 50,000 events: two to three weeks of training, which tells of its progress every 30 s."""
+ROTATE_BYTES = 24 * 1024 * 1024
+"""Some 100,000 events: about a month of training, which tells of its progress every 30 s."""
 MOST_BYTES = 32 * 1024 * 1024
 _MOST_LINE_BYTES = 1024 * 1024
 _LARGEST = 1e12
