@@ -415,7 +415,7 @@ class Checkpointer:
         finally:
             self._last, self._stepped = self._record(step, metrics), True
             if self._reporter is not None:
-                self._reporter.step_ended(step, self._last.metrics)
+                self._reporter.step_ended(step, self._last.metrics, is_saved=reason is not None)
             self._timings.step_begins(after=step)
             self._watchdog.beat("step", step)
         if self._stop is None:

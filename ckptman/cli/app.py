@@ -125,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
         if isinstance(error, (NotFoundError, ConfigError)):
             from ckptman.cli.suggest import suggestion
 
-            said += suggestion(arguments, said)
+            said += suggestion(arguments, said, is_missing=isinstance(error, NotFoundError))
         complain(said)
         return exit_code(error)
     except Exception as error:  # noqa: BLE001 whatever it is: 1, with which Python ends, says "they differ" of a diff

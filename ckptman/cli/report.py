@@ -11,11 +11,12 @@ import typer
 
 from ckptman.cli import console
 from ckptman.cli.options import AsJson, option, path_argument
+from ckptman.errors import ConfigError
 
 if TYPE_CHECKING:
     from ckptman.monitoring.report import RunReport
 
-ATTEMPTS_SHOWN = 20
+ATTEMPTS_SHOWN, MOST_REASON = 20, 100
 
 
 def report(
@@ -31,6 +32,8 @@ def report(
     """Show where the hours of runs went: training that counted, lost, saving, restoring, starting, queueing."""
     from ckptman.monitoring.report import as_data, read_reports
 
+    if html is not None and (not html.name or html.is_dir()):
+        raise ConfigError(f"--html: the name of a file, such as report.html, not {str(html)!r}")
     now = time.time()
     found = read_reports(roots, now, slurm=not no_slurm)
     if html is not None:
@@ -71,7 +74,11 @@ def _run_lines(found: RunReport) -> list[str]:
         *_time_table(shares(ledger.seconds)),
     ]
     if ledger.goodput is not None:
-        lines.append(f"goodput {ledger.goodput:.1%} of the {duration_text(ledger.held_seconds)} in which it held nodes")
+        line = f"goodput {ledger.goodput:.1%} of the {duration_text(ledger.held_seconds)} in which it held nodes"
+        is_in_slurm = any(each.job_id for each in ledger.attempts)
+        unknown = (span.seconds for span in ledger.spans if span.kind == "unknown" and not span.world_size)
+        away = sum(unknown) if is_in_slurm else 0.0
+        lines.append(line + (f", if it held none in {duration_text(away)} that are not known" if away >= 1 else ""))
     if ledger.mtbf_seconds is not None:
         line = f"a failure every {duration_text(ledger.mtbf_seconds)}"
         if ledger.interval_seconds is not None and ledger.advised_seconds is not None:
@@ -88,7 +95,7 @@ def _run_lines(found: RunReport) -> list[str]:
             duration_text(each.ended - each.begun),
             duration_text(each.seconds["training"]),
             duration_text(each.seconds["repeated"]),
-            console.plain(f"{each.ending}: {each.reason}" if each.reason else each.ending),
+            console.plain(_cropped(f"{each.ending}: {each.reason}" if each.reason else each.ending)),
         )
         for each in ledger.attempts[-ATTEMPTS_SHOWN:]
     ]
@@ -97,6 +104,11 @@ def _run_lines(found: RunReport) -> list[str]:
     if len(ledger.attempts) > ATTEMPTS_SHOWN:
         lines.append(f"the last {ATTEMPTS_SHOWN} of {len(ledger.attempts)} attempts; --html and --json have all")
     return [*lines, *(f"note: {console.plain(note)}" for note in ledger.notes)]
+
+
+def _cropped(text: str) -> str:
+    """A reason may be the text of any error; --json has all of it."""
+    return text if len(text) <= MOST_REASON else text[: MOST_REASON - 3] + "..."
 
 
 def _time_table(rows: Sequence[tuple[str, str, float, float]]) -> list[str]:

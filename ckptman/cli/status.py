@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +13,7 @@ import typer
 
 from ckptman.cli import console
 from ckptman.cli.options import AsJson, option, parse_seconds, path_argument
-from ckptman.errors import NotFoundError
+from ckptman.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from ckptman.monitoring.status import Status
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _COLOURS = {
     **dict.fromkeys(("running", "finished"), "green"),
     **dict.fromkeys(("failed", "killed"), "red"),
-    **dict.fromkeys(("silent", "queued", "stopped"), "yellow"),
+    **dict.fromkeys(("silent", "starting", "queued", "stopped"), "yellow"),
 }
 WATCH_SECONDS = 5.0
 
@@ -35,33 +36,42 @@ def status(
     """Show how runs stand: step, last and next save, job, chain, and when they end."""
     from ckptman.monitoring.status import read_status
 
-    if watch and not as_json:
+    if watch and as_json:
+        raise ConfigError("--watch is for people, and --json for programs: call it again and again")
+    if watch:
         _watch(roots, parse_seconds("--every", every), not no_slurm)
         return
     found = read_status(roots, time.time(), slurm=not no_slurm)
+    none = [each for each in found if each.attempt is None and each.saved_step is None]
     if as_json:
         console.say_json([asdict(each) for each in found])
-    else:
+    elif len(found) > 1 or not none:
         console.say(*_lines(found, time.time()))
-    if all(each.trouble and each.attempt is None for each in found):
-        raise NotFoundError(found[0].trouble if len(found) == 1 else "none of these is the root of a run")
+    if len(none) == len(found):
+        why = none[0].trouble or f"no run was started in {none[0].root}: name the folder of its checkpoints"
+        raise NotFoundError(why if len(found) == 1 else "none of these is the root of a run")
 
 
 def _watch(roots: Sequence[Path], every_seconds: float, slurm: bool) -> None:
+    from ckptman.monitoring.status import read_status
+
+    def lines() -> list[str]:
+        now = time.time()
+        clock = time.strftime("%H:%M:%S", time.localtime(now))
+        told = _lines(read_status(roots, now, slurm=slurm), now)
+        return [*told, "", f"{clock}, every {console.age(every_seconds)}; Ctrl-C ends"]
+
+    if console.terminal_width() is None:  # one after the other
+        while True:
+            console.say(*lines(), "")
+            sys.stdout.flush()
+            time.sleep(every_seconds)
+
     from rich.live import Live
     from rich.text import Text
 
-    from ckptman.monitoring.status import read_status
-
     def shown() -> Text:
-        now = time.time()
-        clock = time.strftime("%H:%M:%S", time.localtime(now))
-        lines = [
-            *_lines(read_status(roots, now, slurm=slurm), now),
-            "",
-            f"{clock}, every {console.age(every_seconds)}; Ctrl-C ends",
-        ]
-        return Text.from_ansi("\n".join(lines))
+        return Text.from_ansi("\n".join(lines()))
 
     with Live(shown(), auto_refresh=False, vertical_overflow="crop") as live:
         while True:
@@ -90,7 +100,7 @@ def _row(run: Status, now: float) -> tuple[str, ...]:
         _ago(run.saved, now),
         _until(run.deadline, now) or "-",
         _until(run.end, now) or "-",
-        console.metrics(run.metrics) or "-",
+        _metrics(run) or "-",
     )
 
 
@@ -105,13 +115,13 @@ def _full(run: Status, now: float) -> list[str]:
 
     if run.attempt is not None:
         job = f"job {console.plain(run.job_id)}" if run.job_id else ""
-        ranks = console.count(run.ranks or 0, "rank") + (
-            f" on {console.plain(run.host)} and others" if (run.ranks or 0) > 1 else f" on {console.plain(run.host)}"
-        )
+        ranks = console.count(run.ranks or 0, "rank")
+        if run.host:
+            ranks += f"{', the first' * ((run.ranks or 0) > 1)} on {console.plain(run.host)}"
         add("attempt", str(run.attempt), job, ranks)
         of = f" of {run.total_steps:,} ({_done(run)})" if run.total_steps else ""
         heard = f"heard {_ago(run.heard, now)}"
-        add("step", f"{run.step or 0:,}{of}", console.metrics(run.metrics), _pace(run), heard)
+        add("step", f"{run.step or 0:,}{of}", _metrics(run), _pace(run), heard)
     if run.saved_step is not None:
         kept = f"{console.count(run.checkpoints, 'checkpoint')}, {console.size(run.bytes)} in all"
         add("saved", f"step {run.saved_step:,}", _ago(run.saved, now), f"on {', '.join(run.places)}", kept)
@@ -142,6 +152,11 @@ def _next_save(run: Status, now: float) -> list[str]:
     if isinstance(seconds, int | float) and run.heard is not None:
         parts.append(_until(run.heard + seconds, now))
     return [*parts, console.plain(str(reason))] if reason else parts
+
+
+def _metrics(run: Status) -> str:
+    told = console.metrics(run.metrics)
+    return f"{told} at step {run.metrics_step:,}" if told and run.metrics_step != run.step else told
 
 
 def _done(run: Status) -> str:

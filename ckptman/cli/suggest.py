@@ -15,9 +15,12 @@ MOST_NAMES, MOST_FOLDERS, SHOWN = 5_000, 100, 3
 """So many names of a folder are looked at, into so many folders in it, and so many are suggested."""
 
 
-def suggestion(arguments: Sequence[str], said: str) -> str:
-    """Return what to add to an error for the first of the arguments that it names; "" where nothing can be said."""
-    for each in arguments:
+def suggestion(arguments: Sequence[str], said: str, *, is_missing: bool = True) -> str:
+    """Return what to add to an error for the first of the arguments that it names; "" where nothing can be said.
+
+    `is_missing`: the error is that something is not there; else that what is there is not what was wanted.
+    """
+    for each in arguments[1:]:  # after the verb
         written = each.partition("=")[2] if each.startswith("--") else each
         if (
             not written
@@ -28,7 +31,7 @@ def suggestion(arguments: Sequence[str], said: str) -> str:
         try:
             os.lstat(written)
         except (FileNotFoundError, NotADirectoryError):
-            found = nearest(Path(written))
+            found = nearest(Path(written)) if is_missing else []
         except (OSError, ValueError):
             continue
         else:

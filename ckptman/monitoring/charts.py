@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import io
 import math
+import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptman.errors import ConfigError
-from ckptman.monitoring.ledger import KINDS, Kind, Ledger
+from ckptman.errors import ConfigError, plain
+from ckptman.monitoring.ledger import FAILURES, KINDS, Kind, Ledger
 from ckptman.monitoring.report import RunReport
+from ckptman.runtime.journal import number_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,9 +31,10 @@ _VARIABLES = {
 }
 _WIDTH, _ROW = 9.0, 0.22
 _MOST_ROWS, _MOST_PIECES = 40, 2000
+_LARGEST = 1e30
+_GAP = (math.nan, math.nan)
 _LEGEND: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False, "labelcolor": _INK, "ncols": 3}
 """Above the drawing, where it hides nothing."""
-_FAILED = ("failed", "killed", "crashed", "interrupted")
 
 
 def timeline(ledger: Ledger) -> str:
@@ -43,7 +48,7 @@ def timeline(ledger: Ledger) -> str:
         for (row, kind), pieces in _pieces(ledger, rows).items():
             scaled = [((begin - ledger.begun) / unit, (end - begin) / unit) for begin, end in pieces]
             axes.broken_barh(scaled, (row - 0.4, 0.8), facecolors=_KIND_COLOURS[kind], linewidth=0)
-        ends = [each for each in ledger.attempts if each.ending in _FAILED]
+        ends = [each for each in ledger.attempts if each.ending in FAILURES]
         axes.plot(
             [(each.ended - ledger.begun) / unit for each in ends],
             [rows.get(each.number, 0) for each in ends],
@@ -60,7 +65,7 @@ def timeline(ledger: Ledger) -> str:
         axes.set_xlabel(f"{title} since the run began")
         axes.set_xlim(0, max(ledger.total_seconds / unit, 1e-9))
 
-    return _svg(draw, 0.9 + _ROW * height)
+    return _svg(draw, 0.9 + _ROW * height, "attempts over time")
 
 
 def _pieces(ledger: Ledger, rows: Mapping[int, int]) -> dict[tuple[int, Kind], list[tuple[float, float]]]:
@@ -94,26 +99,31 @@ def ledger_bar(seconds: Mapping[Kind, float]) -> str:
         axes.set_yticks([])
         axes.set_xlabel("% of the time")
 
-    return _svg(draw, 0.95)
+    return _svg(draw, 0.95, "where the time went")
 
 
 def metric_curves(report: RunReport) -> str:
     """Draw a metric over the steps. What a later attempt computed again is drawn faintly."""
     curves, metric = report.curves(report.metric), report.metric
+    counted, again = list[tuple[float, float]](), list[tuple[float, float]]()
+    later = math.inf
+    for _, steps, values in reversed(curves):
+        points = [(float(step), value if abs(value) < _LARGEST else math.nan) for step, value in zip(steps, values)]
+        lasting = [each for each in points if each[0] < later]
+        counted = [*lasting, _GAP, *counted]
+        again = [*lasting[-1:], *(each for each in points if each[0] >= later), _GAP, *again]
+        later = min(later, points[0][0])
 
     def draw(axes: Axes) -> None:
-        for place, (_, steps, values) in enumerate(curves):
-            later = min((other[1][0] for other in curves[place + 1 :]), default=math.inf)
-            counted = [(step, value) for step, value in zip(steps, values) if step < later]
-            again = [(step, value) for step, value in zip(steps, values) if step >= later]
-            axes.plot(*_columns(counted), color=_LINE_COLOURS[place % 2], linewidth=1.3)
-            axes.plot(*_columns([*counted[-1:], *again]), color=_FAINT, linewidth=1.3, linestyle=":")
-            if place:
+        axes.plot(*_columns(again), color=_FAINT, linewidth=1.3, linestyle=":", marker=".", markersize=3)
+        axes.plot(*_columns(counted), color=_LINE_COLOURS[0], linewidth=1.3, marker=".", markersize=3)
+        if len(curves) <= _MOST_ROWS:
+            for _, steps, _ in curves[1:]:
                 axes.axvline(steps[0], color=_FAINT, linewidth=0.5)
         axes.set_xlabel("step")
-        axes.set_ylabel(metric)
+        axes.set_ylabel(plain(metric))
 
-    return _svg(draw, 2.6) if curves else ""
+    return _svg(draw, 2.6, f"{metric} over the steps") if curves else ""
 
 
 def saves(report: RunReport) -> str:
@@ -125,6 +135,8 @@ def saves(report: RunReport) -> str:
     every = math.ceil(len(done) / 2000) or 1
 
     def draw(axes: Axes) -> None:
+        from matplotlib.ticker import LogLocator
+
         for name, points, colour in (
             ("until durable", [(save.begun, (save.durable or 0) - save.begun) for save in done], _LINE_COLOURS[0]),
             ("training waited", [(save.begun, save.stall_seconds or 0.0) for save in waits], _LINE_COLOURS[1]),
@@ -132,14 +144,15 @@ def saves(report: RunReport) -> str:
             times, values = _columns([((at - begun) / unit, max(value, 1e-4)) for at, value in points[::every]])
             axes.plot(times, values, linestyle="none", marker="o", markersize=3, color=colour, label=name)
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
         axes.set_xlim(0, max(report.ledger.total_seconds / unit, 1e-9))
         axes.set_ylabel("seconds")
         axes.set_xlabel(f"{title} since the run began")
-        axes.yaxis.set_minor_formatter("")
         axes.legend(**_LEGEND)
 
-    return _svg(draw, 2.2) if done else ""
+    return _svg(draw, 2.2, "what saves took") if done else ""
 
 
 def health(report: RunReport, name: str, title: str, limits: Sequence[float] = ()) -> str:
@@ -147,9 +160,11 @@ def health(report: RunReport, name: str, title: str, limits: Sequence[float] = (
     begun = report.ledger.begun
     unit, axis = _unit(report.ledger.total_seconds)
     points = [
-        (event["time"], found)
+        (time, found)
         for event in report.health()
-        if isinstance(figures := event.get("figures"), Mapping) and isinstance(found := figures.get(name), Mapping)
+        if (time := number_in(event.get("time"))) is not None
+        and isinstance(figures := event.get("figures"), Mapping)
+        and isinstance(found := figures.get(name), Mapping)
     ]
 
     def draw(axes: Axes) -> None:
@@ -163,10 +178,10 @@ def health(report: RunReport, name: str, title: str, limits: Sequence[float] = (
         axes.set_xlabel(f"{axis} since the run began")
         axes.legend(**_LEGEND)
 
-    return _svg(draw, 2.0) if points else ""
+    return _svg(draw, 2.0, title) if points else ""
 
 
-def _svg(draw: Callable[[Axes], None], height: float) -> str:
+def _svg(draw: Callable[[Axes], None], height: float, label: str) -> str:
     """Draw, and return the element `<svg>`. Raises: ConfigError where matplotlib is not installed."""
     try:
         from matplotlib import rc_context
@@ -178,7 +193,8 @@ def _svg(draw: Callable[[Axes], None], height: float) -> str:
             "ask for --json"
         ) from None
     style: Any = {
-        "svg.hashsalt": "ckptman",  # the same drawing for the same run
+        "svg.hashsalt": label,  # the same drawing for the same run, and names that no other drawing has
+        "text.parse_math": False,
         "svg.fonttype": "none",  # text stays text: readable at any size, and to be searched
         "font.family": "sans-serif",
         "font.size": 10,
@@ -186,7 +202,8 @@ def _svg(draw: Callable[[Axes], None], height: float) -> str:
         "axes.spines.right": False,
         **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color"), _INK),
     }
-    with rc_context(style):
+    with rc_context(style), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that it cannot measure
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()
@@ -195,7 +212,8 @@ def _svg(draw: Callable[[Axes], None], height: float) -> str:
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = out.getvalue()
-    text = text[text.index("<svg") :]
+    text = re.sub(r'<g id="[^"]*">', "<g>", text[text.index("<svg") :])
+    text = text.replace("<svg", f'<svg role="img" aria-label="{html.escape(plain(label))}"', 1)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
     return text

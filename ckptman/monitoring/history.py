@@ -1,18 +1,22 @@
 """What a run has been through, from its journal, the records of its chain and what Slurm knows of its jobs.
 
-Anybody may edit a journal, and clocks jump: a time that goes back counts as the one before it, and that is noted.
+Anybody may edit a journal, and clocks jump. The order of the lines is what happened first; times that do not go with it
+are put right as far as others allow, and that is noted.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from ckptman.errors import NotFoundError
 from ckptman.format.paths import check_is_no_checkpoint, journal_path
 from ckptman.runtime.journal import number_in, read_journal
 from ckptman.scheduler.slurm.accounting import JobTimes
@@ -88,6 +92,8 @@ class Attempt:
     stretches: list[Stretch] = field(default_factory=list)
     stalls: list[tuple[float, float]] = field(default_factory=list)
     """Beginning and end of what training waited for saves."""
+    stalled_seconds: float = 0.0
+    """The sum of `stalls`."""
     other_stall_seconds: float = 0.0
     """What training waited for saves besides those `stalls`: the journal tells of saves to memory in all."""
     saves: list[Save] = field(default_factory=list)
@@ -141,28 +147,36 @@ class RunHistory:
 
     def job_of(self, attempt: Attempt) -> JobTimes | None:
         """Return the job in which an attempt ran; None where that is not known."""
-        own = [job for job in self.jobs if job.job_id == attempt.job_id and job.begun is not None]
+        own = [job for job in self.jobs if job.begun is not None and ran(job, attempt)]
         begun = [job.begun for job in own if job.begun is not None]
         place = bisect_right(begun, attempt.started + _JUMP_SECONDS) - 1
         return own[place] if place >= 0 else None
 
 
-def read_history(root: str | os.PathLike[str], jobs: Sequence[JobTimes] = ()) -> RunHistory:
-    """Read what a root tells of its run. `jobs`: what is known of the jobs of its attempts, oldest first.
+def read_history(root: str | os.PathLike[str], now: float) -> RunHistory:
+    """Read what a root tells of its run. `now`: unix seconds.
 
     Raises: NotFoundError (no run was started there), ConfigError (it is one checkpoint), OSError.
     """
     root = Path(root)
     check_is_no_checkpoint(root)
     events, torn = read_journal(journal_path(root))
-    notes = [f"{torn} lines of its journal cannot be read, and are left out"] if torn else []
-    return history_of(root, events, jobs, notes)
+    notes = [f"{torn} of the lines of its journal cannot be read, and are left out"] if torn else []
+    history = history_of(root, events, now=now, notes=notes)
+    if history.last is None:
+        raise NotFoundError(f"there is no run in {root}: its journal tells of no attempt")
+    return history
 
 
 def history_of(
-    root: Path, events: Sequence[Mapping[str, Any]], jobs: Sequence[JobTimes] = (), notes: Sequence[str] = ()
+    root: Path,
+    events: Sequence[Mapping[str, Any]],
+    jobs: Sequence[JobTimes] = (),
+    now: float = math.inf,
+    notes: Sequence[str] = (),
 ) -> RunHistory:
-    """Return the history that the events of a journal tell."""
+    """Return the history that the events of a journal tell. `jobs`: what is known of the jobs of its attempts."""
+    events, off_seconds = put_right(events, now)
     reader = _Reader()
     for event in events:
         with suppress(TypeError, ValueError, OverflowError):  # a line that no run has written
@@ -175,8 +189,8 @@ def history_of(
         told.append(f"its journal tells of other runs, too, which are left out: {', '.join(others)}")
     if own and own[0].number > 1 and not others:
         told.append(f"its journal begins with attempt {own[0].number}: what was before is not counted")
-    if reader.jump_seconds > _JUMP_SECONDS:
-        told.append(f"a clock went back by up to {reader.jump_seconds:,.0f} s: times around that are not exact")
+    if off_seconds > _JUMP_SECONDS:
+        told.append(f"clocks were off by up to {off_seconds:,.0f} s: times around that are not exact")
     if reader.unknown:
         told.append(f"events of attempts whose beginning is not in the journal are left out: {reader.unknown}")
     ordered = tuple(sorted(jobs, key=lambda job: (job.begun is None, job.begun or 0.0)))
@@ -188,24 +202,76 @@ def chain_folders(attempts: Sequence[Attempt]) -> list[Path]:
     return [Path(each) for each in dict.fromkeys(attempt.chain for attempt in attempts if attempt.chain)]
 
 
+def ran(job: JobTimes, attempt: Attempt) -> bool:
+    """Return whether an attempt may have run in a job, by the chain or the id of both."""
+    return bool((job.chain and job.chain == attempt.chain) or (job.job_id and job.job_id == attempt.job_id))
+
+
+# ---- times ----------------------------------------------------------------------------------------------------------
+
+
+def put_right(events: Sequence[Mapping[str, Any]], now: float) -> tuple[list[Mapping[str, Any]], float]:
+    """Return the events of a journal with times that go with their order, and by how many seconds one was off at most.
+
+    Within an attempt most times are right: those that do not go with them get that of the event before. An attempt as a
+    whole may have run by another clock: it is moved, so that it begins after the one before and ends before now.
+    """
+    known = [event for event in events if number_in(event.get("time")) is not None]
+    begins = [place for place, event in enumerate(known) if event.get("event") == "attempt_started"]
+    latest = now + _JUMP_SECONDS
+    parts: list[list[float]] = []
+    for begin, end in pairwise([0, *begins, len(known)]):
+        times = [float(event["time"]) for event in known[begin:end]]
+        parts.append(_ascending(times, latest if any(time <= latest for time in times) else math.inf))
+    until = now
+    for times in reversed(parts):  # what is ahead of now goes back, to before what followed
+        if times and times[-1] > latest:
+            times[:] = [time + until - times[-1] for time in times]
+        until = min([until, *times[:1]])
+    right: list[float] = []
+    for times in parts:  # what is behind what was before goes on
+        shift = max(0.0, right[-1] - times[0]) if times and right else 0.0
+        right += [time + shift for time in times]
+    off_seconds = max((abs(time - event["time"]) for time, event in zip(right, known)), default=0.0)
+    return [{**event, "time": time} for time, event in zip(right, known)], off_seconds
+
+
+def _ascending(times: Sequence[float], latest: float) -> list[float]:
+    """Return the same times, where those after `latest`, or not on the longest ascending way, have that of the one
+    before."""
+    if all(before <= after for before, after in pairwise([*times, latest])):
+        return list(times)
+    ends: list[float] = []
+    places: list[int] = []
+    before: list[int] = []
+    for place, time in enumerate(times):
+        length = bisect_right(ends, time)
+        before.append(places[length - 1] if length else -1)
+        if time <= latest:
+            ends[length : length + 1], places[length : length + 1] = [time], [place]
+    place, kept = places[-1], set[int]()
+    while place >= 0:
+        kept.add(place)
+        place = before[place]
+    first = times[min(kept)]
+    return list(accumulate((time if place in kept else first for place, time in enumerate(times)), max))
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
 class _Reader:
     """Takes in the events of a journal, in order."""
 
     def __init__(self) -> None:
         self.attempts: list[Attempt] = []
         self.rollbacks: list[tuple[float, int]] = []
-        self.jump_seconds = 0.0
         self.unknown = 0
-        self._now = 0.0
 
     def take(self, event: Mapping[str, Any]) -> None:
-        time, kind = number_in(event.get("time")), event.get("event")
-        if time is None:
-            return
-        self.jump_seconds = max(self.jump_seconds, self._now - time)
-        self._now = time = max(self._now, time)
+        time, kind = float(event["time"]), event.get("event")
         if kind == "attempt_started":
-            self.attempts.append(_begun(event, time))
+            self.attempts.append(_begun(event, time, self.attempts[-1] if self.attempts else None))
             return
         if kind == "rolled_back":
             self.rollbacks.append((time, _whole(event.get("step"))))
@@ -224,9 +290,10 @@ class _Reader:
             handle(attempt, event, time)
 
 
-def _begun(event: Mapping[str, Any], time: float) -> Attempt:
+def _begun(event: Mapping[str, Any], time: float, before: Attempt | None) -> Attempt:
     process = number_in(event.get("process_seconds"))
     known = process is not None and time - 86400 < process <= time
+    earliest = before.last if before is not None else 0.0  # it may have waited, or be the same process
     return Attempt(
         number=_whole(event.get("attempt")),
         run_id=str(event.get("run_id") or ""),
@@ -235,7 +302,7 @@ def _begun(event: Mapping[str, Any], time: float) -> Attempt:
         world_size=max(1, _whole(event.get("world_size"))),
         chain=str(event.get("chain") or ""),
         launch=str(event.get("launch") or ""),
-        process=process if process is not None and known else time,
+        process=max(process, earliest) if process is not None and known else time,
         started=time,
         last=time,
         total_steps=_whole(event.get("total_steps")) or None,
@@ -249,7 +316,6 @@ def _restored(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
 
 
 def _first_step(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
-    attempt.first_step = time
     step = _whole(event.get("step"))
     if not attempt.stretches:
         attempt.stretches.append(Stretch(step - 1, attempt.started))
@@ -261,6 +327,8 @@ def _first_step(attempt: Attempt, event: Mapping[str, Any], time: float) -> None
 def _mark(attempt: Attempt, time: float, step: object) -> None:
     """Note that a step had ended by then. A step before the last one begins a stretch: the loop went back by itself."""
     step = _whole(step)
+    if attempt.first_step is None:
+        attempt.first_step = time
     if not attempt.stretches:
         attempt.stretches.append(Stretch(min(step, 0), attempt.started))
     stretch = attempt.stretches[-1]
@@ -283,8 +351,13 @@ def _save_of(attempt: Attempt, event: Mapping[str, Any]) -> Save | None:
 def _save_staged(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
     save, took = _save_of(attempt, event), number_in(event.get("seconds"))
     if save is not None and took is not None:
-        save.stall_seconds = took
-        attempt.stalls.append((time - took, time))
+        _stalled(attempt, save, took, time)
+
+
+def _stalled(attempt: Attempt, save: Save, took: float, until: float) -> None:
+    save.stall_seconds = took
+    attempt.stalls.append((until - took, until))
+    attempt.stalled_seconds += took
 
 
 def _save_durable(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
@@ -294,8 +367,7 @@ def _save_durable(attempt: Attempt, event: Mapping[str, Any], time: float) -> No
     save.durable, save.bytes = time, _whole(event.get("bytes"))
     took = number_in(event.get("stall_seconds"))
     if save.stall_seconds is None and took is not None:  # it blocked training until it was durable
-        save.stall_seconds = took
-        attempt.stalls.append((time - took, time))
+        _stalled(attempt, save, took, time)
 
 
 def _save_failed(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
@@ -316,7 +388,7 @@ def _progress(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
 
 
 def _count_stalls(attempt: Attempt, event: Mapping[str, Any]) -> None:
-    other = (number_in(event.get("stall_seconds")) or 0.0) - sum(end - begin for begin, end in attempt.stalls)
+    other = (number_in(event.get("stall_seconds")) or 0.0) - attempt.stalled_seconds
     attempt.other_stall_seconds = max(attempt.other_stall_seconds, other)
 
 

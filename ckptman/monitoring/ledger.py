@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from ckptman.errors import CkptmanError
 from ckptman.forecast.goodput import best_interval_seconds
 from ckptman.monitoring.history import Attempt, RunHistory, Stretch
-from ckptman.runtime.failure_trace import trace_of
 from ckptman.scheduler.slurm.accounting import JobTimes
 
 Kind = Literal[
@@ -34,16 +32,18 @@ KINDS: Mapping[Kind, str] = {
     "unknown": "not known",
 }
 """All kinds, in the order in which they are shown, and what each is."""
-WAITING: tuple[Kind, ...] = ("queueing", "idle", "unknown")
-"""Kinds in which the run held no GPUs, as far as is known."""
-SILENCE_SECONDS = 90.0
-"""An attempt that says every 30 s that steps end, and has said nothing for so long, makes none."""
+FAILURES = ("failed", "killed", "crashed", "interrupted")
+"""Ends that nobody asked for."""
+SILENCE_SECONDS, SILENCE_STEPS = 90.0, 10
+"""An attempt that says every 30 s that steps end, and has said nothing for so long and so many steps, makes none."""
+Now = Literal["running", "queued", "starting", "over"]
+"""What a run is at: it trains; its next job waits, or has begun and does not train yet; or nothing of it is there."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of a run. Times in unix seconds; `attempt`: its number, 0 between attempts; `world_size`: ranks that it
-    held, 0 where it held none."""
+    """A piece of a run. Times in unix seconds; `attempt`: its number, 0 between attempts; `world_size`: the ranks that
+    were held; 0 where nothing was, as far as is known."""
 
     kind: Kind
     begin: float
@@ -74,6 +74,7 @@ class AttemptLedger:
     ending: str
     reason: str
     seconds: Mapping[Kind, float]
+    waited_seconds: float
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,8 @@ class Ledger:
 
     @property
     def held_seconds(self) -> float:
-        """The time for which the run held an allocation, or a machine."""
-        return self.total_seconds - sum(self.seconds[kind] for kind in WAITING)
+        """The time for which the run held an allocation, or a machine, as far as is known."""
+        return sum(span.seconds for span in self.spans if span.world_size)
 
     @property
     def goodput(self) -> float | None:
@@ -113,27 +114,29 @@ class Ledger:
         return self.seconds["training"] / self.held_seconds if self.held_seconds > 0 else None
 
 
-def make_ledger(history: RunHistory, now: float, *, durable_step: int | None = None, is_alive: bool = False) -> Ledger:
+def make_ledger(history: RunHistory, now: float, *, durable_step: int | None = None, is_now: Now = "over") -> Ledger:
     """Return the ledger of a run.
 
     Args:
         history: what is known of it.
         now: unix seconds.
         durable_step: the newest step that is on disk; None: as the journal knows.
-        is_alive: whether the last attempt is at work.
+        is_now: what it is at.
     """
-    counter = _Counter(history, now, durable_step, is_alive)
+    counter = _Counter(history, now, durable_step, is_now)
     counter.count()
     spans = tuple(counter.spans)
     seconds = _sums(spans)
     gpu = {kind: sum(span.seconds * span.world_size for span in spans if span.kind == kind) for kind in KINDS}
-    failures, mtbf = _failures(history, seconds, counter.attempts)
+    failures = sum(1 for each in counter.attempts if each.ending in FAILURES)
+    held = sum(span.seconds for span in spans if span.world_size)
+    mtbf = held / failures if failures else None
     used = _interval_seconds(history)
     begun = spans[0].begin if spans else now
     return Ledger(
         begun=begun,
         ended=spans[-1].end if spans else begun,
-        is_running=is_alive,
+        is_running=is_now != "over",
         spans=spans,
         attempts=tuple(counter.attempts),
         seconds=seconds,
@@ -167,35 +170,49 @@ class _Stay:
     def ended(self) -> float | None:
         return self.job.ended if self.job is not None else None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known when it ended: an attempt that did not say so may have held its nodes for long."""
+        return self.ended is not None or (bool(self.attempts) and self.attempts[-1].ended is not None)
+
 
 class _Counter:
     """Goes through a run from its beginning to now."""
 
-    def __init__(self, history: RunHistory, now: float, durable_step: int | None, is_alive: bool) -> None:
+    def __init__(self, history: RunHistory, now: float, durable_step: int | None, is_now: Now) -> None:
         self.spans: list[Span] = []
         self.attempts: list[AttemptLedger] = []
-        self._history, self._now = history, now
-        self._alive = history.last if is_alive else None
-        self._bounds = _bounds(history, durable_step, is_alive)
+        self._history, self._now, self._is_now = history, now, is_now
+        self._alive = history.last if is_now == "running" else None
+        self._bounds = _bounds(history, durable_step, self._alive is not None)
         self._cursor = 0.0
         self._attempt: Attempt | None = None
+        self._ranks = 0
+        """So many are held at the moment."""
         self._first = 0
         """The first span of the attempt that is counted."""
 
     def count(self) -> None:
         before: _Stay | None = None
-        for stay in _stays(self._history):
-            self._attempt, self._first = None, len(self.spans)
+        stays = _stays(self._history)
+        for number, stay in enumerate(stays, 1):
+            self._attempt, self._first, held = None, len(self.spans), max(1, self._ranks)
+            self._ranks = 0
             self._wait(before, stay)
+            self._ranks = stay.attempts[0].world_size if stay.attempts else held
             for place, attempt in enumerate(stay.attempts):
-                self._attempt = attempt
+                self._attempt, self._ranks = attempt, attempt.world_size
                 is_last = place + 1 == len(stay.attempts)
                 self._run(attempt, stay.ended if is_last else stay.attempts[place + 1].process)
                 self._note(stay, attempt)
-            if not stay.attempts and stay.job is not None:  # its script ended before a run began
-                self._advance("starting", stay.ended or self._cursor)
-                self.attempts.append(_of_job(stay.job, self.spans[self._first :]))
+            if not stay.attempts and stay.job is not None:  # its script ended before a run began, or has just begun
+                is_starting = stay.ended is None and number == len(stays) and self._is_now == "starting"
+                self._advance("starting", self._now if is_starting else (stay.ended or self._cursor))
+                self.attempts.append(_of_job(stay.job, self.spans[self._first :], is_starting))
             before = stay
+        self._attempt, self._first, self._ranks = None, len(self.spans), 0
+        if before is not None and self._is_now == "queued":
+            self._advance("queueing", self._now)
 
     def _wait(self, before: _Stay | None, stay: _Stay) -> None:
         """Count the time until a job began: it waited in the queue, or nobody had submitted it."""
@@ -203,15 +220,17 @@ class _Counter:
         submitted = job.submitted if job is not None else None
         if before is None:
             self._cursor = stay.begun if submitted is None else min(submitted, stay.begun)
-        if job is not None and before is not None and before.job is not None and before.job.job_id == job.job_id:
+        earlier = before.job if before is not None else None
+        if job is not None and earlier is not None and job.job_id and earlier.job_id == job.job_id:
             submitted = self._cursor  # it was requeued
+        is_over = before is None or before.is_over
         if submitted is not None:
-            self._advance("idle", submitted)
+            self._advance("idle" if is_over else "unknown", submitted)
             self._advance("queueing", stay.begun)
-        elif any(attempt.job_id for attempt in stay.attempts):
-            self._advance("unknown", stay.begun)
-        else:
+        elif is_over and not any(attempt.job_id for attempt in stay.attempts):
             self._advance("idle", stay.begun)
+        else:
+            self._advance("unknown", stay.begun)
 
     def _run(self, attempt: Attempt, until: float | None) -> None:
         """Count one attempt, until its job ended or the next attempt in it began; None: nobody knows when."""
@@ -223,7 +242,7 @@ class _Counter:
             silent_since = trained = last_heard
         else:
             # One that speaks is taken to have trained on if it was killed soon after; of another nobody knows.
-            is_silent = attempt.speaks and ends - last_heard > SILENCE_SECONDS
+            is_silent = attempt.speaks and ends - last_heard > silence_seconds(attempt)
             goes_on = attempt is self._alive or attempt.speaks
             trained = silent_since = ends if goes_on and not is_silent else last_heard
         for place, stretch in enumerate(attempt.stretches):
@@ -277,9 +296,7 @@ class _Counter:
         until = min(until, self._now)
         if until <= self._cursor:
             return
-        attempt = self._attempt
-        held = 0 if kind in WAITING or attempt is None else attempt.world_size
-        number = 0 if kind in WAITING or attempt is None else attempt.number
+        number, held = self._attempt.number if self._attempt is not None else 0, self._ranks
         if len(self.spans) > self._first and (self.spans[-1].kind, self.spans[-1].attempt) == (kind, number):
             self.spans[-1] = Span(kind, self.spans[-1].begin, until, number, held)
         else:
@@ -307,15 +324,24 @@ class _Counter:
                 ending=ending,
                 reason=reason,
                 seconds=_sums(own),
+                waited_seconds=sum(span.seconds for span in own if not span.world_size),
             )
         )
 
 
-def _of_job(job: JobTimes, spans: Sequence[Span]) -> AttemptLedger:
+def silence_seconds(attempt: Attempt) -> float:
+    """Return after how long without a word an attempt is taken to hang."""
+    return max(SILENCE_SECONDS, SILENCE_STEPS * (attempt.step_seconds or 0.0))
+
+
+def _of_job(job: JobTimes, spans: Sequence[Span], is_starting: bool) -> AttemptLedger:
     begun = job.begun or (spans[0].begin if spans else 0.0)
     ended = spans[-1].end if spans else begun
     ending, reason = job.ending or "killed", job.reason or "no run began in it"
-    return AttemptLedger(0, job.job_id, "", 0, begun, ended, 0, 0, ending, reason, _sums(spans))
+    if is_starting:
+        ending, reason = "running", "no run has begun in it yet"
+    waited = sum(span.seconds for span in spans if not span.world_size)
+    return AttemptLedger(0, job.job_id, "", 0, begun, ended, 0, 0, ending, reason, _sums(spans), waited)
 
 
 def _stays(history: RunHistory) -> list[_Stay]:
@@ -330,7 +356,7 @@ def _stays(history: RunHistory) -> list[_Stay]:
             alone[-1].attempts.append(attempt)
         else:
             alone.append(_Stay(None, [attempt]))
-    return sorted([*stays.values(), *alone], key=lambda stay: stay.begun)
+    return sorted([*stays.values(), *alone], key=lambda stay: stay.attempts[0].started if stay.attempts else stay.begun)
 
 
 def _bounds(history: RunHistory, durable_step: int | None, is_alive: bool) -> dict[int, float]:
@@ -357,27 +383,21 @@ def _bounds(history: RunHistory, durable_step: int | None, is_alive: bool) -> di
 def _stalls(attempt: Attempt, since: float, turn: float, until: float) -> list[tuple[float, float]]:
     """Return when training waited for saves between two moments, oldest first.
 
-    Of saves to memory the journal tells in all, and not one by one: they are one piece, before the `turn`.
+    Of saves to memory the journal tells in all, and not one by one: they are put before the `turn`, between the others.
     """
-    own = [(max(begin, since), min(end, until)) for begin, end in attempt.stalls if end > since and begin < until]
-    more = attempt.other_stall_seconds
-    if more > 0 and turn >= attempt.stretches[-1].begin:
-        latest = max([since, *(end for _, end in own if end <= turn)])
-        own.append((max(latest, turn - more), turn))
-    return sorted(own)
+    own = sorted((max(begin, since), min(end, until)) for begin, end in attempt.stalls if end > since and begin < until)
+    if turn < attempt.stretches[-1].begin:
+        return own
+    more, free_until, others = attempt.other_stall_seconds, turn, list[tuple[float, float]]()
+    for begin, end in [*reversed([each for each in own if each[1] <= turn]), (since, since)]:
+        piece = min(more, max(0.0, free_until - end))
+        others.append((free_until - piece, free_until))
+        more, free_until = more - piece, begin
+    return sorted([*own, *(each for each in others if each[1] > each[0])])
 
 
 def _sums(spans: Sequence[Span]) -> dict[Kind, float]:
     return {kind: sum(span.seconds for span in spans if span.kind == kind) for kind in KINDS}
-
-
-def _failures(
-    history: RunHistory, seconds: Mapping[Kind, float], attempts: Sequence[AttemptLedger]
-) -> tuple[int, float | None]:
-    """Return how many attempts failed or were killed, and the time that was held for each of them."""
-    failures = sum(1 for each in attempts if each.ending in ("failed", "killed", "crashed", "interrupted"))
-    held = sum(seconds[kind] for kind in KINDS if kind not in WAITING)
-    return failures, held / failures if failures else None
 
 
 def _interval_seconds(history: RunHistory) -> float | None:
@@ -392,13 +412,9 @@ def _interval_seconds(history: RunHistory) -> float | None:
 
 def _advised_seconds(history: RunHistory, mtbf_seconds: float | None) -> float | None:
     """Return the interval that loses least by Daly's formula, at the measured stall and MTBF."""
-    if mtbf_seconds is None:
+    saves = [save for attempt in history.attempts for save in attempt.saves]
+    stalls = [save.stall_seconds for save in saves if save.stall_seconds is not None]
+    took = [save.durable - save.begun for save in saves if save.durable is not None]
+    if mtbf_seconds is None or not stalls or not took:
         return None
-    try:
-        trace = trace_of(history.events, history.root)
-        saves = [save.durable - save.begun for each in history.attempts for save in each.saves if save.durable]
-        if trace.stall_seconds is None:
-            return None
-        return max(best_interval_seconds(trace.stall_seconds, mtbf_seconds), median(saves) if saves else 0.0)
-    except CkptmanError:
-        return None
+    return max(best_interval_seconds(median(stalls), mtbf_seconds), median(took))

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptman.errors import plain
 from ckptman.monitoring import charts
-from ckptman.monitoring.ledger import WAITING, AttemptLedger, add
+from ckptman.monitoring.ledger import AttemptLedger, add
 from ckptman.monitoring.report import RunReport, endings_text, shares
 from ckptman.policies.intervals import duration_text
 from ckptman.policies.retention_rules import size_text
@@ -108,7 +108,7 @@ def _numbers(report: RunReport) -> list[tuple[str, str]]:
 
 
 def _attempt(attempt: AttemptLedger) -> Mapping[str, str]:
-    waited = sum(attempt.seconds[kind] for kind in WAITING)
+    waited = attempt.waited_seconds
     steps = f"{attempt.start_step:,} to {attempt.step:,}" if attempt.step else "-"
     return {
         "number": str(attempt.number or "-"),

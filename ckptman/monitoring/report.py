@@ -11,10 +11,10 @@ from typing import Any
 
 from ckptman.catalog.catalog import Catalog, Entry
 from ckptman.errors import CkptmanError
-from ckptman.monitoring.history import RunHistory, chain_folders, read_history
-from ckptman.monitoring.ledger import KINDS, Kind, Ledger, make_ledger
+from ckptman.monitoring.history import RunHistory, chain_folders, ran, read_history
+from ckptman.monitoring.ledger import KINDS, Kind, Ledger, Now, make_ledger
 from ckptman.monitoring.status import Status, read_status
-from ckptman.scheduler.slurm.accounting import ask_accounting, jobs_of_chains, merge
+from ckptman.scheduler.slurm.accounting import JobTimes, ask_accounting, jobs_of_chains, merge
 
 MOST_POINTS = 2_000
 """Of a curve no more are shown: a screen has no more columns."""
@@ -60,29 +60,45 @@ class RunReport:
 
 
 def read_reports(roots: Sequence[str | os.PathLike[str]], now: float, *, slurm: bool = True) -> list[RunReport]:
-    """Return what became of some runs. `slurm`: ask its accounting, too, where there is one.
+    """Return what became of some runs. `slurm`: ask it, too: its queue, and its accounting, where there is one.
 
     Raises: NotFoundError (no run was started in a root), ConfigError (it is one checkpoint), OSError.
     """
-    return [
-        _report(Path(root), status, now, slurm) for root, status in zip(roots, read_status(roots, now, slurm=slurm))
-    ]
+    histories = [read_history(root, now) for root in roots]
+    chains = [jobs_of_chains(chain_folders(each.attempts)) for each in histories]
+    ids = {job.job_id for found, _ in chains for job in found}
+    ids |= {attempt.job_id for history in histories for attempt in history.attempts}
+    slurm_jobs, silence = ask_accounting(ids) if slurm else ([], "")
+    reports = []
+    for history, (found, notes), status in zip(histories, chains, read_status(roots, now, slurm=slurm)):
+        if silence:
+            notes = [*notes, f"Slurm's accounting did not answer: {silence}"]
+        own = own_jobs(found, history)
+        ids = {job.job_id for job in own} | {attempt.job_id for attempt in history.attempts}
+        own = merge(own, [job for job in slurm_jobs if job.job_id in ids])
+        history = replace(history, jobs=tuple(own), notes=(*history.notes, *notes))
+        reports.append(_report(history, status, now))
+    return reports
 
 
-def _report(root: Path, status: Status, now: float, slurm: bool) -> RunReport:
-    history = read_history(root)
-    jobs, notes = jobs_of_chains(chain_folders(history.attempts))
-    if slurm:
-        ids = {attempt.job_id for attempt in history.attempts} | {job.job_id for job in jobs}
-        jobs = merge(jobs, ask_accounting(ids))
-    history = replace(history, jobs=tuple(jobs), notes=(*history.notes, *notes))
+def own_jobs(jobs: Sequence[JobTimes], history: RunHistory) -> list[JobTimes]:
+    """Return the jobs of chains without those that trained in another root, as a later phase of a training does."""
+    ours = {job.root for job in jobs for attempt in history.attempts if ran(job, attempt)} - {""}
+    return [job for job in jobs if not job.root or not ours or job.root in ours]
+
+
+def _report(history: RunHistory, status: Status, now: float) -> RunReport:
+    durable, entries = None, tuple[Entry, ...]()
     try:
-        entries = tuple(Catalog(root).complete())
+        entries = tuple(Catalog(history.root).complete())
+        durable = entries[-1].step if entries else 0
     except CkptmanError as error:
-        entries, history = (), replace(history, notes=(*history.notes, str(error)))
-    is_alive = status.state in ("running", "silent")
-    durable = entries[-1].step if entries else 0
-    return RunReport(root, history, make_ledger(history, now, durable_step=durable, is_alive=is_alive), status, entries)
+        history = replace(history, notes=(*history.notes, str(error)))
+    is_now: Now = "running" if status.state in ("running", "silent") else "over"
+    if status.state == "queued" or status.state == "starting":
+        is_now = status.state
+    ledger = make_ledger(history, now, durable_step=durable, is_now=is_now)
+    return RunReport(history.root, history, ledger, status, entries)
 
 
 def as_data(report: RunReport) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from ckptman.monitoring.history import Attempt, RunHistory, chain_folders, histo
 from ckptman.policies.retention_rules import is_known_time
 from ckptman.runtime.journal import read_journal
 from ckptman.scheduler.chain_record import Chain, State
+from ckptman.scheduler.local_record import is_gone
 from ckptman.scheduler.slurm.commands import Job, ask_queue
 
-RunState = Literal["running", "silent", "queued", "finished", "stopped", "failed", "killed", "not started"]
+RunState = Literal["running", "silent", "starting", "queued", "finished", "stopped", "failed", "killed", "not started"]
 SILENT_SECONDS = 600.0
 """A run on another machine that has said nothing for so long may be dead; only its lock and its scheduler know."""
 _TAIL_BYTES = 512 * 1024
@@ -31,8 +32,9 @@ _BREACHES_SHOWN = 3
 class Status:
     """How a run stands. Times in unix seconds, durations in seconds; None: not known, or there is none.
 
-    `state`: running; silent (it should be running, and nothing is heard of it); queued (its next job waits); finished;
-    stopped, failed, killed (the last attempt ended so, and nothing of it is in the queue); not started.
+    `state`: running; silent (it should be running, and nothing is heard of it); starting (its next attempt has begun,
+    and has not said so yet); queued (its next job waits); finished; stopped, failed, killed (the last attempt ended so,
+    and nothing of it is to be seen); not started.
     """
 
     root: str
@@ -46,6 +48,8 @@ class Status:
     step: int | None = None
     total_steps: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics_step: int | None = None
+    """The step that they are of: a run tells them every 30 s, and with each checkpoint."""
     step_seconds: float | None = None
     heard: float | None = None
     saved_step: int | None = None
@@ -76,7 +80,7 @@ def read_status(roots: Sequence[str | os.PathLike[str]], now: float, *, slurm: b
 
     Slurm is asked once for all of them, and not at all where no job is known, or `slurm` is false.
     """
-    looks = [_Look.at(Path(root)) for root in roots]
+    looks = [_Look.at(Path(root), now) for root in roots]
     ids = {job_id for look in looks for job_id in look.job_ids}
     queue = ask_queue(ids, os.environ) if slurm and ids else None
     return [look.status(now, queue) for look in looks]
@@ -92,20 +96,25 @@ class _Look:
     chain: Chain | None = None
     chain_state: State | None = None
     job_ids: tuple[str, ...] = ()
+    goes_on: bool = False
+    """Whether its chain does, as far as that knows."""
     lives: bool | None = False
     """Whether its last process does; None: this machine cannot tell."""
     trouble: str = ""
 
     @classmethod
-    def at(cls, root: Path) -> _Look:
+    def at(cls, root: Path, now: float) -> _Look:
         look = cls(root)
         try:
             check_is_no_checkpoint(root)
             look.entries = Catalog(root).look()
-            look.history = _recent(root)
+            look.history = _recent(root, now)
             owner = read_owner(root)
             look.lives = process_lives(owner) if owner is not None else False
             look._look_at_chain()
+            last = look.history.last
+            if owner is not None and last is not None and owner.run_id != last.run_id:
+                look.lives = False  # somebody works in the root, such as a rollback, and not the run
         except (CkptmanError, OSError) as error:
             look.trouble = str(error)
         return look
@@ -115,11 +124,13 @@ class _Look:
         ids = [last.job_id] if last is not None and last.job_id else []
         for folder in chain_folders([last] if last is not None else [])[-1:]:
             try:
+                self.chain_state = Chain(folder).state
                 self.chain = Chain(folder)
-                self.chain_state = self.chain.state
+                self.goes_on = self.chain_state.state == "active" and not is_gone(self.chain.spec, self.chain_state)
                 ids += [job.job_id for job in self.chain.jobs()[-3:]]
-            except (CkptmanError, OSError):
-                self.chain = None  # it was removed: the run is known by its root alone
+            except (CkptmanError, OSError) as error:
+                if folder.is_dir():  # else it was removed: the run is known by its root alone
+                    self.trouble = str(error)
         self.job_ids = tuple(dict.fromkeys(ids))
 
     def status(self, now: float, queue: Mapping[str, Job] | None) -> Status:
@@ -138,9 +149,11 @@ class _Look:
         if last is None:
             return Status(str(self.root), "not started", **saved)
         state, reason = self._state(last, now, queue)
-        metrics = next((dict(each[2]) for each in reversed(last.curve) if each[2]), {})
+        metrics_step, metrics = _metrics(last, newest)
         pace, is_at_work = last.step_seconds, state in ("running", "silent")
-        left = last.total_steps - last.step if last.total_steps is not None else None
+        step = last.step if last.stretches else saved["saved_step"] or 0
+        left = last.total_steps - step if last.total_steps is not None else None
+        mark = last.stretches[-1].last_time if last.stretches else last.last
         return Status(
             str(self.root),
             state,
@@ -150,15 +163,16 @@ class _Look:
             job_id=last.job_id,
             host=last.host,
             ranks=last.world_size,
-            step=last.step,
+            step=step,
             total_steps=last.total_steps,
             metrics=metrics,
+            metrics_step=metrics_step,
             step_seconds=pace,
             heard=last.last,
-            memory_step=self._memory_step(last),
+            memory_step=self._memory_step(last) if is_at_work else None,
             next_save=_upcoming(last, newest) if is_at_work else None,
             deadline=last.deadline if is_at_work else None,
-            end=last.last + max(0, left) * pace if is_at_work and left is not None and pace is not None else None,
+            end=mark + max(0, left) * pace if state == "running" and left is not None and pace is not None else None,
             chain=str(self.chain.folder) if self.chain is not None else "",
             chain_state=self.chain_state.state if self.chain_state is not None else "",
             queue=self._queue(queue),
@@ -180,7 +194,12 @@ class _Look:
         if last.state == "finished":
             return "finished", last.reason
         ended = f"attempt {last.number} was killed" if last.state == "running" else last.reason
-        if waits and (self.chain_state is None or self.chain_state.state == "active"):
+        runs = next((job for job_id, job in (queue or {}).items() if job_id in self.job_ids and job.runs), None)
+        if runs is not None and self.chain_state is not None:
+            return "starting", f"job {runs.id} runs; before it: {ended}"
+        if self.goes_on and self.chain is not None and self.chain.spec.scheduler == "local":
+            return "starting", f"its chain goes on; before: {ended}"
+        if waits and (self.chain_state is None or self.goes_on):
             job = waits[0]
             return "queued", f"job {job.id}: {job.told.lower()}; before it: {ended}"
         if last.state == "running":
@@ -191,39 +210,55 @@ class _Look:
         if newest is None:
             return ()
         held = read_drained(self.root)
-        return ("disk", *(tier for tier, records in held.items() if newest.step in {each.step for each in records}))
+        whole = {tier: {each.step for each in records if not each.damaged} for tier, records in held.items()}
+        return ("disk", *(tier for tier, steps in whole.items() if newest.step in steps))
 
     def _memory_step(self, last: Attempt) -> int | None:
-        """Return the newest step in memory as far as the journal says: it notes the first of each attempt."""
-        if self.history is None or not any(
-            event.get("event") == "memory_saved" and event.get("attempt") == last.number
-            for event in self.history.events
-        ):
-            return None
-        steps = [event.get("memory_step") for event in self.history.events if event.get("event") == "progress"]
-        return next((step for step in reversed(steps) if isinstance(step, int)), None)
+        """Return the newest step in memory as the attempt told it last."""
+        events = self.history.events if self.history is not None else ()
+        own = [each for each in events if each.get("event") == "progress" and each.get("attempt") == last.number]
+        step = own[-1].get("memory_step") if own else None
+        return step if isinstance(step, int) else None
 
     def _queue(self, queue: Mapping[str, Job] | None) -> tuple[str, ...]:
         found = [(queue or {}).get(job_id) for job_id in self.job_ids]
-        return tuple(f"{job.id} {job.told.lower()}" for job in found if job is not None and not job.over)
+        return tuple(f"job {job.id} {job.told.lower()}" for job in found if job is not None and not job.over)
 
 
 def _upcoming(last: Attempt, newest: Entry | None) -> Mapping[str, Any] | None:
-    """Return the save that the run foresaw, unless it has been made since."""
+    """Return the save that the run foresaw; where that has been made since, the one that comes as the last two came."""
     step = last.next_save.get("step") if last.next_save is not None else None
-    return last.next_save if isinstance(step, int) and (newest is None or step > newest.step) else None
+    if isinstance(step, int) and (newest is None or step > newest.step):
+        return last.next_save
+    if len(last.saves) < 2:
+        return None
+    before, save = last.saves[-2:]
+    step = 2 * save.step - before.step
+    seconds = max(0, step - last.step) * (last.step_seconds or 0.0)
+    return {"step": step, "seconds": seconds, "reason": save.reason} if step > save.step else None
 
 
-def _recent(root: Path) -> RunHistory:
+def _metrics(last: Attempt, newest: Entry | None) -> tuple[int | None, Mapping[str, float]]:
+    """Return the newest metrics that are known, and of which step."""
+    step, metrics = next(((step, found) for _, step, found in reversed(last.curve) if found), (None, {}))
+    manifest = newest.manifest if newest is not None else None
+    is_known = manifest is not None and manifest.metrics and manifest.attempt == last.number
+    if is_known and manifest is not None and (step is None or manifest.step > step):
+        return manifest.step, dict(manifest.metrics)
+    return step, dict(metrics)
+
+
+def _recent(root: Path, now: float) -> RunHistory:
     """Return the history of a run, as a rule no more than its last attempt. Raises: NotFoundError, OSError."""
     path = journal_path(root)
     if not os.path.lexists(path):
         return history_of(root, [])
     events, _ = read_journal(path, _TAIL_BYTES)
-    history = history_of(root, events)
-    if history.last is None and events:  # one attempt that goes on for long
-        history = history_of(root, read_journal(path)[0])
-    return history
+    numbers = [event["attempt"] for event in events if "attempt" in event]
+    starts = [event.get("attempt") for event in events if event.get("event") == "attempt_started"]
+    if numbers and numbers[-1] not in starts:  # one attempt that goes on for long
+        events, _ = read_journal(path)
+    return history_of(root, events, now=now)
 
 
 def _breaches(history: RunHistory | None, last: Attempt) -> tuple[str, ...]:

@@ -171,7 +171,8 @@ def _events(path: Path, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise NotFoundError(f"{os.fspath(path)} is not a journal, but a link: remove it") from error
-        error.filename = error.filename or os.fspath(path)
+        if not isinstance(error.filename, str):  # a folder is opened, and cannot be read
+            error.filename = os.fspath(path)
         raise
     lines = data.split(b"\n")
     events, torn = [], 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckptman.errors import EXIT_AGAIN, EXIT_OK, CorruptError, ExistsError, RootError, SchedulerError
 from ckptman.io.durable_files import DISK
 from ckptman.policies.resubmit import Attempt, decide
-from ckptman.runtime.outcome import ATTEMPT_ENV, OUTCOME_ENV, read_outcome
+from ckptman.runtime.outcome import ATTEMPT_ENV, CHAIN_ENV, OUTCOME_ENV, read_outcome
 from ckptman.scheduler.chain import Say, gone_text, judge, newest_sequence, patient, spoilt_text
 from ckptman.scheduler.process_tree import ATTEMPT_ID_ENV, ProcessTree, handles
 from ckptman.scheduler.signal_queue import ENDING, SignalQueue
@@ -82,7 +82,7 @@ def _run_attempts(
         while (stop := scheduler.stop_asked()) is None:
             number = len(attempts) + 1
             outcome_file = chain_dir / f"outcome-{number}.json"
-            marks = {ATTEMPT_ENV: str(number), OUTCOME_ENV: str(outcome_file)}
+            marks = {ATTEMPT_ENV: str(number), OUTCOME_ENV: str(outcome_file), CHAIN_ENV: str(chain_dir)}
             record.begin(number)
             returncode = scheduler.run_attempt(command, {**os.environ, **marks})
             try:

@@ -80,15 +80,18 @@ class StepReporter:
         if not self._count:
             self._told = self._told._replace(seconds=time.monotonic())
 
-    def step_ended(self, step: int, metrics: object) -> None:
-        """Note that a step has ended, with what a save would take for its metrics, which does not change any more."""
+    def step_ended(self, step: int, metrics: object, *, is_saved: bool = False) -> None:
+        """Note that a step has ended, with what a save would take for its metrics, which does not change any more.
+
+        `is_saved`: a run may go on from it, so what trackers are to know of it is told now.
+        """
         now = time.monotonic()
         if not self._count:
             self._begin()
         self._count += 1
         numbers = metrics if isinstance(metrics, dict) else {}
         self._waiting.append(_Ended(self._count, step, now, self._stall.seconds, numbers))
-        if self._arriving is not None or now >= self._due_seconds:
+        if self._arriving is not None or is_saved or now >= self._due_seconds:
             self._look(now)
 
     def finish(self, *, wait: bool) -> None:

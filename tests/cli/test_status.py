@@ -67,7 +67,7 @@ def test_torn_lines_are_said_and_left_out(root: Path, capsys: pytest.CaptureFixt
     journal = root / ".ckptman/journal.jsonl"
     journal.write_text('{"time": 1, "eve\n\x00\x00\x00\n' + journal.read_text() + '{"time": 3')
     assert main(["report", str(root)]) == 0
-    assert "note: 3 lines of its journal cannot be read, and are left out" in capsys.readouterr().out
+    assert "note: 3 of the lines of its journal cannot be read, and are left out" in capsys.readouterr().out
 
 
 def test_without_matplotlib_there_is_no_page_and_all_else(

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from ckptman.monitoring.history import history_of
-from ckptman.monitoring.ledger import KINDS, Ledger, add, make_ledger
+from ckptman.monitoring.ledger import KINDS, Ledger, Now, add, make_ledger
 from ckptman.scheduler.slurm.accounting import JobTimes
 from tests.monitoring.invented_run import InventedRun, invented
 
 ROOT = Path("root")
 
 
-def ledger_of(run: InventedRun, *, jobs: bool = True, now: float | None = None, alive: bool = False) -> Ledger:
+def ledger_of(run: InventedRun, *, jobs: bool = True, now: float | None = None, is_now: Now = "over") -> Ledger:
     history = history_of(ROOT, run.events, run.jobs if jobs else ())
-    return make_ledger(history, run.now if now is None else now, is_alive=alive)
+    return make_ledger(history, run.now if now is None else now, is_now=is_now)
 
 
 def check_whole(ledger: Ledger) -> None:
@@ -70,11 +70,11 @@ def test_a_run_at_work() -> None:
     run.job("stopped", 300)
     run.job("killed", 250)
     run.jobs[-1] = replace(run.jobs[-1], ended=None)
-    ledger = ledger_of(run, alive=True)
+    ledger = ledger_of(run, is_now="running")
     check_whole(ledger)
     assert ledger.attempts[-1].ending == "running"
     assert ledger.seconds["repeated"] == 0  # what is not saved yet is not lost yet
-    quiet = ledger_of(run, now=run.now + 1000, alive=True)
+    quiet = ledger_of(run, now=run.now + 1000, is_now="running")
     check_whole(quiet)
     assert quiet.seconds["hung"] == pytest.approx(1000, abs=40)
 
@@ -141,7 +141,89 @@ def test_a_clock_that_jumps() -> None:
         event["time"] -= 10_000
     ledger = ledger_of(run)
     check_whole(ledger)
-    assert any("a clock went back by" in note for note in ledger.notes)
+    assert any("clocks were off by up to" in note for note in ledger.notes)
+
+
+@pytest.mark.parametrize("which", ["one event", "the beginning", "an attempt ahead", "an attempt behind", "the last"])
+def test_a_clock_that_was_wrong_costs_no_more_than_what_it_hid(which: str) -> None:
+    run = InventedRun(11)
+    places = [0]
+    for ending in ("stopped", "killed", "stopped"):
+        run.job(ending, 2000)
+        places.append(len(run.events))
+    right = ledger_of(run).seconds["training"]
+    year, (_, second, third, end) = 365 * 86400.0, places
+    wrong, off = {
+        "one event": ([second + 20], year),
+        "the beginning": (range(second, second + 8), year),
+        "an attempt ahead": (range(second, third), year),
+        "an attempt behind": (range(second, third), -6000.0),
+        "the last": ([end - 1], year),
+    }[which]
+    for place in wrong:
+        run.events[place]["time"] += off
+    history = history_of(ROOT, run.events, now=run.now)
+    ledger = make_ledger(history, run.now)
+    check_whole(ledger)
+    assert ledger.seconds["training"] == pytest.approx(right, rel=0.1)
+    assert any("clocks were off" in note for note in ledger.notes)
+
+
+def test_a_process_that_waited_for_the_root_hides_no_attempt() -> None:
+    run = InventedRun(12)
+    run.job("stopped", 200)
+    run.job("stopped", 200)
+    second = [event for event in run.events if event["event"] == "attempt_started"][1]
+    second["process_seconds"] = run.begun
+    for event in run.events:
+        event.pop("job_id", None)
+    ledger = ledger_of(run, jobs=False)
+    check_whole(ledger)
+    assert [each.number for each in ledger.attempts] == [1, 2]
+    assert ledger.seconds["training"] == pytest.approx(run.truth["training"], rel=0.05)
+
+
+def test_a_line_that_is_lost_loses_no_training() -> None:
+    run = InventedRun(13)
+    run.job("stopped", 500)
+    run.events = [event for event in run.events if event["event"] != "first_step"]
+    assert ledger_of(run).seconds["training"] == pytest.approx(run.truth["training"], rel=0.05)
+
+
+@pytest.mark.parametrize(("is_now", "ending"), [("starting", "running"), ("over", "killed")])
+def test_a_job_that_has_begun_and_no_run_in_it(is_now: Now, ending: str) -> None:
+    run = InventedRun(14)
+    run.job("stopped", 100)
+    run.jobs.append(JobTimes("2", run.now, run.now + 50, None))
+    ledger = ledger_of(run, now=run.now + 150, is_now=is_now)
+    check_whole(ledger)
+    assert ledger.attempts[-1].ending == ending
+    more = 100 if is_now == "starting" else 0
+    assert ledger.seconds["starting"] == pytest.approx(run.truth["starting"] + more, abs=1)
+
+
+def test_a_job_that_waits_now_is_counted() -> None:
+    run = InventedRun(15)
+    run.job("stopped", 100)
+    ledger = ledger_of(run, now=run.now + 5000, is_now="queued")
+    assert ledger.seconds["queueing"] == pytest.approx(run.truth["queueing"] + 5000, abs=1)
+
+
+def test_slow_steps_are_no_hang() -> None:
+    run = InventedRun(16, step_seconds=300.0, interval_steps=10)
+    run.job("killed", 25)
+    run.jobs[-1] = replace(run.jobs[-1], ended=run.now + 250)
+    assert ledger_of(run, now=run.now + 250).seconds["hung"] == 0
+
+
+def test_what_is_held_and_not_known_is_no_free_time() -> None:
+    run = InventedRun(17)
+    run.job("killed", 120)
+    run.events = [event for event in run.events if event["event"] != "progress"]
+    run.jobs[-1] = replace(run.jobs[-1], ended=run.now + 10_000)
+    ledger = ledger_of(run, now=run.now + 10_000)
+    assert ledger.seconds["unknown"] > 9_000
+    assert ledger.held_seconds > 10_000
 
 
 def test_nothing_but_a_beginning() -> None:

@@ -81,7 +81,7 @@ def test_its_next_job_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(status_module, "ask_queue", queue)
     found = status_of(root)
-    assert (found.state, found.queue) == ("queued", ("7 pending, resources",))
+    assert (found.state, found.queue) == ("queued", ("job 7 pending, resources",))
     assert "attempt 1 was killed" in found.reason
     assert status_of(root, slurm=False).state == "killed"
     assert asked == [{"7"}]

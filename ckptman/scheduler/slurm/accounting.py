@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import shutil
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptman.errors import CkptmanError
 from ckptman.scheduler.chain_record import SPEC, Chain
+from ckptman.scheduler.slurm.commands import call
 
 _SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", "--format")
 _FIELDS = "JobIDRaw,Submit,Start,End,State"
-_CALL_SECONDS = 10.0
+_MOST_IDS = 500
+"""In one question."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class JobTimes:
     """One start of a job; a job that was requeued has several. Times in unix seconds; None: not known, or not yet.
 
     `ending`, `reason`: how its attempt ended, as the chain says (finished, stopped, crashed, interrupted), or Slurm.
-    `attempt`: its number in the chain; 0 where there is none.
+    `attempt`, `chain`: its number in the chain, and the folder of that; 0 and "" where there is none. `root`: that of
+    its run, where it said so.
     """
 
     job_id: str
@@ -31,6 +34,8 @@ class JobTimes:
     ending: str = ""
     reason: str = ""
     attempt: int = 0
+    chain: str = ""
+    root: str = ""
 
 
 def jobs_of_chains(folders: Iterable[Path]) -> tuple[list[JobTimes], list[str]]:
@@ -50,45 +55,45 @@ def jobs_of_chains(folders: Iterable[Path]) -> tuple[list[JobTimes], list[str]]:
 
 def _jobs_of(chain: Chain) -> list[JobTimes]:
     submitted = {job.job_id: job.time_seconds for job in chain.jobs()}
-    ends = chain.ends()
+    ends, is_local = chain.ends(), chain.spec.scheduler == "local"
     found = []
     for attempt in chain.attempts():
         end = ends.get(attempt.number)
+        # A job that is requeued was in the queue again since its attempt before ended; without Slurm there is none.
+        waited_since = submitted.get(attempt.job_id) if attempt.restart == 0 else None
         found.append(
             JobTimes(
-                attempt.job_id,
-                # A job that is requeued was in the queue again since its attempt before ended.
-                submitted.get(attempt.job_id) if attempt.restart == 0 else None,
+                "" if is_local else attempt.job_id,
+                attempt.begun_seconds if is_local else waited_since,
                 attempt.begun_seconds,
                 end.ended_seconds if end else None,
                 end.ending if end else "",
                 end.reason if end else "",
                 attempt.number,
+                str(chain.folder),
+                end.root if end else "",
             )
         )
     return found
 
 
-def ask_accounting(ids: Collection[str]) -> list[JobTimes]:
-    """Return what Slurm's accounting knows of jobs, one entry for each start; nothing where there is none to ask."""
-    wanted = sorted(each for each in ids if each.isdigit())
-    if not wanted:
-        return []
+def ask_accounting(ids: Collection[str]) -> tuple[list[JobTimes], str]:
+    """Return what Slurm's accounting knows of jobs, one entry for each start, and why not if it does not answer.
+
+    Nothing, and no reason, where there is none to ask.
+    """
+    wanted, found = sorted(each for each in ids if each.isdigit()), list[JobTimes]()
+    if not wanted or shutil.which(_SACCT[0]) is None:
+        return [], ""
     # As seconds since 1970: a time of day says nothing of its zone.
     environ = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
-    try:
-        done = subprocess.run(
-            [*_SACCT, _FIELDS, "--jobs", ",".join(wanted)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_CALL_SECONDS,
-            stdin=subprocess.DEVNULL,
-            env=environ,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return parse_accounting(done.stdout) if done.returncode == 0 else []
+    for place in range(0, len(wanted), _MOST_IDS):
+        command = (*_SACCT, _FIELDS, "--jobs", ",".join(wanted[place : place + _MOST_IDS]))
+        answer = call(command, environ, None)
+        if answer.code != 0:
+            return found, "" if "accounting storage is disabled" in answer.said.lower() else answer.said
+        found += parse_accounting(answer.out)
+    return found, ""
 
 
 def parse_accounting(text: str) -> list[JobTimes]:
@@ -117,7 +122,7 @@ def merge(chain: Sequence[JobTimes], slurm: Sequence[JobTimes]) -> list[JobTimes
                 job, submitted=same.submitted or job.submitted, begun=same.begun, ended=same.ended or job.ended
             )
         merged.append(job)
-    merged += [each for each in left if each.job_id not in {job.job_id for job in chain} and each.begun is not None]
+    merged += [each for each in left if each.begun is not None]
     return sorted(merged, key=lambda job: job.begun or 0.0)
 
 

@@ -89,7 +89,8 @@ class Answer:
     @property
     def said(self) -> str:
         """Its own words, or as much as there is."""
-        return self.err.strip() or self.out.strip() or f"exit code {self.code}"
+        said = self.err.strip() or self.out.strip() or f"exit code {self.code}"
+        return "; ".join(filter(None, map(str.strip, said.splitlines())))
 
     @property
     def passes(self) -> bool:
