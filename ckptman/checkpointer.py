@@ -558,20 +558,25 @@ class Checkpointer:
         self._closed = True
         try:
             self._write_the_end()
+        except BaseException:  # Ctrl-C: a notebook's next cell finds the root free
+            self._session.release(fill_tiers=False)
+            raise
         finally:
             self._let_go()
 
     def _write_the_end(self) -> None:
         """Write the outcome, and stop all that works behind the training."""
         self._watchdog.beat("save", self._timings.previous_step)
-        if self._reporter is not None:
-            self._reporter.finish(wait=True)
-        finish_health(self._health, self._control)
         state: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
         code = EXIT_OK if self._stop is None else EXIT_AGAIN
-        stall_seconds = self._timings.stall.seconds
-        reason = self._stop or "the run ended"
-        self._session.end(state, self._timings.previous_step, reason, code, stall_seconds=stall_seconds)
+        step, reason = self._timings.previous_step, self._stop or "the run ended"
+
+        def last_words() -> None:
+            if self._reporter is not None:
+                self._reporter.finish(wait=True)
+            finish_health(self._health, self._control)
+
+        self._session.end(state, step, reason, code, last_words, stall_seconds=self._timings.stall.seconds)
         self._held.close()
         if self._memory is not None:
             self._memory.saves.close()
@@ -778,10 +783,12 @@ class Checkpointer:
     def _let_go(self) -> None:
         """Be closed: nothing is told at exit, and signals that were taken here are given back."""
         self._left_open.detach()
-        if self._reporter is not None:
-            self._reporter.close()
-        with contextlib.suppress(ValueError):  # not in the main thread
-            self._listening.close()
+        try:
+            if self._reporter is not None:
+                self._reporter.close()
+        finally:
+            with contextlib.suppress(ValueError):  # not in the main thread
+                self._listening.close()
 
     def _fail(self, error: BaseException) -> None:
         """End with an error: do nothing that needs the other ranks, who may be gone."""
@@ -790,6 +797,9 @@ class Checkpointer:
         self._closed = True
         try:
             self._write_the_failure(error)
+        except BaseException:
+            self._session.release(fill_tiers=False)
+            raise
         finally:
             self._let_go()
 
@@ -802,11 +812,14 @@ class Checkpointer:
         _, failed = self._saver.wait()
         if failed is not None:
             warn(str(failed))
-        if self._reporter is not None:
-            self._reporter.finish(wait=False)
-        if self._health is not None:
-            self._health.close()
-        self._session.fail(self._timings.previous_step, error, stall_seconds=self._timings.stall.seconds)
+
+        def last_words() -> None:
+            if self._reporter is not None:
+                self._reporter.finish(wait=False)
+            if self._health is not None:
+                self._health.close()
+
+        self._session.fail(self._timings.previous_step, error, last_words, stall_seconds=self._timings.stall.seconds)
         self._held.close()
         if self._memory is not None:
             self._memory.close()

@@ -102,6 +102,7 @@ class RunHealth:
         # Of the step that is under way, and of those that are over.
         self._lap_began: float | None = None
         self._waited = 0.0
+        self._is_in_work = False
         self._sections: list[_Section] = []
         self._open: deque[list[_Section]] = deque(maxlen=_MOST_OPEN)
         self._steps: deque[float] = deque(maxlen=_MOST_LAPS)
@@ -113,10 +114,14 @@ class RunHealth:
     @contextmanager
     def own_work(self) -> Iterator[None]:
         """Time what is done inside, on the host and on its device."""
-        event, begun = _event(), time.perf_counter()
+        if self._is_in_work or len(self._sections) >= _MOST_LAPS:  # it is timed already, or no step ends
+            yield
+            return
+        self._is_in_work, event, begun = True, _event(), time.perf_counter()
         try:
             yield
         finally:
+            self._is_in_work = False
             self._sections.append(_Section(time.perf_counter() - begun, event, _event() if event is not None else None))
 
     def step_ended(self) -> None:

@@ -6,9 +6,10 @@ import contextlib
 import math
 import os
 import socket
+import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -162,18 +163,26 @@ class RunSession:
         write_outcome(outcome_path(self.root), outcome)
 
     def end(
-        self, state: Literal["finished", "stopped", "failed"], step: int, reason: str, exit_code: int, **fields: object
+        self,
+        state: Literal["finished", "stopped", "failed"],
+        step: int,
+        reason: str,
+        exit_code: int,
+        before_event: Callable[[], None] = lambda: None,
+        **fields: object,
     ) -> None:
-        """Write outcome and last event, which has the `fields` too. Trouble on the way is a warning, and does not hide
-        why the attempt ended."""
+        """Write outcome and last event, which has the `fields` too, and between them call `before_event`: what the
+        journal is still to be told. Trouble on the way is a warning, and does not hide why the attempt ended."""
         self.ended = state
         if state == "failed" and self._failed_already():
+            before_event()
             return
         if self.claim is not None:
             try:
                 self.write_outcome(state, step, reason, exit_code)
             except OSError as error:
                 warn(f"the outcome could not be written: {error}")
+        before_event()
         self.note(state, sync=True, step=step, reason=reason, **fields)
 
     def _failed_already(self) -> bool:
@@ -193,15 +202,17 @@ class RunSession:
             with contextlib.suppress(OSError):
                 report_node(this_node(os.environ), masked(str(error)), os.environ)
 
-    def fail(self, step: int, error: BaseException, *, stall_seconds: float = 0.0) -> None:
-        """End with an error."""
+    def fail(
+        self, step: int, error: BaseException, before_event: Callable[[], None], *, stall_seconds: float = 0.0
+    ) -> None:
+        """End with an error; `before_event` as in `end`."""
         name = type(error).__name__
         fields = {"error": name, "cause": cause_of(error), "stall_seconds": stall_seconds}
         try:
             text = f"{name}: {error}"
         except Exception:  # noqa: BLE001 a user's class of errors may have no text
             text = name
-        self.end("failed", step, text, getattr(error, "exit_code", 1), **fields)
+        self.end("failed", step, text, getattr(error, "exit_code", 1), before_event, **fields)
 
     def save_info(
         self,
@@ -229,10 +240,10 @@ class RunSession:
             metrics=numbers,
         )
 
-    def release(self) -> None:
+    def release(self, *, fill_tiers: bool = True) -> None:
         """Close the journal and give the root free; before that, where the run is finished, fill the tiers."""
         if self.drainer is not None:
-            self.drainer.close(finish=self.ended == "finished")
+            self.drainer.close(finish=fill_tiers and self.ended == "finished")
         if self.journal is not None:
             self.journal.close()
         if self.claim is not None:
@@ -270,7 +281,9 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
         facts = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}
         told = {"launch": launch_of(os.environ), "chain": os.environ.get(CHAIN_ENV), "total_steps": total_steps}
         facts |= {name: value for name, value in told.items() if value}
-        session.note("attempt_started", sync=True, run_id=run_id, process_seconds=process_started(), **facts)
+        if "ipykernel" not in sys.modules:  # of a notebook the process may be days old
+            facts["process_seconds"] = process_started()
+        session.note("attempt_started", sync=True, run_id=run_id, **facts)
         session.write_outcome("running", 0, "", 0)
     except BaseException:
         held.release()

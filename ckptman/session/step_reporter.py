@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,12 +29,14 @@ TRACKER_SECONDS = 1.0
 MOST_METRICS = 16
 """Of so many at most a `progress` tells, by names of at most `_MOST_NAME` characters: it is to stay a short line."""
 _MOST_NAME = 64
+_MANY_NUMBERS = 1000
+"""When so many metrics wait they are handed on: to do that for more at once would be felt."""
 _WRITE_SECONDS = 5.0
 """How long the end of the run waits for the last `progress`."""
 
 
 class _Ended(NamedTuple):
-    """A step that ended, the so manieth of this attempt: when, and for how long saves had blocked training by then."""
+    """A step that ended, number `position` of this attempt: when, and how long saves had blocked training by then."""
 
     position: int
     step: int
@@ -67,7 +70,7 @@ class StepReporter:
         self._every_seconds = min(TRACKER_SECONDS, PROGRESS_SECONDS) if trackers else PROGRESS_SECONDS
         self._waiting: deque[_Ended] = deque(maxlen=MOST_WAITING if trackers else 1)
         self._arriving: _Arriving | None = None
-        self._count, self._due_seconds = 0, 0.0
+        self._count, self._numbers, self._due_seconds = 0, 0, 0.0
         self._is_started = False
         self._newest = self._told = _Ended(0, 0, time.monotonic(), 0.0, {})
         """The last steps that the thread, and the journal, know of."""
@@ -91,7 +94,8 @@ class StepReporter:
         self._count += 1
         numbers = metrics if isinstance(metrics, dict) else {}
         self._waiting.append(_Ended(self._count, step, now, self._stall.seconds, numbers))
-        if self._arriving is not None or is_saved or now >= self._due_seconds:
+        self._numbers += len(numbers)
+        if self._arriving is not None or is_saved or now >= self._due_seconds or self._numbers > _MANY_NUMBERS:
             self._look(now)
 
     def finish(self, *, wait: bool) -> None:
@@ -99,8 +103,8 @@ class StepReporter:
         given, which one that has failed may never."""
         if not self._count:
             return
-        self._look(time.monotonic(), last=True, wait=wait)
-        self._look(time.monotonic(), last=True, wait=wait)
+        for _ in range(2):  # what was on its way, and what has ended since
+            self._look(time.monotonic(), last=True, wait=wait)
         self._thread.put(self._write)
         self._thread.end()
         self._thread.wait(_WRITE_SECONDS)
@@ -116,11 +120,12 @@ class StepReporter:
             self.starts(0)
         with contextlib.suppress(RuntimeError):  # no more threads: nothing is told
             self._thread.start()
+            weakref.finalize(self, self._thread.end)
 
     def _look(self, now: float, *, last: bool = False, wait: bool = False) -> None:
         """Hand on what is on the host, or begin to bring it there. `last`: what is not there now is left out."""
         if self._arriving is None:
-            steps = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            steps, self._numbers = [self._waiting.popleft() for _ in range(len(self._waiting))], 0
             self._arriving = _begin_arriving(steps)
             self._due_seconds = now + self._every_seconds
         is_there = _is_there(self._arriving.events, wait=wait)
@@ -166,7 +171,7 @@ def _begin_arriving(steps: list[_Ended]) -> _Arriving:
     on_devices: dict[tuple[torch.device, torch.dtype], list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
     for each in steps:
         for name, metric in each.metrics.items():
-            if isinstance(metric, torch.Tensor):
+            if isinstance(metric, torch.Tensor) and (type(metric) is not torch.Tensor or metric.device.type != "cpu"):
                 one = each.metrics[name] = _one_number(metric)
                 if one is not None and one.device.type != "cpu":
                     on_devices.setdefault((one.device, one.dtype), []).append((each.metrics, name, one))
@@ -210,5 +215,5 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for name, metric in metrics.items():
         with contextlib.suppress(Exception):  # a user's own class may raise anything
-            found[str(name)] = float(metric)
+            found[str(name)] = float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
     return found

@@ -19,8 +19,9 @@ import torch
 
 import ckptman
 from ckptman.errors import ConfigError
-from ckptman.format.paths import journal_path
+from ckptman.format.paths import journal_path, outcome_path
 from ckptman.runtime.journal import read_journal
+from ckptman.runtime.outcome import read_outcome
 from ckptman.runtime.tracker import TrackedRun
 from ckptman.session import step_reporter, tracker_threads
 from tests.helpers.fake_device import fake_devices
@@ -253,3 +254,41 @@ def test_a_checkpointer_that_nobody_has_any_more_goes_away(tmp_path: Path) -> No
 def test_what_is_no_tracker_is_refused(trackers: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ckptman\.Tracker"):
         ckptman.Checkpointer(tmp_path, {"step": 0}, trackers=trackers)
+
+
+@pytest.mark.parametrize("how", ["finished", "failed"])
+def test_ctrl_c_while_the_end_is_told_leaves_an_outcome_and_a_free_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def interrupted(self: step_reporter.StepReporter, *, wait: bool) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt, ValueError):
+        patch.setattr(step_reporter.StepReporter, "finish", interrupted)
+        with checkpointer_in(tmp_path / "root") as checkpointer:
+            checkpointer.step(1, {"loss": 1.0})
+            if how == "failed":
+                raise ValueError("boom")
+    outcome = read_outcome(outcome_path(tmp_path / "root"))
+    assert outcome is not None
+    assert outcome.state == how
+    with checkpointer_in(tmp_path / "root") as checkpointer:
+        checkpointer.restore()
+
+
+def test_a_saved_step_is_handed_on_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_reporter, "TRACKER_SECONDS", 3600.0)
+    told = threading.Event()
+
+    class Waiting(Recorder):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            super().log(step, metrics)
+            if step == 5:
+                told.set()
+
+    tracker = Waiting()
+    with checkpointer_in(tmp_path / "root", tracker, save_policy=ckptman.EverySteps(5)) as checkpointer:
+        for step in range(1, 8):
+            checkpointer.step(step, {"loss": 1 / step})
+        assert told.wait(30)
+        assert [step for step, _ in tracker.of("log")] == [1, 2, 3, 4, 5]
