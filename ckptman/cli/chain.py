@@ -217,7 +217,7 @@ def _row(attempt: AttemptRecord, end: EndRecord | None, now: float) -> tuple[str
         console.plain(attempt.nodes) or "-",
         f"{console.age(now - attempt.begun_seconds)} ago",
         console.age(took),
-        str(end.step) if end else "-",
+        str(end.step) if end and end.step else "-",  # one that was killed did not say
         console.plain(ending),
     )
 

@@ -12,7 +12,7 @@ from ckptman.monitoring import charts
 from ckptman.monitoring.ledger import AttemptLedger, add
 from ckptman.monitoring.report import RunReport, endings_text, shares
 from ckptman.policies.intervals import duration_text
-from ckptman.policies.retention_rules import size_text
+from ckptman.policies.retention_rules import bytes_text
 
 _MOST_ATTEMPTS, _MOST_CHECKPOINTS, _MOST_BREACHES = 500, 100, 100
 _HEALTH = (
@@ -79,7 +79,7 @@ def _run(report: RunReport) -> dict[str, Any]:
             {
                 "step": f"{each.step:,}",
                 "saved": _date(each.time_seconds),
-                "size": size_text(each.require_manifest().total_bytes),
+                "size": bytes_text(each.require_manifest().total_bytes),
                 "metrics": plain(" ".join(f"{k}={v:.4g}" for k, v in each.require_manifest().metrics.items())),
             }
             for each in reversed(checkpoints)
