@@ -149,8 +149,9 @@ class RunHistory:
         """Return the job in which an attempt ran; None where that is not known."""
         own = [job for job in self.jobs if job.begun is not None and ran(job, attempt)]
         begun = [job.begun for job in own if job.begun is not None]
-        place = bisect_right(begun, attempt.started + _JUMP_SECONDS) - 1
-        return own[place] if place >= 0 else None
+        if not own or begun[0] > attempt.started + _JUMP_SECONDS:
+            return None
+        return own[max(0, bisect_right(begun, attempt.started) - 1)]
 
 
 def read_history(root: str | os.PathLike[str], now: float) -> RunHistory:

@@ -209,6 +209,23 @@ def test_a_job_that_waits_now_is_counted() -> None:
     assert ledger.seconds["queueing"] == pytest.approx(run.truth["queueing"] + 5000, abs=1)
 
 
+def test_jobs_that_follow_each_other_at_once_are_not_taken_for_each_other() -> None:
+    run = InventedRun(18)
+    for ending in ("killed", "killed", "stopped"):
+        run.job(ending, 220)
+    ends = [job.ended for job in run.jobs]
+    jobs = [JobTimes("", job.begun, job.begun, job.ended, chain="c") for job in run.jobs]
+    for event in run.events:
+        if event["event"] == "attempt_started":
+            event |= {"chain": "c", "job_id": ""}
+    begins = [event["time"] for event in run.events if event["event"] == "attempt_started"]
+    jobs = [replace(job, begun=begin - 0.2, submitted=begin - 0.2) for job, begin in zip(jobs, begins)]
+    jobs[0] = replace(jobs[0], ended=begins[1] - 0.3)
+    history = history_of(ROOT, run.events, jobs)
+    assert [history.job_of(attempt) for attempt in history.attempts] == jobs
+    assert ends[2] == jobs[2].ended
+
+
 def test_slow_steps_are_no_hang() -> None:
     run = InventedRun(16, step_seconds=300.0, interval_steps=10)
     run.job("killed", 25)
