@@ -52,6 +52,9 @@ QUICK_PAGES = {
 }
 """Run by `make test`; the others by `make test-all`."""
 LIMIT_SECONDS = 90.0
+UNWANTED = ("SLURM_", "CKPTMAN_", "TORCHELASTIC_", "MASTER_", "PYTEST_")
+ENVIRON = dict(os.environ)
+"""Looked at once: pages run in threads, while pytest changes it."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,8 @@ def run_page(page: str, folder: Path) -> None:
 
 def run(command: Command, folder: Path) -> None:
     """Run a command as a user would, with this Python's programs first on the path."""
-    unwanted = ("SLURM_", "CKPTMAN_", "TORCHELASTIC_", "MASTER_", "PYTEST_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(unwanted) or name == "SLURM_CONF"}
+    env = {name: value for name, value in ENVIRON.items() if not name.startswith(UNWANTED)}
+    env |= {name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}
     env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         ["bash", "-c", command.text],
