@@ -559,6 +559,7 @@ class Checkpointer:
         try:
             self._write_the_end()
         except BaseException:  # Ctrl-C: a notebook's next cell finds the root free
+            self._watchdog.close()
             self._session.release(fill_tiers=False)
             raise
         finally:
@@ -798,6 +799,7 @@ class Checkpointer:
         try:
             self._write_the_failure(error)
         except BaseException:
+            self._watchdog.close()
             self._session.release(fill_tiers=False)
             raise
         finally:

@@ -23,6 +23,7 @@ from ckptman.scheduler.slurm.accounting import JobTimes
 
 _ENDS = ("finished", "stopped", "failed")
 _JUMP_SECONDS = 1.0
+_MOST_SKEW_SECONDS = 86400.0
 """Clocks of two nodes differ a little: what goes back by less is not worth a word."""
 
 
@@ -106,8 +107,6 @@ class Attempt:
     state: str = "running"
     """finished, stopped, failed, or running: then it goes on, or was killed."""
     reason: str = ""
-    error: str = ""
-    cause: str = ""
     ended: float | None = None
     last: float = 0.0
     """The last that was heard of it."""
@@ -125,7 +124,8 @@ class Attempt:
         """What a step took of late, saves included, by the last marks; None before two of them."""
         marks = self.stretches[-1].marks[-10:] if self.stretches else []
         steps = marks[-1][1] - marks[0][1] if marks else 0
-        return (marks[-1][0] - marks[0][0]) / steps if steps > 0 else None
+        seconds = marks[-1][0] - marks[0][0] if marks else 0.0
+        return seconds / steps if steps > 0 and seconds > 0 else None
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,10 @@ class RunHistory:
     def job_of(self, attempt: Attempt) -> JobTimes | None:
         """Return the job in which an attempt ran; None where that is not known."""
         own = [job for job in self.jobs if job.begun is not None and ran(job, attempt)]
-        begun = [job.begun for job in own if job.begun is not None]
-        if not own or begun[0] > attempt.started + _JUMP_SECONDS:
-            return None
-        return own[max(0, bisect_right(begun, attempt.started) - 1)]
+        same = [job for job in own if job.job_id and job.job_id == attempt.job_id]
+        earlier = [job for job in same or own if (job.begun or 0.0) <= attempt.started + _JUMP_SECONDS * bool(same)]
+        going_on = [job for job in earlier if job.ended is None or job.ended >= attempt.started]
+        return (going_on or earlier)[-1] if earlier else next(iter(same), None)
 
 
 def read_history(root: str | os.PathLike[str], now: float) -> RunHistory:
@@ -223,16 +223,24 @@ def put_right(events: Sequence[Mapping[str, Any]], now: float) -> tuple[list[Map
     parts: list[list[float]] = []
     for begin, end in pairwise([0, *begins, len(known)]):
         times = [float(event["time"]) for event in known[begin:end]]
-        parts.append(_ascending(times, latest if any(time <= latest for time in times) else math.inf))
+        is_ahead = all(latest < time < now + _MOST_SKEW_SECONDS for time in times[-2:])
+        parts.append(_ascending(times, math.inf if is_ahead or min(times, default=0.0) > latest else latest))
+    parts = [times for times in parts if times]
     until = now
     for times in reversed(parts):  # what is ahead of now goes back, to before what followed
-        if times and times[-1] > latest:
+        if times[-1] > latest:
             times[:] = [time + until - times[-1] for time in times]
-        until = min([until, *times[:1]])
-    right: list[float] = []
-    for times in parts:  # what is behind what was before goes on
-        shift = max(0.0, right[-1] - times[0]) if times and right else 0.0
-        right += [time + shift for time in times]
+        until = min(until, times[0])
+    for place, (before, times) in enumerate(pairwise(parts), 2):  # what began before the one before ended goes on, ...
+        overlap = before[-1] - times[0]
+        until = parts[place][0] if place < len(parts) else now
+        if overlap > 0 and times[-1] + overlap <= until:
+            times[:] = [time + overlap for time in times]
+    for times, after in reversed(list(pairwise(parts))):  # ... or where there is no room that one back
+        overlap = times[-1] - after[0]
+        if overlap > 0:
+            times[:] = [time - overlap for time in times]
+    right = list(accumulate((time for times in parts for time in times), max))
     off_seconds = max((abs(time - event["time"]) for time, event in zip(right, known)), default=0.0)
     return [{**event, "time": time} for time, event in zip(right, known)], off_seconds
 
@@ -378,7 +386,9 @@ def _save_failed(attempt: Attempt, event: Mapping[str, Any], time: float) -> Non
 
 def _progress(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
     attempt.speaks = True
-    _mark(attempt, time, event.get("step"))
+    late = attempt.step - _whole(event.get("step"))
+    if not 0 < late < _whole(event.get("steps")):  # else a save of a later step was told first
+        _mark(attempt, time, event.get("step"))
     _count_stalls(attempt, event)
     metrics = event.get("metrics")
     found = {str(name): _metric(value) for name, value in metrics.items()} if isinstance(metrics, Mapping) else {}
@@ -395,8 +405,7 @@ def _count_stalls(attempt: Attempt, event: Mapping[str, Any]) -> None:
 
 def _ended(attempt: Attempt, event: Mapping[str, Any], time: float) -> None:
     attempt.state, attempt.ended = str(event.get("event")), time
-    attempt.reason, attempt.error = str(event.get("reason") or ""), str(event.get("error") or "")
-    attempt.cause = str(event.get("cause") or "")
+    attempt.reason = str(event.get("reason") or "")
     attempt.silent_seconds = number_in(event.get("silent_seconds")) or 0.0
     _count_stalls(attempt, event)
     if attempt.first_step is not None:

@@ -210,9 +210,12 @@ class _Counter:
                 self._advance("starting", self._now if is_starting else (stay.ended or self._cursor))
                 self.attempts.append(_of_job(stay.job, self.spans[self._first :], is_starting))
             before = stay
-        self._attempt, self._first, self._ranks = None, len(self.spans), 0
-        if before is not None and self._is_now == "queued":
-            self._advance("queueing", self._now)
+        self._attempt, self._first = None, len(self.spans)
+        if before is not None and before.attempts and self._is_now == "starting":
+            self._advance("starting", self._now)
+        elif before is not None and self._is_now == "queued":
+            self._ranks = 0
+            self._advance("queueing" if before.is_over else "unknown", self._now)
 
     def _wait(self, before: _Stay | None, stay: _Stay) -> None:
         """Count the time until a job began: it waited in the queue, or nobody had submitted it."""

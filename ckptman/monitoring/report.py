@@ -18,7 +18,6 @@ from ckptman.scheduler.slurm.accounting import JobTimes, ask_accounting, jobs_of
 
 MOST_POINTS = 2_000
 """Of a curve no more are shown: a screen has no more columns."""
-_IN_ORDER = ("finished", "stopped")
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class _Look:
             return "finished", last.reason
         ended = f"attempt {last.number} was killed" if last.state == "running" else last.reason
         runs = next((job for job_id, job in (queue or {}).items() if job_id in self.job_ids and job.runs), None)
-        if runs is not None and self.chain_state is not None:
+        if runs is not None and self.goes_on:
             return "starting", f"job {runs.id} runs; before it: {ended}"
         if self.goes_on and self.chain is not None and self.chain.spec.scheduler == "local":
             return "starting", f"its chain goes on; before: {ended}"

@@ -182,8 +182,10 @@ class RunSession:
                 self.write_outcome(state, step, reason, exit_code)
             except OSError as error:
                 warn(f"the outcome could not be written: {error}")
-        before_event()
-        self.note(state, sync=True, step=step, reason=reason, **fields)
+        try:
+            before_event()
+        finally:  # Ctrl-C
+            self.note(state, sync=True, step=step, reason=reason, **fields)
 
     def _failed_already(self) -> bool:
         """Return whether a watchdog has said why this attempt fails: what breaks when its rank leaves comes of that."""
@@ -281,8 +283,8 @@ def _begin(backend: LocalBackend, run_id: str | None, world_size: int, total_ste
         facts = {"host": held.owner.host, "pid": held.owner.pid, "job_id": job_id, "world_size": world_size}
         told = {"launch": launch_of(os.environ), "chain": os.environ.get(CHAIN_ENV), "total_steps": total_steps}
         facts |= {name: value for name, value in told.items() if value}
-        if "ipykernel" not in sys.modules:  # of a notebook the process may be days old
-            facts["process_seconds"] = process_started()
+        # The process of a notebook may be days old.
+        facts["process_seconds"] = time.time() if "ipykernel" in sys.modules else process_started()
         session.note("attempt_started", sync=True, run_id=run_id, **facts)
         session.write_outcome("running", 0, "", 0)
     except BaseException:

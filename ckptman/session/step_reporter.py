@@ -94,7 +94,7 @@ class StepReporter:
         self._count += 1
         numbers = metrics if isinstance(metrics, dict) else {}
         self._waiting.append(_Ended(self._count, step, now, self._stall.seconds, numbers))
-        self._numbers += len(numbers)
+        self._numbers += len(numbers) if self._waiting.maxlen != 1 else 0
         if self._arriving is not None or is_saved or now >= self._due_seconds or self._numbers > _MANY_NUMBERS:
             self._look(now)
 
