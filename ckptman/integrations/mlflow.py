@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ckptman.integrations.append_only import AppendOnlyTracker, Step, require
@@ -73,10 +73,8 @@ class MLflowTracker(AppendOnlyTracker):
         for first in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self.run_id, metrics=metrics[first : first + _MOST_METRICS])
 
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        super().event(name, fields)
-        if name == "save_durable":
-            self._client.set_tag(self.run_id, "ckptman.durable_step", fields["step"])
+    def _saved(self, step: int) -> None:
+        self._client.set_tag(self.run_id, "ckptman.durable_step", step)
 
     def _close(self, end: str) -> None:
         self._client.set_terminated(self.run_id, status=_STATES[end])

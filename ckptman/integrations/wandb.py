@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,8 @@ class WandbTracker(AppendOnlyTracker):
         for each in steps:
             self.run.log({**each.metrics, "_timestamp": each.time}, step=each.step)
 
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        super().event(name, fields)
-        if name == "save_durable":
-            self.run.summary["ckptman/durable_step"] = fields["step"]
+    def _saved(self, step: int) -> None:
+        self.run.summary["ckptman/durable_step"] = step
 
     def _close(self, end: str) -> None:
         self.run.finish(exit_code=1 if end == "failed" else 0)

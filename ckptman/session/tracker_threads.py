@@ -72,6 +72,12 @@ class Behind:
         """Wait for its end, for at most so long. Return whether it has ended."""
         return not self._thread.ident or self._ended.wait(timeout_seconds)
 
+    def leave(self) -> None:
+        """Make none of the calls that wait: the thread ends after the one that it is in."""
+        with self._lock:
+            self._calls.clear()
+        self.end()
+
     def _work(self) -> None:
         # A program that is started from here has them blocked, too: what asks all processes of a job to stop must not
         # end it before the run has ended.
@@ -80,6 +86,8 @@ class Behind:
             while self._wakeup.wait_for(lambda: bool(self._calls) or self._closed):
                 while self._calls:
                     with self._lock:
+                        if not self._calls:  # left meanwhile
+                            break
                         call = self._calls.popleft()
                     call.function(*call.arguments)
                     del call  # its arguments may be large

@@ -17,6 +17,8 @@ import torch
 
 import ckptman
 from ckptman.catalog.rollback import execute, plan_rollback
+from ckptman.integrations.append_only import AppendOnlyTracker
+from ckptman.session.tracker_threads import Behind
 from tests.helpers.ranks import _CONTEXT
 
 SAVED_EVERY = 4
@@ -97,7 +99,14 @@ def drain(checkpointer: ckptman.Checkpointer) -> None:
     assert checkpointer._reporter is not None
     checkpointer._reporter.finish(wait=True)
     for outlet in checkpointer._reporter._trackers._outlets:
-        done = threading.Event()
-        outlet.thread.put(done.set)
-        assert done.wait(60)
+        settle(outlet.thread)
+        if isinstance(outlet.tracker, AppendOnlyTracker):
+            settle(outlet.tracker._thread)
         assert not outlet.failed
+
+
+def settle(thread: Behind) -> None:
+    """Wait until a thread has made all calls that it was given."""
+    done = threading.Event()
+    thread.put(done.set)
+    assert done.wait(60)

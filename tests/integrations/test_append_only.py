@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 
 from ckptman.errors import ConfigError
 from ckptman.format.paths import DOT, run_folder
+from ckptman.integrations import append_only
 from ckptman.integrations.append_only import AppendOnlyTracker, Step, require
 from ckptman.integrations.mlflow import MLflowTracker
 from ckptman.integrations.tensorboard import TensorBoardTracker
 from ckptman.integrations.wandb import WandbTracker
 from ckptman.runtime.tracker import TrackedRun
+from tests.helpers.tracked_run import settle
 
 
 class Kept(AppendOnlyTracker):
@@ -46,14 +49,18 @@ def attempt(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
     made: list[Kept] = []
 
     def kill() -> None:
-        for each in made:
+        while made:
+            each = made.pop()
             if each._file is not None:
+                settle(each._thread)
+                each._thread.leave()
                 each._file.close()
 
     def begin(given: list[tuple[int, float]], step: int, **more: Any) -> Kept:
         kill()
         made.append(Kept(given, **more))
         made[-1].start(TrackedRun("run", tmp_path, 1, step, 1))
+        settle(made[-1]._thread)
         return made[-1]
 
     yield begin
@@ -63,15 +70,21 @@ def attempt(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
 def do(tracker: Kept, steps: range, value: float) -> None:
     for step in steps:
         tracker.log(step, {"loss": value})
+    settle(tracker._thread)
+
+
+def saved(tracker: Kept, step: int) -> None:
+    tracker.event("save_durable", {"step": step})
+    settle(tracker._thread)
 
 
 def test_a_step_is_given_when_a_checkpoint_has_it(attempt: Callable[..., Kept], tmp_path: Path) -> None:
     given: list[tuple[int, float]] = []
     tracker = attempt(given, 0)
-    tracker.event("save_durable", {"step": 3})  # before the steps of it have come
+    saved(tracker, 3)  # before the steps of it have come
     do(tracker, range(1, 6), 1.0)
     assert given == [(1, 1.0), (2, 1.0), (3, 1.0)]
-    tracker.event("save_durable", {"step": 4})
+    saved(tracker, 4)
     assert given[3:] == [(4, 1.0)]
     # Killed, and the run goes on from a checkpoint in memory: what it does not go back behind was in a file.
     with open(tmp_path / DOT / "kept-steps.jsonl", "a") as file:
@@ -87,20 +100,66 @@ def test_a_step_is_given_when_a_checkpoint_has_it(attempt: Callable[..., Kept], 
     assert tracker.end == "finished"
 
 
+class Loading(Kept):
+    """Its library takes as long as the test wants."""
+
+    def __init__(self, given: list[tuple[int, float]], loaded: threading.Event) -> None:
+        super().__init__(given)
+        self.loaded = loaded
+
+    def _open(self, run: TrackedRun, went_back: bool) -> bool:
+        self.loaded.wait(60)
+        return super()._open(run, went_back)
+
+
+def test_steps_are_in_the_file_while_the_library_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_folder(tmp_path).mkdir()
+    given: list[tuple[int, float]] = []
+    killed, loaded = Loading([], threading.Event()), threading.Event()
+    killed.start(TrackedRun("run", tmp_path, 1, 0, 1))
+    for step in range(1, 8):
+        killed.log(step, {"loss": 1.0})
+        killed.event("save_durable", {"step": min(step, 5)})
+    slow = Loading(given, loaded)
+    slow.start(TrackedRun("run", tmp_path, 2, 5, 1))
+    for step in range(6, 9):
+        slow.log(step, {"loss": 2.0})
+    slow.event("finished", {})
+    assert given == []
+    loaded.set()
+    slow.close()
+    assert given == [*((step, 1.0) for step in range(1, 6)), *((step, 2.0) for step in range(6, 9))]
+    monkeypatch.setattr(append_only, "CLOSE_SECONDS", 0.0)
+    before = (tmp_path / DOT / "kept-steps.jsonl").read_text()
+    killed.close()  # as at the end of a run whose library does not come back in time
+    killed.loaded.set()
+    assert killed._thread.wait(60)
+    assert killed.given == []
+    assert (tmp_path / DOT / "kept-steps.jsonl").read_text() == before
+
+
+def test_what_fails_behind_is_raised_where_the_tracker_is_called(attempt: Callable[..., Kept]) -> None:
+    tracker = attempt([], 0, live=True)
+    tracker.given = None  # type: ignore[assignment]
+    do(tracker, range(1, 2), 1.0)
+    with pytest.raises(TypeError):
+        tracker.event("progress", {})
+
+
 def test_a_rollback_begins_anew_or_leaves_what_is_there(attempt: Callable[..., Kept]) -> None:
     given: list[tuple[int, float]] = []
     tracker = attempt(given, 0)
     do(tracker, range(1, 9), 1.0)
-    tracker.event("save_durable", {"step": 8})
+    saved(tracker, 8)
     tracker.close()
     tracker = attempt(given, 4)
     assert tracker.went_back
     assert given == [(step, 1.0) for step in range(1, 5)]
     do(tracker, range(5, 7), 2.0)
-    tracker.event("save_durable", {"step": 6})
+    saved(tracker, 6)
     tracker = attempt(given, 4, begins_anew=False)
     do(tracker, range(5, 9), 3.0)
-    tracker.event("save_durable", {"step": 8})
+    saved(tracker, 8)
     assert given[4:] == [(5, 2.0), (6, 2.0), (7, 3.0), (8, 3.0)]
     assert not attempt(given, 8).went_back
 
@@ -117,7 +176,7 @@ def test_a_loop_that_goes_back_by_itself_counts_as_it_was_last(attempt: Callable
     tracker = attempt(given, 0)
     do(tracker, range(1, 6), 1.0)
     do(tracker, range(3, 5), 2.0)
-    tracker.event("save_durable", {"step": 4})
+    saved(tracker, 4)
     assert given == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 

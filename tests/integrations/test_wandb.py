@@ -15,7 +15,7 @@ import pytest
 from ckptman.integrations.wandb import WandbTracker
 from ckptman.runtime.tracker import TrackedRun
 from tests.helpers.fake_wandb import Server, serving
-from tests.helpers.tracked_run import six_attempts
+from tests.helpers.tracked_run import settle, six_attempts
 
 wandb = pytest.importorskip("wandb")
 
@@ -79,6 +79,7 @@ def started(root: Path, step: int) -> WandbTracker:
     (root / ".ckptman").mkdir(exist_ok=True)
     tracker = WandbTracker(project="tests", settings={"silent": True, "console": "off"})
     tracker.start(TrackedRun("run", root, 1, step, 1))
+    settle(tracker._thread)
     return tracker
 
 
