@@ -98,7 +98,7 @@ def drain(checkpointer: ckptman.Checkpointer) -> None:
     """Wait until the trackers have all that they are to get."""
     assert checkpointer._reporter is not None
     checkpointer._reporter.finish(wait=True)
-    for outlet in checkpointer._reporter._trackers._outlets:
+    for outlet in checkpointer._reporter._trackers._threads:
         settle(outlet.thread)
         if isinstance(outlet.tracker, AppendOnlyTracker):
             settle(outlet.tracker._thread)

@@ -188,7 +188,7 @@ def test_a_tracker_that_raises_or_hangs_is_told_of_once(
 def drain_but(checkpointer: ckptman.Checkpointer, but: ckptman.Tracker | None) -> None:
     """Let all have what there is now, but for one."""
     assert checkpointer._reporter is not None
-    outlets = [each for each in checkpointer._reporter._trackers._outlets if each.tracker is not but]
+    outlets = [each for each in checkpointer._reporter._trackers._threads if each.tracker is not but]
     for thread in [checkpointer._reporter._thread, *(each.thread for each in outlets)]:
         done = threading.Event()
         thread.put(done.set)
