@@ -85,6 +85,11 @@ def check_trackers(trackers: object) -> None:
         raise ConfigError(
             f"trackers is a list of objects of classes that are derived from ckptman.Tracker, not {trackers!r}"
         )
+    for number, each in enumerate(trackers):
+        if any(each is other for other in trackers[:number]):
+            raise ConfigError(
+                f"trackers has the same {type(each).__name__} twice: each needs its own object, as each has its thread"
+            )
 
 
 def _warn_of_detached(name: object, value: object) -> None:
