@@ -14,6 +14,8 @@ from ckptman.io.durable_files import DISK
 from ckptman.runtime.log import tell
 from ckptman.runtime.tracker import TrackedRun
 
+_INIT_SECONDS = 30.0
+"""How long a server is waited for. When the program ends, wandb waits for what is left of it."""
 _NOT_IN_IDS = re.compile(r"[^\w.-]")
 
 
@@ -65,7 +67,8 @@ class WandbTracker(AppendOnlyTracker):
                     logging.WARNING,
                 )
         folder.mkdir(parents=True, exist_ok=True)
-        own = {"dir": str(folder), "settings": wandb.Settings(console="off", silent=True), **self._init}
+        wait: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": _INIT_SECONDS}
+        own = {"dir": str(folder), "settings": wandb.Settings(console="off", silent=True, **wait), **self._init}
         self.run = wandb.init(id=identity, mode=self._mode, reinit="create_new", **how, **own)
         self.run.summary["ckptman/attempt"] = run.attempt
         return is_new
