@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptman.integrations.append_only import require
+from ckptman.runtime.log import tell
 from ckptman.runtime.tracker import TrackedRun, Tracker
 
 _SECOND = re.compile(r"events\.out\.tfevents\.([0-9]{1,12})\.")
 _MOST_SECONDS = 10.0
-"""Clocks of nodes may differ by as much."""
+"""How much clocks of nodes may differ: so long a new file waits."""
 
 
 class TensorBoardTracker(Tracker):
@@ -63,5 +65,11 @@ def _await_later_name(folder: Path) -> None:
     """Wait until a new file comes after those there: readers take them by the second in their names."""
     seconds = [int(found[1]) for each in folder.glob("events.out.*") if (found := _SECOND.match(each.name))]
     wait_seconds = max(seconds, default=0) + 1 - time.time()
-    if 0 < wait_seconds <= _MOST_SECONDS:
+    if wait_seconds > _MOST_SECONDS:
+        tell(
+            f"TensorBoardTracker: a file in {folder} is named {wait_seconds:.0f} s after the clock of this node: until "
+            f"that has gone by, what an attempt writes is read before it. Have the clocks of the nodes set (NTP)",
+            logging.WARNING,
+        )
+    elif wait_seconds > 0:
         time.sleep(wait_seconds)

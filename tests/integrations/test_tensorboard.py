@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from ckptman.integrations.tensorboard import TensorBoardTracker
+from ckptman.runtime.tracker import TrackedRun
 from tests.helpers.tracked_run import six_attempts
 
 reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -23,3 +25,13 @@ def test_six_attempts_are_one_curve(tmp_path: Path) -> None:
     found.Reload()
     assert {each.step: each.value for each in found.Scalars("loss")} == counts
     assert len(found.Scalars("loss")) == len(counts), "one value of each step"
+
+
+def test_clocks_that_differ_too_much_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    (folder / f"events.out.tfevents.{int(time.time()) + 3600}.node1.17.0").touch()
+    tracker = TensorBoardTracker()
+    tracker.start(TrackedRun("run", tmp_path, 2, 4, 1))
+    tracker.close()
+    assert "s after the clock of this node" in caplog.text
