@@ -39,13 +39,18 @@ class PrometheusTextfile(Tracker):
         path: The file, in that directory on the node of rank 0. Its name ends in `.prom`, and no other run has it.
 
     Raises:
-        ConfigError: the name does not end in `.prom`.
+        ConfigError: the name does not end in `.prom`, or, on rank 0 (by the variable RANK), there is no such directory.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         if self._path.suffix != ".prom":
             raise ConfigError(f"{self._path}: node_exporter reads files whose names end in .prom: give it such a name")
+        if os.environ.get("RANK", "0") == "0" and not self._path.parent.is_dir():
+            raise ConfigError(
+                f"{self._path.parent} is not a folder: give a file in the one that node_exporter reads "
+                f"(--collector.textfile.directory), or make it first"
+            )
         self._labels: dict[str, str] = {}
         self._values: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
@@ -90,7 +95,6 @@ class PrometheusTextfile(Tracker):
 
     def _write(self) -> None:
         self._written = time.monotonic()
-        DISK.make_folders(self._path.parent)
         DISK.replace_file(self._path, self._text().encode())
 
     def _text(self) -> str:

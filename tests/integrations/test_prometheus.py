@@ -34,7 +34,7 @@ def started(path: Path) -> PrometheusTextfile:
 
 def test_it_tells_how_a_run_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus, "WRITE_SECONDS", 0.0)
-    path = tmp_path / "new" / "run.prom"
+    path = tmp_path / "run.prom"
     tracker = started(path)
     assert samples(path) == {
         ("ckptman_training", ""): 1,
@@ -70,3 +70,12 @@ def test_it_is_not_written_too_often(tmp_path: Path) -> None:
 def test_a_name_that_is_not_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"end in \.prom"):
         PrometheusTextfile(tmp_path / "run.txt")
+
+
+def test_a_folder_that_is_not_there_is_refused_on_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"is not a folder: .*or make it first"):
+        PrometheusTextfile(tmp_path / "new" / "run.prom")
+    monkeypatch.setenv("RANK", "1")
+    PrometheusTextfile(tmp_path / "new" / "run.prom")
+    assert not [*tmp_path.iterdir()]
