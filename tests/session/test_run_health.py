@@ -57,11 +57,14 @@ def test_the_leader_writes_what_all_ranks_found(tmp_path: Path, monkeypatch: pyt
     told = events(tmp_path / "run", "health")
     assert len(told) >= 2
     assert {each["ranks"] for each in told} == {3}
-    first, figures = told[0], told[0]["figures"]
+    figures = told[0]["figures"]
     # Of the slow rank the others see nothing in the time of a step; its own work shows it.
-    assert (figures["work_seconds"]["max_rank"], first["breaches"]) == (2, {"ecc_errors": 1})
+    assert figures["work_seconds"]["max_rank"] == 2
     assert figures["step_seconds"]["min"] > 0.02
-    assert figures["utilisation"] == {"min": 0.7, "median": 0.8, "max": 0.9, "min_rank": 2, "max_rank": 0}
+    # On a machine that is busy, a thread may not have sampled yet when the first save asks.
+    assert {"ecc_errors": 1} in [each["breaches"] for each in told]
+    whole = {"min": 0.7, "median": 0.8, "max": 0.9, "min_rank": 2, "max_rank": 0}
+    assert whole in [each["figures"].get("utilisation") for each in told]
     assert figures["host_available_bytes"]["min"] > 0
     assert {(each["rank"], each["of"]) for each in events(tmp_path / "run", "straggler")} == {(2, "work")}
     [breach] = events(tmp_path / "run", "health_breach")

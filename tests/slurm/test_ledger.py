@@ -110,8 +110,11 @@ def test_every_kind_of_end(lab: Cluster, tmp_path: Path, monkeypatch: pytest.Mon
     )
     assert ledger.goodput is not None
     assert ledger.seconds["training"] == pytest.approx(trained, rel=0.05)
-    assert ledger.held_seconds == pytest.approx(held, rel=0.05)
-    assert ledger.goodput == pytest.approx(trained / held, abs=0.02)
+    # This Slurm keeps no accounts that could be asked, and writes down whole seconds; the chain's own begin when its
+    # first line runs. So each job may be off by a second and a half, which is much for jobs of eight.
+    off = 1.5 * len(slurm)
+    assert ledger.held_seconds == pytest.approx(held, abs=off)
+    assert 0.95 * trained / (held + off) <= ledger.goodput <= 1.05 * trained / (held - off)
     hung = plan.count("stalled") * WATCHDOG_SECONDS + plan.count("silent") * (SILENT_SECONDS - 3)
     assert ledger.seconds["hung"] >= 0.8 * hung
     assert ledger.seconds["unknown"] == 0
