@@ -207,9 +207,10 @@ def test_what_an_attempt_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pretending(scheduler) as patch:
         patch.setattr(os, "environ", environ)
         assert run_chain(["train"], Path("chain"), Told()) == 0
+    folder = f"{tmp_path}/chain"
+    told = {"PATH": "/bin", "CKPTMAN_CHAIN": folder}
     assert scheduler.seen == [
-        {"PATH": "/bin", "CKPTMAN_ATTEMPT": str(n), "CKPTMAN_OUTCOME": f"{tmp_path}/chain/outcome-{n}.json"}
-        for n in (1, 2)
+        {**told, "CKPTMAN_ATTEMPT": str(n), "CKPTMAN_OUTCOME": f"{folder}/outcome-{n}.json"} for n in (1, 2)
     ]
 
 
