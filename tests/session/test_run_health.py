@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from pathlib import Path
@@ -37,7 +38,8 @@ class Card:
         return {"utilisation": 0.9 - self.rank / 10, "ecc_errors": int(self.rank == 1)}
 
 
-def train(root: Path, slow_rank: int, steps: int) -> None:
+def train(root: Path, slow_rank: int, steps: int, outcome: Path) -> None:
+    os.environ[OUTCOME_ENV] = str(outcome)
     rank = torch.distributed.get_rank()
     run_health._device = lambda: ("nvidia", str(rank))
     run_health.open_device = lambda vendor, address: Card(int(address))  # type: ignore[assignment,return-value]
@@ -51,9 +53,8 @@ def train(root: Path, slow_rank: int, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_leader_writes_what_all_ranks_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(OUTCOME_ENV, str(tmp_path / "outcome.json"))
-    run_ranks(3, train, tmp_path / "run", 2, 60)
+def test_the_leader_writes_what_all_ranks_found(tmp_path: Path) -> None:
+    run_ranks(3, train, tmp_path / "run", 2, 60, tmp_path / "outcome.json")
     told = events(tmp_path / "run", "health")
     assert len(told) >= 2
     assert {each["ranks"] for each in told} == {3}
