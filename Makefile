@@ -83,6 +83,7 @@ faults: setup
 bench: $(BENCH)
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/list_1000.py
+	$(BIN)/python benchmarks/status_20.py
 	$(BIN)/python benchmarks/prune_10000.py
 	$(BIN)/python benchmarks/save_20000.py
 	$(BIN)/python -m benchmarks
