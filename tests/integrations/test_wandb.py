@@ -25,6 +25,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_MODE", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setattr(sys, "exit", sys.exit)  # W&B puts its own in both places, and leaves them there
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
 def make(root: Path) -> list[WandbTracker]:

@@ -345,12 +345,15 @@ def test_what_is_not_in_the_page_cache_is_read_past_it(
         os.fsync(file.fileno())
     read_wanted(tmp_path, wanted, digests)
     assert len(flags) == 1, "it is in the page cache"
-    evict(path)
     monkeypatch.setattr(os, "preadv", how(os.preadv))
-    for each in wanted:
-        assert each.into is not None
-        each.into[:] = bytes(len(each.into))
-    read_wanted(tmp_path, wanted, digests)
+    for _ in range(20):  # to ask whether a page is there has the kernel fetch it, which may be faster than the answer
+        evict(path)
+        for each in wanted:
+            assert each.into is not None
+            each.into[:] = bytes(len(each.into))
+        read_wanted(tmp_path, wanted, digests)
+        if any(flag & os.O_DIRECT for flag in flags):
+            break
     assert any(flag & os.O_DIRECT for flag in flags)
     for each in wanted:
         assert each.into == data[each.offset : each.offset + each.bytes]
