@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,12 +24,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _handlers() -> list[object]:
+    return [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.exit, sys.excepthook]
+
+
 @pytest.fixture(autouse=True)
 def _handlers_stay() -> Iterator[None]:
     """A handler that a test leaves behind would be found by those after it."""
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = _handlers()
     yield
-    assert {each: signal.getsignal(each) for each in before} == before
+    assert _handlers() == before
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -288,10 +288,11 @@ def _misfits(keys: JobKeys) -> Sequence[str]:
     if not isinstance(keys, TrainingKeys):
         return []
     problems = []
-    if keys.warning_seconds >= (limit_seconds({"--time": keys.time}) or 0):
+    limit = limit_seconds({"--time": keys.time}) or 0
+    if keys.warning_seconds >= limit:
         problems.append(
-            f"warning_seconds: {keys.warning_seconds} is no less than the time limit ({keys.time}): the job would be "
-            f"told to stop as it starts"
+            f"warning_seconds: {keys.warning_seconds} s is no less than the time limit ({keys.time}, that is "
+            f"{limit:g} s): the job would be told to stop as it starts"
         )
     if keys.container_binds and not keys.container and not isinstance(keys, LumiKeys):
         problems.append("container_binds: there is no container; give its image with container=FILE")
