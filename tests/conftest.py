@@ -25,7 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def _handlers() -> list[object]:
-    return [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.exit, sys.excepthook]
+    return [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.exit]
 
 
 @pytest.fixture(autouse=True)

@@ -152,9 +152,10 @@ def endings(ledger: Ledger) -> dict[str, int]:
 
 
 def shares(seconds: Mapping[Kind, float]) -> list[tuple[str, str, float, float]]:
-    """Return the kinds that took any time: name, title, seconds, share of all of it."""
+    """Return training and the kinds that took any time: name, title, seconds, share of all of it."""
     total = sum(seconds.values())
-    return [(kind, KINDS[kind], seconds[kind], seconds[kind] / total) for kind in KINDS if total and seconds[kind] > 0]
+    shown = [kind for kind in KINDS if total and (kind == "training" or seconds[kind] > 0)]
+    return [(kind, KINDS[kind], seconds[kind], seconds[kind] / total) for kind in shown]
 
 
 def _thinned(values: list[Any], keep: int) -> list[Any]:
