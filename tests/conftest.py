@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.helpers import forkserver
+
 # No time limit for each example: the machine may be busy. `timeout` in pyproject.toml is that of a test.
 settings.register_profile("ckptman", deadline=None, print_blob=True)
 settings.load_profile("ckptman")
@@ -34,6 +36,14 @@ def _handlers_stay() -> Iterator[None]:
     before = _handlers()
     yield
     assert _handlers() == before
+
+
+def pytest_configure() -> None:
+    forkserver.own()
+
+
+def pytest_unconfigure() -> None:
+    forkserver.disown()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -116,7 +116,7 @@ def save_all(root: str) -> dict[str, tuple[tuple[str, list[str]], ...]]:
 
 @pytest.mark.slow
 def test_what_differs_between_ranks_is_refused_before_the_first_save(tmp_path: Path) -> None:
-    leader, other = run_ranks(2, save_all, str(tmp_path))
+    leader, other = run_ranks(2, save_all, str(tmp_path), fresh=True)
     for name, told in {
         "bare": r"x (and 1 more) differs between ranks 0 and 1",
         "deep": "x.list.1.t differs",

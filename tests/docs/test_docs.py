@@ -36,6 +36,7 @@ from ckptman.policies import retention
 from ckptman.policies import save_policies as saving
 from ckptman.runtime.outcome import Outcome
 from ckptman.train.config import Config
+from tests.helpers.forkserver import programs
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -139,7 +140,8 @@ def run(command: Command, folder: Path) -> None:
     """Run a command as a user would, with this Python's programs first on the path."""
     env = {name: value for name, value in ENVIRON.items() if not name.startswith(UNWANTED)}
     env |= {name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}
-    env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "OMP_NUM_THREADS": "1"}
+    path = [programs(), Path(sys.executable).parent, env["PATH"]]
+    env |= {"PATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         ["bash", "-c", command.text],
         cwd=folder,

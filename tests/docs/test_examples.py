@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import ckptman
+from tests.helpers.forkserver import Python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAST = {
@@ -52,8 +52,8 @@ def run(example: str, root: Path, ranks: int, stop_after: int | None, how: signa
         is_alone = ranks == 1 and example != "fsdp2"
         environment = os.environ | {name: str(each) for name, each in variables.items() if not is_alone}
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, str(EXAMPLES / f"{example}.py"), str(root)]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        script = EXAMPLES / f"{example}.py"
+        processes.append(Python(script, root, env=environment, stdout=subprocess.PIPE, text=True))
     losses: Losses = {}
     assert processes[0].stdout
     try:

@@ -19,8 +19,7 @@ from ckptman.runtime.journal import read_journal
 from tests.dcp.test_values import differing
 from tests.gpu.bundled import EXIT_AGAIN, STEPS, make_tokens, start_ranks
 from tests.gpu.device import Cuda, Tensors, open_run, values_of
-from tests.helpers.alone import alone
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import alone, run_ranks
 
 LIMIT = 100.0
 

@@ -1,30 +1,41 @@
-"""Real ranks for tests: processes forked from one server that has imported torch once, joined by gloo.
+"""Real ranks for tests: processes of `tests.helpers.forkserver`, joined by gloo.
 
     results = run_ranks(3, function, arg, ...)          # function(arg, ...) on each rank, results in order of rank
-    with start_ranks(4, function, arg) as world:         # to kill some of them
+    with start_ranks(4, function, arg) as world:         # ranks of its own, to kill some of them
         world.kill(2)
+    result = alone(function, arg, ...)                   # in one process without a process group
 
-A function that raises fails the test with its traceback; nothing outlives its time limit.
+A function that raises fails the test with its traceback; nothing outlives its time limit. `run_ranks` hands functions
+to a pool of ranks: what a function patches in the package is put back, and anything else that it leaves behind fails
+its test (see `tests.helpers.leaks`).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.helpers.preload"])
+from tests.helpers.forkserver import Python
+from tests.helpers.leaks import Leaks, Patches
+
+POOLED = 4
+"""Worlds of up to so many ranks wait for the next function."""
+_ENVIRON = dict(os.environ)
+_HERE = Path.cwd()
 
 
 class RankError(AssertionError):
@@ -34,17 +45,33 @@ class RankError(AssertionError):
 class World:
     """Running ranks. `results` waits for all of them."""
 
-    def __init__(self, folder: Path, processes: list[ForkServerProcess], pipes: list[Connection], limit: float) -> None:
-        self.folder, self.processes, self._pipes = folder, processes, pipes
+    def __init__(self, world_size: int, *, alone: bool = False) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.processes: list[Python] = []
+        self._pipes: list[Connection] = []
+        self._messages: dict[int, list[Any]] = {}
+        self._deadline, self._dismissed = 0.0, False
+        store = None if alone else f"{self._folder.name}/store"
+        for rank in range(world_size):
+            ours, theirs = multiprocessing.Pipe()
+            command = ("-m", "tests.helpers.ranks", str(theirs.fileno()))
+            self.processes.append(Python(*command, pass_fds=[theirs.fileno()], env=_ENVIRON, cwd=_HERE))
+            theirs.close()
+            ours.send((rank, world_size, store))
+            self._pipes.append(ours)
+
+    def hand(self, limit: float, function: Callable[..., Any], *args: Any) -> None:
+        """Have all ranks call a function, which has so many seconds."""
         self._deadline = time.monotonic() + limit
-        self._messages: dict[int, list[Any]] = {rank: [] for rank in range(len(processes))}
+        self._messages = {rank: [] for rank in range(len(self.processes))}
+        self.left: list[str] = []
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # its rank is gone, as is seen by its results
+                pipe.send((function, args))
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
         """Send a signal to a rank."""
-        pid = self.processes[rank].pid
-        assert pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)
+        self.processes[rank].send_signal(signum)
 
     def await_message(self, rank: int, text: str) -> None:
         """Wait until a rank has called `say(text)`."""
@@ -54,18 +81,29 @@ class World:
             if kind == "error":
                 raise RankError(f"rank {rank}:\n{value}")
 
-    def join(self) -> list[int | None]:
-        """Wait until all have ended, however; their exit codes."""
-        for process in self.processes:
-            process.join(max(0.1, self._deadline - time.monotonic()))
-            if process.exitcode is None:
-                raise RankError(f"a rank did not end in time (pid {process.pid})")
-        return [process.exitcode for process in self.processes]
+    def said(self, rank: int) -> list[str]:
+        """All that a rank has said until it ended."""
+        with contextlib.suppress(RankError):
+            while True:
+                self._read(rank)
+        return [text for kind, text in self._messages[rank] if kind == "said"]
+
+    def join(self) -> list[int]:
+        """Wait until all have ended, however; their exit codes, as of `subprocess.Popen`."""
+        self.dismiss()
+        return [self.wait(rank, max(0.1, self._deadline - time.monotonic())) for rank in range(len(self.processes))]
+
+    def wait(self, rank: int, seconds: float) -> int:
+        """Wait until a rank has ended, and return its exit code. Raises: RankError if it goes on."""
+        try:
+            return int(self.processes[rank].wait(seconds))
+        except subprocess.TimeoutExpired:
+            raise RankError(f"rank {rank} did not end in time (pid {self.processes[rank].pid})") from None
 
     def results(self) -> list[Any]:
-        """What each rank returned. Raises: RankError with the traceback of those that did not."""
+        """What each rank returned; what it left behind is in `left`. Raises: RankError with tracebacks."""
         found: list[Any] = []
-        errors = []
+        errors: list[str] = []
         for rank in range(len(self.processes)):
             try:
                 while not any(kind in ("result", "error") for kind, _ in self._messages[rank]):
@@ -74,20 +112,103 @@ class World:
                 errors.append(str(error))
                 continue
             kind, value = next(each for each in self._messages[rank] if each[0] != "said")
-            (found if kind == "result" else errors).append(value if kind == "result" else f"rank {rank}:\n{value}")
+            if kind == "error":
+                errors.append(f"rank {rank}:\n{value}")
+                continue
+            result, left = value
+            found.append(pickle.loads(result))
+            self.left += [f"rank {rank} leaves {each}" for each in left]
         if errors:
             raise RankError("\n".join(errors))
-        self.join()
+        if self._dismissed:
+            self.join()
         return found
+
+    def dismiss(self) -> None:
+        """Have the ranks leave once they have nothing to do."""
+        self._dismissed = True
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
 
     def _read(self, rank: int) -> None:
         if not wait([self._pipes[rank]], max(0.0, self._deadline - time.monotonic())):
             raise RankError(f"rank {rank} said nothing in time")
         try:
             self._messages[rank].append(self._pipes[rank].recv())
-        except EOFError:
-            self.processes[rank].join(5)
-            raise RankError(f"rank {rank} died with exit code {self.processes[rank].exitcode}") from None
+        except (EOFError, ConnectionError):
+            raise RankError(f"rank {rank} died with exit code {self.wait(rank, 5)}") from None
+
+
+@contextlib.contextmanager
+def start_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, limit: float = 60.0, alone: bool = False
+) -> Iterator[World]:
+    """Start ranks of its own that each call `function(*args)` inside an initialised gloo process group.
+
+    `alone`: one process without a group.
+    """
+    world = World(world_size, alone=alone)
+    try:
+        world.hand(limit, function, *args)
+        world.dismiss()
+        yield world
+    finally:
+        world.end()
+
+
+_pool: dict[int, World] = {}
+FIRST_SEED = 67280421310721
+"""With what torch begins in a new process."""
+
+
+@atexit.register
+def _end_pool() -> None:
+    while _pool:
+        _pool.popitem()[1].end()
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, limit: float = 60.0, fresh: bool = False
+) -> list[Any]:
+    """Call `function(*args)` on that many ranks and return their results in order of rank.
+
+    `fresh`: on ranks of its own. A function that leaves a Checkpointer by an error needs them: as other ranks may wait
+    in its process groups, these are left to the end of the process.
+    """
+    if fresh or world_size > POOLED:
+        with start_ranks(world_size, function, *args, limit=limit) as world:
+            return world.results()
+    world = _pool.pop(world_size, None) or World(world_size)
+    try:
+        world.hand(limit, function, *args)
+        results = world.results()
+        if world.left:
+            raise RankError("\n".join(world.left))
+    except BaseException:
+        world.end()
+        raise
+    _pool[world_size] = world
+    return results
+
+
+def alone(function: Callable[..., Any], *args: Any, limit_seconds: float = 100.0) -> Any:
+    """What `function(*args)` returns in a process of its own, which may fork ranks itself.
+
+    Raises: RankError with its traceback, or that it did not end in time.
+    """
+    with start_ranks(1, function, *args, limit=limit_seconds, alone=True) as world:
+        (result,) = world.results()
+    return result
 
 
 _say: Callable[[str], None] = lambda text: None  # noqa: E731 replaced in each rank
@@ -98,58 +219,51 @@ def say(text: str) -> None:
     _say(text)
 
 
-@contextlib.contextmanager
-def start_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: float = 60.0) -> Iterator[World]:
-    """Start ranks that each call `function(*args)` inside an initialised gloo process group."""
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        processes, pipes = [], []
-        for rank in range(world_size):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_main, args=(rank, world_size, folder, theirs, function, args))
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
-        world = World(Path(folder), processes, pipes, limit)
-        try:
-            yield world
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join(10)
-            for pipe in pipes:
-                pipe.close()
-
-
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Any]:
-    """Call `function(*args)` on that many ranks and return their results in order of rank."""
-    with start_ranks(world_size, function, *args, limit=limit) as world:
-        return world.results()
-
-
-def _main(
-    rank: int, world_size: int, folder: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _main(pipe: Connection) -> None:
     global _say
     import torch
     import torch.distributed as dist
 
     _say = lambda text: pipe.send(("said", text))  # noqa: E731
+    rank, world_size, store = pipe.recv()
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
-    # As in a training script. A loader's worker from a forkserver would not see that its rank was killed, and stay.
-    multiprocessing.set_start_method("fork", force=True)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    if store is not None:
+        # As in a training script. A loader's worker from a forkserver would not see that its rank was killed, and stay.
+        multiprocessing.set_start_method("fork", force=True)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
-        store = dist.FileStore(f"{folder}/store", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        result = function(*args)
+        if store is not None:
+            store = dist.FileStore(store, world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        while handed := pipe.recv():
+            function, args = handed
+            torch.manual_seed(FIRST_SEED)
+            before, patches = Leaks(named=True), Patches()
+            result = pickle.dumps(function(*args))  # an error among it would hold on to all frames
+            patches.undo()
+            if store is not None:
+                _destroy_meshes()
+            pipe.send(("result", (result, before.left())))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
         os._exit(1)
-    pipe.send(("result", result))
     pipe.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    if store is not None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _destroy_meshes() -> None:
+    """End the groups of the meshes of a function: whoever calls `init_device_mesh` is not asked to."""
+    import torch.distributed.distributed_c10d as c10d
+
+    for group in [each for each in c10d._world.pg_map if each.group_desc.startswith("mesh_")]:
+        c10d.destroy_process_group(group)
+
+
+if __name__ == "__main__":
+    from tests.helpers import ranks
+
+    ranks._main(Connection(int(sys.argv[1])))

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,7 @@ import ckptman
 from ckptman.catalog.rollback import execute, plan_rollback
 from ckptman.integrations.append_only import AppendOnlyTracker
 from ckptman.session.tracker_threads import Behind
-from tests.helpers.ranks import _CONTEXT
+from tests.helpers.ranks import say, start_ranks
 
 SAVED_EVERY = 4
 ROLLBACK_TO = 12
@@ -41,15 +40,9 @@ def six_attempts(root: Path, make: Make) -> dict[int, float]:
             execute(root, partial(plan_rollback, root, ROLLBACK_TO), why="a test", by="it", time_seconds=time.time())
         steps: list[int] = []
         if how == "kill":
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_killed, args=(root, make, number, until, theirs))
-            process.start()
-            theirs.close()
-            with contextlib.suppress(EOFError):
-                while ours.poll(60):
-                    steps.append(ours.recv())
-            process.join(10)
-            assert process.exitcode == -signal.SIGKILL
+            with start_ranks(1, _killed, root, make, number, until, alone=True) as world:
+                steps += map(int, world.said(0))
+                assert world.wait(0, 10) == -signal.SIGKILL
         else:
             with contextlib.suppress(ZeroDivisionError):
                 attempt(root, make(root), number, until, how, steps.append)
@@ -59,9 +52,9 @@ def six_attempts(root: Path, make: Make) -> dict[int, float]:
     return counts
 
 
-def _killed(root: Path, make: Make, number: int, until: int, pipe: Connection) -> None:
+def _killed(root: Path, make: Make, number: int, until: int) -> None:
     os.environ.pop("WANDB_SERVICE", None)  # of the attempt before, which ran in another process
-    attempt(root, make(root), number, until, "kill", pipe.send)
+    attempt(root, make(root), number, until, "kill", lambda step: say(str(step)))
 
 
 def attempt(

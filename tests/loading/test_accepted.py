@@ -355,7 +355,7 @@ def on_two_ranks(folder: str) -> list[str]:
 
 
 def test_ranks_accept_the_same(tmp_path: Path) -> None:
-    first, second = run_ranks(2, on_two_ranks, str(tmp_path))
+    first, second = run_ranks(2, on_two_ranks, str(tmp_path), fresh=True)
     assert first == second
     assert [each.partition(":")[0] for each in first] == 2 * [
         "ConfigError",
@@ -405,7 +405,7 @@ def test_a_sharded_model_gets_an_adapter(tmp_path: Path) -> None:
     root, patterns = str(tmp_path), {"missing": ["*.lora", "ema"]}
     _, saved = run_ranks(2, adapt, root, None)[0]
     call = 'restore(missing=["ema", "model.lora.*", "optimizer.param_groups.lora.*"])'
-    assert run_ranks(2, adapt_unless_it_fits, root) == [call, call]
+    assert run_ranks(2, adapt_unless_it_fits, root, fresh=True) == [call, call]
     restored, adapted = run_ranks(2, adapt, root, patterns)[1]
     assert {name: each for name, each in restored.items() if "lora" not in name} == {**saved, "ema.w": [1.0] * 3}
     assert len([name for name in saved if ".state." in name]) == 6

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -92,19 +93,20 @@ def data_bytes(path: str | Path) -> int:
 
 def read_in_layouts(path: str, odd_path: str) -> dict[str, tuple[list[str], int]]:
     """For each layout, what differs, and the bytes that this rank read of the large tensors."""
-    found, channel = {}, Channel(20)
-    names: list[str | None] = [*LAYOUTS, None]
-    for name in names:
-        shape, placements = LAYOUTS[name] if name else ((), ())
-        mesh = init_device_mesh("cpu", shape) if name else None
-        differing, read = [], 0
-        for whole, at in ((large(), path), (odd(), odd_path)):
-            blank = {key: torch.zeros_like(tensor) for key, tensor in whole.items()}
-            targets, expected = lay_out(blank, mesh, placements), lay_out(whole, mesh, placements)
-            count = read_all(channel, at, targets)
-            read = read or count
-            differing += wrong(targets, expected)
-        found[name or "no mesh"] = differing, read
+    found = {}
+    with closing(Channel(20)) as channel:
+        names: list[str | None] = [*LAYOUTS, None]
+        for name in names:
+            shape, placements = LAYOUTS[name] if name else ((), ())
+            mesh = init_device_mesh("cpu", shape) if name else None
+            differing, read = [], 0
+            for whole, at in ((large(), path), (odd(), odd_path)):
+                blank = {key: torch.zeros_like(tensor) for key, tensor in whole.items()}
+                targets, expected = lay_out(blank, mesh, placements), lay_out(whole, mesh, placements)
+                count = read_all(channel, at, targets)
+                read = read or count
+                differing += wrong(targets, expected)
+            found[name or "no mesh"] = differing, read
     return found
 
 
@@ -127,11 +129,11 @@ def read_in_many_rounds(odd_path: str) -> list[list[str]]:
     found: list[list[str]] = []
     sharing_module.BAND_BYTES, sharing_module.MEMBERS = 20_000, 3
     mesh = init_device_mesh("cpu", (4,))
-    channel = Channel(20)
-    for placements in ((Replicate(),), (Shard(1),), (Shard(0),)):
-        targets = lay_out({key: torch.zeros_like(tensor) for key, tensor in odd().items()}, mesh, placements)
-        read_all(channel, odd_path, targets)
-        found.append(wrong(targets, lay_out(odd(), mesh, placements)))
+    with closing(Channel(20)) as channel:
+        for placements in ((Replicate(),), (Shard(1),), (Shard(0),)):
+            targets = lay_out({key: torch.zeros_like(tensor) for key, tensor in odd().items()}, mesh, placements)
+            read_all(channel, odd_path, targets)
+            found.append(wrong(targets, lay_out(odd(), mesh, placements)))
     return found
 
 
@@ -147,23 +149,23 @@ def one_tensor() -> State:
 
 def read_on_two_nodes(path: str) -> dict[str, tuple[list[str], int, set[int]]]:
     """For each layout of four ranks on two nodes, what differs, the bytes that this one read, and whom it asked."""
-    os.environ["SLURMD_NODENAME"] = f"node{dist.get_rank() // 2}"
-    found, channel = {}, Channel(20)
-    asked: set[int] = set()
-    exchange = channel.exchange
+    found, node = {}, {"SLURMD_NODENAME": f"node{dist.get_rank() // 2}"}
+    with closing(Channel(20)) as channel, mock.patch.dict(os.environ, node):
+        asked: set[int] = set()
+        exchange = channel.exchange
 
-    def ask(sent: Any, sizes: Any) -> Any:
-        asked.update(sizes)
-        return exchange(sent, sizes)
+        def ask(sent: Any, sizes: Any) -> Any:
+            asked.update(sizes)
+            return exchange(sent, sizes)
 
-    channel.exchange = ask  # type: ignore[method-assign]
-    for name in ("hsdp", "replicas", "columns"):
-        shape, placements = LAYOUTS[name]
-        mesh = init_device_mesh("cpu", shape)
-        targets = lay_out({"w": torch.zeros_like(one_tensor()["w"])}, mesh, placements)
-        asked.clear()
-        read = read_all(channel, path, targets)
-        found[name] = wrong(targets, lay_out(one_tensor(), mesh, placements)), read, set(asked)
+        channel.exchange = ask  # type: ignore[method-assign]
+        for name in ("hsdp", "replicas", "columns"):
+            shape, placements = LAYOUTS[name]
+            mesh = init_device_mesh("cpu", shape)
+            targets = lay_out({"w": torch.zeros_like(one_tensor()["w"])}, mesh, placements)
+            asked.clear()
+            read = read_all(channel, path, targets)
+            found[name] = wrong(targets, lay_out(one_tensor(), mesh, placements)), read, set(asked)
     return found
 
 
@@ -184,7 +186,8 @@ def read_three(path: str) -> tuple[list[str], float]:
     whole = {f"w{i}": noise(torch.float32, 1031, 1999) for i in range(4)}
     mesh = init_device_mesh("cpu", (3,))
     targets = lay_out({key: torch.zeros_like(tensor) for key, tensor in whole.items()}, mesh, (Shard(0),))
-    read = read_all(Channel(20), path, targets)
+    with closing(Channel(20)) as channel:
+        read = read_all(channel, path, targets)
     own = sum(local(each).nbytes for each in targets.values())
     return wrong(targets, lay_out(whole, mesh, (Shard(0),))), read / own
 
@@ -301,9 +304,11 @@ def test_ranks_that_can_start_no_thread_read_all_the_same(tmp_path: Path) -> Non
 def load_with_a_group_of_one(path: str) -> list[str]:
     api_module.TIMEOUT_SECONDS = 2
     mesh = init_device_mesh("cpu", (2, 2))
-    dist.new_group([0])
+    own = dist.new_group([0])
     fresh = lay_out({key: torch.zeros_like(each) for key, each in odd().items()}, mesh, (Replicate(), Shard(0)))
     ckptman.load(fresh, path)
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(own)
     return wrong(fresh, lay_out(odd(), mesh, (Replicate(), Shard(0))))
 
 

@@ -36,7 +36,7 @@ from ckptman.train.launch import Launch
 from ckptman.train.rendezvous import meet
 from tests.helpers.apps import App
 from tests.helpers.faulty_disk import saving_to
-from tests.helpers.ranks import World, run_ranks, say, start_ranks
+from tests.helpers.ranks import RankError, World, run_ranks, say, start_ranks
 
 FLOOR_SECONDS = 3.0
 PATIENCE = Patience(FLOOR_SECONDS)
@@ -75,10 +75,9 @@ def train(root: str, rank: int | None, how: str, watchdog: float | None = FLOOR_
     return losses
 
 
-def await_end(world: World, rank: int) -> int | None:
+def await_end(world: World, rank: int) -> int:
     """The exit code of one rank."""
-    world.processes[rank].join(STATED_SECONDS + SLACK_SECONDS)
-    return world.processes[rank].exitcode
+    return world.wait(rank, STATED_SECONDS + SLACK_SECONDS)
 
 
 def outcome_of(root: Path) -> Outcome:
@@ -172,8 +171,8 @@ def test_all_ranks_leave_when_one_hangs_in_its_own_code(tmp_path: Path) -> None:
 def test_without_a_watchdog_nothing_is_noticed(tmp_path: Path) -> None:
     with start_ranks(2, train, str(tmp_path), 1, "stopped", None) as world:
         world.await_message(1, "hangs")
-        world.processes[0].join(STATED_SECONDS + 1)
-        assert world.processes[0].exitcode is None
+        with pytest.raises(RankError, match="did not end in time"):
+            world.wait(0, STATED_SECONDS + 1)
     assert outcome_of(tmp_path).state == "running"
 
 
@@ -315,7 +314,7 @@ def test_it_says_who_is_silent_and_goes_on(tmp_path: Path) -> None:
         until = time.monotonic() + 60
         while "it goes on" not in (tmp_path / "said-0").read_text() and time.monotonic() < until:
             time.sleep(0.05)
-        os.kill(world.processes[1].pid or 0, signal.SIGCONT)
+        world.kill(1, signal.SIGCONT)
         said = world.results()[0]
     assert "rank 0 of 2 (host " in said
     assert "(limit 600 s) in what came after step 2" in said

@@ -82,7 +82,7 @@ def test_each_rank_gets_its_own_back_and_all_that_of_rank_0(tmp_path: Path) -> N
 def test_on_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(2, save, str(tmp_path))
     for world_size in (1, 3):
-        for text in run_ranks(world_size, restore, str(tmp_path), ("seen", "counter", "log", "last")):
+        for text in run_ranks(world_size, restore, str(tmp_path), ("seen", "counter", "log", "last"), fresh=True):
             assert f"each of 2 ranks has for itself (PerRank) cannot be given to {world_size}" in text
 
 
@@ -112,7 +112,7 @@ def save_counters(root: str) -> list[str]:
 
 
 def test_a_value_that_differs_is_told_with_its_path_its_ranks_and_its_values(tmp_path: Path) -> None:
-    found = run_ranks(2, save_counters, str(tmp_path))
+    found = run_ranks(2, save_counters, str(tmp_path), fresh=True)
     assert found[0] == found[1]
     number, deep, long = found[0]
     assert number.startswith("n is 0 on rank 0 and 1 on rank 1, and only one would be saved")

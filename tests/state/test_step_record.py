@@ -585,7 +585,7 @@ def _other_calls(root: str) -> str:
 
 
 def test_ranks_that_call_other_methods_are_told(tmp_path: Path) -> None:
-    for told in run_ranks(2, _other_calls, str(tmp_path)):
+    for told in run_ranks(2, _other_calls, str(tmp_path), fresh=True):
         assert re.search(r"rank 0 is in restore\(\) and rank 1 in step\(\) or save\(\)", told)
 
 
@@ -706,5 +706,6 @@ def _leave_at_other_steps(root: str) -> str:
 @pytest.mark.slow
 def test_ranks_that_leave_the_block_at_other_steps_are_told_soon(tmp_path: Path) -> None:
     assert any(
-        "the ranks are at different steps" in told for told in run_ranks(2, _leave_at_other_steps, str(tmp_path))
+        "the ranks are at different steps" in told
+        for told in run_ranks(2, _leave_at_other_steps, str(tmp_path), fresh=True)
     )

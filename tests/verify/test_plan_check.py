@@ -13,8 +13,7 @@ import pytest
 
 from ckptman.cli.verify_process import plan_on
 from ckptman.verify.reports import PlanReport
-from tests.helpers.alone import alone
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import alone, run_ranks
 
 TENSORS = [
     *((f"layers.{number}.weight", "bfloat16", (61 + 7 * number, 96)) for number in range(8)),

@@ -16,8 +16,7 @@ import pytest
 from ckptman.errors import ConfigError
 from ckptman.io.checksums import BLOCK_BYTES
 from ckptman.verify.reports import layout_for, shown, text_of, world_sizes_with
-from tests.helpers.alone import alone
-from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.ranks import RankError, alone, run_ranks
 
 Problems = list[str]
 

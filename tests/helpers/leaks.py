@@ -1,0 +1,110 @@
+"""What a test leaves behind in its process: the tests after it would find it there."""
+
+# ruff: noqa: PTH109, PTH115, PTH208
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from typing import Any
+
+WAIT_SECONDS = 10.0
+"""So long a thread that is ending may take; a daemon that waits for something never ends."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCHLD)
+OURS = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that pytest and a lazy import of torch change."""
+
+
+class Leaks:
+    """The state of this process now; `left()` compares it with what is there then.
+
+    Args:
+        named: of descriptors, compare those of files and directories alone. torch frees the connections of a process
+            group when it likes: it remembers meshes in caches of its own.
+    """
+
+    def __init__(self, *, named: bool = False) -> None:
+        self._named = named
+        self._threads = set(threading.enumerate())
+        self._descriptors = _descriptors(named)
+        self._groups = _groups()
+        self._handlers = _handlers()
+        self._environ = _environ()
+        self._directory = os.getcwd()
+
+    def left(self) -> list[str]:
+        """One line for each thing that is new, or gone. Empty if all is as before."""
+        threads = [each for each in threading.enumerate() if each not in self._threads and each.is_alive()]
+        found = self._found()
+        if found or threads:
+            gc.collect()
+            for each in threads:
+                each.join(WAIT_SECONDS)
+            found = self._found()
+        return [*found, *(f"a thread: {each.name}" for each in threads if each.is_alive())]
+
+    def _found(self) -> list[str]:
+        descriptors = _descriptors(self._named) - self._descriptors
+        found = [f"{count} descriptors: {each}" for each, count in descriptors.items()]
+        found += [f"a process group: {each}" for each in _groups() - self._groups]
+        found += [f"another handler: {name}" for name, each in _handlers().items() if each != self._handlers[name]]
+        environ = _environ()
+        names = sorted(
+            name for name in environ.keys() | self._environ.keys() if environ.get(name) != self._environ.get(name)
+        )
+        found += [f"an environment variable: {name}" for name in names]
+        if os.getcwd() != self._directory:
+            found.append(f"another directory: {os.getcwd()}")
+        return found
+
+
+class Patches:
+    """What the modules and classes of the package hold now; `undo()` puts back what was replaced since."""
+
+    def __init__(self) -> None:
+        modules = [each for name, each in sys.modules.items() if name.partition(".")[0] == "ckptman"]
+        owners: list[Any] = list(modules)
+        for module in modules:
+            owners += [
+                each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__
+            ]
+        self._before = [(owner, dict(vars(owner))) for owner in owners]
+
+    def undo(self) -> None:
+        for owner, before in self._before:
+            now = vars(owner)
+            for name, value in before.items():
+                if now.get(name) is not value and not name.startswith("__"):
+                    setattr(owner, name, value)
+
+
+def _descriptors(named: bool) -> Counter[str]:
+    """What is open, by what it is: sockets and pipes without their numbers, as a pool replaces them."""
+    open_now: Counter[str] = Counter()
+    for each in os.listdir("/proc/self/fd"):
+        try:
+            there = os.readlink(f"/proc/self/fd/{each}")
+        except OSError:
+            continue  # that of the listing itself
+        if there.startswith("/") or not named:
+            open_now[there.partition(":[")[0]] += 1
+    return open_now
+
+
+def _groups() -> set[str]:
+    """The process groups of torch, if it is here."""
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    return set(module._world.pg_names.values()) if module is not None else set()
+
+
+def _handlers() -> dict[str, object]:
+    """Those of signals, and of exits, which a tracker replaces."""
+    return {**{each.name: signal.getsignal(each) for each in SIGNALS}, "sys.exit": sys.exit}
+
+
+def _environ() -> dict[str, str]:
+    return {name: each for name, each in os.environ.items() if name not in OURS}
