@@ -94,7 +94,7 @@ def restore_loaders(root: str) -> tuple[int, list[int]]:
 
 
 def test_state_that_differs_between_ranks_is_refused_in_the_first_step_unless_saved_per_rank(tmp_path: Path) -> None:
-    texts = run_ranks(2, save_loaders, str(tmp_path / "a"), False)
+    texts = run_ranks(2, save_loaders, str(tmp_path / "a"), False, fresh=True)
     assert texts[0] == texts[1]
     assert "loader.offset is 0 on rank 0 and 10 on rank 1" in texts[0]
     assert run_ranks(2, save_loaders, str(tmp_path / "b"), True) == ["", ""]
@@ -561,7 +561,7 @@ def lose_contact(root: str) -> list[str]:
 
 @pytest.mark.slow
 def test_after_a_timeout_the_run_saves_again(tmp_path: Path) -> None:
-    first, second = run_ranks(2, lose_contact, str(tmp_path))
+    first, second = run_ranks(2, lose_contact, str(tmp_path), fresh=True)
     assert first == second
     assert "2 failed" in first
     assert first[-1] == "4 saved"

@@ -372,7 +372,7 @@ def restore_other_shape(root: str, mesh: tuple[int, ...]) -> tuple[str, bool]:
 def test_a_model_that_differs_is_told_with_every_name_before_a_byte_is_copied(tmp_path: Path) -> None:
     app = save_steps(tmp_path, 1)
     del app
-    (text, untouched), (other, _) = run_ranks(2, restore_other_shape, str(tmp_path), (2,))
+    (text, untouched), (other, _) = run_ranks(2, restore_other_shape, str(tmp_path), (2,), fresh=True)
     assert text == other
     assert untouched
     assert "missing in the checkpoint (1):\n    model.extra" in text
@@ -456,7 +456,7 @@ def use_broken_policy(root: str) -> str:
 
 @pytest.mark.slow
 def test_a_policy_that_raises_does_so_on_every_rank(tmp_path: Path) -> None:
-    texts = run_ranks(2, use_broken_policy, str(tmp_path))
+    texts = run_ranks(2, use_broken_policy, str(tmp_path), fresh=True)
     assert texts == ["the save policy failed: ZeroDivisionError: division by zero"] * 2
 
 
@@ -471,7 +471,8 @@ def be_out_of_step(root: str) -> str:
 
 
 def test_ranks_that_are_out_of_step_are_told(tmp_path: Path) -> None:
-    assert run_ranks(2, be_out_of_step, str(tmp_path)) == ["the ranks are at different steps, from 1 to 2"] * 2
+    texts = run_ranks(2, be_out_of_step, str(tmp_path), fresh=True)
+    assert texts == ["the ranks are at different steps, from 1 to 2"] * 2
 
 
 class GatedDisk(FullDisk):

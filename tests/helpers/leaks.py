@@ -14,7 +14,8 @@ from typing import Any
 
 WAIT_SECONDS = 10.0
 """So long a thread that is ending may take; a daemon that waits for something never ends."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCHLD)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+"""Not SIGCHLD: loaders of torch take it once and for all."""
 OURS = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR")
 """Variables that pytest and a lazy import of torch change."""
 
@@ -63,9 +64,10 @@ class Leaks:
 
 
 class Patches:
-    """What the modules and classes of the package hold now; `undo()` puts back what was replaced since."""
+    """What the modules and classes of the package, and the environment, hold now; `undo()` puts it back."""
 
     def __init__(self) -> None:
+        self._environ = dict(os.environ)
         modules = [each for name, each in sys.modules.items() if name.partition(".")[0] == "ckptman"]
         owners: list[Any] = list(modules)
         for module in modules:
@@ -80,6 +82,9 @@ class Patches:
             for name, value in before.items():
                 if now.get(name) is not value and not name.startswith("__"):
                     setattr(owner, name, value)
+        for name in os.environ.keys() - self._environ.keys():
+            del os.environ[name]
+        os.environ.update(self._environ)
 
 
 def _descriptors(named: bool) -> Counter[str]:
@@ -96,9 +101,11 @@ def _descriptors(named: bool) -> Counter[str]:
 
 
 def _groups() -> set[str]:
-    """The process groups of torch, if it is here."""
+    """The process groups of torch, if it is here, but for those of meshes: nobody is asked to free them."""
     module = sys.modules.get("torch.distributed.distributed_c10d")
-    return set(module._world.pg_names.values()) if module is not None else set()
+    if module is None:
+        return set()
+    return {name for group, name in module._world.pg_names.items() if not group.group_desc.startswith("mesh_")}
 
 
 def _handlers() -> dict[str, object]:

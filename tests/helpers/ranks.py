@@ -6,8 +6,8 @@
     result = alone(function, arg, ...)                   # in one process without a process group
 
 A function that raises fails the test with its traceback; nothing outlives its time limit. `run_ranks` hands functions
-to a pool of ranks: what a function patches in the package is put back, and anything else that it leaves behind fails
-its test (see `tests.helpers.leaks`).
+to a pool of ranks: what a function patches in the package or sets in the environment is put back, and anything else
+that it leaves behind fails its test (see `tests.helpers.leaks`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tests.helpers.leaks import Leaks, Patches
 
 POOLED = 4
 """Worlds of up to so many ranks wait for the next function."""
+CALLS = 30
+"""And so many functions: torch remembers the meshes of each, with their groups."""
 _ENVIRON = dict(os.environ)
 _HERE = Path.cwd()
 
@@ -50,7 +52,7 @@ class World:
         self.processes: list[Python] = []
         self._pipes: list[Connection] = []
         self._messages: dict[int, list[Any]] = {}
-        self._deadline, self._dismissed = 0.0, False
+        self._deadline, self._dismissed, self.calls = 0.0, False, 0
         store = None if alone else f"{self._folder.name}/store"
         for rank in range(world_size):
             ours, theirs = multiprocessing.Pipe()
@@ -60,14 +62,14 @@ class World:
             ours.send((rank, world_size, store))
             self._pipes.append(ours)
 
-    def hand(self, limit: float, function: Callable[..., Any], *args: Any) -> None:
-        """Have all ranks call a function, which has so many seconds."""
+    def hand(self, limit: float, function: Callable[..., Any], *args: Any, last: bool = False) -> None:
+        """Have all ranks call a function, which has so many seconds. `last`: whatever it leaves behind."""
         self._deadline = time.monotonic() + limit
         self._messages = {rank: [] for rank in range(len(self.processes))}
         self.left: list[str] = []
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # its rank is gone, as is seen by its results
-                pipe.send((function, args))
+                pipe.send((function, args, last))
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
         """Send a signal to a rank."""
@@ -159,7 +161,7 @@ def start_ranks(
     """
     world = World(world_size, alone=alone)
     try:
-        world.hand(limit, function, *args)
+        world.hand(limit, function, *args, last=True)
         world.dismiss()
         yield world
     finally:
@@ -197,7 +199,11 @@ def run_ranks(
     except BaseException:
         world.end()
         raise
-    _pool[world_size] = world
+    world.calls += 1
+    if world.calls < CALLS:
+        _pool[world_size] = world
+    else:
+        world.end()
     return results
 
 
@@ -238,13 +244,14 @@ def _main(pipe: Connection) -> None:
             store = dist.FileStore(store, world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         while handed := pipe.recv():
-            function, args = handed
+            function, args, is_last = handed
+            if is_last:
+                pipe.send(("result", (pickle.dumps(function(*args)), [])))
+                continue
             torch.manual_seed(FIRST_SEED)
             before, patches = Leaks(named=True), Patches()
             result = pickle.dumps(function(*args))  # an error among it would hold on to all frames
             patches.undo()
-            if store is not None:
-                _destroy_meshes()
             pipe.send(("result", (result, before.left())))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
@@ -253,14 +260,6 @@ def _main(pipe: Connection) -> None:
     if store is not None:
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _destroy_meshes() -> None:
-    """End the groups of the meshes of a function: whoever calls `init_device_mesh` is not asked to."""
-    import torch.distributed.distributed_c10d as c10d
-
-    for group in [each for each in c10d._world.pg_map if each.group_desc.startswith("mesh_")]:
-        c10d.destroy_process_group(group)
 
 
 if __name__ == "__main__":

@@ -249,8 +249,10 @@ def test_what_the_setting_means() -> None:
 def timeouts_of_groups() -> tuple[list[float], list[float]]:
     import torch.distributed as dist
 
-    dist.new_group([0, 1], timeout=timedelta(seconds=77))
-    return group_timeouts("gloo"), group_timeouts("nccl")
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+    found = group_timeouts("gloo"), group_timeouts("nccl")
+    dist.destroy_process_group(group)
+    return found
 
 
 def test_the_timeouts_of_all_groups_are_known() -> None:
