@@ -45,8 +45,8 @@ $(BENCH): $(STAMP)
 demo: setup
 	$(BIN)/python examples/demo.py
 
-# Files are given out in the order of tests/conftest.py, each to one worker.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# Files go to workers by the seconds they took: tests/helpers/lanes.py.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS)
 
 test: setup
 	$(PYTEST) -m "not slow and not campaign"

@@ -3,47 +3,65 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from tests.helpers import forkserver
+from tests.helpers.leaks import Leaks
 
 # No time limit for each example: the machine may be busy. `timeout` in pyproject.toml is that of a test.
 settings.register_profile("ckptman", deadline=None, print_blob=True)
 settings.load_profile("ckptman")
 
 TESTS = Path(__file__).parent
-LONG = ("docs", "slurm", "faults", "end_to_end", "integrations")
-"""Folders whose tests take longest: they begin first, so that no worker is left with one of them at the end."""
 
-# A shell that starts a command in the background has it ignore Ctrl-C, which its children would inherit: a test of an
-# interrupt would then wait for ever.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _handlers() -> list[object]:
-    return [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.exit]
+# A shell that starts a command in the background has it ignore Ctrl-C, and nohup SIGHUP, which its children inherit: a
+# test of a signal would then wait for ever.
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, default)
 
 
 @pytest.fixture(autouse=True)
-def _handlers_stay() -> Iterator[None]:
-    """A handler that a test leaves behind would be found by those after it."""
-    before = _handlers()
+def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test leaves behind in this process would be found by those after it."""
+    marker = request.node.get_closest_marker("leaves")
+    before = Leaks(marker.args if marker else ())
     yield
-    assert _handlers() == before
+    assert before.left() == []
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-seconds", action="store_true", help="write what each file took to tests/helpers")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     forkserver.own()
+    if config.option.write_seconds and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Seconds())
 
 
 def pytest_unconfigure() -> None:
     forkserver.disown()
+
+
+class _Seconds:
+    """Collects what tests took, those of all workers."""
+
+    def __init__(self) -> None:
+        self.took: list[tuple[str, float]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.took.append((report.nodeid, report.duration))
+
+    def pytest_sessionfinish(self) -> None:
+        from tests.helpers import lanes
+
+        lanes.write(self.took)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -52,14 +70,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_other and config.option.markexpr == "gpu" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs a real Slurm as slow, and let the longest begin first."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.helpers.lanes import FilesByTime
+
+    return FilesByTime(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what needs a real Slurm as slow, and with several workers let the longest begin first."""
     for item in items:
         if item.path.is_relative_to(TESTS / "slurm"):
             item.add_marker(pytest.mark.slow)
-    items.sort(key=_place)
+    if hasattr(config, "workerinput"):
+        from tests.helpers.lanes import Order
 
-
-def _place(item: pytest.Item) -> int:
-    folder = item.path.relative_to(TESTS).parts[0]
-    return LONG.index(folder) if folder in LONG else len(LONG)
+        order = Order()
+        items.sort(key=lambda item: order.key(item.nodeid))

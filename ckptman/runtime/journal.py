@@ -162,7 +162,7 @@ def read_journal(path: str | os.PathLike[str], most_bytes: int | None = None) ->
 def _events(path: Path, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
     """Those of one file. Raises: FileNotFoundError; NotFoundError where something else lies there."""
     try:
-        with open(os.open(path, os.O_RDONLY | _OPEN), "rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _OPEN)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise NotFoundError(f"{os.fspath(path)} is not a journal, but a pipe or a device: remove it")
             data, is_whole = read_end(file.fileno(), most_bytes)

@@ -376,6 +376,7 @@ def test_a_root_whose_own_folder_is_a_file(tmp_path: Path) -> None:
 # ---- crashes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.leaves("ckptman-owner")
 @pytest.mark.parametrize("left", [None, "dead", "released"])
 def test_death_at_any_operation_of_a_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int, left: str | None

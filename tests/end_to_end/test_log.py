@@ -27,6 +27,7 @@ import ckptman
 from ckptman.format.paths import outcome_path
 from ckptman.runtime.outcome import read_outcome
 from tests.helpers.apps import App
+from tests.helpers.forkserver import Python
 from tests.helpers.ranks import run_ranks
 
 SCRIPT = """
@@ -43,9 +44,8 @@ def process(body: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A script of a user in a process of its own."""
     unwanted = ("CKPTMAN_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT) + textwrap.dedent(body)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environ) as running:
+    code, pipe = textwrap.dedent(SCRIPT) + textwrap.dedent(body), subprocess.PIPE
+    with Python("-c", code, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environ) as running:
         try:
             yield running
         finally:

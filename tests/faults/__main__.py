@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.faults.tally import Tally, table, timed, write
+from tests.helpers.forkserver import Python
 
 KINDS: dict[str, tuple[str, str]] = {
     "ranks": ("lost_ranks.run", "a rank that dies, is stopped, or has a disk that hangs"),
@@ -93,12 +94,10 @@ def run_apart(kind: str, seed: int, share: float, mutant: str) -> Tally:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         out, words = Path(folder, "out.json"), Path(folder, "words")
         part = ["--part", kind, "--seed", str(seed), "--out", str(out), "--mutant", mutant]
-        command = [sys.executable, "-m", "tests.faults", *part, "--share", str(share)]
         begun = time.monotonic()
         with words.open("wb") as file:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
-            )
+            command = ("-m", "tests.faults", *part, "--share", share)
+            process = Python(*command, stdout=file, stderr=subprocess.STDOUT, env=_environment())
             try:
                 process.wait(LIMIT_SECONDS)
                 ended = f"ended with {process.returncode}"

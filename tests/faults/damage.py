@@ -80,7 +80,7 @@ def subjects() -> Iterator[dict[str, Path]]:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         one, two = Path(folder, "one", "root"), Path(folder, "two", "root")
         save_versions(one, {1: 1, 2: 2}, SCALE)
-        run_ranks(2, save_on_ranks, str(two))
+        run_ranks(2, save_on_ranks, str(two), fresh=True)
         yield {"one rank": one, "two ranks": two}
 
 

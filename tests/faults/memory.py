@@ -66,7 +66,7 @@ class Went(NamedTuple):
 def damage(tally: Tally, folder: Path, ranks: int, flips: int) -> None:
     """Damage what the first node holds. With two ranks, each of which is a node, the other one has a copy."""
     folder.mkdir()
-    run_ranks(ranks, save_both, folder, tally.mutant)
+    run_ranks(ranks, save_both, folder, tally.mutant, fresh=True)
     with put_back(folder) as fresh:
         (held,) = folder.glob(f"memory/ckptman-*/*-n0/step-{NEW:010d}")
         regions = regions_of(held)
@@ -146,7 +146,7 @@ def put_back(folder: Path) -> Iterator[Callable[[], None]]:
 
 def start_again(ranks: int, folder: Path, mutant: str) -> Went:
     """Start the run again, on as many ranks. One is this process."""
-    went: Went = restore(folder, mutant) if ranks == 1 else run_ranks(ranks, restore, folder, mutant)[0]
+    went: Went = restore(folder, mutant) if ranks == 1 else run_ranks(ranks, restore, folder, mutant, fresh=True)[0]
     return went
 
 

@@ -34,9 +34,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-FOLDER_ENV = "CKPTMAN_TEST_FORKSERVER"
-"""The directory of the server of this run of the tests."""
-OWNER_ENV = "CKPTMAN_TEST_OWNER"
+FOLDER_ENV = "TESTS_FORKSERVER"
+"""The directory of the server of this run of the tests. Tests remove variables that begin with CKPTMAN."""
+OWNER_ENV = "TESTS_OWNER"
 """The process whose end is that of the server."""
 REPOSITORY = Path(__file__).parents[2]
 START_SECONDS = 120.0
@@ -395,7 +395,9 @@ def execute(arguments: list[str]) -> NoReturn:
         except KeyboardInterrupt:
             sys.excepthook(*sys.exc_info())
             code = signal.SIGINT
-        except BaseException:
+        except BaseException as error:
+            sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+            sys.last_exc = error  # type: ignore[attr-defined]
             sys.excepthook(*sys.exc_info())
             code = 1
         threading._shutdown()  # type: ignore[attr-defined]

@@ -10,12 +10,15 @@ import signal
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 WAIT_SECONDS = 10.0
 """So long a thread that is ending may take; a daemon that waits for something never ends."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 """Not SIGCHLD: loaders of torch take it once and for all."""
+POOLS = ("asyncio", "fsspecIO", "process_request_thread")
+"""Threads that libraries keep for the next time."""
 OURS = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR")
 """Variables that pytest and a lazy import of torch change."""
 
@@ -24,14 +27,13 @@ class Leaks:
     """The state of this process now; `left()` compares it with what is there then.
 
     Args:
-        named: of descriptors, compare those of files and directories alone. torch frees the connections of a process
-            group when it likes: it remembers meshes in caches of its own.
+        threads: parts of the names of threads that may stay.
     """
 
-    def __init__(self, *, named: bool = False) -> None:
-        self._named = named
+    def __init__(self, threads: Sequence[str] = ()) -> None:
+        self._pools = (*POOLS, *threads)
         self._threads = set(threading.enumerate())
-        self._descriptors = _descriptors(named)
+        self._descriptors = _descriptors()
         self._groups = _groups()
         self._handlers = _handlers()
         self._environ = _environ()
@@ -39,7 +41,7 @@ class Leaks:
 
     def left(self) -> list[str]:
         """One line for each thing that is new, or gone. Empty if all is as before."""
-        threads = [each for each in threading.enumerate() if each not in self._threads and each.is_alive()]
+        threads = [each for each in threading.enumerate() if each not in self._threads and self._is_left(each)]
         found = self._found()
         if found or threads:
             gc.collect()
@@ -48,8 +50,11 @@ class Leaks:
             found = self._found()
         return [*found, *(f"a thread: {each.name}" for each in threads if each.is_alive())]
 
+    def _is_left(self, thread: threading.Thread) -> bool:
+        return thread.is_alive() and not any(name in thread.name for name in self._pools)
+
     def _found(self) -> list[str]:
-        descriptors = _descriptors(self._named) - self._descriptors
+        descriptors = _descriptors() - self._descriptors
         found = [f"{count} descriptors: {each}" for each, count in descriptors.items()]
         found += [f"a process group: {each}" for each in _groups() - self._groups]
         found += [f"another handler: {name}" for name, each in _handlers().items() if each != self._handlers[name]]
@@ -87,16 +92,19 @@ class Patches:
         os.environ.update(self._environ)
 
 
-def _descriptors(named: bool) -> Counter[str]:
-    """What is open, by what it is: sockets and pipes without their numbers, as a pool replaces them."""
+def _descriptors() -> Counter[str]:
+    """The files and directories that are open, but for those of Python: matplotlib keeps its fonts.
+
+    Sockets and pipes are those of pools that torch, S3 and pytest keep.
+    """
     open_now: Counter[str] = Counter()
     for each in os.listdir("/proc/self/fd"):
         try:
             there = os.readlink(f"/proc/self/fd/{each}")
         except OSError:
             continue  # that of the listing itself
-        if there.startswith("/") or not named:
-            open_now[there.partition(":[")[0]] += 1
+        if there.startswith("/") and not there.startswith(("/dev/", sys.prefix)):
+            open_now[there] += 1
     return open_now
 
 

@@ -249,7 +249,7 @@ def _main(pipe: Connection) -> None:
                 pipe.send(("result", (pickle.dumps(function(*args)), [])))
                 continue
             torch.manual_seed(FIRST_SEED)
-            before, patches = Leaks(named=True), Patches()
+            before, patches = Leaks(), Patches()
             result = pickle.dumps(function(*args))  # an error among it would hold on to all frames
             patches.undo()
             pipe.send(("result", (result, before.left())))

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +23,7 @@ from xxhash import xxh3_128_hexdigest
 import ckptman
 from ckptman.integrations.huggingface import CkptmanTrainerMixin
 from ckptman.state.step_record import Recorded, StepRecorder
+from tests.helpers import forkserver
 from tests.helpers.ranks import run_ranks, start_ranks
 
 SAMPLES, EPOCHS = 45, 3
@@ -483,7 +482,7 @@ def test_the_example_killed_and_started_again(tmp_path: Path) -> None:
 
     def run(root: str, die_at: int) -> int:
         env = {**os.environ, "DIE_AT": str(die_at), "PYTHONPATH": str(script.parents[1])}
-        return subprocess.run([sys.executable, str(script), root], env=env, cwd=tmp_path, timeout=110).returncode
+        return int(forkserver.run(script, root, env=env, cwd=tmp_path, timeout=110).returncode)
 
     assert [run("whole", -1), run("cut", 18), run("cut", -1)] == [0, -signal.SIGKILL, 0]
     whole, cut = (tmp_path / f"{name}-out" / "model.safetensors" for name in ("whole", "cut"))

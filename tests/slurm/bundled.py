@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ckptman.format.manifest import read_manifest
 from ckptman.format.paths import step_folder
 from ckptman.runtime.journal import read_journal
+from tests.helpers.forkserver import programs
 from tests.helpers.scenarios import Act, Scene, submit
 from tests.slurm.cluster import Cluster
 
@@ -47,14 +48,27 @@ def paced(seconds: float) -> str:
     return f"{Path(__file__).with_name('paced.py')} {seconds}"
 
 
-def script(folder: Path, tokens: Path, *, program: str = TRAIN, minutes: int = 5, **settings: object) -> Path:
-    """A batch script of the loop. `settings`: keys of its configuration, with __ for the dot."""
+def script(
+    folder: Path,
+    tokens: Path,
+    *,
+    program: str = TRAIN,
+    python: str | os.PathLike[str] = "",
+    minutes: int = 5,
+    **settings: object,
+) -> Path:
+    """A batch script of the loop.
+
+    Args:
+        python: what runs it; a forked process unless it is given: that cannot be stopped by SIGSTOP.
+        settings: keys of its configuration, with __ for the dot.
+    """
     (folder / "run.toml").write_text("")
     values = {**SHAPE, "data.path": tokens, **{key.replace("__", "."): each for key, each in settings.items()}}
     path = folder / "train.sbatch"
     path.write_text(
         BODY.format(
-            python=sys.executable,
+            python=python or programs() / "python",
             program=program,
             minutes=minutes,
             settings=" ".join(f"--set {name}={value}" for name, value in values.items()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_a_rank_that_is_stopped(
 ) -> None:
     # Far from any save: there the limits of the ranks are the same. The one at step 20 is the progress of the attempt.
     settings = {"run__watchdog_seconds": PATIENCE.floor_seconds, "checkpoint__every_steps": SAVED_EVERY}
-    scene = begin(lab, script(tmp_path, tokens, **settings))
+    scene = begin(lab, script(tmp_path, tokens, python=sys.executable, **settings))
     job = trains(scene, tmp_path, 1, own_steps=SAVED_EVERY + 4)
     scene.ranks(job)[rank].suspend()
     stopped = time.time()
