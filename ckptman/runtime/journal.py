@@ -103,6 +103,10 @@ class Journal:
             except OSError as error:  # where a server is told only now what was written
                 self._warn(error)
 
+    def __del__(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
     def _append(self, line: bytes, sync: bool) -> None:
         fd = self._open()
         data = b"\n" + line if self._torn else line

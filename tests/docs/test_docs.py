@@ -253,6 +253,7 @@ def sessions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.leaves("")  # other pages run meanwhile
 @pytest.mark.timeout(400)  # pages wait for one another; LIMIT_SECONDS holds for each of their commands
 @pytest.mark.parametrize(
     "page",

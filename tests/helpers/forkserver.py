@@ -19,6 +19,7 @@ import gc
 import importlib
 import inspect
 import json
+import multiprocessing.spawn
 import os
 import selectors
 import shutil
@@ -161,6 +162,7 @@ def request(
         "descriptors": list(descriptors),
         "ignored": [],
         "umask": None,
+        "executable": None,
     }
     send(connection, asked, list(descriptors.values()))
     return receive_number(connection)
@@ -223,7 +225,13 @@ def _write_programs(where: Path) -> None:
 
 
 class Request(NamedTuple):
-    """What a client asked for. `received`: descriptors, in the order of `descriptors`."""
+    """What a client asked for.
+
+    Attributes:
+        executable: what `sys.executable` is there. That of the programs is one of them, so that what they start is
+            forked as well. It is not that of `Python`: killing a program ends its process only soon after.
+        received: descriptors, in the order of `descriptors`.
+    """
 
     arguments: list[str]
     environ: dict[str, str]
@@ -231,6 +239,7 @@ class Request(NamedTuple):
     descriptors: list[int]
     ignored: list[int]
     umask: int | None
+    executable: str | None
     received: list[int]
 
 
@@ -322,6 +331,9 @@ def become(asked: Request) -> list[str]:
         os.close(number)
     if asked.umask is not None:
         os.umask(asked.umask)
+    if asked.executable is not None:
+        sys.executable = asked.executable
+        multiprocessing.spawn.set_executable(sys.executable)
     os.chdir(asked.directory)
     os.environ.clear()
     os.environ.update(asked.environ)
@@ -434,10 +446,6 @@ def main() -> NoReturn:
         sys.exit(0)
     for name in PRELOAD:
         importlib.import_module(name)
-    import multiprocessing.spawn
-
-    sys.executable = str(where / "bin" / "python")  # what a process starts is forked as well
-    multiprocessing.spawn.set_executable(sys.executable)
     gc.collect()
     gc.disable()
     gc.freeze()

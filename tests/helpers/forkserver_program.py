@@ -37,7 +37,7 @@ def main(python, script, folder):
             signal.signal(number, pass_on)
         except (OSError, ValueError):
             pass
-    _ask(connection, arguments, ignored)
+    _ask(connection, arguments, ignored, folder + "/bin/python")
     pids.append(_number(connection))
     for number in early:
         os.kill(pids[0], number)
@@ -59,7 +59,7 @@ def _is_served(arguments):
     return bool(rest) and is_known and (rest[0] in ("-c", "-m") or not rest[0].startswith("-"))
 
 
-def _ask(connection, arguments, ignored):
+def _ask(connection, arguments, ignored, executable):
     import json
 
     descriptors = []
@@ -80,6 +80,7 @@ def _ask(connection, arguments, ignored):
         "descriptors": descriptors,
         "ignored": [int(number) for number in ignored],
         "umask": umask,
+        "executable": executable,
     }
     data = json.dumps(asked).encode(errors="surrogateescape")
     socket.send_fds(connection, [_LENGTH.pack(len(data))], descriptors)

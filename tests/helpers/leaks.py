@@ -19,19 +19,29 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 """Not SIGCHLD: loaders of torch take it once and for all."""
 POOLS = ("asyncio", "fsspecIO", "process_request_thread")
 """Threads that libraries keep for the next time."""
-OURS = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that pytest and a lazy import of torch change."""
+OTHERS = (
+    "PYTEST_CURRENT_TEST",
+    "COLUMNS",
+    "LINES",
+    "TORCH",
+    "PYTORCH",
+    "ACCELERATE_",
+    "TRANSFORMERS_",
+    "WANDB_",
+    "KMP_",
+)
+"""How variables begin that pytest and frameworks set, some when they are imported."""
 
 
 class Leaks:
     """The state of this process now; `left()` compares it with what is there then.
 
     Args:
-        threads: parts of the names of threads that may stay.
+        names: parts of the names of threads and files that may stay.
     """
 
-    def __init__(self, threads: Sequence[str] = ()) -> None:
-        self._pools = (*POOLS, *threads)
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._stay = (*POOLS, *names)
         self._threads = set(threading.enumerate())
         self._descriptors = _descriptors()
         self._groups = _groups()
@@ -51,11 +61,14 @@ class Leaks:
         return [*found, *(f"a thread: {each.name}" for each in threads if each.is_alive())]
 
     def _is_left(self, thread: threading.Thread) -> bool:
-        return thread.is_alive() and not any(name in thread.name for name in self._pools)
+        return thread.is_alive() and not self._may_stay(thread.name)
+
+    def _may_stay(self, name: str) -> bool:
+        return any(each in name for each in self._stay)
 
     def _found(self) -> list[str]:
         descriptors = _descriptors() - self._descriptors
-        found = [f"{count} descriptors: {each}" for each, count in descriptors.items()]
+        found = [f"{count} descriptors: {each}" for each, count in descriptors.items() if not self._may_stay(each)]
         found += [f"a process group: {each}" for each in _groups() - self._groups]
         found += [f"another handler: {name}" for name, each in _handlers().items() if each != self._handlers[name]]
         environ = _environ()
@@ -122,4 +135,4 @@ def _handlers() -> dict[str, object]:
 
 
 def _environ() -> dict[str, str]:
-    return {name: each for name, each in os.environ.items() if name not in OURS}
+    return {name: each for name, each in os.environ.items() if not name.startswith(OTHERS)}

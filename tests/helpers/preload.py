@@ -19,7 +19,6 @@ import torch.distributed.tensor
 
 import ckptman
 
-torch.set_num_threads(1)
 FRAMEWORKS = (
     "accelerate",
     "lightning",
@@ -35,3 +34,7 @@ LATER = ("ckptman.integrations.", "ckptman._moved")
 for module in pkgutil.walk_packages(ckptman.__path__, "ckptman."):
     if not module.name.startswith(LATER) and not module.name.endswith("__main__"):
         import_module(module.name)
+torch.set_num_threads(1)
+FIRST_SEED = 67280421310721
+"""With what torch begins in a new process: imports have drawn from its generator."""
+torch.manual_seed(FIRST_SEED)

@@ -169,8 +169,6 @@ def start_ranks(
 
 
 _pool: dict[int, World] = {}
-FIRST_SEED = 67280421310721
-"""With what torch begins in a new process."""
 
 
 @atexit.register
@@ -229,6 +227,8 @@ def _main(pipe: Connection) -> None:
     global _say
     import torch
     import torch.distributed as dist
+
+    from tests.helpers.preload import FIRST_SEED
 
     _say = lambda text: pipe.send(("said", text))  # noqa: E731
     rank, world_size, store = pipe.recv()

@@ -17,7 +17,7 @@ def test_what_is_to_go_is_removed_behind_the_run(tmp_path: Path) -> None:
     remover = Remover(DISK, lambda path, error: None)
     for number in range(5):
         remover.add(tree(tmp_path / str(number)))
-    assert remover.drain(60)
+    remover.close(60)
     assert list(tmp_path.iterdir()) == []
     assert remover.pending == []
     remover.close(1)
@@ -35,7 +35,7 @@ def test_while_the_run_saves_it_waits_between_two_files_unless_somebody_needs_th
     assert remover.drain(60)
     remover.slow_down(False)
     remover.add(tree(tmp_path / "other"))
-    assert remover.drain(60)
+    remover.close(60)
     assert list(tmp_path.iterdir()) == []
 
 
