@@ -6,9 +6,9 @@ STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.installed-bench
 QUIET  := --quiet --disable-pip-version-check
 SOURCE := ckptman tests examples benchmarks docs/conf.py
-# The torch of this environment: that of constraints.txt, but for `make test-torch`.
+# The torch of this environment: that of constraints.txt, another version, or `newest`.
 TORCH  ?= $(shell sed -n 's/^torch==//p' constraints.txt)
-# Tests wait for one another's processes more than they compute: three fill two cores.
+# One worker more than cores: one of them waits, for a real Slurm in `make test-all`.
 JOBS   ?= 3
 export OMP_NUM_THREADS ?= 1
 
@@ -32,7 +32,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("ckptman needs Python 3.10 or newer: make setup PYTHON=python3.11") if sys.version_info < (3, 10) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$(VENV)/constraints.txt
+	sed 's/^torch==.*/torch==$(TORCH)/; /^torch==newest$$/d' constraints.txt >$(VENV)/constraints.txt
 	$(BIN)/python -m pip install $(QUIET) --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $@
 

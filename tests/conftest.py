@@ -58,10 +58,11 @@ class _Seconds:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.took.append((report.nodeid, report.duration))
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         from tests.helpers import lanes
 
-        lanes.write(self.took)
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            lanes.write(self.took)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -85,6 +85,7 @@ def follow(scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
+@pytest.mark.leaves("events.jsonl")  # that of a chain which a fixture holds
 def test_follow_goes_from_attempt_to_attempt_in_one_file_and_ends_with_the_chain(scene: Scene, follow: Follow) -> None:
     scene.print("of somebody before\n")
 
@@ -112,6 +113,7 @@ def test_follow_goes_from_attempt_to_attempt_in_one_file_and_ends_with_the_chain
     )
 
 
+@pytest.mark.leaves("events.jsonl")  # that of a chain which a fixture holds
 def test_a_log_may_come_late_be_rotated_be_cut_and_be_removed(scene: Scene, follow: Follow) -> None:
     def steps() -> Iterator[object]:
         yield scene.begin(1)

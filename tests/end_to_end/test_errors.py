@@ -212,6 +212,7 @@ def test_a_checkpoint_that_goes_after_it_was_listed_is_not_the_end(
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ESTALE, os.strerror(errno.ESTALE)), MemoryError("no room")])
+@pytest.mark.leaves("chunks.bin")  # the parameter keeps its traceback
 def test_a_load_that_ends_in_the_middle_says_that_what_it_filled_is_not_usable(
     tmp_path: Path, failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +288,7 @@ def no_memory_left(*_: object, **__: object) -> torch.Tensor:
         ("os.open", no_right, "may not read it on rank 0 .*Permission denied.*check its permissions"),
     ],
 )
+@pytest.mark.leaves("chunks.bin")  # the parameter keeps its traceback
 def test_what_is_no_fault_of_the_checkpoint_is_not_laid_to_it(
     tmp_path: Path, what: str, fault: Any, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

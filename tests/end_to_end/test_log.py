@@ -156,6 +156,7 @@ def test_a_run_that_ended_otherwise_does_not(end: str, tmp_path: Path) -> None:
     assert not [line for line in lines if "ends without close()" in line]
 
 
+@pytest.mark.leaves("ckptman-")
 def test_a_checkpointer_that_nobody_has_any_more_is_collected_and_gives_the_signals_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,17 +19,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 """Not SIGCHLD: loaders of torch take it once and for all."""
 POOLS = ("asyncio", "fsspecIO", "process_request_thread")
 """Threads that libraries keep for the next time."""
-OTHERS = (
-    "PYTEST_CURRENT_TEST",
-    "COLUMNS",
-    "LINES",
-    "TORCH",
-    "PYTORCH",
-    "ACCELERATE_",
-    "TRANSFORMERS_",
-    "WANDB_",
-    "KMP_",
-)
+OTHERS = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCH", "PYTORCH", "KMP_", "RAYON_", "TOKENIZERS_", "WANDB_")
 """How variables begin that pytest and frameworks set, some when they are imported."""
 
 

@@ -34,8 +34,6 @@ from tests.helpers.leaks import Leaks, Patches
 
 POOLED = 4
 """Worlds of up to so many ranks wait for the next function."""
-CALLS = 30
-"""And so many functions: torch remembers the meshes of each, with their groups."""
 _ENVIRON = dict(os.environ)
 _HERE = Path.cwd()
 
@@ -52,7 +50,9 @@ class World:
         self.processes: list[Python] = []
         self._pipes: list[Connection] = []
         self._messages: dict[int, list[Any]] = {}
-        self._deadline, self._dismissed, self.calls = 0.0, False, 0
+        self._deadline, self._dismissed = 0.0, False
+        self.has_meshes = False
+        """Whether a function has made one. torch caches it, and would use it for an equal one of a later function."""
         store = None if alone else f"{self._folder.name}/store"
         for rank in range(world_size):
             ours, theirs = multiprocessing.Pipe()
@@ -117,7 +117,8 @@ class World:
             if kind == "error":
                 errors.append(f"rank {rank}:\n{value}")
                 continue
-            result, left = value
+            result, left, has_meshes = value
+            self.has_meshes |= has_meshes
             found.append(pickle.loads(result))
             self.left += [f"rank {rank} leaves {each}" for each in left]
         if errors:
@@ -197,11 +198,11 @@ def run_ranks(
     except BaseException:
         world.end()
         raise
-    world.calls += 1
-    if world.calls < CALLS:
-        _pool[world_size] = world
-    else:
+    if world.has_meshes:
+        world.dismiss()
         world.end()
+    else:
+        _pool[world_size] = world
     return results
 
 
@@ -246,13 +247,14 @@ def _main(pipe: Connection) -> None:
         while handed := pipe.recv():
             function, args, is_last = handed
             if is_last:
-                pipe.send(("result", (pickle.dumps(function(*args)), [])))
+                pipe.send(("result", (pickle.dumps(function(*args)), [], False)))
                 continue
             torch.manual_seed(FIRST_SEED)
             before, patches = Leaks(), Patches()
             result = pickle.dumps(function(*args))  # an error among it would hold on to all frames
             patches.undo()
-            pipe.send(("result", (result, before.left())))
+            has_meshes = any(group.group_desc.startswith("mesh_") for group in dist.distributed_c10d._world.pg_map)
+            pipe.send(("result", (result, before.left(), has_meshes)))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
         os._exit(1)

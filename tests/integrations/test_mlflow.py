@@ -22,6 +22,7 @@ def make(root: Path) -> list[MLflowTracker]:
 
 
 @pytest.mark.slow
+@pytest.mark.leaves("mlflow.db")
 def test_six_attempts_are_one_run_with_one_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     client = mlflow.MlflowClient(uri_of(tmp_path / "run"))

@@ -48,6 +48,7 @@ def of_kind(found: list[dict[str, Any]], kind: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.leaves("wandb", "ServiceFinalizer")
 def test_six_attempts_are_one_run_with_one_curve(tmp_path: Path) -> None:
     root = tmp_path / "run"
     counts = six_attempts(root, make)

@@ -128,6 +128,7 @@ def sampling(root: Path) -> tuple[ckptman.Checkpointer, int]:
 
 
 @pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.leaves("ckptman-")
 def test_it_ends_with_a_run_that_fails_or_that_nobody_closes(tmp_path: Path, fails: bool) -> None:
     checkpointer, _ = sampling(tmp_path)
     [thread] = [each for each in threading.enumerate() if each.name == "ckptman-health"]

@@ -239,6 +239,7 @@ def test_what_a_device_that_fails_had_is_left_out(tmp_path: Path) -> None:
     assert [(each["step"], each["metrics"]) for each in progress(tmp_path)] == [(1, {})]
 
 
+@pytest.mark.leaves("ckptman-")
 def test_a_checkpointer_that_nobody_has_any_more_goes_away(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -257,6 +258,7 @@ def test_what_is_no_tracker_is_refused(trackers: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["finished", "failed"])
+@pytest.mark.leaves("ckptman-")
 def test_ctrl_c_while_the_end_is_told_leaves_an_outcome_and_a_free_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

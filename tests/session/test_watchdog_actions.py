@@ -412,6 +412,7 @@ def test_only_a_stopped_process_of_this_run_is_killed(
 
 
 @pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.leaves("ckptman-")
 def test_what_breaks_because_a_watchdog_ended_a_rank_does_not_hide_why(tmp_path: Path, leads: bool) -> None:
     with pytest.raises(RuntimeError, match="connection reset"), Checkpointer(tmp_path, {"a": 1}) as checkpointer:
         own = checkpointer._session
