@@ -141,7 +141,8 @@ def run(command: Command, folder: Path) -> None:
     env = {name: value for name, value in ENVIRON.items() if not name.startswith(UNWANTED)}
     env |= {name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}
     path = [programs(), Path(sys.executable).parent, env["PATH"]]
-    env |= {"PATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+    # Lines come as on a terminal, and are not lost to a kill.
+    env |= {"PATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         ["bash", "-c", command.text],
         cwd=folder,

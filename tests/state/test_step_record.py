@@ -435,7 +435,7 @@ def only_rank_0(root: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_checkpointer_on_rank_0_alone_says_that_every_rank_makes_one(tmp_path: Path) -> None:
-    said, _, _ = run_ranks(3, only_rank_0, str(tmp_path))
+    said, _, _ = run_ranks(3, only_rank_0, str(tmp_path), fresh=True)
     assert len(said) == 2
     assert all("no Checkpointer was made on rank 1, 2 of 3" in each for each in said)
 

@@ -134,7 +134,7 @@ def test_a_killed_job_leaves_no_result(tmp_path: Path, number: signal.Signals) -
     job = subprocess.Popen(
         [*command, "--vocab-size", "300", "--workers", "2", "--train-bytes", "1"],
         stdout=subprocess.PIPE,
-        env=os.environ | {"RAYON_NUM_THREADS": "1"},
+        env=os.environ | {"RAYON_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
     )
     assert job.stdout is not None
     with job:
