@@ -50,11 +50,11 @@ class Journal:
         disk: Disk = DISK,
         tell: Callable[[str, Mapping[str, Any]], None] | None = None,
     ) -> None:
+        self._fd: int | None = None  # first: `__del__` reads it, also of a Journal whose path is refused
         self.path = Path(path)
         self._clock, self._disk = clock, disk
         self.listeners = [tell] if tell is not None else []
         self._lock = threading.Lock()
-        self._fd: int | None = None
         self._torn = False
         self._warned = False
         self._bound: dict[str, object] = {}

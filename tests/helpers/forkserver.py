@@ -7,9 +7,10 @@ first needed, and ends with the process that called `own`. What it forked ends w
 - `python`, `torchrun` and `ckptman` in the directory `programs()`, for shells and for what starts `sys.executable`
 - `tests.helpers.ranks`
 
-A forked process gets the arguments, environment, directory, descriptors and ignored signals of its client, in a session
-of its own. Unlike a fresh interpreter, it has imported much already, and exits without tearing down modules. A test of
-start-up, of imports, or of signals to a process group starts `sys.executable` itself.
+A forked process gets the arguments, environment, directory and descriptors of its client, from a program also its umask
+and ignored signals, and a session of its own. Unlike a fresh interpreter, it has imported much already, and exits
+without tearing down modules. A test of start-up, of imports, or of signals to a process group starts `sys.executable`
+itself.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def scope_of(nodeid: str) -> str:
 
 
 class Order:
-    """The longest first. A file that was never measured begins early: nobody knows what it takes."""
+    """The longest first. A file without a measurement takes less than a second, or is new: it comes last."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}

@@ -96,7 +96,7 @@ class World:
         return [self.wait(rank, max(0.1, self._deadline - time.monotonic())) for rank in range(len(self.processes))]
 
     def wait(self, rank: int, seconds: float) -> int:
-        """Wait until a rank has ended, and return its exit code. Raises: RankError if it goes on."""
+        """Wait until a rank has exited, and return its exit code. Raises: RankError if it is still running."""
         try:
             return int(self.processes[rank].wait(seconds))
         except subprocess.TimeoutExpired:
